@@ -1,0 +1,204 @@
+"""How an attention module is made to call Transformers' attention interface, one instance at a time.
+
+A family file gives a `Route`: a mixin whose methods take the place of the stock class's own score, softmax and
+sum. `serve` changes the class of one live module to a subclass made of that mixin and the stock class. The
+subclass has the stock module path and name, so output capture, device maps, sharding policies and printing see
+the class they know; weights, hooks and sub-modules are untouched, and nothing in Transformers itself changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the served families compute under `attn_implementation="eager"`.
+
+    Args:
+        module: the routed attention module; `training` and `upcast_scores` are read.
+        query: `[B, H, Q, D]`. key, value: `[B, Hkv, K, D]`, `Hkv` divides `H`.
+        attention_mask: None, bool (True = take part) or additive, broadcastable to `[B, H, Q, K]`. None with
+            `is_causal` and `Q > 1` is causal from the top left, as in `scaled_dot_product_attention`.
+        dropout: probability, applied to the weights when the module trains.
+        scaling: factor of the dot product, `D ** -0.5` by default.
+        is_causal: overrides `module.is_causal`.
+        position_bias: added to the scaled product, `[B or 1, H, Q, K]`.
+
+    Returns:
+        Output `[B, Q, H, D]` in the value's dtype, and the weights `[B, H, Q, K]`.
+
+    Raises:
+        ValueError: `softcap`, `s_aux` or `sliding_window` was given; no served family has them.
+    """
+    refused = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
+    if refused:
+        raise ValueError(f"eager attention of {type(module).__name__} got {refused}, which no served family has")
+    scores = _scores(module, query, key, scaling)
+    if position_bias is not None:
+        scores = scores + position_bias
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
+    scores = _masked(scores, attention_mask, causal)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    groups = query.shape[1] // value.shape[1]
+    output = torch.matmul(weights, value.repeat_interleave(groups, dim=1) if groups > 1 else value)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def _scores(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key = key.repeat_interleave(groups, dim=1)
+    if getattr(module, "upcast_scores", False):
+        query, key = query.float(), key.float()
+    return torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    if mask is None and causal and scores.shape[-2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores + mask
+
+
+class Route:
+    """Base of the mixins that stand before a stock class."""
+
+    stock_class: type  # set on the classes that `routed_class` makes
+    route: type[Route]
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise ValueError where a variant of the family cannot be routed."""
+
+    def __reduce_ex__(self, protocol):
+        # The class is known under the stock name, so pickle has to be told how to make it again
+        return _empty_routed, (type(self).stock_class, type(self).route), self.__dict__
+
+
+class AttentionRoute(Route):
+    """Mixin of an attention module: the stock keeps its projections and its cache, the mixin calls `attend`."""
+
+    is_causal = False  # for stock classes that set no attribute of their own
+    upcast_scores = False  # True where the original takes the product of queries and keys in float32
+
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        *,
+        scaling,
+        dropout=0.0,
+        position_bias=None,
+        implementation=None,
+        **extra,
+    ):
+        """Call the implementation named in the config.
+
+        Shapes as in `eager_attention`; `position_bias` `[B or 1, H, Q or 1, K]` is expanded to Q rows, `dropout` is
+        used while training, `implementation` replaces the config's name, `extra` goes on to the implementation.
+        """
+        name = implementation or self.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+        if position_bias is not None:
+            extra["position_bias"] = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
+        return attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout if self.training else 0.0,
+            scaling=scaling,
+            is_causal=self._causal_now(),
+            **extra,
+        )
+
+    def _causal_now(self) -> bool:
+        # `config.is_causal = False` is how Transformers makes a decoder bidirectional
+        return bool(self.is_causal and getattr(self.config, "is_causal", True) is not False)
+
+
+def _empty_routed(stock: type, route: type[Route]) -> nn.Module:
+    cls = routed_class(stock, route)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def routed_class(stock: type, route: type[Route]) -> type:
+    """The subclass of `stock` that computes as `route` says, under the stock's module path and name."""
+    base = stock
+    while base.__name__.endswith("FlashAttention2"):  # stock's own flash variants replace the whole forward
+        base = base.__mro__[1]
+    body = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "stock_class": stock,
+        "route": route,
+    }
+    return type(stock.__name__, (route, base), body)
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether `module` is one that `route` has changed."""
+    return isinstance(module, Route)
+
+
+def route(module: nn.Module, mixin: type[Route], config) -> None:
+    """Change one stock module, in place. `config` is lent to modules that keep none."""
+    added = ()
+    if "config" not in module.__dict__:
+        module.config, added = config, ("config",)
+    module.__dict__[RECORD] = (added, module.config._attn_implementation)
+    _become(module, routed_class(type(module), mixin))
+
+
+def unroute(module: nn.Module) -> None:
+    """Give one routed module its stock class back and remove what `route` set."""
+    added, _ = module.__dict__.pop(RECORD)
+    for name in added:
+        delattr(module, name)
+    _become(module, type(module).stock_class)
+
+
+def check_unroute(module: nn.Module) -> None:
+    """Raise ValueError while the config names an implementation that the stock class would ignore or misread."""
+    now, before = module.config._attn_implementation, module.__dict__[RECORD][1]
+    allowed = ["eager"] + [before] * (before == "sdpa" or str(before).startswith("flash_attention"))
+    if now not in allowed:
+        raise ValueError(
+            f"cannot unserve {type(module).__name__} while its config says attn_implementation={now!r}, which the "
+            f"stock class would ignore or misread: set {' or '.join(map(repr, allowed))} first"
+        )
+
+
+def _become(module: nn.Module, cls: type) -> None:
+    previous = type(module)
+    module.__class__ = cls
+    hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound method that its hooks wrap
+    if isinstance(hooked, MethodType) and hooked.__func__ is previous.forward:
+        module._old_forward = MethodType(cls.forward, module)
