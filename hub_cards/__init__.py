@@ -1,0 +1,30 @@
+"""Model cards for what is published with hf_hyperattn: templates and a small renderer.
+
+Plain data in, ``huggingface_hub`` card objects out; this package imports neither ``hf_hyperattn`` nor torch.
+
+    card = hub_cards.render_model_card(config, base_model="org/base", license="apache-2.0", results=[...])
+    hub_cards.write_card("a/saved/model")       # beside the weights; a README.md of a person's own is kept
+"""
+
+from .beside import own_card_kept, write_card
+from .directory import card_for_directory, hub_id_or_none
+from .errors import explain_hub_error
+from .facts import Facts
+from .render import render_adapter_card, render_config_card, render_model_card
+from .results import Result
+from .uploads import hook_uploads, unhook_uploads
+
+__all__ = [
+    "Facts",
+    "Result",
+    "card_for_directory",
+    "explain_hub_error",
+    "hook_uploads",
+    "hub_id_or_none",
+    "own_card_kept",
+    "render_adapter_card",
+    "render_config_card",
+    "render_model_card",
+    "unhook_uploads",
+    "write_card",
+]

@@ -1,0 +1,57 @@
+"""One line for each way in which talking to the Hub fails: what, where, and what to do."""
+
+ADVICE = {
+    400: "the Hub refused the content; its message names the field",
+    401: "the token is missing or not accepted; run `hf auth login` or set HF_TOKEN",
+    403: "the token may not write there; use a token with write access to that namespace",
+    404: "the repository does not exist or is not visible with this token; check its name and the token",
+    409: "the repository was changed meanwhile; try again",
+    412: "the repository was changed meanwhile; try again",
+    429: "too many requests; wait and try again",
+}
+LOST = "the connection to the Hub was lost; run the same again (a commit is taken as a whole or not at all)"
+
+
+def _chain(error: BaseException):
+    """The error and everything it came from, the innermost last."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _said(error: BaseException) -> str:
+    """The server's own sentence, or the last line of the message."""
+    message = getattr(error, "server_message", None) or str(error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+def explain_hub_error(error: BaseException, action: str = "talking to the Hub") -> str:
+    """One line that says why ``action`` failed and how to go on.
+
+    Args:
+        error: what huggingface_hub, Transformers or PEFT raised; the whole chain of causes is looked at.
+        action: what was tried, such as ``push to org/name``.
+
+    Returns:
+        A string without line breaks, fit for a command line's standard error.
+    """
+    for one in _chain(error):
+        status = getattr(getattr(one, "response", None), "status_code", None)
+        if isinstance(status, int):
+            advice = ADVICE.get(
+                status, "the Hub had a fault; try again later" if status >= 500 else "see its message"
+            )
+            return f"{action} failed: {advice} (HTTP {status}: {_said(one)})"
+        transport = type(one).__module__.split(".")[0] in (
+            "httpx",
+            "httpx2",
+            "httpcore",
+            "httpcore2",
+            "requests",
+        )
+        if transport or isinstance(one, ConnectionError | TimeoutError):
+            return f"{action} failed: {LOST} ({type(one).__name__}: {_said(one)})"
+    return f"{action} failed: {type(error).__name__}: {_said(error)}"
