@@ -1,0 +1,96 @@
+"""Which engine computes a call: by name, or `auto`, the fastest one that can do what is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import blockwise, reference
+from .options import Options, check_broadcast
+from .score import PairScore
+
+#: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
+ENGINES: dict[str, Callable] = {}
+
+#: Up to this many logits `auto` takes the dense engine, which then has less to do than cutting tiles.
+DENSE_ELEMENTS = 2**14
+
+
+def register_engine(name: str, attend: Callable) -> None:
+    """Add an engine. It must agree with `reference`; a second one of the same name is refused."""
+    if name in ENGINES:
+        raise ValueError(f"engine {name!r} is registered already")
+    ENGINES[name] = attend
+
+
+register_engine("reference", reference.attend)
+register_engine("blockwise", blockwise.attend)
+
+
+def available_engines() -> tuple[str, ...]:
+    """Names that `backend=` takes, `auto` first."""
+    return ("auto", *ENGINES)
+
+
+def choose(score: PairScore, weights: bool) -> str:
+    """The engine for `auto`."""
+    batch, heads, n, _ = score.query.shape
+    small = batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
+    return "reference" if weights or small else "blockwise"
+
+
+def attention(
+    score: PairScore,
+    value: Tensor,
+    options: Options | None = None,
+    *,
+    backend: str = "auto",
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(score)·V.
+
+    Args:
+        score: the pair score, features [B, H, N, d] and [B, Hkv, M, d].
+        value: [B, Hkv, M, dv].
+        options: masks, causality, window, softcap, sinks, dropout; None for none of them.
+        backend: a name out of `available_engines()`.
+        weights: also return the attention weights [B, H, N, M]; only `reference` and `auto` can.
+
+    Returns:
+        The output [B, H, N, dv] in the score's dtype (float32 or float64), and the weights or None.
+
+    Raises:
+        ValueError: unknown backend, or a mask that does not broadcast to [B, H, N, M].
+    """
+    options = checked(options or Options(), score)
+    if backend not in ("auto", *ENGINES):
+        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}")
+    name = choose(score, weights) if backend == "auto" else backend
+    if weights and name != "reference":
+        raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
+    out, found = ENGINES[name](score, value, options)
+    return out, found if weights else None
+
+
+def checked(options: Options, score: PairScore) -> Options:
+    """Options whose masks have four axes and the working dtype."""
+    batch, heads, n, _ = score.query.shape
+    shape, dtype = (batch, heads, n, score.key.shape[2]), score.query.dtype
+    mask = check_broadcast("attn_mask", options.mask, shape)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(dtype)
+    bias = check_broadcast("bias", options.bias, shape)
+    sinks = options.sinks
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; allowed: one value per query head, ({heads},)"
+        )
+    return replace(
+        options,
+        mask=mask,
+        bias=None if bias is None else bias.to(dtype),
+        sinks=None if sinks is None else sinks.to(dtype),
+    )

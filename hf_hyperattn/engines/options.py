@@ -1,0 +1,77 @@
+"""What an attention call asks of an engine besides the score: masks, causality, windows, caps, sinks, dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything an engine must honour. The parts that hide pairs intersect.
+
+    Args:
+        mask: bool (True = take part) or additive float, broadcastable to [B, H, N, M]; None hides nothing.
+        bias: an additive term of the logits, broadcastable to [B, H, N, M], such as T5's relative positions.
+        is_causal: key j is visible to query i where j <= i (top-left, as in torch's SDPA).
+        window: key j is visible to query i where i - j < window, and where not causal also j - i < window.
+        offset: position of query 0 among the keys, for `is_causal` and `window`.
+        softcap: c · tanh(S / c) on the first piece of the score.
+        sinks: one extra logit per query head [H] that takes part in the softmax and has no value.
+        dropout_p: probability that a weight is dropped, in [0, 1).
+    """
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    is_causal: bool = False
+    window: int | None = None
+    offset: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """`tensor` with four axes, or an error if it does not broadcast to `shape` = (B, H, N, M)."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.bool and not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; allowed: bool (True = take part) or floating point (added)"
+        )
+    fits = tensor.dim() <= 4 and all(
+        a in (1, b) for a, b in zip(reversed(tensor.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to [batch, heads, queries, "
+            f"keys] = {tuple(shape)}"
+        )
+    return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+
+
+def position_mask(options: Options, rows: range, columns: range, device) -> Tensor | None:
+    """Bool [len(rows), len(columns)] of what causality and the window leave visible; None if everything is."""
+    if not options.is_causal and options.window is None:
+        return None
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None] + options.offset
+    j = torch.arange(columns.start, columns.stop, device=device)[None, :]
+    visible = (j <= i) if options.is_causal else torch.ones_like(i - j, dtype=torch.bool)
+    if options.window is not None:
+        visible = visible & (i - j < options.window)
+        if not options.is_causal:
+            visible = visible & (j - i < options.window)
+    return visible
+
+
+def key_range(options: Options, rows: range, keys: int) -> range:
+    """The keys that some query of `rows` can see, by causality and the window alone."""
+    start, stop = 0, keys
+    if options.window is not None:
+        start = max(0, rows.start + options.offset - options.window + 1)
+        stop = min(keys, rows.stop - 1 + options.offset + options.window)
+    if options.is_causal:
+        stop = min(keys, rows.stop + options.offset)
+    return range(min(start, keys), max(stop, min(start, keys)))

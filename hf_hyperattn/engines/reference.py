@@ -1,0 +1,64 @@
+"""The specification: dense, differentiable, float64-capable. Every other engine must agree with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .options import Options, position_mask
+from .score import PairScore, repeat_heads
+
+
+def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """softmax(S)·V with the full matrix of logits.
+
+    Args:
+        score: the pair score; its pieces' definitions are what is evaluated.
+        value: [B, Hkv, M, dv].
+        options: masks and the rest, see `Options`.
+
+    Returns:
+        The output [B, H, N, dv] and the weights [B, H, N, M] before dropout, both in the working dtype. A query that
+        sees no key gets zeros.
+    """
+    weights = softmax(visible_logits(score, options), options.sinks)
+    dropped = torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
+    return dropped @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
+
+
+def visible_logits(score: PairScore, options: Options) -> Tensor:
+    """[B, H, N, M]: the score's logits, plus bias, hidden pairs at -inf."""
+    logits = total_logits(score, options.softcap)
+    if options.bias is not None:
+        logits = logits + options.bias
+    if options.mask is not None and options.mask.dtype != torch.bool:
+        logits = logits + options.mask
+    elif options.mask is not None:
+        logits = logits.masked_fill(~options.mask, float("-inf"))
+    visible = position_mask(options, range(logits.shape[-2]), range(logits.shape[-1]), logits.device)
+    return logits if visible is None else logits.masked_fill(~visible, float("-inf"))
+
+
+def total_logits(score: PairScore, softcap: float | None = None) -> Tensor:
+    """[B, H, N, M]: the first piece, capped by c·tanh(S/c) where asked, plus each further piece times its gate."""
+    logits = 0.0
+    for index, piece in enumerate(score.pieces):
+        part = piece.definition()
+        if index == 0 and softcap is not None:
+            part = softcap * torch.tanh(part / softcap)
+        logits = logits + (part if piece.gate is None else piece.gate[:, None, None] * part)
+    return logits
+
+
+def softmax(logits: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the last axis, with one extra logit per head where sinks are given; all -inf gives zeros."""
+    top = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(logits.dtype)[:, None, None]
+        top = torch.maximum(top, sinks)
+    top = top.detach().clamp_min(torch.finfo(logits.dtype).min)
+    e = torch.exp(logits - top)
+    total = e.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return e / total.clamp_min(torch.finfo(logits.dtype).tiny)

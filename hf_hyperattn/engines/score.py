@@ -1,0 +1,202 @@
+"""The pair-score contract: all that an engine knows about a mechanism.
+
+An engine computes softmax(S)·V without ever seeing a mechanism. What it sees is a `PairScore`: features whose dot
+product it forms tile by tile, and one or more *pieces*, each a `Term` (cheap arithmetic on a tile) with the per-row,
+per-column and per-head numbers that the term reads. The logit of a pair is the sum of the pieces:
+
+    S_ij = piece_0(q̂_i · k̂_j, row_i, column_j, head) + gate_1 · piece_1(...) + ...
+
+Dot product, cone, hyperbolic distance, HyPE and their blends all have this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+#: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
+#: arguments can be tensors, numbers and strings, but not functions.
+TERMS: dict[str, Term] = {}
+
+
+class Term:
+    """Arithmetic on one tile of pairs; holds no tensors.
+
+    Shapes inside a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [..., 1, C], head
+    parameters [..., 1, 1]; everything broadcasts. `gap`, where given, is the squared distance of the two points,
+    computed from differences, and takes the place of its expansion through `dot`.
+
+    Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
+    derivative is faster than automatic differentiation.
+    """
+
+    name: str
+    rows: int = 0
+    columns: int = 0
+    heads: int = 0
+
+    def logits(
+        self,
+        dot: Tensor,
+        row: Sequence[Tensor],
+        column: Sequence[Tensor],
+        head: Sequence[Tensor],
+        gap: Tensor | None = None,
+    ) -> Tensor:
+        """The term's share of the logits, [..., R, C]."""
+        raise NotImplementedError
+
+    def vjp(
+        self,
+        dot: Tensor,
+        row: Sequence[Tensor],
+        column: Sequence[Tensor],
+        head: Sequence[Tensor],
+        gap: Tensor | None = None,
+    ) -> tuple[Tensor, Callable]:
+        """The logits, and a function from their gradient to `(d_dot, d_rows, d_columns, d_heads)`.
+
+        A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
+        to the argument's shape. With `gap` given, the gradient still flows through `dot` and the statistics, of
+        which the gap is a function.
+        """
+        leaves = [t.detach().requires_grad_() for t in (dot, *row, *column, *head)]
+        a, b = 1 + len(row), 1 + len(row) + len(column)
+        with torch.enable_grad():
+            out = self.logits(leaves[0], leaves[1:a], leaves[a:b], leaves[b:], gap)
+
+        def pullback(grad):
+            g = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+            return g[0], g[1:a], g[a:b], g[b:]
+
+        return out.detach(), pullback
+
+    def cancels(self, row: Sequence[Tensor], column: Sequence[Tensor]) -> bool:
+        """Whether the product form is too inexact on this tile, so that the engine should give `gap`."""
+        return False
+
+
+def register_term(term: Term) -> Term:
+    """Make a term known to the engines under its name; a second term of the same name is refused."""
+    if term.name in TERMS:
+        raise ValueError(f"term {term.name!r} is registered already, by {type(TERMS[term.name]).__name__}")
+    TERMS[term.name] = term
+    return term
+
+
+class DotTerm(Term):
+    """The plain dot product of the features (any scaling is folded into them)."""
+
+    name = "dot"
+
+    def logits(self, dot, row, column, head, gap=None):
+        return dot
+
+    def vjp(self, dot, row, column, head, gap=None):
+        return dot, lambda grad: (grad, (), (), ())
+
+
+DOT = register_term(DotTerm())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A term with its numbers, and the definition it must agree with.
+
+    Args:
+        term: the arithmetic that tile engines do.
+        definition: returns the piece's dense logits [B, H, N, M] straight from the published formula and from
+            differences of points. `reference` evaluates this and nothing else.
+        row: statistics of queries, each [B, H, N].
+        column: statistics of keys, each [B, H, M] or, where they do not differ within a group, [B, Hkv, M].
+        head: parameters of query heads, each [H].
+        gate: the piece's weight per query head, [H], or None for 1.
+    """
+
+    term: Term
+    definition: Callable[[], Tensor]
+    row: tuple[Tensor, ...] = ()
+    column: tuple[Tensor, ...] = ()
+    head: tuple[Tensor, ...] = ()
+    gate: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """What a gap is measured between, for engines that work from differences: gap = scale² · |query - key|²."""
+
+    query: Tensor  # [B, H, N, p]
+    key: Tensor  # [B, Hkv, M, p]
+    scale: Tensor  # [H]
+
+
+@dataclass(frozen=True)
+class PairScore:
+    """A score as engines see it: features, and the pieces that read their product.
+
+    Args:
+        query: features [B, H, N, d], float32 or float64.
+        key: features [B, Hkv, M, d], not repeated for grouped queries.
+        pieces: the terms to add up; `softcap` acts on the first.
+        points: returns the points whose gap the pieces are functions of, or None where there is no gap.
+        watch: ask the terms on every tile whether the product form cancels there.
+    """
+
+    query: Tensor
+    key: Tensor
+    pieces: tuple[Piece, ...]
+    points: Callable[[], Points] | None = None
+    watch: bool = False
+
+    @property
+    def spec(self) -> str:
+        """The pieces as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate."""
+        return "+".join(("*" if p.gate is not None else "") + p.term.name for p in self.pieces)
+
+    def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """All row statistics, column statistics and head parameters, piece by piece; a gate ends its piece's."""
+        row = [t for p in self.pieces for t in p.row]
+        column = [t for p in self.pieces for t in p.column]
+        head = [t for p in self.pieces for t in p.head + ((p.gate,) if p.gate is not None else ())]
+        return row, column, head
+
+    def plus(
+        self, piece: Piece, points: Callable[[], Points] | None = None, watch: bool = False
+    ) -> PairScore:
+        """This score with one more piece, and where that piece measures a gap, the points it measures between."""
+        return replace(
+            self, pieces=(*self.pieces, piece), points=points or self.points, watch=self.watch or watch
+        )
+
+    def weighted(self, weight: Tensor) -> PairScore:
+        """This score with every piece multiplied by a weight per query head, [H]."""
+        gates = [weight if p.gate is None else p.gate * weight for p in self.pieces]
+        return replace(
+            self, pieces=tuple(replace(p, gate=g) for p, g in zip(self.pieces, gates, strict=True))
+        )
+
+
+def parse_spec(spec: str) -> list[tuple[Term, bool]]:
+    """The inverse of `PairScore.spec`: each term, and whether it has a gate."""
+    return [(TERMS[part.lstrip("*")], part.startswith("*")) for part in spec.split("+")]
+
+
+def working_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any tensor has it, else float32: half precision never does arithmetic here."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, Hkv, ...] to [B, heads, ...], each head repeated for its group of queries; free where they agree."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
+    """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
+    dtype = working_dtype(query, key)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k = query.to(dtype) * scale, key.to(dtype)
+    return PairScore(q, k, (Piece(DOT, lambda: q @ repeat_heads(k, q.shape[1]).transpose(-1, -2)),))

@@ -1,0 +1,180 @@
+"""One tile of attention: a block of query rows of a few heads against the keys they can see.
+
+Tensors are grouped for shared keys: heads [H] become [Hkv, G], so that one product serves a whole group. A tile
+slices every tensor of the call in the same way, and slices the gradients, which have the same shapes, alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .options import Options, key_range
+from .score import parse_spec
+
+#: Elements of one tile. Large enough to make the overhead of an operation vanish, small enough for the cache of a
+#: core: 2^18 float32 numbers are 1 MiB.
+TILE_ELEMENTS = 2**18
+
+
+@dataclass
+class Tensors:
+    """All tensors of a call, or all their gradients, grouped by key heads.
+
+    query [B, Hkv, G, N, d]; key, value [B, Hkv, M, d]; rows [B, Hkv, G, N]; columns [B, Hkv, G or 1, M];
+    heads [Hkv, G]; mask and bias [B|1, Hkv|1, G|1, N|1, M|1]; sinks [Hkv, G].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    row: list[Tensor]
+    column: list[Tensor]
+    head: list[Tensor]
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def by_group(t: Tensor | None, group: tuple[int, int]) -> Tensor | None:
+    """[B|1, H|1, N|1, M|1] to [B|1, Hkv|1, G|1, N|1, M|1]."""
+    return None if t is None else t.unflatten(1, group if t.shape[1] > 1 else (1, 1))
+
+
+@dataclass
+class Call:
+    """A call of the blockwise engine: tensors, score, options."""
+
+    tensors: Tensors
+    spec: str
+    options: Options  # its tensors stand in `tensors`, grouped
+    points: Tensors | None = None  # the points as query and key, their scale as the one head parameter
+    seed: int = 0
+    terms: list = field(init=False)
+
+    def __post_init__(self):
+        self.terms = parse_spec(self.spec)
+
+    @classmethod
+    def parse(cls, flat: Sequence[Tensor], spec: str, extras: str, options: Options, wanted=None) -> Call:
+        """A call from an operator's arguments: query, key, value, all statistics, then what `extras` names.
+
+        `wanted`, given for gradients, says which of the flat tensors have one; mask and bias may go without.
+        """
+        flat, terms = list(flat), parse_spec(spec)
+        kv_heads = flat[1].shape[1]
+        group = (kv_heads, flat[0].shape[1] // kv_heads)
+        counts = [
+            sum(t.rows for t, _ in terms),
+            sum(t.columns for t, _ in terms),
+            sum(t.heads + gated for t, gated in terms),
+        ]
+        take = iter(flat[3:])
+        rows, columns, heads = ([next(take) for _ in range(n)] for n in counts)
+        named = dict(zip(extras.split(), take, strict=True))
+        if wanted is not None:
+            asked = dict(zip(extras.split(), wanted[len(flat) - len(named) :], strict=True))
+            named = {name: t for name, t in named.items() if asked[name]}
+        tensors = Tensors(
+            flat[0].unflatten(1, group),
+            flat[1],
+            flat[2],
+            [t.unflatten(1, group) for t in rows],
+            [t.unflatten(1, (kv_heads, -1)) for t in columns],
+            [t.view(group) for t in heads],
+            *(by_group(named.get(name), group) for name in ("mask", "bias")),
+            sinks=named["sinks"].view(group) if "sinks" in named else None,
+        )
+        points = None
+        if "points_query" in named:
+            points = Tensors(
+                named["points_query"].unflatten(1, group),
+                named["points_key"],
+                None,
+                [],
+                [],
+                [named["points_scale"].view(group)],
+            )
+        return cls(tensors, spec, options, points, int(named["seed"]) if "seed" in named else 0)
+
+    def tiles(self) -> Iterator[Tile]:
+        """Cut the call: batch elements one by one, then groups of heads, then blocks of query rows."""
+        batch, kv_heads, group, n, _ = self.tensors.query.shape
+        keys = self.tensors.key.shape[2]
+        rows = max(1, min(n, TILE_ELEMENTS // max(1, group * keys)))
+        together = max(1, min(kv_heads, TILE_ELEMENTS // max(1, group * keys * rows)))
+        index = 0
+        for b in range(batch):
+            for h in range(0, kv_heads, together):
+                for i in range(0, n, rows):
+                    block = range(i, min(i + rows, n))
+                    yield Tile(
+                        self, b, slice(h, h + together), block, key_range(self.options, block, keys), index
+                    )
+                    index += 1
+
+
+@dataclass
+class Tile:
+    """One block of rows; `columns` are the keys that causality and the window leave it."""
+
+    call: Call
+    batch: int
+    heads: slice
+    rows: range
+    columns: range
+    index: int
+
+    def __post_init__(self):
+        self.row_slice = slice(self.rows.start, self.rows.stop)
+        self.column_slice = slice(self.columns.start, self.columns.stop)
+
+    # slices of a call's tensors, and of their gradients
+
+    def of_query(self, t: Tensor) -> Tensor:
+        """[hc, G, R, d] of [B, Hkv, G, N, d]."""
+        return t[self.batch, self.heads, :, self.row_slice]
+
+    def of_key(self, t: Tensor) -> Tensor:
+        """[hc, C, d] of [B, Hkv, M, d]."""
+        return t[self.batch, self.heads, self.column_slice]
+
+    def of_row(self, t: Tensor) -> Tensor:
+        """[hc, G, R, 1] of [B, Hkv, G, N]."""
+        return t[self.batch, self.heads, :, self.row_slice, None]
+
+    def of_column(self, t: Tensor) -> Tensor:
+        """[hc, G or 1, 1, C] of [B, Hkv, G or 1, M]."""
+        return t[self.batch, self.heads, :, None, self.column_slice]
+
+    def of_head(self, t: Tensor) -> Tensor:
+        """[hc, G, 1, 1] of [Hkv, G]."""
+        return t[self.heads, :, None, None]
+
+    def of_pair(self, t: Tensor) -> Tensor:
+        """[hc|1, G|1, R|1, C|1] of [B|1, Hkv|1, G|1, N|1, M|1]."""
+        t = t[self.batch if t.shape[0] > 1 else 0]
+        t = t[self.heads] if t.shape[0] > 1 else t
+        t = t[:, :, self.row_slice] if t.shape[2] > 1 else t
+        return t[..., self.column_slice] if t.shape[3] > 1 else t
+
+    def product(self, query: Tensor, key: Tensor) -> Tensor:
+        """[hc, G, R, C] products of [hc, G, R, d] with [hc, C, d]; all queries of a group in one product."""
+        hc, group, rows, _ = query.shape
+        return torch.bmm(query.flatten(1, 2), key.mT).view(hc, group, rows, key.shape[1])
+
+    def transposed_product(self, weights: Tensor, query: Tensor) -> Tensor:
+        """[hc, C, d]: the sum over group and rows of weights [hc, G, R, C] times [hc, G, R, d]."""
+        return torch.bmm(weights.flatten(1, 2).mT, query.flatten(1, 2))
+
+    def gap(self) -> Tensor | None:
+        """Squared distances [hc, G, R, C] from differences, where the call has points."""
+        points = self.call.points
+        if points is None:
+            return None
+        query, key = self.of_query(points.query), self.of_key(points.key)
+        distance = torch.cdist(query.flatten(1, 2), key, compute_mode="donot_use_mm_for_euclid_dist")
+        return (distance.view(*query.shape[:3], -1) * self.of_head(points.head[0])).square_()

@@ -1,0 +1,110 @@
+"""From the call that Transformers makes of an attention function to a `HostCall`, by the call contract.
+
+Facts of the contract: keys and values come unrepeated; the `is_causal` keyword wins over the module's; a mask, where
+there is one, says everything about visibility; without one a causal call of more than one query is top-left causal.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from ..engines import Options
+from ..mechanisms.base import HostCall
+from .families import scaling_already_applied
+
+#: Keywords that change the mathematics and that no engine honours, with what to do instead.
+REFUSED_KEYWORDS = {
+    "head_mask": "Transformers 5 has no head masks; patch with heads=...",
+    "layer_head_mask": "Transformers 5 has no head masks; patch with heads=...",
+    "cache": "paged caches (continuous batching) work with attn_implementation='sdpa' only; use generate()",
+    "alibi": "pass it as position_bias",
+    "attention_bias": "pass it as position_bias",
+    "attn_bias": "pass it as position_bias",
+}
+
+
+def host_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    **keywords,
+) -> HostCall:
+    """The call in our terms; what cannot be honoured raises a ValueError that names it.
+
+    Args:
+        query: [B, H, N, d], key and value: [B, Hkv, M, d] and [B, Hkv, M, dv], rotated and from the cache.
+        attention_mask: None, bool, or additive, broadcastable to [B, H, N, M]; longer ones are cut to M as eager does.
+        scaling: what the family multiplies q·k with; None means 1/sqrt(d).
+        s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
+    """
+    refuse_keywords(module, attention_mask, keywords)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    applied = scaling_already_applied(module, scale)
+    extra = s_aux if s_aux is not None else sinks
+    if attention_mask is not None and attention_mask.shape[-1] > key.shape[-2]:
+        attention_mask = attention_mask[..., : key.shape[-2]]
+    options = Options(
+        mask=attention_mask,
+        bias=position_bias,
+        softcap=softcap,
+        dropout_p=float(dropout or 0.0),
+        sinks=None if extra is None else extra.reshape(-1),
+        **visibility(attention_mask, causal, sliding_window, query.shape[2], key.shape[2]),
+    )
+    query = query if applied == 1.0 else query / applied
+    return HostCall(query, key, value, scale * applied, causal, options, keywords)
+
+
+def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:
+    """`is_causal`, `window` and `offset` for the engine: a mask says everything, no mask leaves it to position."""
+    if mask is not None:
+        return {}
+    if queries == 1:  # one new token: it is the last one, and sees all that the cache holds
+        return {"window": window, "offset": keys - 1} if window and causal else {}
+    return {"is_causal": causal, "window": window or None}
+
+
+def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:
+    """Raise for keywords that would be lost although they change the result."""
+    for name in keywords.keys() & REFUSED_KEYWORDS.keys():
+        if keywords[name] is not None:
+            raise ValueError(
+                f"{type(module).__name__} was called with {name}=..., which hf_hyperattn cannot honour; "
+                f"{REFUSED_KEYWORDS[name]}"
+            )
+    if mask is None and keywords.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            f"{type(module).__name__} was called with cu_seq_lens_q and no mask, which would let packed "
+            "sequences see each other; pass position_ids and use_cache=False instead"
+        )
+
+
+def module_output(out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What Transformers expects back: [B, N, H, dv] contiguous, and weights or None."""
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def wants_weights(keywords: dict) -> bool:
+    """Whether somebody will read the attention weights of this call.
+
+    Some families pass `output_attentions` down; for the others Transformers collects them with hooks and keeps what
+    it collects in a context variable.
+    """
+    if keywords.get("output_attentions"):
+        return True
+    collector = getattr(output_capturing, "_active_collector", None)
+    collected = collector.get() if collector is not None else None
+    return any(key.endswith("attentions") for key in collected or ())

@@ -1,0 +1,101 @@
+"""What is in a model and what is done to it, as a dict and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import nn
+
+from ..registry import MECHANISMS
+from .hosts import find_hosts, host_facts, layer_indices
+from .patching import _inner, base_model
+
+
+class Description(dict):
+    """A plain dict that prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("host", "family", "heads", "kind", "patched", "added", "gates")]
+        for host in self["hosts"]:
+            gates = ", ".join(f"{n} {low:.3g} to {high:.3g}" for n, (low, high) in host["gates"].items())
+            rows.append(
+                (
+                    host["name"],
+                    host["family"],
+                    f"{host['heads']}/{host['kv_heads']}",
+                    host["kind"],
+                    " + ".join(host["mechanisms"]) or "-",
+                    str(host["parameters_added"]),
+                    gates or "-",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        lines.append(
+            f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
+            f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def describe(model: nn.Module) -> Description:
+    """Every attention host of a model, its family and layout, what is patched, parameters added, gates as they stand.
+
+    Returns:
+        A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
+        and hosts, each with name, family, heads, kv_heads, kind, mechanisms, parameters_added and gates (lowest and
+        highest value of each gate).
+    """
+    base = base_model(model)
+    record = getattr(base.config, "hyperattn", None) or {}
+    modules = list(find_hosts(base))
+    stacks = layer_indices([name for name, _ in modules])
+    hosts = [_host(name, module, index) for (name, module), (_, index) in zip(modules, stacks, strict=True)]
+    added = sum(host["parameters_added"] for host in hosts)
+    return Description(
+        model=type(base).__name__,
+        mode=record.get("mode"),
+        mechanisms=record.get("mechanisms", []),
+        patched=sum(bool(host["mechanisms"]) for host in hosts),
+        parameters=sum(p.numel() for p in base.parameters()) - added,
+        parameters_added=added,
+        hosts=hosts,
+    )
+
+
+def _host(name: str, module: nn.Module, index: int) -> dict:
+    facts = host_facts(name, module, index)
+    hyper = _inner(module._modules.get("hyper"))
+    gates = (
+        {n: p.detach().float() for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
+    )
+    return {
+        "name": name,
+        "family": getattr(facts.config, "model_type", "") or type(module).__name__,
+        "heads": facts.heads,
+        "kv_heads": facts.kv_heads,
+        "kind": "cross" if facts.is_cross else "causal" if facts.is_causal else "bidirectional",
+        "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
+        "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
+        "gates": {n: (g.min().item(), g.max().item()) for n, g in gates.items()},
+    }
+
+
+def list_mechanisms() -> list[dict]:
+    """Every mechanism: name, stage, paper, names for `attn_implementation`, and its options with their help."""
+    return [
+        {
+            "name": m.name,
+            "stage": m.stage,
+            "paper": m.paper,
+            "attn_implementation": list(m.names),
+            "functions": list(m.functions),
+            "options": {f.name: f.metadata.get("help", "") for f in fields(m.config)},
+        }
+        for m in MECHANISMS.values()
+    ]

@@ -1,0 +1,103 @@
+"""No name of ours is ever silently ignored.
+
+Transformers accepts any registered name for any family, also for those that never call the attention interface, and
+`set_attn_implementation` only warns. So four methods of `PreTrainedModel` are wrapped, once, at import; for models
+that ask for none of our names the wrappers do nothing.
+
+- `__init__`: families whose attention class is picked from a dict of names are built under a name they know;
+- `post_init`: served families are routed, unrouted ones refused by name, patched checkpoints get their `hyper`;
+- `_initialize_weights`: added parameters that a checkpoint lacks get their starting value, not uninitialised memory;
+- `set_attn_implementation`: raises where it would only warn.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from transformers import PreTrainedModel
+
+import model_patches
+
+from .hyper import Hyper
+from .refusal import OURS, check_routed, refusal
+from .restore import restore
+
+WANTED = "_hyperattn_wanted"  # the name a model was asked for while it is built under another one
+WRAPPED = "_hyperattn_wrapped"
+
+
+def wrap(name: str):
+    """Decorator: the function becomes method `name` of `PreTrainedModel` and gets the original first; once only."""
+
+    def install(wrapper):
+        original = getattr(PreTrainedModel, name)
+        if not hasattr(original, WRAPPED):
+
+            @functools.wraps(original)
+            def method(self, *args, **kwargs):
+                return wrapper(original, self, *args, **kwargs)
+
+            setattr(method, WRAPPED, True)
+            setattr(PreTrainedModel, name, method)
+        return wrapper
+
+    return install
+
+
+@wrap("__init__")
+def _build(original, self, config, *args, **kwargs):
+    original(self, config, *args, **kwargs)
+    wanted = self.config._attn_implementation
+    neutral = model_patches.construct_as(self.config.model_type) if wanted in OURS else None
+    if neutral is not None:
+        self.__dict__[WANTED] = wanted
+        self.config._attn_implementation = neutral
+
+
+@wrap("post_init")
+def _finish(original, self):
+    wanted = self.__dict__.pop(WANTED, None)
+    if wanted is not None:
+        self.config._attn_implementation = wanted
+    name = self.config._attn_implementation
+    if getattr(self.config, "hyperattn", None) is not None:
+        restore(self)
+    if name in OURS:
+        check_routed(self, name)
+    return original(self)
+
+
+@wrap("_initialize_weights")
+def _initialize(original, self, module, *args, **kwargs):
+    if not isinstance(module, Hyper):
+        return original(self, module, *args, **kwargs)
+    if not getattr(module, "_is_hf_initialized", False):
+        module.reset_parameters()
+        module._is_hf_initialized = True
+
+
+@wrap("set_attn_implementation")
+def _set(original, self, attn_implementation, *args, **kwargs):
+    asked = requested(self.config, attn_implementation)
+    if not any(name in OURS for _, name in asked):
+        return original(self, attn_implementation, *args, **kwargs)
+    model_patches.serve(self)
+    if isinstance(attn_implementation, str):
+        check_routed(self, attn_implementation)
+    result = original(self, attn_implementation, *args, **kwargs)
+    for config, name in asked:
+        if name in OURS and config._attn_implementation != name:
+            raise refusal(config.model_type, name)
+    return result
+
+
+def requested(config, implementation: str | dict) -> list[tuple]:
+    """(config, name) of every (sub-)config that a value for `set_attn_implementation` names."""
+    if not isinstance(implementation, dict):
+        return [(config, implementation)]
+    found = []
+    for key, value in implementation.items():
+        part = config if key == "" else getattr(config, key, None)
+        if part is not None:
+            found += requested(part, value)
+    return found

@@ -1,0 +1,93 @@
+"""The names that `attn_implementation=` accepts, each registered as an attention function and a mask function together.
+
+A mechanism's own names ("cone", ...) are the published operators, without anything to learn. `hf_hyperattn` is the
+name of patched models: its function looks for `host.hyper`; a host without one runs what the model ran before.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from .. import mechanisms  # noqa: F401  fills the registry
+from ..config import HyperAttnConfig, MechanismConfig
+from ..mechanisms.base import Plan
+from ..registry import MECHANISMS, get_mechanism
+from .call import host_call, module_output, wants_weights
+from .refusal import OURS, refuse_unrouted
+from .stock import PATCHED, stock_forward
+
+
+def registered_names() -> tuple[str, ...]:
+    """All names of ours, that of patched models last."""
+    return (*(name for mechanism in MECHANISMS.values() for name in mechanism.names), PATCHED)
+
+
+def register_names() -> None:
+    """Register every name with Transformers, and let the guard know them."""
+    OURS.update(registered_names())
+    for mechanism in MECHANISMS.values():
+        for name, config in mechanism.names.items():
+            _register(name, by_name(name, config))
+    _register(PATCHED, patched_forward)
+
+
+def _register(name: str, function) -> None:
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask(*args, config=None, **kwargs):
+    """The mask of stock SDPA: bool, True = take part, or None where position says it all."""
+    if config is not None:
+        refuse_unrouted(config)
+    return sdpa_mask(*args, config=config, **kwargs)
+
+
+def by_name(name: str, default: MechanismConfig):
+    """The attention function of a mechanism used by name."""
+
+    def forward(module, query, key, value, attention_mask, **keywords):
+        layer = _layer(by_name_config(module, default))
+        call = host_call(module, query, key, value, attention_mask, **keywords)
+        return module_output(*layer(Plan.of(call)).run(weights=wants_weights(keywords)))
+
+    forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
+    return forward
+
+
+def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
+    """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults."""
+    data = getattr(getattr(module, "config", None), "hyperattn", None)
+    if not isinstance(data, dict):
+        return default
+    for config in _parse(json.dumps(data, sort_keys=True)).mechanisms:
+        if config.mechanism == default.mechanism:
+            return config
+    return default
+
+
+@lru_cache(maxsize=64)
+def _layer(config: MechanismConfig) -> nn.Module:
+    """The mechanism's layer in replace mode, without parameters."""
+    return get_mechanism(config.mechanism).layer(config, None, "replace")
+
+
+@lru_cache(maxsize=64)
+def _parse(frozen: str) -> HyperAttnConfig:
+    return HyperAttnConfig.from_dict(json.loads(frozen))
+
+
+def patched_forward(module, query, key, value, attention_mask, **keywords):
+    """The attention function of patched models: `host.hyper` where there is one, else what the model ran before."""
+    hyper = module._modules.get("hyper")
+    if hyper is not None:
+        call = host_call(module, query, key, value, attention_mask, **keywords)
+        found = hyper(call, wants_weights(keywords))
+        if found is not None:
+            return module_output(*found)
+    return stock_forward(module, query, key, value, attention_mask, **keywords)

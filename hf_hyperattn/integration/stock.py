@@ -1,0 +1,65 @@
+"""What a patched model runs where nothing is changed: the implementation it had before it was patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .hosts import interface_callers
+
+#: The attention implementation of patched models.
+PATCHED = "hf_hyperattn"
+
+#: Key in the config of patched hosts: the name of the implementation from before.
+STOCK = "hyperattn_stock"
+
+
+def stock_name(config) -> str:
+    """The implementation from before, or "sdpa" where this machine does not have it."""
+    name = getattr(config, STOCK, "sdpa")
+    known = isinstance(name, str) and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys())
+    return name if known else "sdpa"
+
+
+def stock_forward(module, query, key, value, attention_mask, **keywords):
+    """The stock attention function of this host; masks come as SDPA has them, bool or None."""
+    name = stock_name(module.config)
+    if name == "eager" or keywords.get("softcap") is not None:
+        mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
+        return eager_function(type(module))(module, query, key, value, mask, **keywords)
+    if name == "flex_attention" or ("flash" in name and attention_mask is not None):
+        name = "sdpa"  # these want masks of their own kind; the result is the same
+    return ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, attention_mask, **keywords)
+
+
+def additive_mask(
+    module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor | None:
+    """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
+    if (
+        mask is None
+        and query.shape[2] > 1
+        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    ):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
+            None, None
+        ]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+
+
+@cache
+def eager_function(cls: type) -> Callable:
+    """The family's own eager attention: what its code hands to the attention interface as the default."""
+    for function in interface_callers(cls):
+        for name in function.__code__.co_names:
+            if "eager" in name and callable(function.__globals__.get(name)):
+                return function.__globals__[name]
+    raise ValueError(
+        f"{cls.__name__} has no eager attention beside it; load the model with attn_implementation='sdpa'"
+    )

@@ -1,0 +1,143 @@
+"""What a mechanism's layer gets and changes: the call of one attention host, and the plan of how it is computed.
+
+A host's call arrives as a `HostCall`. `Plan` starts as the host's own attention; the layer of each mechanism, in the
+order of the stages, changes what its stage is about; then the plan runs on an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..engines import Options, PairScore, attention, dot_score
+
+
+@dataclass(frozen=True)
+class Host:
+    """What is known of a host when it is patched.
+
+    Args:
+        name: qualified name in the model.
+        heads, kv_heads: numbers of query heads and key/value heads.
+        is_causal: whether queries see only earlier keys.
+        is_cross: whether keys come from another sequence.
+        layer_index: position among the hosts of its kind.
+        config: the model's (sub-)config.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    is_causal: bool
+    is_cross: bool
+    layer_index: int
+    config: object = None
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """One call of a host's attention.
+
+    Args:
+        query: [B, H, N, d] as the projections (and rotary positions) left it, without any scaling.
+        key: [B, Hkv, M, d].
+        value: [B, Hkv, M, dv].
+        scale: the host's logit is scale · q·k.
+        is_causal: whether the host's queries see only earlier keys.
+        options: masks and the rest.
+        keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool
+    options: Options
+    keywords: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call will be computed; layers return a changed copy."""
+
+    call: HostCall
+    score: PairScore
+    value: Tensor
+    options: Options
+    attend: Callable = attention
+    after: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, call: HostCall) -> Plan:
+        """The host's own attention."""
+        return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
+
+    def change(self, **changes) -> Plan:
+        return replace(self, **changes)
+
+    def run(self, backend: str = "auto", weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The output [B, H, N, dv] in the query's dtype, and the weights where asked for."""
+        out, found = self.attend(self.score, self.value, self.options, backend=backend, weights=weights)
+        for step in self.after:
+            out = step(out)
+        return out.to(self.call.query.dtype), found
+
+
+class MechanismLayer(nn.Module):
+    """Base of the layers, called as `layer(plan) -> plan`.
+
+    Subclasses implement `change` and, where some setting of the parameters is the identity, `identical`. All
+    parameters are 1-D or more and zero where the layer starts.
+
+    Args:
+        config: the mechanism's config.
+        host: the host it is built for, or None where the mechanism is used by name and has nothing to learn.
+        mode: "blend" or "replace".
+        heads: the query heads it changes, None for all.
+    """
+
+    def __init__(
+        self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
+    ):
+        super().__init__()
+        self.config, self.mode, self.heads = config, mode, heads
+
+    def forward(self, plan: Plan) -> Plan:
+        """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""
+        return plan if self.idle() else self.change(plan)
+
+    def change(self, plan: Plan) -> Plan:
+        raise NotImplementedError
+
+    def identical(self) -> bool:
+        """Whether the layer, as its parameters stand, changes nothing. The default answer is no."""
+        return False
+
+    def idle(self) -> bool:
+        """Whether the call can be left to the host: identical, and no gradient is wanted. Never while tracing."""
+        if torch.compiler.is_compiling():
+            return False
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        return not learning and self.identical()
+
+    def per_head(self, host: Host | None) -> nn.Parameter | None:
+        """A new parameter of one zero per query head; None for a layer without parameters."""
+        return None if host is None else nn.Parameter(torch.zeros(host.heads))
+
+    def reset_parameters(self) -> None:
+        """Set every parameter to its starting value, zero."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
+    def chosen(self, like: Tensor) -> Tensor | None:
+        """[H] with 1 at the heads that are changed and 0 elsewhere; None if all are."""
+        if self.heads is None:
+            return None
+        mask = torch.zeros(like.shape[1], device=like.device, dtype=torch.float32)
+        mask[list(self.heads)] = 1.0
+        return mask

@@ -1,0 +1,56 @@
+"""Configuration of cone attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config import MechanismConfig, option
+from .points import MAPPINGS
+
+VARIANTS = ("umbral", "penumbral")
+
+
+@dataclass(frozen=True)
+class ConeConfig(MechanismConfig):
+    """Cone attention (Coneheads, arXiv 2306.00392): logits from lowest common ancestors of cones in the half space."""
+
+    mechanism = "cone"
+
+    variant: str = option("umbral", "which cones: umbral or penumbral", choices=VARIANTS)
+    mapping: str | None = option(
+        None,
+        "head vector to half space; None: xi for umbral, psi for penumbral",
+        choices=MAPPINGS,
+        optional=True,
+    )
+    gamma: float = option(
+        1.0, "what heights are multiplied with; where it is learned, the starting value", symbol="γ", above=0
+    )
+    radius: float = option(
+        1.0, "size of the light source's shadow; where it is learned, the starting value", symbol="r", above=0
+    )
+    squared: bool = option(True, "penumbral: squared heights, as released, or heights")
+    clamp_heights: bool = option(False, "penumbral: cut heights at r·(1 - 1e-3), which xi and expmap need")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.clamp_heights)
+
+    @property
+    def resolved_mapping(self) -> str:
+        """The mapping, with None as the released pairing."""
+        return resolve_mapping(self.variant, self.mapping)
+
+
+def resolve_mapping(variant: str, mapping: str | None) -> str:
+    """None means the released pairing: umbral with xi, penumbral with psi."""
+    return mapping or {"umbral": "xi", "penumbral": "psi"}[variant]
+
+
+def check_pairing(owner: str, variant: str, mapping: str, clamp_heights: bool) -> None:
+    """Penumbral cones need heights below the radius, which only psi gives by itself."""
+    if variant == "penumbral" and mapping != "psi" and not clamp_heights:
+        raise ValueError(
+            f"{owner}mapping={mapping!r} gives heights above the radius, which variant='penumbral' does not "
+            "allow; allowed: mapping='psi', or clamp_heights=True"
+        )

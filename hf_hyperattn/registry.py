@@ -1,0 +1,56 @@
+"""Mechanisms by name. A room registers itself in the last line of its `__init__`; nothing else lists mechanisms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+#: What a mechanism may change, in the order in which the changes are applied.
+STAGES = ("score", "bias", "mixing", "structure", "aggregation", "fusion")
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One published way to change attention.
+
+    Args:
+        name: its key in configs, such as "cone".
+        stage: one of `STAGES`.
+        paper: title and arXiv number.
+        config: its `MechanismConfig` class.
+        layer: `layer(config, host)` builds the module with its parameters for one host, see `mechanisms.base`.
+        functions: its faces in `hf_hyperattn.functional`, by name.
+        names: what `attn_implementation=` accepts for it, each with the config meant.
+        cross_attention: whether queries and keys may come from different sequences.
+    """
+
+    name: str
+    stage: str
+    paper: str
+    config: type
+    layer: Callable
+    functions: dict[str, Callable] = field(default_factory=dict)
+    names: dict[str, object] = field(default_factory=dict)
+    cross_attention: bool = True
+
+
+MECHANISMS: dict[str, Mechanism] = {}
+
+
+def register(mechanism: Mechanism) -> Mechanism:
+    """Make a mechanism known. A second one of the same name, or an unknown stage, is refused."""
+    if mechanism.stage not in STAGES:
+        raise ValueError(
+            f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}"
+        )
+    if mechanism.name in MECHANISMS:
+        raise ValueError(f"mechanism {mechanism.name!r} is registered already; choose another name")
+    MECHANISMS[mechanism.name] = mechanism
+    return mechanism
+
+
+def get_mechanism(name: str) -> Mechanism:
+    """The mechanism of that name, or an error that lists the names there are."""
+    if name not in MECHANISMS:
+        raise ValueError(f"mechanism {name!r} is unknown; allowed: {', '.join(sorted(MECHANISMS))}")
+    return MECHANISMS[name]
