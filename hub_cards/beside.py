@@ -54,7 +54,7 @@ def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | N
 
 
 def header_facts(placeholder) -> dict:
-    """What a placeholder's header says and a card's body repeats: base model and licence, where they are valid."""
+    """Base model and licence of a placeholder's header, where they are valid: a card's body repeats them."""
     base, licence = hub_id_or_none(placeholder.data.base_model), placeholder.data.license
     found = {"base_model": base} if base else {}
     return found | ({"license": licence} if isinstance(licence, str) and SLUG.fullmatch(licence) else {})

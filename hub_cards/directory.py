@@ -11,6 +11,8 @@ from .results import is_hub_id
 from .tasks import adapter_task, task_of
 from .weights import count_parameters
 
+CONFIG_NAME = "hyperattn_config.json"  # what HyperAttnConfig.save_pretrained writes
+
 
 def hub_id_or_none(name: object) -> str | None:
     """``name`` if it is an ``owner/name`` id on the Hub, None if it is empty or a path.
@@ -56,11 +58,11 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
     """
     directory = Path(directory)
     model, adapter = _read_json(directory / "config.json"), _read_json(directory / "adapter_config.json")
-    config = config or model.get("hyperattn") or adapter.get("hyperattn")
-    if config is None:
+    config = config or model.get("hyperattn") or _read_json(directory / CONFIG_NAME)
+    if not config:
         raise ValueError(
-            f"hub_cards: {directory} has no 'hyperattn' in config.json or adapter_config.json; "
-            "save a patched model there, or pass config="
+            f"hub_cards: {directory} has neither {CONFIG_NAME} nor 'hyperattn' in config.json; save a "
+            "patched model there, or pass config="
         )
     added, total = count_parameters(directory)
     found = {"parameters_added": added, "parameters_total": total} if total else {}

@@ -92,7 +92,7 @@ class Facts:
             raise refuse("license", "other", "other together with license_name and license_link")
 
     @property
-    def papers(self) -> list[tuple[str, str]]:
+    def papers(self) -> list[str]:
         """Every paper of the mechanisms used, once, in order."""
         return list(dict.fromkeys(paper for _, _, about in self.mechanisms for paper in about.papers))
 

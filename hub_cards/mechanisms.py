@@ -5,32 +5,35 @@ the renderers, and without it by its name alone. Sources: the papers named; the 
 definitions.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from .spec import refuse
 
 
 @dataclass(frozen=True)
 class About:
-    """Stage, what is changed, papers as (title, arXiv id), and limits, each one sentence."""
+    """Stage, what is changed, papers as "title, arXiv number", and limits, each one sentence."""
 
     stage: str = ""
     what: str = ""
-    papers: tuple[tuple[str, str], ...] = ()
-    limits: tuple[str, ...] = field(default=())
+    papers: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
 
-CONEHEADS = ("Coneheads: Hierarchy Aware Attention", "2306.00392")
-SHADOW_CONES = ("Shadow Cones: A Generalized Framework for Partial Order Embeddings", "2305.15215")
+CONEHEADS = "Coneheads: Hierarchy Aware Attention, arXiv 2306.00392"
+SHADOW_CONES = "Shadow Cones: A Generalized Framework for Partial Order Embeddings, arXiv 2305.15215"
 ALIBI = (
-    "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
-    "2108.12409",
+    "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, "
+    "arXiv 2108.12409"
 )
 HSA = (
-    "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems",
-    "2509.15448",
+    "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, "
+    "arXiv 2509.15448"
 )
 HAT = (
-    "An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification",
-    "2210.05529",
+    "An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification, "
+    "arXiv 2210.05529"
 )
 
 KNOWN = {
@@ -48,12 +51,12 @@ KNOWN = {
         "score",
         "The logit of a pair is minus the distance of two points in hyperbolic space; values may be "
         "averaged by the Einstein midpoint.",
-        (("Hyperbolic Attention Networks", "1805.09786"),),
+        ("Hyperbolic Attention Networks, arXiv 1805.09786",),
     ),
     "hype": About(
         "bias",
         "A hyperbolic sine (causal) or cosine (both directions) of the distance is added to the logits.",
-        (("HyPE: Attention with Hyperbolic Biases for Relative Positional Encoding", "2310.19676"), ALIBI),
+        ("HyPE: Attention with Hyperbolic Biases for Relative Positional Encoding, arXiv 2310.19676", ALIBI),
         ("The paper that proposed this bias reports no experiments.",),
     ),
     "hsa": About(
@@ -69,13 +72,13 @@ KNOWN = {
     "talking_heads": About(
         "mixing",
         "Logits are mixed across heads before the softmax, and weights after it, by learned square matrices.",
-        (("Talking-Heads Attention", "2003.02436"),),
+        ("Talking-Heads Attention, arXiv 2003.02436",),
         ("The weights of a row need not sum to 1 after mixing.",),
     ),
     "collaborative": About(
         "mixing",
         "All heads share their key and query dimensions in one space, with a mixing vector per head.",
-        (("Multi-Head Attention: Collaborate Instead of Concatenate", "2006.16362"),),
+        ("Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362",),
     ),
     "mkl": About("mixing", "The logits of each head are weighted as kernels in multiple kernel learning."),
     "hat": About(
@@ -88,25 +91,22 @@ KNOWN = {
         "score",
         "Tokens attend to pairs of tokens through a trilinear form, or to single ones through BiDAF's.",
         (
-            ("Fast and Simplex: 2-Simplicial Attention in Triton", "2507.02754"),
-            ("Logic and the 2-Simplicial Transformer", "1909.00668"),
-            ("Bidirectional Attention Flow for Machine Comprehension", "1611.01603"),
+            "Fast and Simplex: 2-Simplicial Attention in Triton, arXiv 2507.02754",
+            "Logic and the 2-Simplicial Transformer, arXiv 1909.00668",
+            "Bidirectional Attention Flow for Machine Comprehension, arXiv 1611.01603",
         ),
     ),
 }
 
 
 def lookup(name: str, about: dict | None) -> About:
-    """The description of a mechanism: from ``about[name]`` (a mapping with About's fields), or the table.
+    """The description of a mechanism; what the table does not say is taken from ``about[name]``, a mapping.
 
-    Raises ValueError where ``about[name]`` has other fields.
+    Raises ValueError where ``about[name]`` has other fields than ``About``.
     """
-    given = (about or {}).get(name)
-    if given is None:
-        return KNOWN.get(name, About())
-    try:
-        papers = tuple((str(title), str(arxiv)) for title, arxiv in given.get("papers", ()))
-        return About(**{**given, "papers": papers, "limits": tuple(given.get("limits", ()))})
-    except (TypeError, ValueError, AttributeError) as error:
-        allowed = "stage, what, papers as (title, arXiv id) pairs, limits"
-        raise ValueError(f"hub_cards: about[{name!r}] must be a mapping with {allowed}: {error}") from None
+    known, given = KNOWN.get(name, About()), (about or {}).get(name) or {}
+    allowed = {field.name for field in fields(About)}
+    if not isinstance(given, Mapping) or set(given) - allowed:
+        raise refuse(f"about[{name!r}]", given, f"a mapping with {', '.join(sorted(allowed))}")
+    extra = {key: value if isinstance(value, str) else tuple(value) for key, value in given.items()}
+    return replace(known, **{key: value for key, value in extra.items() if not getattr(known, key)})

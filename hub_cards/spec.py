@@ -11,7 +11,7 @@ MOST_MECHANISMS, MOST_GROUPS = 16, 24
 
 @dataclass(frozen=True)
 class Spec:
-    """Mode, mechanisms as (name, settings as text), hosts as text groups, how many hosts, heads as text."""
+    """Mode, mechanisms as (name, settings as text), hosts as text groups, their number, heads as text."""
 
     mode: str
     mechanisms: tuple[tuple[str, str], ...]

@@ -14,7 +14,6 @@ from importlib import metadata
 from .beside import write_card
 from .directory import hub_id_or_none
 
-
 PACKAGES = ("hf-hyperattn", "transformers", "torch", "peft")
 
 
@@ -28,7 +27,9 @@ def installed() -> dict[str, str]:
 
 
 def patched_facts(published: object) -> dict | None:
-    """Facts for the card of a patched model or of a PEFT model around one; None for anything else."""
+    """Facts for the card of a patched model, a PEFT model around one or a ``HyperAttnConfig``; else None."""
+    if hasattr(published, "mechanisms") and hasattr(published, "to_dict"):
+        return {"config": published.to_dict(), "versions": installed()}
     config = getattr(published, "config", None)
     spec = config.get("hyperattn") if isinstance(config, Mapping) else getattr(config, "hyperattn", None)
     if not isinstance(spec, Mapping):

@@ -1,4 +1,4 @@
-"""Cards on pushes: a stock model whose config says it is patched, so that ``hub_cards`` is tested by itself."""
+"""Cards on pushes of a stock model whose config says it is patched: ``hub_cards`` tested by itself."""
 
 import io
 
