@@ -1,0 +1,1 @@
+"""Independent evaluations that the tests compare against. Nothing here imports the package under test."""

@@ -1,0 +1,169 @@
+"""Masks, causality, grouped heads and dropout of `cone_attention`, against the float64 definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hyperattn.functional import cone_attention
+from tests.oracles import cone as loops
+from tests.oracles import dense
+from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, per_head, qkv, tensor
+
+QUICK = settings(max_examples=10, deadline=None, derandomize=True)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+two_variants = pytest.mark.parametrize("pairing", ["umbral-xi", "penumbral-psi"])
+MASK_SHAPES = [(5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 4, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)]
+
+
+def attend(q, k, v, pairing, backend, **rest):
+    return cone_attention(q, k, v, backend=backend, **PAIRINGS[pairing], **rest)
+
+
+def random_mask(shape, kind, seed=0):
+    """Boolean (True = take part), additive with -inf, or a finite bias."""
+    keep, bias = tensor(*shape, seed=seed) < 0.4, tensor(*shape, seed=seed + 1, scale=2.0)
+    return {"bool": keep, "additive": bias.masked_fill(~keep, -torch.inf), "bias": bias}[kind]
+
+
+@every_backend
+@two_variants
+@pytest.mark.parametrize("kind", ["bool", "additive", "bias"])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_masks_of_every_form_and_shape(backend, pairing, kind, shape, causal):
+    """Boolean, additive, per batch, per head, broadcast; with is_causal they intersect."""
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=5, lk=7)
+    mask = random_mask(shape, kind, seed=30)
+    got = attend(q, k, v, pairing, backend, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    assert_close(got, loops.attention(q, k, v, mask, causal, **PAIRINGS[pairing]), 1e-9, "output")
+
+
+@every_backend
+@two_variants
+@QUICK
+@given(seed=st.integers(0, 10_000), lq=st.integers(1, 8), lk=st.integers(1, 8), causal=st.booleans())
+def test_boolean_mask_is_the_infinite_additive_mask(backend, pairing, seed, lq, lk, causal):
+    q, k, v = qkv(batch=2, heads=2, lq=lq, lk=lk, seed=seed)
+    keep = random_mask((2, 2, lq, lk), "bool", seed)
+    additive = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, -torch.inf)
+    one, other = (attend(q, k, v, pairing, backend, attn_mask=m, is_causal=causal) for m in (keep, additive))
+    assert_close(one, other, 1e-12, "additive against boolean")
+
+
+@every_backend
+def test_lowest_number_hides_a_key_as_infinity_does(backend):
+    """Transformers writes the dtype's lowest number where it means -inf."""
+    q, k, v = qkv(lq=6, dtype=torch.float32)
+    keep = torch.ones(6, 6, dtype=torch.bool).tril()
+    lowest = torch.zeros(6, 6).masked_fill(~keep, torch.finfo(torch.float32).min)
+    out = attend(q, k, v, "umbral-xi", backend, attn_mask=lowest)
+    assert_close(out, attend(q, k, v, "umbral-xi", backend, attn_mask=keep), 1e-6, "output")
+
+
+@every_backend
+@pytest.mark.parametrize("lq, lk", [(3, 6), (6, 3), (1, 4), (140, 300), (300, 140)])
+def test_causality_is_top_left(backend, lq, lk):
+    q, k, v = qkv(batch=1, heads=1, lq=lq, lk=lk)
+    keep = torch.ones(lq, lk, dtype=torch.bool).tril()
+    causal = attend(q, k, v, "umbral-xi", backend, is_causal=True)
+    assert_close(causal, attend(q, k, v, "umbral-xi", backend, attn_mask=keep), 1e-9, "output")
+
+
+@every_backend
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_over_many_blocks(backend, kind):
+    q, k, v = qkv(batch=1, heads=2, lq=260, lk=530, d=4)
+    mask = random_mask((1, 2, 260, 530), kind, seed=31)
+    mask[..., 100:130, :] = False if kind == "bool" else -torch.inf
+    mask[..., 128:256] = False if kind == "bool" else -torch.inf
+    got = attend(q, k, v, "umbral-xi", backend, attn_mask=mask, is_causal=True)
+    assert_close(got, dense.attention(q, k, v, mask, True, **PAIRINGS["umbral-xi"]), 1e-9, "output")
+
+
+@every_backend
+@two_variants
+@QUICK
+@given(seed=st.integers(0, 10_000), groups=st.sampled_from([1, 2, 3]), causal=st.booleans())
+def test_grouped_heads_equal_repeated_heads(backend, pairing, seed, groups, causal):
+    q, k, v = qkv(batch=2, heads=6, kv_heads=6 // groups, lq=4, lk=6, seed=seed)
+    gamma, radius = per_head(6)
+    full = [t.repeat_interleave(groups, dim=1) for t in (k, v)]
+    grouped = attend(q, k, v, pairing, backend, is_causal=causal, enable_gqa=True, gamma=gamma, radius=radius)
+    repeated = attend(q, *full, pairing, backend, is_causal=causal, gamma=gamma, radius=radius)
+    assert_close(grouped, repeated, 1e-9, "grouped against repeated")
+
+
+# Dropout.
+
+
+@every_backend
+@two_variants
+def test_dropout_follows_the_seed(backend, pairing):
+    q, k, v = qkv(lq=9)
+
+    def run(seed, p=0.4):
+        torch.manual_seed(seed)
+        return attend(q, k, v, pairing, backend, dropout_p=p)
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    torch.manual_seed(1)
+    first, second = (attend(q, k, v, pairing, backend, dropout_p=0.4) for _ in range(2))
+    assert not torch.equal(first, second), "a second call must draw anew"
+    assert torch.equal(run(1, p=0.0), attend(q, k, v, pairing, backend))
+
+
+@every_backend
+def test_dropout_keeps_the_mean_and_the_rate(backend):
+    """Values are the unit vectors, so outputs are the weights: zero at the rate, else scaled by 1/(1-p)."""
+    q, k, _ = qkv(batch=1, heads=2, lq=6, lk=8)
+    q, k = q.expand(500, -1, -1, -1), k.expand(500, -1, -1, -1)
+    v = torch.eye(8, dtype=q.dtype).expand(500, 2, -1, -1)
+    torch.manual_seed(0)
+    out = attend(q, k, v, "umbral-xi", backend, dropout_p=0.3)
+    kept = out != 0
+    share = kept.double().mean().item()
+    assert abs(share - 0.7) < 5 * (0.21 / kept.numel()) ** 0.5
+    whole = attend(q[:1], k[:1], v[:1], "umbral-xi", backend)
+    assert_close(out[kept], (whole / 0.7).expand_as(out)[kept], 1e-9, "kept weights")
+    spread = out.std(0) / 500**0.5
+    assert ((out.mean(0) - whole[0]).abs() < 5 * spread).all()
+    per_key = kept.double().mean(0)
+    assert (per_key - 0.7).abs().max() < 5 * (0.21 / 500) ** 0.5, "some pair is favoured"
+
+
+@every_backend
+def test_dropout_over_many_blocks_draws_each_block_anew(backend):
+    q, k, _ = qkv(batch=1, heads=1, lq=256, lk=256, d=2)
+    v = torch.eye(256, dtype=q.dtype).expand(1, 1, -1, -1)
+    torch.manual_seed(3)
+    kept = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5)[0, 0] != 0
+    for other in (kept[128:, :128], kept[:128, 128:], kept[128:, 128:]):
+        assert 0.45 < (kept[:128, :128] == other).double().mean() < 0.55
+
+
+@every_backend
+@two_variants
+def test_dropout_backward_uses_the_forward_draw(backend, pairing):
+    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=4, lk=5))
+
+    def run(*inputs):
+        torch.manual_seed(7)
+        return attend(*inputs, pairing, backend, dropout_p=0.5, is_causal=True)
+
+    assert torch.autograd.gradcheck(run, (q, k, v))
+
+
+@every_backend
+def test_dropout_backward_ignores_later_draws(backend):
+    """The forward draw is remembered: other random numbers before backward change nothing."""
+    q, k, v = (t.requires_grad_() for t in qkv(lq=9))
+    grads = []
+    for disturb in (False, True):
+        torch.manual_seed(5)
+        out = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5)
+        if disturb:
+            torch.rand(100)
+        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
