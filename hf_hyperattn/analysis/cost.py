@@ -1,0 +1,122 @@
+"""What a model costs: peak memory while something runs, and the speed of generation."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import dataclass
+
+import psutil  # comes with accelerate
+import torch
+
+
+class PeakMemory:
+    """The most memory in use while a block runs, in bytes.
+
+    On a CUDA device that is what torch's allocator held at most on it. On a CPU it is the largest resident
+    size of the process, sampled in a thread of its own, so a peak shorter than `interval` may be missed; what
+    was resident before the block counts, since a model's weights are part of what it needs.
+
+        with PeakMemory() as memory:
+            model(ids)
+        print(memory.peak, memory.added)
+
+    Args:
+        device: where the model is.
+        interval: seconds between samples.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", interval: float = 0.005):
+        self.device = torch.device(device)
+        self.interval = interval
+        self.start = self.peak = 0
+
+    @property
+    def added(self) -> int:
+        """Bytes above what was in use when the block began."""
+        return self.peak - self.start
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.start = self.peak = torch.cuda.memory_allocated(self.device)
+            return self
+        self._process = psutil.Process()
+        self.start = self.peak = self._process.memory_info().rss
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self.device)
+            return
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.peak = max(self.peak, self._process.memory_info().rss)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `measure_generation` saw: the new token ids, and the seconds they took."""
+
+    ids: tuple[int, ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second; the prompt's own pass is part of the time."""
+        return len(self.ids) / self.seconds
+
+
+@torch.inference_mode()
+def measure_generation(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> Generation:
+    """Greedy generation with the cache, timed.
+
+    Args:
+        model: a causal LM of Transformers; left in the mode it was found in.
+        prompt: token ids, at least one.
+        new_tokens: how many to generate at most, at least one; the model may stop earlier.
+
+    Raises:
+        ValueError: for an empty prompt or `new_tokens` below one.
+    """
+    if not prompt or new_tokens < 1:
+        raise ValueError(f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each")
+    device = next(model.parameters()).device
+    ids = torch.tensor([prompt], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        start = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=_pad_id(model),
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    finally:
+        model.train(was_training)
+    return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
+
+
+def _pad_id(model: torch.nn.Module) -> int:
+    """Any valid id: a batch of one is never padded, but `generate` warns where none is given."""
+    config = model.generation_config
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    return next((i for i in (config.pad_token_id, eos) if i is not None), 0)

@@ -1,0 +1,114 @@
+"""Perplexity of a causal language model on a text, over windows that do not overlap."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What `perplexity` measured.
+
+    Args:
+        value: exp of the mean negative log-likelihood of a token.
+        loss: that mean, in nats.
+        predicted: tokens predicted, the number the mean is over.
+        windows: forward passes.
+        seconds: time of the forward passes alone.
+        read: tokens that went through the model, prefixes included.
+    """
+
+    value: float
+    loss: float
+    predicted: int
+    windows: int
+    seconds: float
+    read: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens read a second: the speed of prefill at this window."""
+        return self.read / self.seconds
+
+
+def windows_of(ids: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """Token ids `[N]` in pieces of `length`; the last may be shorter, one of a single token is left out."""
+    return [piece for piece in ids.split(length) if len(piece) > 1]
+
+
+def perplexity(
+    model: torch.nn.Module,
+    ids: torch.Tensor | Sequence[int],
+    window: int,
+    *,
+    prefix: Sequence[int] = (),
+    on_window: Callable[[int], None] | None = None,
+) -> Perplexity:
+    """Perplexity of `model` on the tokens `ids`, cut into windows of `window` tokens.
+
+    Each window is read afresh, so a token sees at most the `window - 1` tokens before it, and the first token
+    of a window is not predicted (with a prefix it is). Log-likelihoods are summed in float64.
+
+    Args:
+        model: a causal LM of Transformers; left in the mode (training or not) it was found in.
+        ids: token ids `[N]`, at least two.
+        window: tokens a forward pass, at least two; the model's own limit is the caller's to respect.
+        prefix: ids put before every window, such as a BOS token; they are not predicted.
+        on_window: called after every window with the number of tokens of `ids` it held.
+
+    Returns:
+        A `Perplexity`; `value` is inf where the loss exceeds what exp can give, nan where the model gave nan.
+
+    Raises:
+        ValueError: for fewer than two tokens or a window below two.
+    """
+    ids = torch.as_tensor(ids, dtype=torch.long).flatten()
+    if window < 2:
+        raise ValueError(f"window={window} is not allowed; allowed: 2 tokens or more")
+    if len(ids) < 2:
+        raise ValueError(f"the text holds {len(ids)} tokens; perplexity needs at least 2")
+    pieces = windows_of(ids, window)
+    was_training = model.training
+    model.eval()
+    total, predicted, seconds, read = 0.0, 0, 0.0, 0
+    try:
+        for piece in pieces:
+            loss, count, took = _score(model, piece, prefix)
+            total += loss
+            predicted += count
+            seconds += took
+            read += len(prefix) + len(piece)
+            if on_window:
+                on_window(len(piece))
+    finally:
+        model.train(was_training)
+    mean = total / predicted
+    return Perplexity(_exp(mean), mean, predicted, len(pieces), seconds, read)
+
+
+@torch.inference_mode()
+def _score(model: torch.nn.Module, piece: torch.Tensor, prefix: Sequence[int]) -> tuple[float, int, float]:
+    """Summed negative log-likelihood of one window, tokens predicted, seconds of the forward pass."""
+    device = next(model.parameters()).device
+    tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.long), piece]).to(device)
+    start = time.perf_counter()
+    logits = model(tokens[None], use_cache=False).logits[0]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took = time.perf_counter() - start
+    first = max(len(prefix), 1)  # the first token that has something before it to be predicted from
+    losses = F.cross_entropy(logits[first - 1 : -1].float(), tokens[first:], reduction="none")
+    return losses.double().sum().item(), len(losses), took
+
+
+def _exp(mean: float) -> float:
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf

