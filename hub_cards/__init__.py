@@ -12,16 +12,18 @@ from .errors import explain_hub_error
 from .facts import Facts
 from .render import render_adapter_card, render_config_card, render_model_card
 from .results import Result
-from .uploads import hook_uploads, unhook_uploads
+from .uploads import card_beside, hook_uploads, patched_facts, unhook_uploads
 
 __all__ = [
     "Facts",
     "Result",
+    "card_beside",
     "card_for_directory",
     "explain_hub_error",
     "hook_uploads",
     "hub_id_or_none",
     "own_card_kept",
+    "patched_facts",
     "render_adapter_card",
     "render_config_card",
     "render_model_card",

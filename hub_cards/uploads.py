@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
-from .beside import write_card
+from .beside import own_card_kept, write_card
 from .directory import hub_id_or_none
 
 PACKAGES = ("hf-hyperattn", "transformers", "torch", "peft")
@@ -26,6 +26,18 @@ def installed() -> dict[str, str]:
     return found
 
 
+def gate_range(model) -> tuple[float, float] | None:
+    """Smallest and largest blend gate of a patched model; None where there is none, or an offloaded one."""
+    gates = [
+        parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name.endswith("gate") and "hyper" in name.split(".") and "original_module" not in name
+    ]
+    if not gates or any(gate.device.type == "meta" for gate in gates):
+        return None
+    return min(gate.min().item() for gate in gates), max(gate.max().item() for gate in gates)
+
+
 def patched_facts(published: object) -> dict | None:
     """Facts for the card of a patched model, a PEFT model around one or a ``HyperAttnConfig``; else None."""
     if hasattr(published, "mechanisms") and hasattr(published, "to_dict"):
@@ -38,7 +50,7 @@ def patched_facts(published: object) -> dict | None:
     names = [getattr(adapter, "base_model_name_or_path", None) for adapter in adapters.values()]
     names.append(getattr(config, "_name_or_path", None))
     base = next((name for name in names if hub_id_or_none(name)), None)
-    return {"config": spec, "base_model": base, "versions": installed()}
+    return {"config": spec, "base_model": base, "versions": installed(), "gates": gate_range(published)}
 
 
 def hook_uploads(mixin: type, facts_for: Callable[[object], dict | None] = patched_facts) -> None:
@@ -64,6 +76,25 @@ def hook_uploads(mixin: type, facts_for: Callable[[object], dict | None] = patch
 
     _upload_modified_files.without_card = original
     mixin._upload_modified_files = _upload_modified_files
+
+
+@contextlib.contextmanager
+def card_beside(directory, published: object, pushed: bool = False, facts_for: Callable = patched_facts):
+    """Around ``save_pretrained(directory)``: afterwards the card lies beside the weights.
+
+    Args:
+        directory: where ``published`` is saved; a person's own README.md in it stays as it is.
+        published: what is saved; nothing is written for what ``facts_for`` does not know.
+        pushed: whether the save also pushes, which writes the card through ``hook_uploads``.
+    """
+    facts = facts_for(published)
+    if facts is None:
+        yield
+        return
+    with own_card_kept(directory):
+        yield
+    if not pushed:
+        write_card(directory, **facts)
 
 
 def unhook_uploads(mixin: type) -> None:

@@ -11,7 +11,7 @@ def facts(client):
     return client("hooked")
 
 
-@pytest.mark.parametrize("name", ["first", "refreshed", "saved", "adapter", "adapter_local"])
+@pytest.mark.parametrize("name", ["first", "refreshed", "saved", "fresh", "adapter", "adapter_local"])
 def test_every_pushed_card_is_valid_and_ours(facts, name):
     assert card_errors(facts[name]) == []
     card = ModelCard(facts[name])
@@ -46,7 +46,7 @@ def test_a_card_that_a_person_wrote_stays_while_the_weights_change(facts):
 
 def test_what_is_not_patched_is_left_to_transformers(facts):
     assert facts["unpatched"] == facts["unhooked"]
-    assert "hf-hyperattn" not in facts["unpatched"]
+    assert "hf-hyperattn" not in facts["unpatched"] and not facts["stock_has_card"]
 
 
 def test_pefts_placeholder_is_replaced_but_not_its_tags(facts):

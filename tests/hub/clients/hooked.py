@@ -54,9 +54,19 @@ def directories() -> dict:
     model, place = patched(), WORK / "mine"
     place.mkdir(parents=True)
     (place / "README.md").write_text(OWN)
-    with hub_cards.own_card_kept(place):
+    with hub_cards.card_beside(place, model, pushed=True):
         model.save_pretrained(place, push_to_hub=True, repo_id="tester/saved")
-    return {"own_local": (place / "README.md").read_text(), "saved": remote_text("tester/saved")}
+    fresh, stock = WORK / "fresh", WORK / "stock"
+    with hub_cards.card_beside(fresh, model):
+        model.save_pretrained(fresh)
+    with hub_cards.card_beside(stock, tiny_llama()):
+        tiny_llama().save_pretrained(stock)
+    return {
+        "own_local": (place / "README.md").read_text(),
+        "saved": remote_text("tester/saved"),
+        "fresh": (fresh / "README.md").read_text(),
+        "stock_has_card": (stock / "README.md").exists(),
+    }
 
 
 def adapters() -> dict:
