@@ -9,8 +9,8 @@ A model of a served family is changed one module at a time, in place and reversi
     model.set_attn_implementation("eager")
     model_patches.unserve(model)                    # the stock model again
 
-Weights, state-dict keys, class names, caches and outputs stay the stock's. `refused.py` says why each remaining
-family is not served. The package knows Transformers and nothing else.
+Weights, state-dict keys, class names, caches and outputs stay the stock's. `refused.py` says why each
+remaining family is not served. The package knows Transformers and nothing else.
 """
 
 from __future__ import annotations
@@ -39,18 +39,80 @@ __all__ = [
 
 # model type -> (modelling file of Transformers without "modeling_", our file)
 FAMILIES: dict[str, tuple[str, str]] = {
+    "bark": ("bark", "gpt_layout"),
+    "big_bird": ("big_bird", "big_bird"),
+    "blip": ("blip", "blip"),
     "bloom": ("bloom", "bloom"),
+    "canine": ("canine", "bert_layout"),
     "codegen": ("codegen", "codegen"),
+    "cpmant": ("cpmant", "cpmant"),
+    "data2vec-vision": ("data2vec_vision", "windows"),
     "deberta": ("deberta", "deberta"),
     "deberta-v2": ("deberta_v2", "deberta_v2"),
+    "donut-swin": ("donut_swin", "windows"),
     "falcon": ("falcon", "falcon"),
+    "fastspeech2_conformer": ("fastspeech2_conformer", "fastspeech2"),
+    "fastspeech2_conformer_with_hifigan": ("fastspeech2_conformer", "fastspeech2"),
+    "flaubert": ("flaubert", "xlm"),
+    "flava": ("flava", "bert_layout"),
+    "fsmt": ("fsmt", "fsmt"),
+    "glpn": ("glpn", "pyramid"),
+    "got_ocr2": ("got_ocr2", "vit_layout"),
     "gpt_neo": ("gpt_neo", "gpt_neo"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", "gpt_layout"),
     "gptj": ("gptj", "gptj"),
+    "groupvit": ("groupvit", "bart_layout"),
+    "imagegpt": ("imagegpt", "gpt_layout"),
+    "layoutlmv3": ("layoutlmv3", "layoutlmv3"),
+    "luke": ("luke", "luke"),
+    "lxmert": ("lxmert", "bert_layout"),
+    "maskformer-swin": ("maskformer_swin", "windows"),
+    "megatron-bert": ("megatron_bert", "bert_layout"),
+    "mgp-str": ("mgp_str", "vit_layout"),
+    "mobilevit": ("mobilevit", "bert_layout"),
     "mpnet": ("mpnet", "mpnet"),
     "mpt": ("mpt", "mpt"),
+    "mvp": ("mvp", "bart_layout"),
+    "openai-gpt": ("openai", "gpt_layout"),
+    "perceiver": ("perceiver", "perceiver"),
+    "pvt": ("pvt", "pyramid"),
+    "pvt_v2": ("pvt_v2", "pyramid"),
+    "rembert": ("rembert", "bert_layout"),
+    "roformer": ("roformer", "roformer"),
+    "seggpt": ("seggpt", "vit_layout"),
+    "speecht5": ("speecht5", "bart_layout"),
+    "squeezebert": ("squeezebert", "squeezebert"),
+    "swin2sr": ("swin2sr", "windows"),
+    "swinv2": ("swinv2", "windows"),
+    "table-transformer": ("table_transformer", "bart_layout"),
+    "tapas": ("tapas", "bert_layout"),
+    "timesformer": ("timesformer", "vit_layout"),
+    "trocr": ("trocr", "bart_layout"),
+    "tvp": ("tvp", "bert_layout"),
+    "vilt": ("vilt", "bert_layout"),
+    "visual_bert": ("visual_bert", "bert_layout"),
+    "vitdet": ("vitdet", "vit_layout"),
     "wavlm": ("wavlm", "wavlm"),
+    "xglm": ("xglm", "bart_layout"),
+    "xlm": ("xlm", "xlm"),
 }
-_FILES = dict(FAMILIES.values())
+# modelling files that are a part of a served family, or that call the interface except for one class
+_PARTS = {
+    "blip_text": "blip",
+    "clap": "windows",
+    "deepseek_ocr2": "vit_layout",
+    "git": "bert_layout",
+    "pp_formulanet": "vit_layout",
+    "sam": "vit_layout",
+    "sam_hq": "vit_layout",
+    "unlimited_ocr": "vit_layout",
+}
+_FILES = dict(FAMILIES.values()) | _PARTS
+# model types whose code picks the attention class from a dict of implementation names in `__init__`
+_BUILT_AS_EAGER = frozenset(
+    "bark coarse_acoustics data2vec-vision deepseek_ocr2_sam_vision_model falcon fine_acoustics git gpt_neo gptj "
+    "sam_hq_vision_model sam_vision_model semantic superglue unlimited_ocr_sam_vision_model".split()
+)
 # Transformers reads the module's source to decide whether `set_attn_implementation` may work; a served model says so
 _SETTABLE = "_can_set_attn_implementation"
 
@@ -68,18 +130,13 @@ def family(model_type: str) -> ModuleType:
 
 
 def construct_as(model_type: str) -> str | None:
-    """The implementation a model has to be *built* with before another name is set, or None where any will do.
+    """The implementation a model has to be *built* with before another is set, or None where any will do.
 
-    Some families pick the attention class from a dict of names in `__init__`, where a registered custom name is a
-    KeyError: build them under this name, `serve` them, then set the wanted one.
+    Some families pick the attention class from a dict of names in `__init__`, where a registered custom name is
+    a KeyError: build them under the name given here, `serve` them, then set the wanted one. In a composite the
+    type is that of the part.
     """
-    if model_type in _ALSO_DICTS:
-        return "eager"
-    return getattr(family(model_type), "CONSTRUCT_AS", None) if model_type in FAMILIES else None
-
-
-# Families that call the interface elsewhere, or are refused, and read such a dict as well
-_ALSO_DICTS = frozenset()
+    return "eager" if model_type in _BUILT_AS_EAGER else None
 
 
 def serve(model: nn.Module) -> bool:

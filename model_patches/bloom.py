@@ -1,10 +1,11 @@
 """BLOOM: alibi inside one fused product, no rotary embedding, residual added by the attention module itself.
 
-What differs. Scores are `alibi + q.k / sqrt(D)`, computed by `alibi.baddbmm(..., beta, alpha=inv_norm_factor)`;
-alibi arrives as `[B*H, 1, K]`, already aware of padding, and its value depends on the key alone (a constant per
-row cancels in softmax). The model builds its mask with `create_causal_mask` and the stock module *adds* it: a
-bool mask of another implementation would shift scores by one. The softmax is float32. The module ends in dropout
-and the residual. `slow_but_exact` sums the output projection in slices, as trained under tensor parallelism.
+What differs. Scores are `alibi + q.k / sqrt(D)`, computed by `alibi.baddbmm(..., beta,
+alpha=inv_norm_factor)`; alibi arrives as `[B*H, 1, K]`, already aware of padding, and its value depends on
+the key alone (a constant per row cancels in softmax). The model builds its mask with `create_causal_mask`
+and the stock module *adds* it: a bool mask of another implementation would shift scores by one. The softmax
+is float32. The module ends in dropout and the residual. `slow_but_exact` sums the output projection in
+slices, as trained under tensor parallelism.
 
 How it is routed. The fused projection, the cache and the output stay; alibi becomes `position_bias`
 `[B, H, Q, K]`, the mask goes on as it came.

@@ -1,12 +1,13 @@
 """DeBERTa v1: disentangled attention with one fused projection and biases kept apart from it.
 
-What differs from v2. `in_proj` interleaves q, k, v per head and has no bias; `q_bias` and `v_bias` are parameters of
-the module. Queries are divided by `sqrt(D * terms)` before the product, and c2p is taken from the divided queries.
-`terms` counts every entry of `pos_att_type`. `talking_head` mixes scores and weights across heads, around the
-softmax: no attention call can say that, so such a model is refused. Separate `query_states` fail in the original.
+What differs from v2. `in_proj` interleaves q, k, v per head and has no bias; `q_bias` and `v_bias` are
+parameters of the module. Queries are divided by `sqrt(D * terms)` before the product, and c2p is taken from
+the divided queries. `terms` counts every entry of `pos_att_type`. `talking_head` mixes scores and weights
+across heads, around the softmax: no attention call can say that, so such a model is refused. Separate
+`query_states` fail in the original.
 
-How it is routed. Queries go on undivided with the divisor as scaling; the bias is computed per call by the stock's
-`disentangled_att_bias` and goes on as `position_bias`; the mask becomes bool.
+How it is routed. Queries go on undivided with the divisor as scaling; the bias is computed per call by the
+stock's `disentangled_att_bias` and goes on as `position_bias`; the mask becomes bool.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class DebertaRoute(AttentionRoute):
         terms = 1 + len(self.pos_att_type)
         scaling = 1.0 / math.sqrt(query.shape[-1] * terms)
         bias = None
-        if self.relative_attention and self.pos_att_type and rel_embeddings is not None and relative_pos is not None:
+        if (
+            self.relative_attention
+            and self.pos_att_type
+            and rel_embeddings is not None
+            and relative_pos is not None
+        ):
             table = self.pos_dropout(rel_embeddings)
             bias = self.disentangled_att_bias(query * scaling, key, relative_pos, table, terms)
         context, weights = self.attend(

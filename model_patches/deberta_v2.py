@@ -1,14 +1,14 @@
 """DeBERTa-v2 and v3: disentangled attention, whose position terms come from the queries and keys themselves.
 
-What differs. Scores are content to content plus content to position (c2p) plus position to content (p2c), all over
-`sqrt(D * terms)`, `terms` being 1 + the number of position terms in use. The stock works on `[B*H, N, D]`. The
-encoder multiplies the padding mask by itself (`[B, 1, N, N]`, integer or bool), calls no mask function and passes no
-implementation name on; a padded row is hidden from everything. Queries may come from another state
-(`query_states`, the enhanced mask decoder).
+What differs. Scores are content to content plus content to position (c2p) plus position to content (p2c),
+all over `sqrt(D * terms)`, `terms` being 1 + the number of position terms in use. The stock works on `[B*H,
+N, D]`. The encoder multiplies the padding mask by itself (`[B, 1, N, N]`, integer or bool), calls no mask
+function and passes no implementation name on; a padded row is hidden from everything. Queries may come from
+another state (`query_states`, the enhanced mask decoder).
 
-How it is routed. c2p and p2c are computed per call by the stock's own `disentangled_attention_bias`, so gradients
-reach the position projections, and go on as `position_bias`; scaling carries `sqrt(D * terms)`; the mask becomes
-bool. Position embeddings keep their dropout.
+How it is routed. c2p and p2c are computed per call by the stock's own `disentangled_attention_bias`, so
+gradients reach the position projections, and go on as `position_bias`; scaling carries `sqrt(D * terms)`;
+the mask becomes bool. Position embeddings keep their dropout.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """Falcon: rotary embedding or alibi, three layouts of the fused projection, alibi folded into the mask.
 
-What differs. The decoder layer takes the attention class from a dict of implementation names, so a custom name is
-a KeyError while the model is built: construct it as "eager" and switch after (`CONSTRUCT_AS`). The projection is
-plain multi-head, multi-query (one key head) or grouped (`new_decoder_architecture`), whose keys the stock module
-copies to every query head before they enter the cache. With alibi the model replaces the mask by
-`alibi / sqrt(D)` where visible and the dtype's minimum elsewhere; the stock "sdpa" branch uses that mask alone,
-the stock "eager" branch adds `alibi / sqrt(D)` once more. Dropout on the weights exists with alibi only.
+What differs. The decoder layer takes the attention class from a dict of implementation names, so a custom
+name is a KeyError while the model is built: construct it as "eager" and switch after (`construct_as`). The
+projection is plain multi-head, multi-query (one key head) or grouped (`new_decoder_architecture`), whose
+keys the stock module copies to every query head before they enter the cache. With alibi the model replaces
+the mask by `alibi / sqrt(D)` where visible and the dtype's minimum elsewhere; the stock "sdpa" branch uses
+that mask alone, the stock "eager" branch adds `alibi / sqrt(D)` once more. Dropout on the weights exists
+with alibi only.
 
-How it is routed. Keys and values stay unrepeated, in the cache too. With alibi the mask is read back as bool and
-alibi goes on as `position_bias`, once; under "eager" twice, because that is what the original computes there.
-`output_attentions` under "sdpa" takes the eager branch, as in the original.
+How it is routed. Keys and values stay unrepeated, in the cache too. With alibi the mask is read back as
+bool and alibi goes on as `position_bias`, once; under "eager" twice, because that is what the original
+computes there. `output_attentions` under "sdpa" takes the eager branch, as in the original.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import torch
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from .routing import AttentionRoute
-
-CONSTRUCT_AS = "eager"
 
 
 class FalconRoute(AttentionRoute):

@@ -1,13 +1,14 @@
 """MPT: alibi from the model, optional clipping of q, k, v, and a mask whose meaning is the opposite of usual.
 
-What differs. The model turns whatever mask it gets into bool by `.to(torch.bool)`: right for the additive mask of
-"eager" (non-zero = hidden), inverted for a bool mask (True = take part), an AttributeError for None. The attention
-module then hides where the mask is True. Alibi `[H, 1, max_seq_len]` is cut to the last K columns; the scale is
-`softmax_scale` or `1 / sqrt(D)`; dropout is a bare number.
+What differs. The model turns whatever mask it gets into bool by `.to(torch.bool)`: right for the additive
+mask of "eager" (non-zero = hidden), inverted for a bool mask (True = take part), an AttributeError for
+None. The attention module then hides where the mask is True. Alibi `[H, 1, max_seq_len]` is cut to the last
+K columns; the scale is `softmax_scale` or `1 / sqrt(D)`; dropout is a bare number.
 
-How it is routed. The model itself is routed too: it builds the mask of the implementation in use and hands down
-"hidden" masks of four dimensions, which the stock code passes on unchanged; where no mask is needed it hands down
-the 1 x 1 mask that hides nothing. The attention module turns them back: True = take part, or None.
+How it is routed. The model itself is routed too: it builds the mask of the implementation in use and hands
+down "hidden" masks of four dimensions, which the stock code passes on unchanged; where no mask is needed it
+hands down the 1 x 1 mask that hides nothing. The attention module turns them back: True = take part, or
+None.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .routing import AttentionRoute, Route
 class MptModelRoute(Route):
     """`MptModel` with a mask that means the same under every implementation."""
 
-    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, inputs_embeds=None, **kwargs):
+    def forward(
+        self, input_ids=None, past_key_values=None, attention_mask=None, inputs_embeds=None, **kwargs
+    ):
         if attention_mask is None or attention_mask.dim() != 4:  # a user's 4-D mask stays the user's
             embeds = inputs_embeds if inputs_embeds is not None else self.wte(input_ids)
             attention_mask = _hidden(create_causal_mask(self.config, embeds, attention_mask, past_key_values))

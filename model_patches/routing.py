@@ -1,9 +1,10 @@
 """How an attention module is made to call Transformers' attention interface, one instance at a time.
 
-A family file gives a `Route`: a mixin whose methods take the place of the stock class's own score, softmax and
-sum. `serve` changes the class of one live module to a subclass made of that mixin and the stock class. The
-subclass has the stock module path and name, so output capture, device maps, sharding policies and printing see
-the class they know; weights, hooks and sub-modules are untouched, and nothing in Transformers itself changes.
+A family file gives a `Route`: a mixin whose methods take the place of the stock class's own score, softmax
+and sum. `serve` changes the class of one live module to a subclass made of that mixin and the stock class.
+The subclass has the stock module path and name, so output capture, device maps, sharding policies and
+printing see the class they know; weights, hooks and sub-modules are untouched, and nothing in Transformers
+itself changes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def eager_attention(
     """
     refused = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
     if refused:
-        raise ValueError(f"eager attention of {type(module).__name__} got {refused}, which no served family has")
+        raise ValueError(
+            f"eager attention of {type(module).__name__} got {refused}, which no served family has"
+        )
     scores = _scores(module, query, key, scaling)
     if position_bias is not None:
         scores = scores + position_bias
@@ -63,13 +66,20 @@ def eager_attention(
     return output.transpose(1, 2).contiguous(), weights
 
 
+def eager_scores(module, query, key, mask: torch.Tensor | None) -> torch.Tensor:
+    """Scores before the softmax, `[B, H, Q, K]`, scaled by `D ** -0.5` and masked; for families that return them."""
+    return _masked(_scores(module, query, key, None), mask, causal=False)
+
+
 def _scores(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key = key.repeat_interleave(groups, dim=1)
     if getattr(module, "upcast_scores", False):
         query, key = query.float(), key.float()
-    return torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return torch.matmul(query, key.transpose(-1, -2)) * (
+        query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
@@ -80,6 +90,17 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> to
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores + mask
+
+
+def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
+    """`mask` (None, bool or additive) with everything hidden that `allowed` (bool, True = take part) hides."""
+    if mask is None:
+        return allowed
+    return (
+        mask & allowed
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+    )
 
 
 class Route:
@@ -113,13 +134,15 @@ class AttentionRoute(Route):
         scaling,
         dropout=0.0,
         position_bias=None,
+        is_causal=None,
         implementation=None,
         **extra,
     ):
         """Call the implementation named in the config.
 
-        Shapes as in `eager_attention`; `position_bias` `[B or 1, H, Q or 1, K]` is expanded to Q rows, `dropout` is
-        used while training, `implementation` replaces the config's name, `extra` goes on to the implementation.
+        Shapes as in `eager_attention`; `position_bias` `[B or 1, H or 1, Q or 1, K]` is expanded to heads and rows,
+        `dropout` is used while training, `is_causal` replaces the module's, `implementation` the config's name;
+        `extra` goes on to the implementation.
         """
         name = implementation or self.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
@@ -133,13 +156,14 @@ class AttentionRoute(Route):
             attention_mask,
             dropout=dropout if self.training else 0.0,
             scaling=scaling,
-            is_causal=self._causal_now(),
+            is_causal=self._causal_now(is_causal),
             **extra,
         )
 
-    def _causal_now(self) -> bool:
+    def _causal_now(self, asked: bool | None) -> bool:
         # `config.is_causal = False` is how Transformers makes a decoder bidirectional
-        return bool(self.is_causal and getattr(self.config, "is_causal", True) is not False)
+        causal = self.is_causal if asked is None else asked
+        return bool(causal and getattr(self.config, "is_causal", True) is not False)
 
 
 def _empty_routed(stock: type, route: type[Route]) -> nn.Module:
@@ -188,7 +212,8 @@ def unroute(module: nn.Module) -> None:
 def check_unroute(module: nn.Module) -> None:
     """Raise ValueError while the config names an implementation that the stock class would ignore or misread."""
     now, before = module.config._attn_implementation, module.__dict__[RECORD][1]
-    allowed = ["eager"] + [before] * (before == "sdpa" or str(before).startswith("flash_attention"))
+    built_in = before in (None, "sdpa") or str(before).startswith("flash_attention")
+    allowed = ["eager", before] if built_in else ["eager"]
     if now not in allowed:
         raise ValueError(
             f"cannot unserve {type(module).__name__} while its config says attn_implementation={now!r}, which the "

@@ -1,12 +1,13 @@
 """WavLM: a relative-position bias from the first layer, gated per query and head in every layer.
 
-What differs. The first layer owns the bucket table and hands its values `[B*H, T, T]` to the next; each layer scales
-them by a gate computed from its own input (`gru_rel_pos_linear`, `gru_rel_pos_const`). The stock runs
-`F.multi_head_attention_forward` on raw weights, so adapters inside `q_proj`, `k_proj`, `v_proj`, `out_proj` have no
-effect there. The mask is the reduced padding mask `[B, T]` (1 = real). Returned weights are averaged over heads.
+What differs. The first layer owns the bucket table and hands its values `[B*H, T, T]` to the next; each
+layer scales them by a gate computed from its own input (`gru_rel_pos_linear`, `gru_rel_pos_const`). The
+stock runs `F.multi_head_attention_forward` on raw weights, so adapters inside `q_proj`, `k_proj`, `v_proj`,
+`out_proj` have no effect there. The mask is the reduced padding mask `[B, T]` (1 = real). Returned weights
+are averaged over heads.
 
-How it is routed. Projections are called as modules; the gated bias goes on as `position_bias`, the padding mask as
-bool `[B, 1, 1, T]`. Weights, where the implementation gives any, are averaged as in the original.
+How it is routed. Projections are called as modules; the gated bias goes on as `position_bias`, the padding
+mask as bool `[B, 1, 1, T]`. Weights, where the implementation gives any, are averaged as in the original.
 """
 
 from __future__ import annotations
