@@ -59,9 +59,9 @@ def penumbral_height_squared(d, hq, hk, radius):
     return ((d**2 + hk**2 - hq**2) / (2 * d)) ** 2 + hq**2
 
 
-def pair_score(q, k, variant, mapping, gamma, radius, squared, clamp_heights):
-    """The logit of one query vector and one key vector."""
-    (xq, hq), (xk, hk) = point(q, mapping, radius), point(k, mapping, radius)
+def pair_score(p, q, variant, gamma, radius, squared, clamp_heights):
+    """The logit of one query point and one key point."""
+    (xq, hq), (xk, hk) = p, q
     if clamp_heights:
         hq, hk = min(hq, radius * CLAMP), min(hk, radius * CLAMP)
     d = distance(xq, xk)
@@ -77,10 +77,12 @@ def scores(q, k, *, variant, mapping, gamma=1.0, radius=1.0, squared=True, clamp
     (B, H, N, _), (Hkv, M) = q.shape, k.shape[1:3]
     gamma, radius = np.broadcast_to(gamma, (H,)), np.broadcast_to(radius, (H,))
     out = np.empty((B, H, N, M))
-    for b, h, i, j in np.ndindex(B, H, N, M):
+    for b, h in np.ndindex(B, H):
         g, r = float(gamma[h]), float(radius[h])
-        pair = q[b, h, i], k[b, h // (H // Hkv), j]
-        out[b, h, i, j] = pair_score(*pair, variant, mapping, g, r, squared, clamp_heights)
+        queries = [point(x, mapping, r) for x in q[b, h]]
+        keys = [point(x, mapping, r) for x in k[b, h // (H // Hkv)]]
+        for i, j in np.ndindex(N, M):
+            out[b, h, i, j] = pair_score(queries[i], keys[j], variant, g, r, squared, clamp_heights)
     return out
 
 
