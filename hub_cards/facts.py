@@ -1,5 +1,6 @@
 """Everything a card may state, checked in one place before any template sees it."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class Facts:
     def __post_init__(self):
         self._check_ids()
         self._check_words()
+        self._check_numbers()
         spec = read_spec(self.config)
         named = tuple((name, shown, lookup(name, self.about)) for name, shown in spec.mechanisms)
         for key, value in {"spec": spec, "mechanisms": named, "results": read_results(self.results)}.items():
@@ -90,6 +92,17 @@ class Facts:
             raise refuse("base_model_relation", self.base_model_relation, "finetune, adapter")
         if self.license == "other" and not (self.license_name and self.license_link):
             raise refuse("license", "other", "other together with license_name and license_link")
+
+    def _check_numbers(self) -> None:
+        for name in ("parameters_added", "parameters_total"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise refuse(name, value, "a count from 0, or None")
+        if self.gates is not None:
+            pair = isinstance(self.gates, Sequence) and len(self.gates) == 2
+            if not pair or not all(type(gate) in (int, float) and math.isfinite(gate) for gate in self.gates):
+                raise refuse("gates", self.gates, "the smallest and the largest gate, or None")
+            object.__setattr__(self, "gates", tuple(self.gates))
 
     @property
     def papers(self) -> list[str]:

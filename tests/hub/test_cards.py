@@ -110,6 +110,13 @@ def test_a_mechanism_from_elsewhere_is_described_by_its_maker():
     assert ["`toy`", "not stated", "`depth=2`"] in rows(hub_cards.render_model_card(spec), "What was changed")
 
 
+def test_gates_at_zero_are_stated():
+    assert "All gates of this model are 0." in rendered("model", gates=[0, 0]).text
+    card = rendered("model", gates=[-0.25, 0.5])
+    assert "All gates" not in card.text
+    assert ["Blend gates", "-0.25 to 0.5"] in rows(card, "What was changed")
+
+
 def test_no_licence_and_no_base_are_stated_as_such():
     card = hub_cards.render_model_card(SPEC)
     assert {"license", "base_model", "base_model_relation"}.isdisjoint(read_header(str(card)))
@@ -148,6 +155,8 @@ def test_benchmarks_on_the_hub_become_eval_results():
         ({"results": [RESULT | {"date": "yesterday"}]}, "ISO date"),
         ({"results": [{"metric": "perplexity", "value": 1.0}]}, "machine"),
         ({"results": [RESULT | {"speed": 3}]}, "metric"),
+        ({"parameters_added": -1}, "count"),
+        ({"gates": [0.0, float("inf")]}, "gate"),
         ({"about": {"cone": {"paper": "x"}}}, "papers"),
     ],
 )
