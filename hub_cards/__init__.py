@@ -8,11 +8,12 @@ Plain data in, ``huggingface_hub`` card objects out; this package imports neithe
 
 from .beside import own_card_kept, write_card
 from .directory import card_for_directory, hub_id_or_none
-from .errors import explain_hub_error
+from .errors import explain_hub_error, explained
 from .facts import Facts
+from .published import patched_facts
 from .render import render_adapter_card, render_config_card, render_model_card
 from .results import Result
-from .uploads import card_beside, hook_uploads, patched_facts, unhook_uploads
+from .uploads import card_beside, hook_uploads, unhook_uploads
 
 __all__ = [
     "Facts",
@@ -20,6 +21,7 @@ __all__ = [
     "card_beside",
     "card_for_directory",
     "explain_hub_error",
+    "explained",
     "hook_uploads",
     "hub_id_or_none",
     "own_card_kept",

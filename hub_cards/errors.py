@@ -1,5 +1,7 @@
 """One line for each way in which talking to the Hub fails: what, where, and what to do."""
 
+import contextlib
+
 ADVICE = {
     400: "the Hub refused the content; its message names the field",
     401: "the token is missing or not accepted; run `hf auth login` or set HF_TOKEN",
@@ -28,6 +30,26 @@ def _said(error: BaseException) -> str:
     return lines[-1][:200] if lines else type(error).__name__
 
 
+def _is_transport(error: BaseException) -> bool:
+    """Whether the connection itself failed; huggingface_hub 1 uses httpx, 2 httpx2."""
+    package = type(error).__module__.split(".")[0]
+    return package.startswith(("httpx", "httpcore", "requests")) or isinstance(
+        error, ConnectionError | TimeoutError
+    )
+
+
+def _cause(error: BaseException) -> str | None:
+    """What the Hub or the connection did, and the fix; None where neither is in the chain of causes."""
+    for one in _chain(error):
+        status = getattr(getattr(one, "response", None), "status_code", None)
+        if isinstance(status, int):
+            other = "the Hub had a fault; try again later" if status >= 500 else "see its message"
+            return f"{ADVICE.get(status, other)} (HTTP {status}: {_said(one)})"
+        if _is_transport(one):
+            return f"{LOST} ({type(one).__name__}: {_said(one)})"
+    return None
+
+
 def explain_hub_error(error: BaseException, action: str = "talking to the Hub") -> str:
     """One line that says why ``action`` failed and how to go on.
 
@@ -38,20 +60,15 @@ def explain_hub_error(error: BaseException, action: str = "talking to the Hub") 
     Returns:
         A string without line breaks, fit for a command line's standard error.
     """
-    for one in _chain(error):
-        status = getattr(getattr(one, "response", None), "status_code", None)
-        if isinstance(status, int):
-            advice = ADVICE.get(
-                status, "the Hub had a fault; try again later" if status >= 500 else "see its message"
-            )
-            return f"{action} failed: {advice} (HTTP {status}: {_said(one)})"
-        transport = type(one).__module__.split(".")[0] in (
-            "httpx",
-            "httpx2",
-            "httpcore",
-            "httpcore2",
-            "requests",
-        )
-        if transport or isinstance(one, ConnectionError | TimeoutError):
-            return f"{action} failed: {LOST} ({type(one).__name__}: {_said(one)})"
-    return f"{action} failed: {type(error).__name__}: {_said(error)}"
+    return f"{action} failed: {_cause(error) or f'{type(error).__name__}: {_said(error)}'}"
+
+
+@contextlib.contextmanager
+def explained(action: str):
+    """Around ``action``: an error of the Hub stays what it is and gets its cause as a note (Python 3.11 on)."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note") and _cause(error):
+            error.add_note(explain_hub_error(error, action))
+        raise

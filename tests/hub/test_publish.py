@@ -1,5 +1,7 @@
 """What the plugin publishes is loaded exactly by plain ``from_pretrained``, and a failed push changes nothing."""
 
+import sys
+
 import pytest
 from huggingface_hub import ModelCard
 
@@ -77,6 +79,9 @@ def test_a_failed_push_changes_nothing_and_says_why_in_one_line(facts, refusal):
     cause = facts[refusal]["cause"]
     assert "\n" not in cause
     assert ("HTTP 401" if "token" in refusal else "connection to the Hub was lost") in cause
+    if sys.version_info >= (3, 11):
+        (note,) = facts[refusal]["notes"]  # the last line of the traceback
+        assert note.startswith("push to tester/patched") and note.endswith(cause.split(" failed: ")[1])
     assert facts["same_push"] and facts["unchanged"] and not facts["never"]["exists"]
     assert facts["gap_after_faults"] == 0.0
 

@@ -68,6 +68,7 @@ def refused(call) -> dict:
         return {
             "type": type(error).__name__,
             "message": str(error),
+            "notes": getattr(error, "__notes__", []),
             "cause": explain_hub_error(error, "the call"),
         }
     raise AssertionError("the call was expected to fail")

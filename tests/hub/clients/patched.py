@@ -7,6 +7,7 @@ from transformers.utils.hub import PushToHubMixin
 
 import hf_hyperattn as ha
 import hub_cards
+from hub_cards.uploads import HOOKED
 
 REPO = "tester/patched"
 load = AutoModelForCausalLM.from_pretrained
@@ -135,7 +136,7 @@ def saves(model) -> dict:
 
 
 if __name__ == "__main__":
-    hooked = hasattr(PushToHubMixin._upload_modified_files, "without_card")
+    hooked = hasattr(PushToHubMixin._upload_modified_files, HOOKED)
     hub_cards.hook_uploads(PushToHubMixin)
     tiny, first = patched()
     report(
