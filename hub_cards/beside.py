@@ -20,6 +20,8 @@ def read_made(path: Path):
     from huggingface_hub import ModelCard
 
     try:
+        if not path.read_bytes().lstrip().startswith(b"---"):
+            return None
         card = ModelCard.load(path, ignore_metadata_errors=True)
     except (ValueError, TypeError, OSError, yaml.YAMLError):
         return None
