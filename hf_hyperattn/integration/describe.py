@@ -8,7 +8,8 @@ from torch import nn
 
 from ..registry import MECHANISMS
 from .hosts import find_hosts, host_facts, layer_indices
-from .patching import _inner, base_model
+from .patching import base_model
+from .records import inner
 
 
 class Description(dict):
@@ -70,7 +71,7 @@ def describe(model: nn.Module) -> Description:
 
 def _host(name: str, module: nn.Module, index: int) -> dict:
     facts = host_facts(name, module, index)
-    hyper = _inner(module._modules.get("hyper"))
+    hyper = inner(module._modules.get("hyper"))
     gates = (
         {n: p.detach().float() for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
     )

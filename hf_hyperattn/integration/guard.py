@@ -60,9 +60,8 @@ def _finish(original, self):
     if wanted is not None:
         self.config._attn_implementation = wanted
     name = self.config._attn_implementation
-    if getattr(self.config, "hyperattn", None) is not None:
-        restore(self)
-    if name in OURS:
+    restored = getattr(self.config, "hyperattn", None) is not None and restore(self)
+    if name in OURS and not restored:
         check_routed(self, name)
     return original(self)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from ..config import HyperAttnConfig
@@ -19,6 +21,7 @@ class Hyper(nn.Module):
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
+        self.config = replace(config, layers=None, hosts=None)
         self.heads = host.heads
         self.newly_routed = False  # whether the patch made this host call the attention interface
         for mechanism in config.mechanisms:

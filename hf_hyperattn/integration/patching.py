@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 
 import torch
 from torch import nn
@@ -15,9 +15,10 @@ from ..mechanisms.base import Host
 from ..registry import get_mechanism
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
-from .refusal import has_attention, refusal
+from .records import erase_records, inner, patched_hosts, recorded_hosts, write_records
+from .refusal import OURS, has_attention, refusal
 from .selection import LayerChoice, select
-from .stock import PATCHED, STOCK, stock_name
+from .stock import PATCHED
 
 
 def patch_model(
@@ -52,11 +53,20 @@ def patch_model(
     """
     config = gather(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
-    if getattr(base.config, "hyperattn", None) is not None or any(patched_hosts(base)):
-        raise ValueError(f"{type(base).__name__} is patched already; call unpatch_model(model) first")
+    if recorded_hosts(base.config) is not None or any(patched_hosts(base)):
+        raise ValueError(
+            f"{type(base).__name__}, or a model that it shares its config with, is patched already; call "
+            "unpatch_model(model) first, or patch all in one call"
+        )
+    if getattr(base.config, "hyperattn", None) is not None:
+        raise ValueError(
+            f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
+            "before patching: del model.config.hyperattn"
+        )
     newly_routed = route(base)
     try:
         chosen = choose_hosts(base, config)
+        check_own_attention(chosen)
         attach(base, config, chosen, newly_routed)
     except BaseException:
         if newly_routed:
@@ -72,14 +82,18 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         ValueError: the model is not patched.
     """
     base = base_model(model)
-    hosts = list(patched_hosts(base))
-    if not hosts:
+    hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
+    if not hosts and not recorded:
         raise ValueError(f"{type(base).__name__} is not patched; nothing to undo")
-    newly_routed = any(_inner(host.hyper).newly_routed for _, host in hosts)
-    for _, host in hosts:
+    if len(hosts) < len(recorded) and hosts:
+        raise ValueError(
+            f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
+            "unpatch_model on that"
+        )
+    newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
+    for host in hosts.values():
         del host.hyper
-    for config in {id(c): c for c in (base.config, *(host.config for _, host in hosts))}.values():
-        forget(config)
+    erase_records(base)
     if newly_routed:
         model_patches.unserve(base)
     return model
@@ -161,15 +175,35 @@ def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel
         {prefix + n: n for n in names},
         {n.removeprefix(prefix): n for n in names if n.startswith(prefix)},
     )
-    for known in forms:
-        if all(w in known for w in wanted):
-            meant = {known[w] for w in wanted}
-            return [n in meant for n in names]
-    missing = next(w for w in wanted if w not in forms[0])
-    raise ValueError(
-        f"hyperattn config names the host {missing[:80]!r}, which {type(base).__name__} does not have; "
-        f"allowed: {', '.join(names[:3])}, ..."
-    )
+    known = max(forms, key=lambda form: sum(w in form for w in wanted))
+    missing = [w for w in wanted if w not in known]
+    if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
+        missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
+    if missing:
+        raise ValueError(
+            f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
+            f"allowed: {', '.join(names[:3])}, ..."
+        )
+    meant = {known[w] for w in wanted if w in known}
+    return [n in meant for n in names]
+
+
+def _has_stack(base: PreTrainedModel, name: str) -> bool:
+    """Whether the model has the list of layers, or the part, in which a host of that name would be."""
+    stack = re.split(r"\.\d+(?:\.|$)", name)[0]
+    forms = (stack, stack.removeprefix(base.base_model_prefix + "."), f"{base.base_model_prefix}.{stack}")
+    return any(form in (n for n, _ in base.named_modules()) for form in forms)
+
+
+def check_own_attention(chosen: list[tuple[nn.Module, Host]]) -> None:
+    """Refuse a model that runs one of our names: a patch starts from the model's own attention."""
+    for module, host in chosen:
+        name = module.config._attn_implementation
+        if name in OURS:
+            raise ValueError(
+                f"{host.name} runs attn_implementation={name!r}, and a patch starts from the model's own attention; "
+                "first call model.set_attn_implementation('sdpa')"
+            )
 
 
 def check_combination(config: HyperAttnConfig, found: list[tuple[nn.Module, Host]]) -> None:
@@ -196,8 +230,7 @@ def attach(base: PreTrainedModel, config: HyperAttnConfig, chosen: list, newly_r
     for hyper, (module, _) in zip(built, chosen, strict=True):
         hyper.newly_routed = newly_routed
         module.hyper = hyper
-        remember(module.config)
-    base.config.hyperattn = replace(config, hosts=tuple(host.name for _, host in chosen)).to_dict()
+    write_records(base)
 
 
 def placement(base: PreTrainedModel, module: nn.Module) -> tuple:
@@ -211,32 +244,3 @@ def placement(base: PreTrainedModel, module: nn.Module) -> tuple:
     if device.type == "meta" and execution is not None:
         device = torch.device(execution)
     return device, base.dtype if base.dtype.is_floating_point else torch.float32
-
-
-def remember(config) -> None:
-    """Set our implementation in a config and note the one from before. `attn_implementation` is what a reload reads.
-
-    On a reload the note is there already, and an implementation that the user asked for stays.
-    """
-    if not hasattr(config, STOCK):
-        setattr(config, STOCK, config._attn_implementation)
-        config._attn_implementation_internal = PATCHED
-    config.attn_implementation = PATCHED
-
-
-def forget(config) -> None:
-    """The inverse of `remember`."""
-    if config._attn_implementation == PATCHED:
-        config._attn_implementation_internal = stock_name(config)
-    for name in (STOCK, "hyperattn", "attn_implementation"):
-        config.__dict__.pop(name, None)
-
-
-def patched_hosts(model: nn.Module):
-    """Name and module of every host that has a `hyper`."""
-    return ((n, m) for n, m in model.named_modules() if isinstance(_inner(m._modules.get("hyper")), Hyper))
-
-
-def _inner(module: nn.Module | None) -> nn.Module | None:
-    """The `Hyper` inside PEFT's wrapper, where there is one."""
-    return getattr(module, "original_module", module)

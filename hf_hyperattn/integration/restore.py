@@ -6,26 +6,29 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..config import HyperAttnConfig
-from .patching import attach, choose_hosts, patched_hosts, route
+from .patching import attach, choose_hosts, route
+from .records import parts, patched_hosts, recorded_hosts, tree
 from .refusal import models_being_built
 from .stock import PATCHED, STOCK, stock_name
 
 logger = logging.get_logger(__name__)
 
 
-def restore(model: PreTrainedModel) -> None:
+def restore(model: PreTrainedModel) -> bool:
     """Patch a model whose config says that it was; the outermost model does it, since hosts are named from there.
 
-    `config.hyperattn` without hosts holds parameters of mechanisms used by name, and patches nothing.
+    Returns:
+        Whether the config says so. `config.hyperattn` without hosts holds parameters of mechanisms used by name.
 
     Raises:
         ValueError: the config is malformed, or names hosts that the model does not have.
     """
     config = HyperAttnConfig.from_dict(model.config.hyperattn)
-    if config.hosts is None or any(patched_hosts(model)):
-        return
-    if any(getattr(outer.config, "hyperattn", None) is not None for outer in models_being_built(model)):
-        return
+    if config.hosts is None:
+        return False
+    outer = models_being_built(model)
+    if any(patched_hosts(model)) or any(recorded_hosts(m.config) is not None for m in outer):
+        return True
     newly_routed = route_as_before(model)
     chosen = choose_hosts(model, config)
     attach(model, config, chosen, newly_routed)
@@ -36,15 +39,17 @@ def restore(model: PreTrainedModel) -> None:
             f"attn_implementation={active.pop()!r}: what was added has no effect until "
             f"model.set_attn_implementation({PATCHED!r})"
         )
+    return True
 
 
 def route_as_before(model: PreTrainedModel) -> bool:
-    """Route a served family while its config names the implementation from before, so that it can be undone."""
-    name = model.config._attn_implementation
-    if not hasattr(model.config, STOCK):
-        return route(model)
-    model.config._attn_implementation_internal = stock_name(model.config)
+    """Route served families while their configs name the implementation from before, so that it can be undone."""
+    named = [c for part in parts(model) for c in tree(part.config) if STOCK in c.__dict__]
+    now = [config._attn_implementation for config in named]
     try:
+        for config in named:
+            config._attn_implementation_internal = stock_name(config)
         return route(model)
     finally:
-        model.config._attn_implementation_internal = name
+        for config, name in zip(named, now, strict=True):
+            config._attn_implementation_internal = name

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hosts import interface_callers
+from .refusal import OURS
 
 #: The attention implementation of patched models.
 PATCHED = "hf_hyperattn"
@@ -22,7 +23,7 @@ def stock_name(config) -> str:
     """The implementation from before, or "sdpa" where this machine does not have it."""
     name = getattr(config, STOCK, "sdpa")
     known = isinstance(name, str) and (name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys())
-    return name if known else "sdpa"
+    return name if known and name not in OURS else "sdpa"
 
 
 def stock_forward(module, query, key, value, attention_mask, **keywords):

@@ -1,0 +1,126 @@
+"""What the configs of a patched model say, so that config.json brings it back: the record and two names.
+
+`config.hyperattn` is the record: what was done, and to which hosts. `config.attn_implementation` is what Transformers
+reads on the next load; `config.hyperattn_stock` is the implementation from before. The modules are the truth, and the
+records are written from them: into the model's config, and into that of every part that has one of its own (the text
+model of a vision-language model), so that a part can be saved, or loaded out of the whole, by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .hyper import Hyper
+from .stock import PATCHED, STOCK, stock_name
+
+RECORD = "hyperattn"
+
+
+def patched_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every host that has a `hyper`."""
+    return ((n, m) for n, m in model.named_modules() if isinstance(inner(m._modules.get("hyper")), Hyper))
+
+
+def inner(module: nn.Module | None) -> nn.Module | None:
+    """The `Hyper` inside PEFT's wrapper, where there is one."""
+    return getattr(module, "original_module", module)
+
+
+def recorded_hosts(config) -> list[str] | None:
+    """The hosts that the config's record lists; None where it lists none (or holds parameters used by name)."""
+    record = getattr(config, RECORD, None)
+    return record.get("hosts") if isinstance(record, dict) else None
+
+
+def write_records(model: PreTrainedModel) -> None:
+    """Write the configs of a model and of its parts from what is patched now.
+
+    Raises:
+        ValueError: hosts that share a config are patched in different ways, which one record cannot say.
+    """
+    hosts = dict(patched_hosts(model))
+    own = {id(config) for config in tree(model.config)}
+    for host in hosts.values():
+        _mark(host.config)
+    if any(id(host.config) not in own for host in hosts.values()):
+        _mark(model.config)  # T5's encoder and decoder run on copies of it, made anew at every load
+    said: set[int] = set()
+    for part in parts(model):
+        said |= _write(part)
+    silent = [name for name, host in hosts.items() if id(host) not in said]
+    if silent:
+        raise ValueError(
+            f"{silent[0]} is patched otherwise than other parts of {type(model).__name__} that share its config, "
+            "which config.json cannot say; patch the whole model with one call"
+        )
+
+
+def _write(part: PreTrainedModel) -> set[int]:
+    """The record of one part; returns the hosts that it speaks of."""
+    hosts = dict(patched_hosts(part))
+    done = [inner(host.hyper).config for host in hosts.values()]
+    alike = bool(done) and all(config == done[0] for config in done)
+    if alike:
+        part.config.hyperattn = replace(done[0], hosts=tuple(hosts)).to_dict()
+    elif recorded_hosts(part.config) is not None:
+        del part.config.hyperattn
+    for config in tree(part.config):
+        name = reload_name(config)
+        if name:
+            config.attn_implementation = name
+    return {id(host) for host in hosts.values()} if alike else set()
+
+
+def erase_records(model: PreTrainedModel) -> None:
+    """Take out of every config what `write_records` put there."""
+    found = [c for part in parts(model) for c in tree(part.config)]
+    for config in (*found, *(m.config for _, m in model.named_modules() if hasattr(m, "config"))):
+        if config.__dict__.get("_attn_implementation_internal") == PATCHED and STOCK in config.__dict__:
+            config._attn_implementation_internal = stock_name(config)
+        if recorded_hosts(config) is not None:
+            del config.hyperattn
+        for name in (STOCK, "attn_implementation"):
+            config.__dict__.pop(name, None)
+
+
+def _mark(config) -> None:
+    """Set our implementation and note the one from before.
+
+    On a reload the note is there already, and an implementation that the user asked for stays.
+    """
+    if STOCK not in config.__dict__:
+        setattr(config, STOCK, config._attn_implementation)
+        config._attn_implementation_internal = PATCHED
+
+
+def reload_name(config) -> str | dict:
+    """What `attn_implementation` must say in config.json: our name for exactly the configs that are marked."""
+    names = {"": PATCHED} if STOCK in config.__dict__ else {}
+    below = {key: reload_name(part) for key, part in sub_configs(config)}
+    return PATCHED if names and not below else names | {key: name for key, name in below.items() if name}
+
+
+def sub_configs(config) -> Iterator[tuple[str, object]]:
+    """The configs that Transformers passes an implementation on to."""
+    found = ((key, getattr(config, key, None)) for key in getattr(config, "sub_configs", ()))
+    return ((key, part) for key, part in found if part is not None)
+
+
+def tree(config) -> Iterator[object]:
+    """A config and all configs below it."""
+    yield config
+    for _, part in sub_configs(config):
+        yield from tree(part)
+
+
+def parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model and every model inside it that has a config of its own, the outermost of each first."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module.config) not in seen:
+            seen.add(id(module.config))
+            yield module
