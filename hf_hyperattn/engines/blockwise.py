@@ -16,6 +16,11 @@ from .options import Options, position_mask
 from .score import PairScore
 from .tiles import Call, Tensors, Tile
 
+#: Elements of one tile: enough that the overhead of an operation vanishes, few enough for the cache of a core (2^18
+#: float32 numbers are 1 MiB). Backward holds some twenty tiles at once. Dropout needs one size for both.
+FORWARD_ELEMENTS = 2**18
+BACKWARD_ELEMENTS = 2**17
+
 
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """softmax(S)·V without the full matrix; arguments as in `reference.attend`, weights are not returned.
@@ -26,8 +31,11 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     row, column, head = score.numbers()
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     if score.points and (score.watch or score.query.dtype == torch.float64):
-        points = score.points()
-        extras |= {"points_query": points.query, "points_key": points.key, "points_scale": points.scale}
+        points = (
+            score.points()
+        )  # without gradient: it flows through the statistics of which the gap is a function
+        extras["points_query"], extras["points_key"] = points.query.detach(), points.key.detach()
+        extras["points_scale"] = points.scale.detach()
     if options.dropout_p:
         extras["seed"] = torch.randint(2**62, (1,))
     extras = {name: t for name, t in extras.items() if t is not None}
@@ -62,7 +70,7 @@ def _forward(
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     lse = t.query.new_empty(t.query.shape[:-1])
-    for tile in call.tiles():
+    for tile in call.tiles(BACKWARD_ELEMENTS if dropout_p else FORWARD_ELEMENTS):
         weights, sums, tile_lse = softmax(tile, hide(tile, total(tile, pieces(tile, derive=False))))
         factors = keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -96,14 +104,20 @@ def _backward(
         tensors, spec, extras, Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
     )
     buffers = [
-        torch.zeros_like(t, dtype=out.dtype) if w else out.new_empty(0) for t, w in zip(tensors, wanted)
+        t.new_zeros(shape, dtype=out.dtype) for t, shape in zip(tensors, _shapes(tensors, wanted, extras))
     ]
     grads = Call.parse(buffers, spec, extras, call.options, wanted).tensors
     group = call.tensors.query.shape[1:3]
     grad, out, lse = (x.unflatten(1, group) for x in (grad, out, lse))
-    for tile in call.tiles():
+    for tile in call.tiles(BACKWARD_ELEMENTS):
         backward(tile, grads, tile.of_query(grad), tile.of_query(out), tile.of_row(lse))
     return buffers
+
+
+def _shapes(tensors: Sequence[Tensor], wanted: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
+    """Shapes of the gradients: as the tensors, but empty for an extra that needs none."""
+    main = len(tensors) - len(extras.split())
+    return [tuple(t.shape) if i < main or wanted[i] else (0,) for i, t in enumerate(tensors)]
 
 
 def _save(ctx, inputs, output):
@@ -120,8 +134,10 @@ def _pullback(ctx, grad, _grad_lse):
 
 
 @_backward.register_fake
-def _(grad, out, lse, tensors, wanted, *_):
-    return [torch.empty_like(t, dtype=out.dtype) if w else out.new_empty(0) for t, w in zip(tensors, wanted)]
+def _(grad, out, lse, tensors, wanted, spec, extras, *_):
+    return [
+        t.new_empty(shape, dtype=out.dtype) for t, shape in zip(tensors, _shapes(tensors, wanted, extras))
+    ]
 
 
 _forward.register_autograd(_pullback, setup_context=_save)
@@ -168,7 +184,9 @@ def hide(tile: Tile, logits: Tensor) -> Tensor:
         tile.columns.start if options.window else max(tile.columns.start, tile.rows.start + options.offset)
     )
     edge = range(min(start, tile.columns.stop), tile.columns.stop)
-    visible = position_mask(options, tile.rows, edge, logits.device)
+    visible = position_mask(
+        options, (tile.rows.start, tile.rows.stop), (edge.start, edge.stop), logits.device
+    )
     if visible is not None and len(edge):
         logits[..., edge.start - tile.columns.start :].masked_fill_(~visible, float("-inf"))
     return logits

@@ -52,12 +52,12 @@ def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
 
-def position_mask(options: Options, rows: range, columns: range, device) -> Tensor | None:
-    """Bool [len(rows), len(columns)] of what causality and the window leave visible; None if everything is."""
+def position_mask(options: Options, rows: tuple[int, int], columns: tuple[int, int], device) -> Tensor | None:
+    """Bool of what causality and the window leave visible of rows and columns [start, stop); None if everything is."""
     if not options.is_causal and options.window is None:
         return None
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None] + options.offset
-    j = torch.arange(columns.start, columns.stop, device=device)[None, :]
+    i = torch.arange(*rows, device=device)[:, None] + options.offset
+    j = torch.arange(*columns, device=device)[None, :]
     visible = (j <= i) if options.is_causal else torch.ones_like(i - j, dtype=torch.bool)
     if options.window is not None:
         visible = visible & (i - j < options.window)

@@ -35,7 +35,7 @@ def visible_logits(score: PairScore, options: Options) -> Tensor:
         logits = logits + options.mask
     elif options.mask is not None:
         logits = logits.masked_fill(~options.mask, float("-inf"))
-    visible = position_mask(options, range(logits.shape[-2]), range(logits.shape[-1]), logits.device)
+    visible = position_mask(options, (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device)
     return logits if visible is None else logits.masked_fill(~visible, float("-inf"))
 
 

@@ -15,10 +15,6 @@ from torch import Tensor
 from .options import Options, key_range
 from .score import parse_spec
 
-#: Elements of one tile. Large enough to make the overhead of an operation vanish, small enough for the cache of a
-#: core: 2^18 float32 numbers are 1 MiB.
-TILE_ELEMENTS = 2**18
-
 
 @dataclass
 class Tensors:
@@ -100,12 +96,12 @@ class Call:
             )
         return cls(tensors, spec, options, points, int(named["seed"]) if "seed" in named else 0)
 
-    def tiles(self) -> Iterator[Tile]:
-        """Cut the call: batch elements one by one, then groups of heads, then blocks of query rows."""
+        """Cut the call into tiles of about `elements` pairs: by batch element, by heads, by blocks of query rows."""
+        """Cut the call into tiles of about so many elements: batch elements one by one, then groups of heads, then blocks of query rows."""
         batch, kv_heads, group, n, _ = self.tensors.query.shape
         keys = self.tensors.key.shape[2]
-        rows = max(1, min(n, TILE_ELEMENTS // max(1, group * keys)))
-        together = max(1, min(kv_heads, TILE_ELEMENTS // max(1, group * keys * rows)))
+        rows = max(1, min(n, elements // max(1, group * keys)))
+        together = max(1, min(kv_heads, elements // max(1, group * keys * rows)))
         index = 0
         for b in range(batch):
             for h in range(0, kv_heads, together):

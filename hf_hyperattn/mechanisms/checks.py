@@ -67,7 +67,7 @@ def check_positive(name: str, value: float | Tensor, heads: int, like: Tensor) -
     The values of a tensor are looked at except while the call is traced, when there are none to look at.
     """
     if isinstance(value, Tensor):
-        if value.numel() not in (1, heads) or value.dim() > 1:
+        if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, "
                 f"({heads},)"

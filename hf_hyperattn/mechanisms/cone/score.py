@@ -50,7 +50,9 @@ def definition(
     if clamp_heights:
         hq, hk = clamp_height(hq, r[..., 0]), clamp_height(hk, r[..., 0])
     height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
-    return -gamma * (height_squared if squared else torch.sqrt(height_squared))
+    if squared:
+        return -gamma * height_squared
+    return -gamma * torch.sqrt(height_squared.clamp_min(torch.finfo(dtype).tiny))  # a finite slope at height 0
 
 
 def umbral_height(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:

@@ -45,11 +45,14 @@ class ConeTerm(Term):
         return self.vjp(dot, row, column, head, gap)[0]
 
     def vjp(self, dot, row, column, head, gap=None):
+        # what expansion leaves of the distance of coinciding points is noise; it must not steer a gradient
+        noise = torch.finfo(dot.dtype).eps * row[self.own] if gap is None else 0.0
         gap = self.gap(dot, row, column) if gap is None else gap
         logits, pull = self.score(gap, row[: self.own], column[: self.own], head)
 
         def pullback(grad):
             d_gap, d_row, d_column, d_head = pull(grad)
+            d_gap.masked_fill_(gap <= noise, 0.0)
             d_dot, dist_row, dist_column = self.through_distance(d_gap, dot, row, column)
             return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), d_head
 
@@ -71,7 +74,7 @@ class ConeTerm(Term):
         return d_dot, rows, columns
 
     def score(self, gap, row, column, head):
-        """Logits from D² and the score's own statistics, and the pullback; `gap` may be overwritten."""
+        """Logits from D² and the score's own statistics, and the pullback; `gap` is left as it is."""
         raise NotImplementedError
 
 
@@ -106,7 +109,7 @@ class Penumbral(ConeTerm):
 
     def score(self, gap, row, column, head):
         (pq, a), (pk, b), (r2,) = row, column, head
-        gap = gap.clamp_min(SMALLEST**2)
+        gap = gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
         difference = pk - pq
         half = (a + b - distance).mul_(0.5)
