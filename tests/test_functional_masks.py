@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hf_hyperattn.functional import cone_attention
 from tests.oracles import cone as loops
 from tests.oracles import dense
-from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, per_head, qkv, tensor
+from tests.oracles.cases import BACKENDS, FAST, PAIRINGS, assert_close, per_head, qkv, tensor
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -62,7 +62,7 @@ def test_lowest_number_hides_a_key_as_infinity_does(backend):
 
 
 @every_backend
-@pytest.mark.parametrize("lq, lk", [(3, 6), (6, 3), (1, 4), (140, 300), (300, 140)])
+@pytest.mark.parametrize("lq, lk", [(3, 6), (6, 3), (1, 4), (560, 900), (900, 560)])
 def test_causality_is_top_left(backend, lq, lk):
     q, k, v = qkv(batch=1, heads=1, lq=lq, lk=lk)
     keep = torch.ones(lq, lk, dtype=torch.bool).tril()
@@ -73,8 +73,8 @@ def test_causality_is_top_left(backend, lq, lk):
 @every_backend
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks_over_many_blocks(backend, kind):
-    q, k, v = qkv(batch=1, heads=2, lq=260, lk=530, d=4)
-    mask = random_mask((1, 2, 260, 530), kind, seed=31)
+    q, k, v = qkv(batch=1, heads=2, lq=560, lk=930, d=4)
+    mask = random_mask((1, 2, 560, 930), kind, seed=31)
     mask[..., 100:130, :] = False if kind == "bool" else -torch.inf
     mask[..., 128:256] = False if kind == "bool" else -torch.inf
     got = attend(q, k, v, "umbral-xi", backend, attn_mask=mask, is_causal=True)
@@ -135,12 +135,37 @@ def test_dropout_keeps_the_mean_and_the_rate(backend):
 
 @every_backend
 def test_dropout_over_many_blocks_draws_each_block_anew(backend):
-    q, k, _ = qkv(batch=1, heads=1, lq=256, lk=256, d=2)
-    v = torch.eye(256, dtype=q.dtype).expand(1, 1, -1, -1)
+    q, k, _ = qkv(batch=2, heads=2, lq=600, lk=600, d=2)
+    v = torch.eye(600, dtype=q.dtype).expand(2, 2, -1, -1)
     torch.manual_seed(3)
-    kept = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5)[0, 0] != 0
-    for other in (kept[128:, :128], kept[:128, 128:], kept[128:, 128:]):
-        assert 0.45 < (kept[:128, :128] == other).double().mean() < 0.55
+    kept = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5) != 0
+    blocks = [
+        kept[b, h, i : i + 100, j : j + 100]
+        for b in (0, 1)
+        for h in (0, 1)
+        for i in (0, 100, 500)
+        for j in (0, 500)
+    ]
+    for index, one in enumerate(blocks):
+        assert 0.45 < one.double().mean() < 0.55
+        for other in blocks[:index]:
+            assert 0.45 < (one == other).double().mean() < 0.55
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_dropout_over_many_blocks_is_the_same_backward(backend):
+    """With v the unit matrix the output shows what was dropped, and dV must be its transpose times dO."""
+    q, k, _ = qkv(batch=1, heads=2, lq=600, lk=600, d=2)
+    v = torch.eye(600, dtype=q.dtype).expand(1, 2, -1, -1).contiguous().requires_grad_()
+    q.requires_grad_()
+    out = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5, is_causal=True)
+    weight = tensor(1, 2, 600, 600, seed=33)
+    dv, dq = torch.autograd.grad((out * weight).sum(), (v, q))
+    assert_close(dv, out.mT @ weight, 1e-9, "gradient of value")
+    whole = dense.scores(q, k, **PAIRINGS["umbral-xi"])
+    whole = whole.masked_fill(~torch.ones(600, 600, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    (plain,) = torch.autograd.grad((whole * (out != 0).detach() / 0.5 * weight).sum(), q)
+    assert_close(dq, plain, 1e-8, "gradient of query")
 
 
 @every_backend

@@ -9,7 +9,7 @@ from tests.oracles import softmax
 from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, assert_gradients, qkv, tensor
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
-LENGTHS = [(6, 6), (5, 9), (9, 5), (140, 300)]
+LENGTHS = [(6, 6), (5, 9), (9, 5), (560, 900)]
 lengths = pytest.mark.parametrize("lq, lk", LENGTHS)
 
 
@@ -88,7 +88,7 @@ def test_a_row_that_sees_only_its_sink_gives_zero(backend):
 @every_backend
 @lengths
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("window", [1, 3, 100])
+@pytest.mark.parametrize("window", [1, 3, 200])
 def test_sliding_window(backend, lq, lk, causal, window):
     q, k, v = qkv(batch=1, heads=2, lq=lq, lk=lk)
     got = run(q, k, v, backend, window=window, is_causal=causal)
@@ -96,7 +96,7 @@ def test_sliding_window(backend, lq, lk, causal, window):
 
 
 @every_backend
-@pytest.mark.parametrize("lq, lk, offset", [(1, 9, 8), (3, 9, 6), (3, 9, 2), (130, 300, 170)])
+@pytest.mark.parametrize("lq, lk, offset", [(1, 9, 8), (3, 9, 6), (3, 9, 2), (560, 900, 340)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_offset_of_the_queries(backend, lq, lk, offset, window):
     """Queries of a later step stand further along the keys than their own index says."""
@@ -135,14 +135,14 @@ def test_gradcheck_of_features_bias_and_sinks(backend, shape):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradients_equal_sdpa_over_many_blocks(backend, causal):
     """The bias and a per-head mask get theirs too, summed where they were broadcast."""
-    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=150, lk=290, d=8)
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=350, lk=490, d=8)
     inputs = [
-        t.clone().requires_grad_() for t in (q, k, v, tensor(1, 4, 150, 290, seed=75), tensor(2, 1, 1, 290))
+        t.clone().requires_grad_() for t in (q, k, v, tensor(1, 4, 350, 490, seed=75), tensor(2, 1, 1, 490))
     ]
     got = run(*inputs[:3], backend, bias=inputs[3], mask=inputs[4], is_causal=causal)
     total = inputs[3] + inputs[4]
     if causal:
-        total = total.masked_fill(~torch.ones(150, 290, dtype=torch.bool).tril(), -torch.inf)
+        total = total.masked_fill(~torch.ones(350, 490, dtype=torch.bool).tril(), -torch.inf)
     plain = F.scaled_dot_product_attention(*inputs[:3], attn_mask=total, enable_gqa=True)
     weight = tensor(*plain.shape, seed=76)
     grads = [torch.autograd.grad((out * weight).sum(), inputs) for out in (got, plain)]

@@ -25,6 +25,10 @@ PAIRINGS = _pairings()  # every valid pairing, penumbral with both meanings of `
 # Both variants, all mappings, for the tests that are too long to run over every pairing.
 CORE = ["umbral-xi", "umbral-expmap", "penumbral-psi", "penumbral-xi-unsquared"]
 
+# batch, query heads, key heads, queries, keys: about a million pairs each, which no engine does in one tile; rows
+# and keys are no multiple of anything, and in the last one a tile may hold several heads.
+MANY_BLOCKS = [(1, 2, 1, 701, 703), (1, 1, 1, 301, 3001), (2, 7, 7, 263, 277)]
+
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
@@ -63,8 +67,16 @@ def assert_close(actual, expected, atol, what=""):
         raise AssertionError(f"{what}: off by {off:.3g} > {atol:.3g} at {spot}: {got!r}, not {want!r}")
 
 
-def assert_gradients(actual, expected, rtol, names):
-    """Each gradient within `rtol` of the largest entry of its expectation (at least 1e-3)."""
+def assert_gradients(actual, expected, rtol, names, stray=0.0):
+    """Each gradient within `rtol` of the largest entry of its expectation (at least 1e-3).
+
+    The derivative of a height jumps where two of its arguments are equal, and rounding decides the side for a
+    pair that comes close enough: among a million pairs some do. A share `stray` of the entries may therefore be
+    off, by up to 25 times as much.
+    """
     for name, a, e in zip(names[: len(expected)], actual, expected, strict=True):
         assert a is not None, f"no gradient reached {name}"
-        assert_close(a, e, rtol * max(float(e.abs().max()), 1e-3), f"gradient of {name}")
+        atol = rtol * max(float(e.abs().max()), 1e-3)
+        assert_close(a, e, atol * (25 if stray else 1), f"gradient of {name}")
+        off = ((a.double() - e).abs() > atol).double().mean().item()
+        assert off <= stray, f"gradient of {name}: a share of {off:.2g} is off by more than {atol:.2g}"

@@ -22,9 +22,9 @@ def attention(
         logits = np.where(mask, logits, -np.inf) if mask.dtype == bool else logits + mask
     out, weights = np.zeros((B, H, N, v.shape[-1])), np.zeros(logits.shape)
     for b, h, i in np.ndindex(B, H, N):
-        row = np.array([_hide(logits[b, h, i, j], i + offset, j, causal, window) for j in range(M)])
+        row = np.where(_hidden(i + offset, np.arange(M), causal, window), -np.inf, logits[b, h, i])
         extra = [] if sinks is None else [float(sinks[h])]
-        top = max([*row, *extra])
+        top = max([row.max(), *extra])
         if top == -np.inf:
             continue
         row = np.exp(row - top)
@@ -33,6 +33,8 @@ def attention(
     return out, weights
 
 
-def _hide(logit, i, j, causal, window):
-    far = window is not None and (i - j >= window or (not causal and j - i >= window))
-    return -np.inf if far or (causal and j > i) else logit
+def _hidden(i, keys, causal, window):
+    far = np.zeros(keys.shape, dtype=bool)
+    if window is not None:
+        far = (i - keys >= window) | ((keys - i >= window) & (not causal))
+    return far | ((keys > i) & causal)
