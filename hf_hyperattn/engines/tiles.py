@@ -96,8 +96,8 @@ class Call:
             )
         return cls(tensors, spec, options, points, int(named["seed"]) if "seed" in named else 0)
 
+    def tiles(self, elements: int) -> Iterator[Tile]:
         """Cut the call into tiles of about `elements` pairs: by batch element, by heads, by blocks of query rows."""
-        """Cut the call into tiles of about so many elements: batch elements one by one, then groups of heads, then blocks of query rows."""
         batch, kv_heads, group, n, _ = self.tensors.query.shape
         keys = self.tensors.key.shape[2]
         rows = max(1, min(n, elements // max(1, group * keys)))
