@@ -1,5 +1,5 @@
-"""The `hyperattn` command. A sub-command is one module of this package, listed in `main.COMMANDS`."""
+"""The `hyperattn` command. A sub-command is one module of this package, listed in `command.COMMANDS`."""
 
-from .main import main
+from .command import main
 
 __all__ = ["main"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def prepare(args: argparse.Namespace) -> Setting:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
         raise ValueError(f"--model {path}: not a model that Transformers can load: {error}") from error
+    _check_family(path, config)
     prefix = prefix_of(tokenizer)
     limit = _limit(config, len(prefix), args.length)
     ids = encode(tokenizer, text, args.tokens or 2 * limit, text_name)
@@ -155,6 +157,15 @@ def _model(name: str | None) -> tuple[str, str]:
         kind = "a file" if path.exists() else "no such folder"
         raise ValueError(f"--model {name}: {kind}; allowed: the folder of a saved model or a Hub id")
     return name, name
+
+
+def _check_family(path: str, config) -> None:
+    """Build the model without its weights: is it a causal LM, and one that can be served?"""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="cone")
+    except Exception as error:
+        raise ValueError(f"--model {path}: not a causal LM that cone attention can serve: {error}") from error
 
 
 def _limit(config, prefix: int, wanted: int | None) -> int:
