@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .fields import short
+
 #: What a mechanism may change, in the order in which the changes are applied.
 STAGES = ("score", "bias", "mixing", "structure", "aggregation", "fusion")
 
@@ -52,5 +54,5 @@ def register(mechanism: Mechanism) -> Mechanism:
 def get_mechanism(name: str) -> Mechanism:
     """The mechanism of that name, or an error that lists the names there are."""
     if name not in MECHANISMS:
-        raise ValueError(f"mechanism {name!r} is unknown; allowed: {', '.join(sorted(MECHANISMS))}")
+        raise ValueError(f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}")
     return MECHANISMS[name]

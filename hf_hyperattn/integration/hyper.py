@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from ..choice import head_numbers
 from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..registry import get_mechanism
@@ -24,8 +25,9 @@ class Hyper(nn.Module):
         self.config = replace(config, layers=None, hosts=None)
         self.heads = host.heads
         self.newly_routed = False  # whether the patch made this host call the attention interface
+        heads = head_numbers(config.heads, host.heads, host.name)
         for mechanism in config.mechanisms:
-            layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, config.heads)
+            layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             self.add_module(mechanism.mechanism, layer)
 
     def layers(self) -> list[MechanismLayer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,22 +11,24 @@ from transformers import PreTrainedModel
 
 import model_patches
 
+from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
+from ..fields import short
 from ..mechanisms.base import Host
 from ..registry import get_mechanism
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import erase_records, inner, patched_hosts, recorded_hosts, write_records
 from .refusal import OURS, has_attention, refusal
-from .selection import LayerChoice, select
+from .selection import select
 from .stock import PATCHED
 
 
 def patch_model(
     model: nn.Module,
     *mechanisms: MechanismConfig | HyperAttnConfig,
-    layers: LayerChoice = None,
-    heads=None,
+    layers: Choice = None,
+    heads: Choice = None,
     mode: str = "blend",
     include_cross_attention: bool = False,
 ) -> nn.Module:
@@ -38,9 +41,10 @@ def patch_model(
         model: any Transformers model whose attention is served: bare, with a head, composite, wrapped by PEFT,
             compiled, offloaded or quantised.
         mechanisms: mechanism configs such as `ConeConfig()`, at most one per stage; or one `HyperAttnConfig`.
-        layers: None for all, a list or range of layer numbers, "last-third", "first-half", "last-4", "every-2nd", or
-            a function of a `Host`. Numbers count within each stack (encoder, decoder, ...) of the model.
-        heads: indices of the query heads to change, None for all.
+        layers: None for all, a number, a list or range of numbers (negative ones count from the end), "last-third",
+            "first-half", "last-4", "every-2nd", or a function of a `Host`. Numbers and names count within each stack
+            (encoder, decoder, ...) of the model.
+        heads: which query heads, in the same ways; a function gets a head's number. None for all.
         mode: "blend" (identity at first) or "replace" (the published operator).
         include_cross_attention: patch cross-attention too.
 
@@ -67,7 +71,7 @@ def patch_model(
     try:
         chosen = choose_hosts(base, config)
         check_own_attention(chosen)
-        attach(base, config, chosen, newly_routed)
+        attach(base, settle_heads(config, chosen), chosen, newly_routed)
     except BaseException:
         if newly_routed:
             model_patches.unserve(base)
@@ -160,7 +164,7 @@ def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[tuple[n
     found = [(m, host) for (_, m), (_, host), pick in zip(modules, facts, chosen, strict=True) if pick]
     if not found:
         raise ValueError(
-            f"layers={config.layers!r} chooses no attention module of {type(base).__name__}; it has: "
+            f"layers={'a function' if callable(config.layers) else short(config.layers)} chooses no attention module of {type(base).__name__}; it has: "
             f"{', '.join(sorted({s for s, _ in stacks}))}"
         )
     check_combination(config, found)
@@ -195,6 +199,19 @@ def _has_stack(base: PreTrainedModel, name: str) -> bool:
     return any(form in (n for n, _ in base.named_modules()) for form in forms)
 
 
+def settle_heads(config: HyperAttnConfig, chosen: list[tuple[nn.Module, Host]]) -> HyperAttnConfig:
+    """The config with the heads that a function chose as numbers, since a config cannot hold a function."""
+    if not callable(config.heads):
+        return config
+    found = {head_numbers(config.heads, host.heads, host.name) for _, host in chosen}
+    if len(found) > 1:
+        raise ValueError(
+            "heads is a function that chooses other heads in hosts with more of them; allowed: a list of numbers, "
+            "a name such as 'first-half', or one patch_model call for each kind of host"
+        )
+    return replace(config, heads=found.pop())
+
+
 def check_own_attention(chosen: list[tuple[nn.Module, Host]]) -> None:
     """Refuse a model that runs one of our names: a patch starts from the model's own attention."""
     for module, host in chosen:
@@ -209,11 +226,7 @@ def check_own_attention(chosen: list[tuple[nn.Module, Host]]) -> None:
 def check_combination(config: HyperAttnConfig, found: list[tuple[nn.Module, Host]]) -> None:
     """Refuse heads that a host lacks, and mechanisms that cross-attention has no meaning for."""
     for _, host in found:
-        if config.heads is not None and max(config.heads) >= host.heads:
-            raise ValueError(
-                f"heads={list(config.heads)} names head {max(config.heads)}, {host.name} has {host.heads}; "
-                f"allowed: 0 to {host.heads - 1}"
-            )
+        head_numbers(config.heads, host.heads, host.name)
         for mechanism in config.mechanisms:
             if host.is_cross and not get_mechanism(mechanism.mechanism).cross_attention:
                 raise ValueError(

@@ -29,6 +29,7 @@ def restore(model: PreTrainedModel) -> bool:
     outer = models_being_built(model)
     if any(patched_hosts(model)) or any(recorded_hosts(m.config) is not None for m in outer):
         return True
+    settle_stock(model)
     newly_routed = route_as_before(model)
     chosen = choose_hosts(model, config)
     attach(model, config, chosen, newly_routed)
@@ -40,6 +41,17 @@ def restore(model: PreTrainedModel) -> bool:
             f"model.set_attn_implementation({PATCHED!r})"
         )
     return True
+
+
+def settle_stock(model: PreTrainedModel) -> None:
+    """An implementation from before that this machine or family does not have becomes what Transformers would take."""
+    for part in parts(model):
+        if STOCK in part.config.__dict__:
+            try:
+                name = part.get_correct_attn_implementation(stock_name(part.config), is_init_check=True)
+            except (ValueError, ImportError):
+                name = part.get_correct_attn_implementation(None, is_init_check=True)
+            setattr(part.config, STOCK, name)
 
 
 def route_as_before(model: PreTrainedModel) -> bool:

@@ -1,0 +1,84 @@
+"""Fields of configurations: their help, symbol and range as metadata, and the check of a value against them."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import MISSING, field
+from typing import Any
+
+#: Numbers beyond this are infinite in float32, the least precise dtype that they are computed in.
+LARGEST = 3e38
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    symbol: str = "",
+    choices: tuple = (),
+    above: float | None = None,
+    least: float | None = None,
+    types: tuple = (),
+    optional: bool = False,
+) -> Any:
+    """A dataclass field with its help, its symbol in the paper, and what it may hold.
+
+    Args:
+        default: what the field holds where nothing is said; `dataclasses.MISSING` for a field that must be given.
+        choices: allowed values.
+        above, least: exclusive and inclusive lower bound of a number; numbers must be finite in float32.
+        types: allowed types; taken from the default where not given.
+        optional: whether None is allowed.
+    """
+    types = types or (type(default),)
+    metadata = dict(
+        help=help,
+        symbol=symbol,
+        choices=choices,
+        above=above,
+        least=least,
+        types=types,
+        optional=optional or default is None,
+    )
+    return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+
+
+def check_field(owner: str, name: str, value: Any, rule: dict) -> None:
+    """Raise a one-line ValueError if `value` breaks the rule of its field."""
+
+    def refuse(allowed: str):
+        raise ValueError(f"{owner}.{name}={short(value)} is not allowed; allowed: {allowed}")
+
+    if value is None:
+        return None if rule["optional"] else refuse("a value, not None")
+    if rule["choices"]:
+        known = isinstance(value, str | int | float) and value in rule["choices"]
+        return None if known else refuse(", ".join(map(repr, rule["choices"])))
+    types = (*rule["types"], int) if float in rule["types"] else rule["types"]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        refuse(" or ".join(t.__name__ for t in rule["types"]))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not -LARGEST < value < LARGEST:
+            refuse(f"a finite number, of at most {LARGEST:g}")
+        if rule["above"] is not None and value <= rule["above"]:
+            refuse(f"numbers above {rule['above']:g}")
+        if rule["least"] is not None and value < rule["least"]:
+            refuse(f"numbers from {rule['least']:g}")
+
+
+def short(value: Any) -> str:
+    """A value as errors show it: of one short line, however large or deeply nested the value is."""
+    text = _BRIEF.repr(value).replace("\n", " ")
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Brief(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        return str(x) if x.bit_length() < 128 else f"an integer of {x.bit_length()} bits"
+
+
+_BRIEF = _Brief()
