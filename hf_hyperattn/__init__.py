@@ -2,7 +2,15 @@
 
 from . import functional
 from .config import HyperAttnConfig, MechanismConfig
-from .integration import describe, list_mechanisms, patch_model, unpatch_model
+from .integration import (
+    describe,
+    freeze_base,
+    list_mechanisms,
+    lora_config,
+    parameter_groups,
+    patch_model,
+    unpatch_model,
+)
 from .registry import MECHANISMS
 
 __version__ = "0.1.0"
@@ -11,8 +19,11 @@ __all__ = [
     "HyperAttnConfig",
     "MechanismConfig",
     "describe",
+    "freeze_base",
     "functional",
     "list_mechanisms",
+    "lora_config",
+    "parameter_groups",
     "patch_model",
     "unpatch_model",
 ]

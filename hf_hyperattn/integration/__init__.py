@@ -1,10 +1,19 @@
 """All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the guard."""
 
-from . import guard  # noqa: F401  wraps four methods of PreTrainedModel
+from . import adapters, guard  # noqa: F401  wrap a method of PEFT's and four of PreTrainedModel
 from .describe import describe, list_mechanisms
 from .names import register_names
 from .patching import patch_model, unpatch_model
+from .training import freeze_base, lora_config, parameter_groups
 
 register_names()
 
-__all__ = ["describe", "list_mechanisms", "patch_model", "unpatch_model"]
+__all__ = [
+    "describe",
+    "freeze_base",
+    "list_mechanisms",
+    "lora_config",
+    "parameter_groups",
+    "patch_model",
+    "unpatch_model",
+]
