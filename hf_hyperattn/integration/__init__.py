@@ -1,6 +1,6 @@
 """All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the guard."""
 
-from . import adapters, guard  # noqa: F401  wrap a method of PEFT's and four of PreTrainedModel
+from . import adapters, guard, saving  # noqa: F401  wrap a method of PEFT's and five of PreTrainedModel
 from .describe import describe, list_mechanisms
 from .names import register_names
 from .patching import patch_model, unpatch_model

@@ -26,11 +26,11 @@ WANTED = "_hyperattn_wanted"  # the name a model was asked for while it is built
 WRAPPED = "_hyperattn_wrapped"
 
 
-def wrap(name: str):
-    """Decorator: the function becomes method `name` of `PreTrainedModel` and gets the original first; once only."""
+def wrap(name: str, cls: type = PreTrainedModel):
+    """Decorator: the function becomes method `name` of a class and gets the original first; once only."""
 
     def install(wrapper):
-        original = getattr(PreTrainedModel, name)
+        original = getattr(cls, name)
         if not hasattr(original, WRAPPED):
 
             @functools.wraps(original)
@@ -38,7 +38,7 @@ def wrap(name: str):
                 return wrapper(original, self, *args, **kwargs)
 
             setattr(method, WRAPPED, True)
-            setattr(PreTrainedModel, name, method)
+            setattr(cls, name, method)
         return wrapper
 
     return install

@@ -1,0 +1,119 @@
+"""Saving a patched model: a card beside the weights, and never half a checkpoint in place of a whole one.
+
+Transformers writes straight into the target, so that a save which is killed leaves neither the old checkpoint nor
+the new one. For patched models `save_pretrained` writes into a folder inside the target, and only when everything is
+there, and on the disk, are the files moved to their places, one rename each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
+
+import hub_cards
+
+from ..config import HyperAttnConfig
+from ..registry import MECHANISMS
+from .guard import wrap
+from .records import patched_hosts, recorded_hosts
+
+STAGE = ".hyperattn-saving-"
+WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
+
+
+def card_facts(published: object) -> dict | None:
+    """What the card of a published object says beyond its files; None for anything that is not ours."""
+    facts = hub_cards.patched_facts(published)
+    if facts is not None:
+        papers = {
+            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
+        }
+        facts["about"] = papers
+    return facts
+
+
+hub_cards.hook_uploads(PushToHubMixin, card_facts)
+
+
+@wrap("save_pretrained")
+def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
+    alone = not is_main_process or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory)
+    if alone or next(patched_hosts(self), None) is None:
+        return original(self, save_directory, is_main_process, *args, **kwargs)
+    pushed, target = kwargs.pop("push_to_hub", False), Path(save_directory)
+    with hub_cards.card_beside(save_directory, self, facts_for=card_facts), staged(target) as stage:
+        local = {name: value for name, value in kwargs.items() if name not in HUB_ONLY}
+        original(self, stage, is_main_process, *args, **local)
+        _write_config_beside(stage, self)
+    if pushed:
+        _push(original, self, target.resolve().name, *args, **kwargs)
+
+
+@wrap("save_pretrained", PeftModel)
+def _save_adapter(original, self, save_directory, *args, **kwargs):
+    base = self.get_base_model()
+    if not isinstance(base, PreTrainedModel) or next(patched_hosts(base), None) is None:
+        return original(self, save_directory, *args, **kwargs)
+    with hub_cards.card_beside(save_directory, self, facts_for=card_facts):
+        result = original(self, save_directory, *args, **kwargs)
+        for folder in (Path(save_directory), *(p for p in Path(save_directory).iterdir() if p.is_dir())):
+            _write_config_beside(folder, base)
+    return result
+
+
+def _write_config_beside(folder: Path, model: PreTrainedModel) -> None:
+    """Beside an adapter goes the config that patches its base: `HyperAttnConfig.from_pretrained(adapter_directory)`."""
+    if (folder / "adapter_config.json").is_file() and recorded_hosts(model.config) is not None:
+        HyperAttnConfig.from_dict(model.config.hyperattn).save_pretrained(folder)
+
+
+#: Arguments of `save_pretrained` that only a push reads.
+HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
+
+
+def _push(original, model: PreTrainedModel, name: str, *args, **kwargs) -> None:
+    """Upload from a folder of its own: what is pushed is what was saved."""
+    kwargs.setdefault("repo_id", name)
+    with tempfile.TemporaryDirectory() as folder:
+        original(model, folder, True, *args, push_to_hub=True, **kwargs)
+
+
+@contextmanager
+def staged(target: Path):
+    """A folder inside `target` whose files replace those of `target` when the block ends without an error."""
+    target.mkdir(parents=True, exist_ok=True)
+    for left_over in target.glob(f"{STAGE}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    stage = Path(tempfile.mkdtemp(dir=target, prefix=STAGE))
+    try:
+        yield stage
+        _move(stage, target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _move(stage: Path, target: Path) -> None:
+    """Weights first, their index and the configs after them; weights of an older save that had more files go last."""
+    files = sorted((p for p in stage.rglob("*") if p.is_file()), key=lambda p: (p.suffix == ".json", p.name))
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    names = {file.relative_to(stage) for file in files}
+    for file in files:
+        place = target / file.relative_to(stage)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
+    if any(WEIGHTS.fullmatch(str(name)) for name in names):
+        kinds = {name.name.startswith("adapter_") for name in names if WEIGHTS.fullmatch(str(name))}
+        for old in target.iterdir():
+            stale = WEIGHTS.fullmatch(old.name) and old.name.startswith("adapter_") in kinds
+            if stale and Path(old.name) not in names:
+                old.unlink()
