@@ -163,8 +163,9 @@ def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[tuple[n
         ]
     found = [(m, host) for (_, m), (_, host), pick in zip(modules, facts, chosen, strict=True) if pick]
     if not found:
+        layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(
-            f"layers={'a function' if callable(config.layers) else short(config.layers)} chooses no attention module of {type(base).__name__}; it has: "
+            f"layers={layers} chooses no attention module of {type(base).__name__}; it has: "
             f"{', '.join(sorted({s for s, _ in stacks}))}"
         )
     check_combination(config, found)
