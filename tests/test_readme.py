@@ -1,0 +1,141 @@
+"""README.md does what it says: its Python runs as it stands, its commands and files exist, its table is true.
+
+The code loads "HuggingFaceTB/SmolLM2-135M". It runs in a folder in which that path is a tiny random Llama,
+which `from_pretrained` prefers to the Hub's model of the same name; nothing in the code is changed.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_hyperattn as ha
+from hf_hyperattn.cli.command import build_parser
+from tests.cli import tiny
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    tiny.save(folder / MODEL, num_hidden_layers=3)
+    return folder
+
+
+def run(block: str) -> dict:
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def ran(folder, monkeypatch):
+    """Runs the only block that contains a text, by itself, and gives the names it left."""
+    monkeypatch.chdir(folder)
+
+    def only(text: str) -> dict:
+        (block,) = (b for b in blocks("python") if text in b)
+        return run(block)
+
+    return only
+
+
+def logits(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(torch.arange(40)[None]).logits
+
+
+def stock(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / MODEL)
+
+
+def test_by_name(ran, folder):
+    model = ran('attn_implementation="cone"')["model"]
+    assert model.config._attn_implementation == "cone"
+    assert (logits(model) - logits(stock(folder))).abs().max() > 1e-3
+
+
+def test_by_patch(ran, folder, capsys):
+    model = ran("ha.unpatch_model(model)")["model"]
+    assert "cone" in capsys.readouterr().out
+    assert torch.equal(logits(model), logits(stock(folder)))
+    assert not any("hyper" in name for name, _ in model.named_modules())
+
+
+def test_by_training(ran, folder):
+    left = ran("lora_config")
+    added = [p for n, p in left["model"].named_parameters() if ".hyper." in n and p.requires_grad]
+    assert added and all(p.grad is not None and p.grad.isfinite().all() for p in added)
+    assert (folder / "cone-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_by_the_hub(ran, folder):
+    left = ran("save_pretrained(\"smollm2-cone\")")
+    assert any("hyper" in name for name, _ in left["again"].named_modules())
+    assert torch.equal(logits(left["again"]), logits(left["model"]))
+
+
+def test_functional(ran):
+    output = ran("functional.cone_attention")["output"]
+    assert output.shape == (1, 8, 128, 64) and output.isfinite().all()
+
+
+def test_every_block_of_python_is_among_these(ran):
+    assert len(blocks("python")) == 5
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    pages = [README, (ROOT / "CONTRIBUTING.md").read_text()]
+    lines = [line.split("#")[0] for page in pages for block in blocks("bash", page) for line in block.splitlines()]
+    lines += [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
+    commands = [shlex.split(line) for line in lines if line.strip()]
+    assert ["make", "demo"] in commands and ["make", "test"] in commands
+    for command in commands:
+        if command[0] == "make":
+            assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
+        elif command[0] == "hyperattn":
+            build_parser().parse_args(command[1:])
+
+
+def test_files_exist():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text()
+        named = re.findall(r"\]\((?!http|#)([^)]+)\)", text)
+        assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_recipe_that_the_demo_names_exists():
+    from hf_hyperattn.cli.demo import ADVICE
+
+    for path in re.findall(r"recipes/\S+\.(?:py|yaml)", ADVICE):
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_table_of_mechanisms_is_true():
+    rows = re.findall(r"^\| ([\w, ]+) \| .* \| ([^|]*) \|$", README, re.MULTILINE)
+    status = {name: said for names, said in rows if said != "status" for name in names.split(", ")}
+    known = {m["name"]: m for m in ha.list_mechanisms()}
+    assert {name for name, said in status.items() if said.startswith("works")} == set(known)
+    assert all(said == "planned" for name, said in status.items() if name not in known)
+    for name, mechanism in known.items():
+        assert all(f"`{implementation}`" in status[name] for implementation in mechanism["attn_implementation"])
+
+
+def test_versions_are_those_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '"transformers>=5.17,<6"' in text and "Transformers 5.17 up to 6" in README
+    assert '"torch>=2.11"' in text and "torch 2.11 and newer" in README
+    assert f"version: {ha.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {ha.__version__}" in (ROOT / "CHANGELOG.md").read_text()
