@@ -93,10 +93,10 @@ LESSONS = {
 }
 
 
-def patched(name: str = "llama", config=None, **options) -> nn.Module:
-    """A patched model, the same in every call, in training mode."""
+def patched(name: str = "llama", config=None, sizes: dict | None = None, **options) -> nn.Module:
+    """A patched model, the same in every call, in training mode; `sizes` change a Llama's config."""
     torch.manual_seed(0)
-    model = LESSONS[name][0]()
+    model = LESSONS[name][0](**sizes or {})
     return ha.patch_model(model, config or ha.ConeConfig(), **options).train()
 
 

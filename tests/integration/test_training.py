@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 
-from .lessons import LESSONS, added, learn, llama, logits, next_character, optimizer_of, patched
+from .lessons import LESSONS, added, characters, learn, llama, logits, next_character, optimizer_of, patched
 
 GATE_AND_GEOMETRY = {"gate", "log_gamma", "log_radius"}
 
@@ -213,3 +214,44 @@ def test_errors_are_one_line_and_say_what_to_do():
         ha.parameter_groups(patched(), 1e-4, -1)
     with pytest.raises(ValueError, match=r"no trainable parameter"):
         ha.parameter_groups(patched().requires_grad_(False), 1e-4, 1e-2)
+
+
+def trainer(model, folder, **options) -> hf.Trainer:
+    """Transformers' Trainer as it is, on rows of the text; it saves every third of six steps."""
+    rows = [{"input_ids": row, "labels": row} for row in characters(rows=12)]
+    arguments = hf.TrainingArguments(
+        folder,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        save_strategy="steps",
+        save_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    return hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2])
+
+
+def with_adapter(model):
+    return get_peft_model(model, ha.lora_config(model, r=4, lora_dropout=0.1))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, with_adapter], ids=["full", "lora"])
+def test_the_trainer_resumes_where_it_stood(wrap, tmp_path):
+    straight, resumed = wrap(patched()), wrap(patched())
+    trainer(straight, tmp_path).train()
+    trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, found = dict(straight.named_parameters()), dict(resumed.named_parameters())
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert all(p.any() for p in added(resumed).values())
+
+
+def test_the_best_checkpoint_brings_its_gates_back(tmp_path):
+    model = patched()
+    kept = trainer(model, tmp_path, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True)
+    kept.train()
+    best = load_file(f"{kept.state.best_model_checkpoint}/model.safetensors")
+    assert all(torch.equal(p, best[n]) and p.any() for n, p in added(model).items())
