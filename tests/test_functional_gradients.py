@@ -112,6 +112,33 @@ def test_one_input_alone_may_need_a_gradient(backend, wanted):
 
 
 @every_backend
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_one_parameter_for_all_heads_gets_the_summed_gradient(backend, shape):
+    q, k, v = qkv(batch=1, heads=3, lq=4, seed=58)
+    gamma, radius = (torch.full(shape, x, dtype=torch.float64, requires_grad=True) for x in (0.8, 1.2))
+
+    def run(gamma, radius):
+        return attend(q, k, v, "penumbral-psi", backend, gamma=gamma, radius=radius)
+
+    assert torch.autograd.gradcheck(run, (gamma, radius))
+
+
+@every_backend
+@every_pairing
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("radius", [1e-4, 100.0])
+def test_gradients_at_extreme_radii_stay_finite(backend, pairing, dtype, radius):
+    inputs = leaves(
+        *qkv(batch=1, heads=2, lq=6, dtype=DTYPES[dtype]), torch.full((2,), radius, dtype=DTYPES[dtype])
+    )
+    out = attend(*inputs[:3], pairing, backend, radius=inputs[3])
+    for name, grad in zip(
+        ("q", "k", "v", "radius"), torch.autograd.grad(out.square().sum(), inputs), strict=True
+    ):
+        assert torch.isfinite(grad).all(), f"gradient of {name}"
+
+
+@every_backend
 @every_pairing
 @pytest.mark.parametrize("dtype, rtol", [("float64", 1e-4), ("float32", 1e-2)])
 def test_gradient_at_ties(backend, pairing, dtype, rtol):

@@ -94,6 +94,19 @@ def test_grouped_heads_equal_repeated_heads(backend, pairing, seed, groups, caus
     assert_close(grouped, repeated, 1e-9, "grouped against repeated")
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize(
+    "batch, lq, lk", [(1, 4, 0), (1, 0, 4), (0, 4, 4)], ids=["no keys", "no queries", "no batch"]
+)
+def test_empty_inputs(backend, batch, lq, lk):
+    """No keys is nothing visible: zeros. No queries, no batch: an empty output, with a graph."""
+    q, k, v = tensor(batch, 2, lq, 3), tensor(batch, 2, lk, 3), tensor(batch, 2, lk, 5)
+    q.requires_grad_()
+    out = attend(q, k, v, "umbral-xi", backend, is_causal=True)
+    assert out.shape == (batch, 2, lq, 5) and not out.any()
+    assert not torch.autograd.grad(out.sum(), q, allow_unused=True, materialize_grads=True)[0].any()
+
+
 # Dropout.
 
 

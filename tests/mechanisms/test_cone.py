@@ -216,6 +216,29 @@ def test_scores_and_gradients_stay_finite(pairing, dtype, scale):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 
+@every_pairing
+@pytest.mark.parametrize("radius", [1e-3, 1e-2, 0.1, 5.0, 20.0])
+def test_small_and_large_radii_in_float64(pairing, radius):
+    """Constants that keep roots away from zero must not show at any scale: the error is relative to the score."""
+    q, k, _ = qkv(batch=1, heads=2, lq=6, lk=7, d=3, seed=26)
+    expected = loops.scores(q, k, radius=radius, **PAIRINGS[pairing])
+    size = float(np.abs(expected).max())
+    assert_close(scored(q, k, pairing, radius=radius) / size, expected / size, 1e-9, "scores over their size")
+
+
+@every_pairing
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("radius", [1e-4, 100.0, 1000.0])
+def test_gradients_at_extreme_radii_stay_finite(pairing, dtype, radius):
+    """sinh r overflows float32 at 89 and float64 at 710; nothing may turn into 0·inf."""
+    q, k, _ = qkv(batch=1, heads=2, lq=6, d=3, dtype=DTYPES[dtype])
+    leaves = [t.requires_grad_() for t in (q, k, torch.full((2,), radius, dtype=DTYPES[dtype]))]
+    score = scored(*leaves[:2], pairing, radius=leaves[2])
+    assert torch.isfinite(score).all()
+    for name, grad in zip(("query", "key", "radius"), torch.autograd.grad(score.sum(), leaves), strict=True):
+        assert torch.isfinite(grad).all(), f"gradient of {name}"
+
+
 # Symmetries.
 
 
