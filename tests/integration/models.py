@@ -58,7 +58,10 @@ def clip() -> nn.Module:
 
 def llava() -> nn.Module:
     text, vision = hf.LlamaConfig(**TEXT, num_key_value_heads=2), hf.CLIPVisionConfig(**VISION)
-    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=98)
+    # the last vision layer is read, not the one before it, so that every layer reaches the output
+    config = hf.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=98, vision_feature_layer=-1
+    )
     return hf.LlavaForConditionalGeneration(config).eval()
 
 
@@ -96,7 +99,7 @@ def whisper_inputs() -> dict:
 
 
 CAUSAL, SEQ = hf.AutoModelForCausalLM, hf.AutoModelForSeq2SeqLM
-_T5 = dict(vocab_size=99, d_model=32, num_layers=2, num_heads=4, d_ff=40, d_kv=8)
+_T5 = dict(vocab_size=99, d_model=32, num_layers=2, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
 _GPT = dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
 _WINDOWED = TEXT | dict(num_key_value_heads=2, head_dim=8, sliding_window=4)
 _WHISPER = SEQ2SEQ | dict(num_mel_bins=8, max_source_positions=10)
