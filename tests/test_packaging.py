@@ -1,0 +1,146 @@
+"""The wheel and the source archive: built as an installer builds them, looked into, installed and used."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
+CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci")
+FILES = ("Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "constraints.txt")
+LEFT_BEHIND = (".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """What setuptools builds of a source tree, by the calls that pip makes."""
+    target.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", BUILD, f"build_{kind}", str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.split()[-1]
+
+
+def files_in(folder: Path, root: Path) -> set[str]:
+    paths = (p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return {p.relative_to(root).as_posix() for p in paths}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the checkout, because a build writes beside the sources."""
+    copy = tmp_path_factory.mktemp("tree") / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def archive(tree, tmp_path_factory):
+    """The unpacked source archive."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", tree, folder)) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    (inner,) = (folder / "unpacked").iterdir()
+    return inner
+
+
+@pytest.fixture(scope="module")
+def wheel(archive, tmp_path_factory):
+    """The wheel built from the source archive, as `pip install` of one does it."""
+    return build("wheel", archive, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """A folder with the wheel installed into it, and nothing else."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--quiet", "--target", str(folder), str(wheel)], check=True)
+    return folder
+
+
+def use(site: Path, code: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=site, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_wheel_holds_the_packages_and_no_more(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {"hf_hyperattn_autoload.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
+    assert held == expected
+
+
+def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
+    held = files_in(archive, archive)
+    assert set(FILES) <= held
+    for folder in (*PACKAGES, *CHECKOUT_ONLY):
+        assert files_in(tree / folder, tree) <= held, folder
+    assert not [name for name in held if name.endswith((".pyc", ".so"))]
+
+
+def test_metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+        entries = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+        assert name.replace("METADATA", "licenses/LICENSE") in archive.namelist()
+    for line in ("Name: hf-hyperattn", "License-Expression: Apache-2.0", "Requires-Python: >=3.10"):
+        assert line in metadata.splitlines()
+    extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
+    assert extras == {"cpu", "plots", "recipes", "demo", "test", "dev"}
+    assert "hyperattn = hf_hyperattn.cli:main" in entries
+    assert "[torch.backends]\nhf_hyperattn = hf_hyperattn_autoload:register" in entries
+
+
+def test_the_installed_wheel_works(site):
+    code = """
+import hf_hyperattn, hub_cards, model_patches, torch
+from importlib.metadata import version
+for module in (hf_hyperattn, hub_cards, model_patches):
+    print(module.__file__)
+print(version("hf-hyperattn") == hf_hyperattn.__version__)
+from transformers import AutoModelForCausalLM, LlamaConfig
+size = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**size), attn_implementation="cone")
+print(model(torch.arange(4)[None]).logits.isfinite().all().item())
+from hub_cards import render
+"""
+    lines = use(site, code).splitlines()
+    assert all(Path(line).is_relative_to(site) for line in lines[:3])
+    assert lines[3:] == ["True", "True"]
+
+
+def test_the_installed_command_works(site):
+    code = "import sys; sys.argv = ['hyperattn', '--version']; from hf_hyperattn.cli import main; main()"
+    assert use(site, code).startswith("hyperattn 0.")
+    assert (site / "bin" / "hyperattn").is_file() or (site / "Scripts").is_dir()
+
+
+def test_constraints_lie_within_the_ranges():
+    """What is tested is what is allowed: every direct dependency is pinned, within its range."""
+    tomllib = pytest.importorskip("tomllib")
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            (specifier,) = pin.specifier
+            pins[canonicalize_name(pin.name)] = specifier.version
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        if name != "hf-hyperattn":
+            assert name in pins, f"{name} is not in constraints.txt"
+            assert requirement.specifier.contains(pins[name]), requirement
