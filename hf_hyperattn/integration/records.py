@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .hyper import Hyper
 from .stock import PATCHED, STOCK, stock_name
@@ -43,6 +43,8 @@ def write_records(model: PreTrainedModel) -> None:
         ValueError: hosts that share a config are patched in different ways, which one record cannot say.
     """
     hosts = dict(patched_hosts(model))
+    if not hosts:
+        return erase_records(model)
     own = {id(config) for config in tree(model.config)}
     for host in hosts.values():
         _mark(host.config)
@@ -72,13 +74,16 @@ def _write(part: PreTrainedModel) -> set[int]:
         name = reload_name(config)
         if name:
             config.attn_implementation = name
+        else:
+            config.__dict__.pop("attn_implementation", None)
     return {id(host) for host in hosts.values()} if alike else set()
 
 
 def erase_records(model: PreTrainedModel) -> None:
     """Take out of every config what `write_records` put there."""
-    found = [c for part in parts(model) for c in tree(part.config)]
-    for config in (*found, *(m.config for _, m in model.named_modules() if hasattr(m, "config"))):
+    own = [config for part in parts(model) for config in tree(part.config)]
+    lent = (getattr(module, "config", None) for module in model.modules())
+    for config in (*own, *(c for c in lent if isinstance(c, PreTrainedConfig))):
         if config.__dict__.get("_attn_implementation_internal") == PATCHED and STOCK in config.__dict__:
             config._attn_implementation_internal = stock_name(config)
         if recorded_hosts(config) is not None:

@@ -23,7 +23,7 @@ import hub_cards
 from ..config import HyperAttnConfig
 from ..registry import MECHANISMS
 from .guard import wrap
-from .records import patched_hosts, recorded_hosts
+from .records import patched_hosts, recorded_hosts, write_records
 
 STAGE = ".hyperattn-saving-"
 WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
@@ -45,6 +45,8 @@ hub_cards.hook_uploads(PushToHubMixin, card_facts)
 
 @wrap("save_pretrained")
 def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
+    if next(patched_hosts(self), None) is not None or recorded_hosts(self.config) is not None:
+        write_records(self)  # parts of it may have been patched, or unpatched, by themselves
     alone = not is_main_process or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory)
     if alone or next(patched_hosts(self), None) is None:
         return original(self, save_directory, is_main_process, *args, **kwargs)
