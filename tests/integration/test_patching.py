@@ -255,21 +255,25 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     assert difference(plain, gradients()) == 0
 
 
-def test_a_quantised_model():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_model(bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
     inputs = text_inputs()
-    model = llama(hidden_size=64, intermediate_size=64)
-    directory = model.name_or_path
-    config = hf.BitsAndBytesConfig(load_in_8bit=True)
-    model.save_pretrained(directory)
-    quantised = hf.AutoModelForCausalLM.from_pretrained(directory, quantization_config=config)
-    before = run(quantised, inputs)
-    ha.patch_model(quantised, CONE)
-    assert {p.dtype for n, p in quantised.named_parameters() if ".hyper." in n} <= {
-        torch.float16,
-        torch.float32,
-    }
-    assert difference(before, run(quantised, inputs)) <= 1e-3
+    llama(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / "plain")
+    config = hf.BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    load = hf.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "plain", quantization_config=config, dtype=torch.float32)
+    before = run(model, inputs)
+    ha.patch_model(model, CONE)
+    assert {p.dtype for n, p in model.named_parameters() if ".hyper." in n} == {torch.float32}
+    assert difference(before, run(model, inputs)) <= 1e-5
+    perturb(model)
+    moved = run(model, inputs)
+    assert difference(before, moved) > 0
+    model.save_pretrained(tmp_path / "patched")
+    assert difference(moved, run(load(tmp_path / "patched"), inputs)) <= 1e-5
+    ha.unpatch_model(model)
+    assert difference(before, run(model, inputs)) == 0
 
 
 def test_a_frozen_model_in_training_mode_stays_what_it_is():
