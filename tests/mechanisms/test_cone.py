@@ -134,11 +134,15 @@ def test_expmap_near_the_vertical_in_float32():
     assert np.allclose(got.double().numpy(), expected, rtol=1e-3)
 
 
-def test_expmap_shortens_longer_vectors_to_thirty():
-    q = tensor(1, 1, 4, 3, seed=5)
-    unit = q / q.norm(dim=-1, keepdim=True)
-    expected = scored(unit * 30, unit * 30, "umbral-expmap")
-    assert_close(scored(unit * 31, unit * 90, "umbral-expmap"), expected, 1e-9, "scores")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("norm", [31.0, 90.0])
+def test_expmap_shortens_longer_vectors_to_thirty(norm, dtype):
+    """Upright vectors show it: unshortened, their heights would grow as e^norm."""
+    direction = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1e-6, 1.0], [0.6, 0.0, 0.8]], dtype=torch.float64)
+    q = (direction / direction.norm(dim=-1, keepdim=True)).view(1, 1, 3, 3)
+    ratio = scored((q * norm).to(DTYPES[dtype]), (q * norm).to(DTYPES[dtype]), "umbral-expmap").double()
+    ratio = ratio / scored(q * 30, q * 30, "umbral-expmap")
+    assert_close(ratio, torch.ones(1, 1, 3, 3), 1e-9 if dtype == "float64" else 1e-4, "ratio")
 
 
 @pytest.mark.parametrize("pairing", [p for p in PAIRINGS if "penumbral" in p and "psi" not in p])
