@@ -33,11 +33,11 @@ def restore(model: PreTrainedModel) -> bool:
     newly_routed = route_as_before(model)
     chosen = choose_hosts(model, config)
     attach(model, config, chosen, newly_routed)
-    active = {module.config._attn_implementation for module, _ in chosen}
-    if active != {PATCHED}:
+    others = sorted({module.config._attn_implementation for module, _ in chosen} - {PATCHED})
+    if others:
         logger.warning(
             f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
-            f"attn_implementation={active.pop()!r}: what was added has no effect until "
+            f"attn_implementation={others[0]!r}: what was added has no effect until "
             f"model.set_attn_implementation({PATCHED!r})"
         )
     return True
