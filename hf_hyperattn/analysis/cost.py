@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil  # comes with accelerate
@@ -80,13 +81,20 @@ class Generation:
 
 
 @torch.inference_mode()
-def measure_generation(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> Generation:
+def measure_generation(
+    model: torch.nn.Module,
+    prompt: list[int],
+    new_tokens: int,
+    *,
+    on_token: Callable[[], None] | None = None,
+) -> Generation:
     """Greedy generation with the cache, timed.
 
     Args:
         model: a causal LM of Transformers; left in the mode it was found in.
         prompt: token ids, at least one.
         new_tokens: how many to generate at most, at least one; the model may stop earlier.
+        on_token: called after every new token.
 
     Raises:
         ValueError: for an empty prompt or `new_tokens` below one.
@@ -106,6 +114,7 @@ def measure_generation(model: torch.nn.Module, prompt: list[int], new_tokens: in
             do_sample=False,
             use_cache=True,
             pad_token_id=_pad_id(model),
+            streamer=_Steps(on_token) if on_token else None,
         )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -113,6 +122,22 @@ def measure_generation(model: torch.nn.Module, prompt: list[int], new_tokens: in
     finally:
         model.train(was_training)
     return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
+
+
+class _Steps:
+    """What `generate` takes for a streamer: it is given the prompt, then every new token."""
+
+    def __init__(self, on_token: Callable[[], None]):
+        self._on_token = on_token
+        self._prompt_seen = False
+
+    def put(self, ids: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self._on_token()
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
 
 
 def _pad_id(model: torch.nn.Module) -> int:

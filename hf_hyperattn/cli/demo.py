@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure and print; raises ValueError or OSError for bad input."""
     _check(args)
-    from .demo_rows import measure, prepare
+    from .demo_rows import measure, steps
+    from .demo_setting import prepare
 
     setting = prepare(args)
     print(setting.title(), flush=True)
-    with progress(setting.steps()) as bar:
+    with progress(steps(setting)) as bar:
         rows = measure(setting, bar)
     print()
     table(HEADER, [row.cells() for row in rows])

@@ -91,6 +91,8 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.chmod(0o644)  # the weights are written readable by their owner alone
     for path in [*folder.iterdir(), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:

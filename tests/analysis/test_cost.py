@@ -48,8 +48,9 @@ def test_peak_memory_on_a_gpu():
 def test_generation_is_the_argmax_of_the_full_forward(model):
     model.train()
     prompt = [3, 1, 4]
-    got = measure_generation(model, prompt, 6)
-    assert model.training
+    steps = []
+    got = measure_generation(model, prompt, 6, on_token=lambda: steps.append(1))
+    assert model.training and len(steps) == 6
     tokens = list(prompt)
     for _ in range(6):
         tokens.append(int(next_token_logits(model, tokens)[-1].argmax()))
