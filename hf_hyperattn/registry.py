@@ -54,5 +54,8 @@ def register(mechanism: Mechanism) -> Mechanism:
 def get_mechanism(name: str) -> Mechanism:
     """The mechanism of that name, or an error that lists the names there are."""
     if name not in MECHANISMS:
-        raise ValueError(f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}")
+        raise ValueError(
+            f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}; for others, import the "
+            "package that registers them first, or pip install -U hf-hyperattn"
+        )
     return MECHANISMS[name]

@@ -4,7 +4,8 @@ Transformers accepts any registered name for any family, also for those that nev
 `set_attn_implementation` only warns. So four methods of `PreTrainedModel` are wrapped, once, at import; for models
 that ask for none of our names the wrappers do nothing.
 
-- `__init__`: families whose attention class is picked from a dict of names are built under a name they know;
+- `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
+  are built under a name they know;
 - `post_init`: served families are routed, unrouted ones refused by name, patched checkpoints get their `hyper`;
 - `_initialize_weights`: added parameters that a checkpoint lacks get their starting value, not uninitialised memory;
 - `set_attn_implementation`: raises where it would only warn.
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 import model_patches
 
+from ..config import HyperAttnConfig
 from .hyper import Hyper
 from .refusal import OURS, check_routed, refusal
 from .restore import restore
@@ -46,6 +48,8 @@ def wrap(name: str, cls: type = PreTrainedModel):
 
 @wrap("__init__")
 def _build(original, self, config, *args, **kwargs):
+    if getattr(config, "hyperattn", None) is not None:
+        HyperAttnConfig.from_dict(config.hyperattn)  # before Transformers copies what a stranger wrote
     original(self, config, *args, **kwargs)
     wanted = self.config._attn_implementation
     neutral = model_patches.construct_as(self.config.model_type) if wanted in OURS else None
