@@ -37,6 +37,7 @@ class Mechanism:
 
 
 MECHANISMS: dict[str, Mechanism] = {}
+LISTENERS: list[Callable[[Mechanism], None]] = []
 
 
 def register(mechanism: Mechanism) -> Mechanism:
@@ -48,7 +49,16 @@ def register(mechanism: Mechanism) -> Mechanism:
     if mechanism.name in MECHANISMS:
         raise ValueError(f"mechanism {mechanism.name!r} is registered already; choose another name")
     MECHANISMS[mechanism.name] = mechanism
+    for listener in LISTENERS:
+        listener(mechanism)
     return mechanism
+
+
+def on_register(listener: Callable[[Mechanism], None]) -> None:
+    """Call a function with every mechanism: with those there are, and with each that is registered later."""
+    for mechanism in MECHANISMS.values():
+        listener(mechanism)
+    LISTENERS.append(listener)
 
 
 def get_mechanism(name: str) -> Mechanism:

@@ -63,16 +63,19 @@ class Term:
         to the argument's shape. With `gap` given, the gradient still flows through `dot` and the statistics, of
         which the gap is a function.
         """
-        leaves = [t.detach().requires_grad_() for t in (dot, *row, *column, *head)]
         a, b = 1 + len(row), 1 + len(row) + len(column)
-        with torch.enable_grad():
-            out = self.logits(leaves[0], leaves[1:a], leaves[a:b], leaves[b:], gap)
+
+        def logits(*numbers: Tensor) -> Tensor:
+            return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:], gap)
+
+        # engines call this inside an operator, where autograd is switched off; torch.func has a tape of its own
+        out, pull = torch.func.vjp(logits, dot, *row, *column, *head)
 
         def pullback(grad):
-            g = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+            g = pull(grad)
             return g[0], g[1:a], g[a:b], g[b:]
 
-        return out.detach(), pullback
+        return out, pullback
 
     def cancels(self, row: Sequence[Tensor], column: Sequence[Tensor]) -> bool:
         """Whether the product form is too inexact on this tile, so that the engine should give `gap`."""

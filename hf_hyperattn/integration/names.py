@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Plan
-from ..registry import MECHANISMS, get_mechanism
+from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
 from .refusal import OURS, refuse_unrouted
 from .stock import PATCHED, stock_forward
@@ -28,15 +28,19 @@ def registered_names() -> tuple[str, ...]:
 
 
 def register_names() -> None:
-    """Register every name with Transformers, and let the guard know them."""
-    OURS.update(registered_names())
-    for mechanism in MECHANISMS.values():
-        for name, config in mechanism.names.items():
-            _register(name, by_name(name, config))
+    """Register every name with Transformers, those of mechanisms that are registered later too."""
     _register(PATCHED, patched_forward)
+    on_register(register_names_of)
+
+
+def register_names_of(mechanism: Mechanism) -> None:
+    """Register the names of one mechanism."""
+    for name, config in mechanism.names.items():
+        _register(name, by_name(name, config))
 
 
 def _register(name: str, function) -> None:
+    OURS.add(name)
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask)
 

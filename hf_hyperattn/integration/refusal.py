@@ -12,7 +12,7 @@ import model_patches
 
 from .hosts import find_hosts
 
-OURS: set[str] = set()  # filled by names.register_names
+OURS: set[str] = set()  # filled by names.py
 
 
 def refusal(model_type: str, name: str) -> ValueError:
