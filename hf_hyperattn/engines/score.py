@@ -61,12 +61,12 @@ class Term:
 
         A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
         to the argument's shape. With `gap` given, the gradient still flows through `dot` and the statistics, of
-        which the gap is a function.
+        which the gap is a function; automatic differentiation takes it from the product form.
         """
         a, b = 1 + len(row), 1 + len(row) + len(column)
 
         def logits(*numbers: Tensor) -> Tensor:
-            return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:], gap)
+            return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:])
 
         # engines call this inside an operator, where autograd is switched off; torch.func has a tape of its own
         out, pull = torch.func.vjp(logits, dot, *row, *column, *head)
@@ -75,7 +75,7 @@ class Term:
             g = pull(grad)
             return g[0], g[1:a], g[a:b], g[b:]
 
-        return out, pullback
+        return out if gap is None else self.logits(dot, row, column, head, gap), pullback
 
     def cancels(self, row: Sequence[Tensor], column: Sequence[Tensor]) -> bool:
         """Whether the product form is too inexact on this tile, so that the engine should give `gap`."""
