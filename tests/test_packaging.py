@@ -9,6 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
@@ -125,22 +128,28 @@ def test_the_installed_command_works(site):
     assert (site / "bin" / "hyperattn").is_file() or (site / "Scripts").is_dir()
 
 
-def test_constraints_lie_within_the_ranges():
-    """What is tested is what is allowed: every direct dependency is pinned, within its range."""
-    tomllib = pytest.importorskip("tomllib")
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
+def pins_in(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            pin = Requirement(line)
-            (specifier,) = pin.specifier
-            pins[canonicalize_name(pin.name)] = specifier.version
+
+@pytest.fixture
+def requirements():
+    """Direct dependencies, those of extras too."""
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
-    for requirement in map(Requirement, wanted):
-        name = canonicalize_name(requirement.name)
-        if name != "hf-hyperattn":
-            assert name in pins, f"{name} is not in constraints.txt"
-            assert requirement.specifier.contains(pins[name]), requirement
+    return {canonicalize_name(r.name): r for r in map(Requirement, wanted) if r.name != "hf-hyperattn"}
+
+
+def test_what_is_tested_is_allowed(requirements):
+    pins = pins_in("constraints.txt")
+    for name, requirement in requirements.items():
+        assert name in pins, f"{name} is not in constraints.txt"
+        assert requirement.specifier.contains(pins[name]), requirement
+
+
+def test_the_lower_bounds_are_those_of_the_package(requirements):
+    for name, pinned in pins_in("constraints-lowest.txt").items():
+        (bound,) = (s.version for s in requirements[name].specifier if s.operator == ">=")
+        assert name == "torch" or Version(pinned) == Version(bound), name

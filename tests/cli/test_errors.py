@@ -40,7 +40,7 @@ def files(tmp_path_factory, model):
     (folder / "no-tokenizer" / "tokenizer.json").unlink()
     (folder / "no-tokenizer" / "tokenizer_config.json").unlink()
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    rwkv = RwkvConfig(vocab_size=259, hidden_size=16, num_hidden_layers=2, context_length=64)
+    rwkv = RwkvConfig(vocab_size=260, hidden_size=16, num_hidden_layers=2, context_length=64)
     for name, other in (("vit", ViTModel(ViTConfig(**size))), ("rwkv", RwkvForCausalLM(rwkv))):
         other.save_pretrained(folder / name)
         tiny.tokenizer().save_pretrained(folder / name)

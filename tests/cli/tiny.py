@@ -6,15 +6,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-#: The 256 characters that byte-level BPE writes bytes as, one merge, two control tokens.
-TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "<s>", "</s>"]
-BOS, EOS = 257, 258
+#: The 256 characters that byte-level BPE writes bytes as, two merges, two control tokens.
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "<s>", "</s>"]
+BOS, EOS = 258, 259
 
 
 def tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token a byte, one for "th"; with `bos` it puts `<s>` before every text."""
+    """One token a byte, one for "th" and one for "the"; with `bos` it puts `<s>` before every text."""
     vocabulary = {character: i for i, character in enumerate(TOKENS)}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h")]))
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("th", "e")]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     if bos:
@@ -28,7 +28,7 @@ def config(**changes) -> LlamaConfig:
     """A Llama small enough for milliseconds, with grouped key heads."""
     return LlamaConfig(
         **{
-            "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
             "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": True,
         } | changes
@@ -67,8 +67,8 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 2)
-    writer.add_token_merges(["t h"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 258 + [gguf.TokenType.CONTROL] * 2)
+    writer.add_token_merges(["t h", "th e"])
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     for name, tensor in gguf_tensors(model):
