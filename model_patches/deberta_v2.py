@@ -21,6 +21,11 @@ from .routing import AttentionRoute
 class DebertaV2Route(AttentionRoute):
     """`DisentangledSelfAttention` of v2 through the attention interface."""
 
+    @property
+    def weights_dropout(self) -> float:
+        """Probability with which weights are dropped."""
+        return self.dropout.p
+
     def forward(
         self,
         hidden_states,
@@ -30,6 +35,12 @@ class DebertaV2Route(AttentionRoute):
         relative_pos=None,
         rel_embeddings=None,
     ):
+        mask = None if attention_mask is None else attention_mask.bool()
+        context, weights = self.disentangled(hidden_states, mask, query_states, relative_pos, rel_embeddings)
+        return context, weights if output_attentions else None
+
+    def disentangled(self, hidden_states, mask, query_states, relative_pos, rel_embeddings):
+        """Output `[B, N, C]` and weights, with a bool mask `[B, 1, N, N]` or None."""
         heads = self.num_attention_heads
         source = hidden_states if query_states is None else query_states
         query = self.transpose_for_scores(self.query_proj(source), heads)
@@ -46,12 +57,12 @@ class DebertaV2Route(AttentionRoute):
             query,
             key,
             value,
-            None if attention_mask is None else attention_mask.bool(),
+            mask,
             scaling=1.0 / math.sqrt(query.shape[-1] * terms),
-            dropout=self.dropout.p,
+            dropout=self.weights_dropout,
             position_bias=bias,
         )
-        return context.flatten(2), weights if output_attentions else None
+        return context.flatten(2), weights
 
 
 ROUTES = {"DisentangledSelfAttention": DebertaV2Route}

@@ -1,4 +1,4 @@
-"""Pyramid encoders: pvt, pvt_v2, glpn. Keys and values come from a smaller image than queries.
+"""Pyramid encoders: pvt, pvt_v2, glpn, cvt. Keys and values come from a smaller image than queries.
 
 What differs. Attention is from all pixels to a reduced image: a strided convolution, or for pvt_v2 with
 `linear_attention` an adaptive pooling to 7 x 7. Queries and keys differ in number and share no position. No
@@ -59,7 +59,24 @@ class PvtV2Route(PyramidRoute):
         return self.proj_drop(self.proj(context))
 
 
+class CvtRoute(ProjectedRoute):
+    """`CvtSelfAttention` through the attention interface."""
+
+    projections = ("projection_query", "projection_key", "projection_value")
+    heads = "num_heads"
+
+    def forward(self, hidden_state, height, width):
+        leading, pixels = hidden_state.split([hidden_state.shape[1] - height * width, height * width], dim=1)
+        image = pixels.transpose(1, 2).unflatten(-1, (height, width))
+        states = []
+        for name, projection in zip(("query", "key", "value"), self.projections, strict=True):
+            convolved = getattr(self, f"convolution_projection_{name}")(image)
+            states.append(self.split(getattr(self, projection)(torch.cat((leading, convolved), dim=1))))
+        return self.merge(*states, None, scaling=self.scale)[0]
+
+
 ROUTES = {
+    "CvtSelfAttention": CvtRoute,
     "GLPNEfficientSelfAttention": GLPNRoute,
     "PvtEfficientSelfAttention": PyramidRoute,
     "PvtV2SelfAttention": PvtV2Route,
