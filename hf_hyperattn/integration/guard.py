@@ -21,8 +21,9 @@ import model_patches
 
 from ..config import HyperAttnConfig
 from .hyper import Hyper
-from .refusal import OURS, check_routed, refusal
+from .refusal import check_routed, refusal
 from .restore import restore
+from .stock import OURS
 
 WANTED = "_hyperattn_wanted"  # the name a model was asked for while it is built under another one
 WRAPPED = "_hyperattn_wrapped"

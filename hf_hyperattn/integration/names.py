@@ -18,8 +18,9 @@ from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Plan
 from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
-from .refusal import OURS, refuse_unrouted
-from .stock import PATCHED, stock_forward
+from .refusal import refuse_unrouted
+from .serving import patched_forward
+from .stock import OURS, PATCHED
 
 
 def registered_names() -> tuple[str, ...]:
@@ -84,14 +85,3 @@ def _layer(config: MechanismConfig) -> nn.Module:
 @lru_cache(maxsize=64)
 def _parse(frozen: str) -> HyperAttnConfig:
     return HyperAttnConfig.from_dict(json.loads(frozen))
-
-
-def patched_forward(module, query, key, value, attention_mask, **keywords):
-    """The attention function of patched models: `host.hyper` where there is one, else what the model ran before."""
-    hyper = module._modules.get("hyper")
-    if hyper is not None:
-        call = host_call(module, query, key, value, attention_mask, **keywords)
-        found = hyper(call, wants_weights(keywords))
-        if found is not None:
-            return module_output(*found)
-    return stock_forward(module, query, key, value, attention_mask, **keywords)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,14 +12,11 @@ import model_patches
 from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
-from ..mechanisms.base import Host
-from ..registry import get_mechanism
-from .hosts import find_hosts, host_facts, layer_indices
-from .hyper import Hyper
-from .records import erase_records, inner, patched_hosts, recorded_hosts, write_records
-from .refusal import OURS, has_attention, refusal
+from .attach import Found, all_hosts, attach, check_combination, match_names
+from .records import erase_records, inner, patched_hosts, recorded_hosts
+from .refusal import has_attention, refusal
 from .selection import select
-from .stock import PATCHED
+from .stock import OURS, PATCHED
 
 
 def patch_model(
@@ -145,62 +140,32 @@ def route(base: PreTrainedModel) -> bool:
     return model_patches.serve(base) and not before
 
 
-def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[tuple[nn.Module, Host]]:
+def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Found]:
     """The hosts that the config means, each with its facts."""
-    modules = list(find_hosts(base))
-    if not modules:
+    hosts = all_hosts(base)
+    if not hosts:
         if has_attention(base):
             raise refusal(base.config.model_type, PATCHED)
         raise ValueError(f"model type {base.config.model_type!r} has no attention; nothing to patch")
-    stacks = layer_indices([name for name, _ in modules])
-    facts = [(s, host_facts(name, m, i)) for (name, m), (s, i) in zip(modules, stacks, strict=True)]
     if config.hosts is not None:
-        chosen = match_names([name for name, _ in modules], config.hosts, base)
+        chosen = match_names([host.name for _, _, host in hosts], config.hosts, base)
     else:
         chosen = [
             pick and (config.include_cross_attention or not host.is_cross)
-            for pick, (_, host) in zip(select(facts, config.layers), facts, strict=True)
+            for pick, (_, _, host) in zip(select(hosts, config.layers), hosts, strict=True)
         ]
-    found = [(m, host) for (_, m), (_, host), pick in zip(modules, facts, chosen, strict=True) if pick]
+    found = [(module, host) for (_, module, host), pick in zip(hosts, chosen, strict=True) if pick]
     if not found:
         layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(
             f"layers={layers} chooses no attention module of {type(base).__name__}; it has: "
-            f"{', '.join(sorted({s for s, _ in stacks}))}"
+            f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, found)
     return found
 
 
-def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> list[bool]:
-    """Which names a saved list of hosts means; a bare model and one with a head differ by a prefix."""
-    prefix = base.base_model_prefix + "."
-    forms = (
-        {n: n for n in names},
-        {prefix + n: n for n in names},
-        {n.removeprefix(prefix): n for n in names if n.startswith(prefix)},
-    )
-    known = max(forms, key=lambda form: sum(w in form for w in wanted))
-    missing = [w for w in wanted if w not in known]
-    if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
-        missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
-    if missing:
-        raise ValueError(
-            f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
-            f"allowed: {', '.join(names[:3])}, ..."
-        )
-    meant = {known[w] for w in wanted if w in known}
-    return [n in meant for n in names]
-
-
-def _has_stack(base: PreTrainedModel, name: str) -> bool:
-    """Whether the model has the list of layers, or the part, in which a host of that name would be."""
-    stack = re.split(r"\.\d+(?:\.|$)", name)[0]
-    forms = (stack, stack.removeprefix(base.base_model_prefix + "."), f"{base.base_model_prefix}.{stack}")
-    return any(form in (n for n, _ in base.named_modules()) for form in forms)
-
-
-def settle_heads(config: HyperAttnConfig, chosen: list[tuple[nn.Module, Host]]) -> HyperAttnConfig:
+def settle_heads(config: HyperAttnConfig, chosen: list[Found]) -> HyperAttnConfig:
     """The config with the heads that a function chose as numbers, since a config cannot hold a function."""
     if not callable(config.heads):
         return config
@@ -213,7 +178,7 @@ def settle_heads(config: HyperAttnConfig, chosen: list[tuple[nn.Module, Host]]) 
     return replace(config, heads=found.pop())
 
 
-def check_own_attention(chosen: list[tuple[nn.Module, Host]]) -> None:
+def check_own_attention(chosen: list[Found]) -> None:
     """Refuse a model that runs one of our names: a patch starts from the model's own attention."""
     for module, host in chosen:
         name = module.config._attn_implementation
@@ -222,39 +187,3 @@ def check_own_attention(chosen: list[tuple[nn.Module, Host]]) -> None:
                 f"{host.name} runs attn_implementation={name!r}, and a patch starts from the model's own attention; "
                 "first call model.set_attn_implementation('sdpa')"
             )
-
-
-def check_combination(config: HyperAttnConfig, found: list[tuple[nn.Module, Host]]) -> None:
-    """Refuse heads that a host lacks, and mechanisms that cross-attention has no meaning for."""
-    for _, host in found:
-        head_numbers(config.heads, host.heads, host.name)
-        for mechanism in config.mechanisms:
-            if host.is_cross and not get_mechanism(mechanism.mechanism).cross_attention:
-                raise ValueError(
-                    f"{mechanism.mechanism} has no meaning for cross-attention ({host.name}); allowed: "
-                    "include_cross_attention=False"
-                )
-
-
-def attach(base: PreTrainedModel, config: HyperAttnConfig, chosen: list, newly_routed: bool = False) -> None:
-    """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
-    built = [
-        Hyper(config, host).to(*placement(base, module)).train(module.training) for module, host in chosen
-    ]
-    for hyper, (module, _) in zip(built, chosen, strict=True):
-        hyper.newly_routed = newly_routed
-        module.hyper = hyper
-    write_records(base)
-
-
-def placement(base: PreTrainedModel, module: nn.Module) -> tuple:
-    """Device and dtype for what a host gets: those of its floating-point parameters, or where offload runs it."""
-    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    hook = getattr(module, "_hf_hook", None) or next(
-        (h for m in module.modules() if (h := getattr(m, "_hf_hook", None)) is not None), None
-    )
-    execution = getattr(hook, "execution_device", None)
-    if device.type == "meta" and execution is not None:
-        device = torch.device(execution)
-    return device, base.dtype if base.dtype.is_floating_point else torch.float32

@@ -12,8 +12,6 @@ import model_patches
 
 from .hosts import find_hosts
 
-OURS: set[str] = set()  # filled by names.py
-
 
 def refusal(model_type: str, name: str) -> ValueError:
     """The error for a family out of reach."""

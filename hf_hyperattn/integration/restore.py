@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..config import HyperAttnConfig
-from .patching import attach, choose_hosts, route
+from .attach import bring_back, settle_stock
+from .patching import route
 from .records import parts, patched_hosts, recorded_hosts, tree
 from .refusal import models_being_built
-from .stock import PATCHED, STOCK, stock_name
-
-logger = logging.get_logger(__name__)
+from .stock import STOCK, stock_name
 
 
 def restore(model: PreTrainedModel) -> bool:
@@ -30,28 +28,8 @@ def restore(model: PreTrainedModel) -> bool:
     if any(patched_hosts(model)) or any(recorded_hosts(m.config) is not None for m in outer):
         return True
     settle_stock(model)
-    newly_routed = route_as_before(model)
-    chosen = choose_hosts(model, config)
-    attach(model, config, chosen, newly_routed)
-    others = sorted({module.config._attn_implementation for module, _ in chosen} - {PATCHED})
-    if others:
-        logger.warning(
-            f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
-            f"attn_implementation={others[0]!r}: what was added has no effect until "
-            f"model.set_attn_implementation({PATCHED!r})"
-        )
+    bring_back(model, config, route_as_before(model))
     return True
-
-
-def settle_stock(model: PreTrainedModel) -> None:
-    """An implementation from before that this machine or family does not have becomes what Transformers would take."""
-    for part in parts(model):
-        if STOCK in part.config.__dict__:
-            try:
-                name = part.get_correct_attn_implementation(stock_name(part.config), is_init_check=True)
-            except (ValueError, ImportError):
-                name = part.get_correct_attn_implementation(None, is_init_check=True)
-            setattr(part.config, STOCK, name)
 
 
 def route_as_before(model: PreTrainedModel) -> bool:

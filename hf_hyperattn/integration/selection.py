@@ -7,8 +7,8 @@ from ..fields import short
 from ..mechanisms.base import Host
 
 
-def select(hosts: list[tuple[str, Host]], layers: Choice) -> list[bool]:
-    """For each (stack, host), whether `layers` means it; a function of a `Host` is asked for each.
+def select(hosts: list[tuple[str, object, Host]], layers: Choice) -> list[bool]:
+    """For each (stack, module, host), whether `layers` means it; a function of a `Host` is asked for each.
 
     Raises:
         ValueError: `layers` is of no allowed form, or names a layer that no stack has.
@@ -17,15 +17,15 @@ def select(hosts: list[tuple[str, Host]], layers: Choice) -> list[bool]:
     if layers is None:
         return [True] * len(hosts)
     if callable(layers):
-        return [bool(layers(host)) for _, host in hosts]
+        return [bool(layers(host)) for _, _, host in hosts]
     stacks: dict[str, list[int]] = {}
-    for stack, host in hosts:
+    for stack, _, host in hosts:
         stacks.setdefault(stack, []).append(host.layer_index)
     there = {stack: sorted(set(found)) for stack, found in stacks.items()}
     if not isinstance(layers, str):
         _check_present(layers, list(there.values()))
     chosen = {stack: set(numbers(found, layers)) for stack, found in there.items()}
-    return [host.layer_index in chosen[stack] for stack, host in hosts]
+    return [host.layer_index in chosen[stack] for stack, _, host in hosts]
 
 
 def _check_present(layers: tuple[int, ...], stacks: list[list[int]]) -> None:

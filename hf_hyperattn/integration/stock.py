@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hosts import interface_callers
-from .refusal import OURS
 
 #: The attention implementation of patched models.
 PATCHED = "hf_hyperattn"
+
+#: All names of ours that are registered; filled by names.py.
+OURS: set[str] = {PATCHED}
 
 #: Key in the config of patched hosts: the name of the implementation from before.
 STOCK = "hyperattn_stock"

@@ -5,7 +5,7 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import ENGINES, Options, attention
-from hf_hyperattn.integration.refusal import OURS
+from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.registry import LISTENERS, MECHANISMS
 from tests.integration import toy_rooms

@@ -1,0 +1,128 @@
+"""Putting a `hyper` into every chosen host: for a patch, and for a patched checkpoint that is loaded."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..choice import head_numbers
+from ..config import HyperAttnConfig
+from ..mechanisms.base import Host
+from ..registry import get_mechanism
+from .hosts import find_hosts, host_facts, layer_indices
+from .hyper import Hyper
+from .records import parts, write_records
+from .stock import PATCHED, STOCK, stock_name
+
+logger = logging.get_logger(__name__)
+
+#: A module and what is known of it.
+Found = tuple[nn.Module, Host]
+
+
+def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
+    """Every host of a model: its stack, the module, and its facts."""
+    modules = list(find_hosts(base))
+    stacks = layer_indices([name for name, _ in modules])
+    return [(s, m, host_facts(n, m, i)) for (n, m), (s, i) in zip(modules, stacks, strict=True)]
+
+
+def bring_back(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:
+    """Patch a model as its config says, before its weights are loaded.
+
+    Raises:
+        ValueError: the config names hosts that the model does not have.
+    """
+    hosts = [(module, host) for _, module, host in all_hosts(model)]
+    meant = match_names([host.name for _, host in hosts], config.hosts, model)
+    chosen = [found for found, pick in zip(hosts, meant, strict=True) if pick]
+    check_combination(config, chosen)
+    attach(model, config, chosen, newly_routed)
+    others = sorted({module.config._attn_implementation for module, _ in chosen} - {PATCHED})
+    if others:
+        logger.warning(
+            f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
+            f"attn_implementation={others[0]!r}: what was added has no effect until "
+            f"model.set_attn_implementation({PATCHED!r})"
+        )
+
+
+def settle_stock(model: PreTrainedModel) -> None:
+    """An implementation from before that this machine or family does not have becomes what Transformers would take."""
+    for part in parts(model):
+        if STOCK in part.config.__dict__:
+            try:
+                name = part.get_correct_attn_implementation(stock_name(part.config), is_init_check=True)
+            except (ValueError, ImportError):
+                name = part.get_correct_attn_implementation(None, is_init_check=True)
+            setattr(part.config, STOCK, name)
+
+
+def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> list[bool]:
+    """Which names a saved list of hosts means; a bare model and one with a head differ by a prefix."""
+    prefix = base.base_model_prefix + "."
+    forms = (
+        {n: n for n in names},
+        {prefix + n: n for n in names},
+        {n.removeprefix(prefix): n for n in names if n.startswith(prefix)},
+    )
+    known = max(forms, key=lambda form: sum(w in form for w in wanted))
+    missing = [w for w in wanted if w not in known]
+    if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
+        missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
+    if missing:
+        raise ValueError(
+            f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
+            f"allowed: {', '.join(names[:3]) or 'none'}, ..."
+        )
+    meant = {known[w] for w in wanted if w in known}
+    return [n in meant for n in names]
+
+
+def _has_stack(base: PreTrainedModel, name: str) -> bool:
+    """Whether the model has the list of layers, or the part, in which a host of that name would be."""
+    stack = re.split(r"\.\d+(?:\.|$)", name)[0]
+    forms = (stack, stack.removeprefix(base.base_model_prefix + "."), f"{base.base_model_prefix}.{stack}")
+    return any(form in (n for n, _ in base.named_modules()) for form in forms)
+
+
+def check_combination(config: HyperAttnConfig, found: list[Found]) -> None:
+    """Refuse heads that a host lacks, and mechanisms that cross-attention has no meaning for."""
+    for _, host in found:
+        head_numbers(config.heads, host.heads, host.name)
+        for mechanism in config.mechanisms:
+            if host.is_cross and not get_mechanism(mechanism.mechanism).cross_attention:
+                raise ValueError(
+                    f"{mechanism.mechanism} has no meaning for cross-attention ({host.name}); allowed: "
+                    "include_cross_attention=False"
+                )
+
+
+def attach(
+    base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
+) -> None:
+    """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
+    built = [
+        Hyper(config, host).to(*placement(base, module)).train(module.training) for module, host in chosen
+    ]
+    for hyper, (module, _) in zip(built, chosen, strict=True):
+        hyper.newly_routed = newly_routed
+        module.hyper = hyper
+    write_records(base)
+
+
+def placement(base: PreTrainedModel, module: nn.Module) -> tuple:
+    """Device and dtype for what a host gets: those of its floating-point parameters, or where offload runs it."""
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    hook = getattr(module, "_hf_hook", None) or next(
+        (h for m in module.modules() if (h := getattr(m, "_hf_hook", None)) is not None), None
+    )
+    execution = getattr(hook, "execution_device", None)
+    if device.type == "meta" and execution is not None:
+        device = torch.device(execution)
+    return device, base.dtype if base.dtype.is_floating_point else torch.float32
