@@ -1,0 +1,1 @@
+"""What `recipes/finetune.py` is made of: settings, text, models, the run, its report."""

@@ -1,0 +1,150 @@
+"""The model of a recipe: loaded, patched, made ready to train, saved, and loaded again from what was saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_hyperattn as ha
+from hf_hyperattn.cli.smollm2 import NAME, smollm2
+from hf_hyperattn.config import write_atomically
+
+from .settings import Model, Peft, Settings
+
+PACKAGED = "smollm2"
+
+
+def locate(model: Model) -> str:
+    """Where the model is: a folder, or an id on the Hub. The packaged one is converted first where need be."""
+    if model.name == PACKAGED:
+        return str(smollm2())
+    path = Path(model.name).expanduser()
+    return str(path) if path.is_dir() else model.name
+
+
+def id_on_hub(settings: Settings) -> str | None:
+    """The id of the base model on the Hub, as far as the recipe tells it."""
+    name = settings.model.name
+    local = name == PACKAGED or Path(name).expanduser().exists()
+    return settings.hub.base_model or (None if local else name)
+
+
+def shown_name(model: Model) -> str:
+    """What to call the model where it is written down: never a path."""
+    if model.name == PACKAGED:
+        return NAME
+    path = Path(model.name).expanduser()
+    return path.resolve().name if path.exists() else model.name
+
+
+def load_tokenizer(model: Model):
+    return from_pretrained(AutoTokenizer, model)
+
+
+def load_base(model: Model) -> nn.Module:
+    """The model as it was published, in evaluation mode."""
+    dtype = getattr(torch, model.dtype)
+    return from_pretrained(AutoModelForCausalLM, model, dtype=dtype, attn_implementation=model.attention)
+
+
+def from_pretrained(cls, model: Model, **options):
+    """Load through an Auto class; what goes wrong is said in one line."""
+    where = locate(model)
+    try:
+        return cls.from_pretrained(where, revision=model.revision, **options)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"model.name={model.name!r}: cannot be loaded as a causal LM: {reason}") from error
+
+
+def make_trainable(model: nn.Module, settings: Settings) -> nn.Module:
+    """Patch a loaded model and choose what is trained. Adapters are drawn from torch's generator."""
+    ha.patch_model(model, settings.mechanisms.config)
+    peft = settings.peft
+    if peft.method == "lora":
+        model = get_peft_model(model, adapter_config(model, peft))
+    elif peft.method == "added":
+        ha.freeze_base(model)
+    elif not peft.added:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".hyper." not in name)
+    if settings.trainer.checkpointing:
+        model.enable_input_require_grads()
+    return model
+
+
+def adapter_config(model: nn.Module, peft: Peft):
+    config = ha.lora_config(
+        model,
+        peft.r,
+        lora_alpha=peft.alpha,
+        lora_dropout=peft.dropout,
+        target_modules=None if peft.targets is None else list(peft.targets),
+    )
+    if not peft.added:
+        config.modules_to_save = None
+    return config
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    """Parameters: all, added by the patch, trained. Counted before anything is sharded."""
+    parameters = list(model.named_parameters())
+    original = [(n, p) for n, p in parameters if ".modules_to_save." not in n and ".lora_" not in n]
+    return {
+        "all": sum(p.numel() for _, p in original),
+        "added": sum(p.numel() for n, p in original if ".hyper." in n),
+        "trained": sum(p.numel() for _, p in parameters if p.requires_grad),
+    }
+
+
+def finish(draft: Path, target: Path, base_model: str | None) -> None:
+    """Give a saved folder its final name: it is there whole, or not at all.
+
+    Paths of this machine are taken out; an adapter names its base by the id on the Hub, if it has one.
+    """
+    described = draft / "adapter_config.json"
+    if described.is_file():
+        config = json.loads(described.read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = base_model
+        write_atomically(described, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (draft / "training_args.bin").unlink(missing_ok=True)  # a pickle, with paths of this machine in it
+    shutil.rmtree(target, ignore_errors=True)
+    draft.rename(target)
+
+
+def load_again(settings: Settings, folder: Path) -> nn.Module:
+    """The trained model from what was saved, in a process or years later."""
+    if settings.peft.method != "lora":
+        dtype = getattr(torch, settings.model.dtype)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    base = load_base(settings.model)
+    ha.patch_model(base, ha.HyperAttnConfig.from_pretrained(folder))
+    return PeftModel.from_pretrained(base, folder).eval()
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The Transformers model inside PEFT's."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def gates(model: nn.Module) -> dict:
+    """Where the gates stand: the lowest, the highest, and the mean size."""
+    found = [
+        p.detach().float().flatten()
+        for n, p in model.named_parameters()
+        if n.endswith(".gate") and ".original_module." not in n
+    ]
+    if not found:
+        return {}
+    values = torch.cat(found)
+    return {
+        "lowest": values.min().item(),
+        "highest": values.max().item(),
+        "mean_size": values.abs().mean().item(),
+    }

@@ -1,0 +1,54 @@
+"""The card beside what was saved, with the numbers of the run, and the upload where the recipe asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+import hub_cards
+
+from .models import id_on_hub, shown_name
+from .settings import Settings
+
+
+def publish(settings: Settings, folder: Path, results: dict) -> None:
+    """Write README.md into the saved folder, and upload the folder where `hub.push` is set."""
+    hub = settings.hub
+    hub_cards.write_card(
+        folder,
+        repo_id=hub.id,
+        base_model=id_on_hub(settings),
+        license=hub.license,
+        gates=tuple(results["gates"][n] for n in ("lowest", "highest")) if results["gates"] else None,
+        versions={n: v for n, v in results["versions"].items() if n != "python"},
+        results=[perplexity_result(settings, results)],
+    )
+    if not hub.push:
+        return
+    api = HfApi()
+    try:
+        api.create_repo(hub.id, private=hub.private, exist_ok=True)
+        api.upload_folder(repo_id=hub.id, folder_path=folder, commit_message="Trained with hf_hyperattn")
+    except Exception as error:
+        raise ValueError(
+            f"{hub_cards.explain_hub_error(error, f'push to {hub.id}')}; all is saved in {folder}"
+        ) from error
+    print(f"published            {hub.id}")
+
+
+def perplexity_result(settings: Settings, results: dict) -> dict:
+    """The measured perplexity as a card states it."""
+    machine, versions = results["machine"], results["versions"]
+    return {
+        "metric": "perplexity",
+        "value": results["after"]["perplexity"],
+        "base_value": results["before"]["perplexity"],
+        "dataset": f"{results['data']['source']}, held-out part",
+        "command": results["command"],
+        "machine": f"{machine['accelerator'] or machine['architecture']}, {machine['cores']} CPU cores",
+        "versions": versions,
+        "date": results["date"],
+        "notes": f"{results['after']['predicted']} tokens in rows of {settings.data.length}; base is "
+        f"{shown_name(settings.model)} as published.",
+    }

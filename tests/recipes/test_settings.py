@@ -1,0 +1,123 @@
+"""A wrong key, type or value in a recipe is one line that names it, its value and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from finetuning.settings import GROUPS, read_settings
+
+import hf_hyperattn as ha
+
+from .tiny import ROOT, recipe, write
+
+RECIPES = sorted((ROOT / "recipes").glob("*/*_*.yaml"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    "published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem
+)
+def test_published_recipes_are_valid_and_come_back_from_their_own_json(published, path):
+    settings = read_settings(published)
+    assert read_settings(write(path, settings.to_dict())) == settings
+    assert settings.to_dict().keys() == GROUPS.keys()
+
+
+def test_values_arrive_typed(path):
+    changes = {"learning_rate": "RATE", "steps": 7}
+    text = yaml.safe_dump(recipe("m", "o", trainer=changes)).replace("RATE", "3e-4")
+    path.write_text(text)
+    settings = read_settings(path)
+    assert (settings.trainer.learning_rate, settings.trainer.steps) == (3e-4, 7)
+    assert settings.mechanisms.config == ha.HyperAttnConfig([ha.ConeConfig()], layers="last-2")
+
+
+def test_changes_win_over_the_file(path):
+    write(path, recipe("m", "o"))
+    changes = ["trainer.steps=3", "data.name=other.txt", "hub.license=mit", "mechanisms.layers=[0, 1]"]
+    settings = read_settings(path, changes)
+    assert (settings.trainer.steps, settings.data.name, settings.hub.license) == (3, "other.txt", "mit")
+    assert settings.mechanisms.config.layers == (0, 1)
+
+
+WRONG = {
+    "unknown group": (
+        {"training": {"steps": 1}},
+        r"^the recipe has no key 'training' .*allowed: model, .*hub$",
+    ),
+    "unknown key": (
+        {"trainer": {"step": 1}},
+        r"^trainer has no key 'step' \(its value: 1\); allowed: .*steps",
+    ),
+    "wrong type": ({"trainer": {"steps": "many"}}, r"^trainer.steps='many' is not allowed; allowed: int$"),
+    "a bool for a number": (
+        {"trainer": {"steps": True}},
+        r"^trainer.steps=True is not allowed; allowed: int$",
+    ),
+    "out of range": ({"data": {"length": 2}}, r"^data.length=2 is not allowed; allowed: numbers from 8$"),
+    "not finite": (
+        {"trainer": {"learning_rate": float("nan")}},
+        r"^trainer.learning_rate=nan is not allowed",
+    ),
+    "unknown choice": ({"peft": {"method": "qlora"}}, r"^peft.method='qlora' .*'lora', 'added', 'full'$"),
+    "none": ({"model": {"name": None}}, r"^model.name=None is not allowed; allowed: a value"),
+    "bad mechanism": (
+        {"mechanisms": {"use": [{"mechanism": "cone", "gamma": -1}]}},
+        r"^mechanisms: ConeConfig.gamma=-1 is not allowed; allowed: numbers above 0$",
+    ),
+    "unknown mechanism": (
+        {"mechanisms": {"use": [{"mechanism": "sphere"}]}},
+        r"^mechanisms: mechanism 'sphere'",
+    ),
+    "no mechanism": ({"mechanisms": {"use": []}}, r"^mechanisms.use is empty; allowed: a list"),
+    "layers": ({"mechanisms": {"layers": {"from": 1}}}, r"^mechanisms.layers=.* is not allowed"),
+    "nothing to train": ({"peft": {"method": "added", "added": False}}, r"trains nothing"),
+    "text without a name": (
+        {"data": {"name": None}},
+        r"^data.source='file' with data.name=None; allowed: data.name",
+    ),
+    "push to nowhere": ({"hub": {"push": True}}, r"^hub.push=true needs hub.id"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_one_line(case, path):
+    changes, message = WRONG[case]
+    data = recipe("m", "o")
+    for group, values in changes.items():
+        data[group] = {**data.get(group, {}), **values}
+    write(path, data)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_settings(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("trainer: {output: o}\ntrainer: {output: p}", r"the key 'trainer' stands twice"),
+        ("trainer: [", r"^--config .*: not YAML: "),
+        ("- 1", r"^--config .*: holds list; allowed: keys and values$"),
+        ("trainer: 3", r"^trainer is 3; allowed: keys and values$"),
+        ("mechanisms: {use: [{mechanism: cone}]}", r"^trainer.output is missing; it is the folder"),
+        ("a: !!python/object/apply:os.system ['true']", r"^--config .*: not YAML: could not determine"),
+    ],
+)
+def test_files_that_are_no_recipe(text, message, path):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_settings(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_changes_and_files_that_cannot_be_read(path):
+    write(path, recipe("m", "o"))
+    for change in ("steps=3", "trainer.steps", "train.steps=3"):
+        with pytest.raises(ValueError, match=r"^--set .* allowed: GROUP.KEY=VALUE with the groups model, "):
+            read_settings(path, [change])
+    with pytest.raises(ValueError, match=r"^--config .*: No such file or directory; allowed: "):
+        read_settings(path.with_name("none.yaml"))
