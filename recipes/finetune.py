@@ -9,7 +9,7 @@
     python recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
     accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/finetune.py --config ...
 
-The same command goes on with a run that was killed. docs/training.md says what a recipe may hold.
+The same command goes on with a run that was killed. --settings lists what a recipe may hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", metavar="FILE", help="the recipe, a YAML file")
+    what.add_argument("--settings", action="store_true", help="list all that a recipe may hold, and stop")
     parser.add_argument(
         "--set",
         action="append",
@@ -38,7 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # Imports take seconds: an error of usage is said before.
     from finetuning.run import run
-    from finetuning.settings import read_settings
+    from finetuning.settings import listing, read_settings
+
+    if args.settings:
+        print(listing())
+        return 0
 
     try:
         run(read_settings(args.config, args.set), command_of(args), args.fresh)

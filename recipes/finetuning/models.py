@@ -15,7 +15,8 @@ import hf_hyperattn as ha
 from hf_hyperattn.cli.smollm2 import NAME, smollm2
 from hf_hyperattn.config import write_atomically
 
-from .settings import Model, Peft, Settings
+from .groups import Model, Peft
+from .settings import Settings
 
 PACKAGED = "smollm2"
 
@@ -51,6 +52,15 @@ def load_base(model: Model) -> nn.Module:
     """The model as it was published, in evaluation mode."""
     dtype = getattr(torch, model.dtype)
     return from_pretrained(AutoModelForCausalLM, model, dtype=dtype, attn_implementation=model.attention)
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Raise if rows are longer than the model has positions for."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"data.length={length} is not allowed; allowed: up to {positions}, what the model reads"
+        )
 
 
 def from_pretrained(cls, model: Model, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -10,6 +11,24 @@ import hub_cards
 
 from .models import id_on_hub, shown_name
 from .settings import Settings
+
+
+def reserve(settings: Settings) -> None:
+    """Make the repository before the work begins, so that a wrong id or token costs none of it."""
+    hub = settings.hub
+    if not hub.push:
+        return
+    with in_one_line(f"hub.id={hub.id!r}"):
+        HfApi().create_repo(hub.id, private=hub.private, exist_ok=True)
+
+
+@contextmanager
+def in_one_line(action: str):
+    """Errors of the Hub as one line that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(hub_cards.explain_hub_error(error, action)) from error
 
 
 def publish(settings: Settings, folder: Path, results: dict) -> None:
@@ -26,14 +45,8 @@ def publish(settings: Settings, folder: Path, results: dict) -> None:
     )
     if not hub.push:
         return
-    api = HfApi()
-    try:
-        api.create_repo(hub.id, private=hub.private, exist_ok=True)
-        api.upload_folder(repo_id=hub.id, folder_path=folder, commit_message="Trained with hf_hyperattn")
-    except Exception as error:
-        raise ValueError(
-            f"{hub_cards.explain_hub_error(error, f'push to {hub.id}')}; all is saved in {folder}"
-        ) from error
+    with in_one_line(f"all is saved in {folder}, but the push to {hub.id}"):
+        HfApi().upload_folder(repo_id=hub.id, folder_path=folder, commit_message="Trained with hf_hyperattn")
     print(f"published            {hub.id}")
 
 

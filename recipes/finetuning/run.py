@@ -60,14 +60,19 @@ def run(settings: Settings, command: str, fresh: bool = False) -> dict:
     checkpoints.check_same_recipe(folder, recipe)
     if (folder / checkpoints.RESULTS).is_file():
         process.print(f"Finished already: {folder / checkpoints.RESULTS} (--fresh runs it again)")
-        return json.loads((folder / checkpoints.RESULTS).read_text(encoding="utf-8"))
+        results = json.loads((folder / checkpoints.RESULTS).read_text(encoding="utf-8"))
+        if process.is_main_process and settings.hub.push:
+            publish.publish(settings, saved_in(settings), results)
+        return results
     process.wait_for_everyone()
     clock, circumstances = Clock(), report.circumstances()
     with process.main_process_first():
         tokenizer = models.load_tokenizer(settings.model)
         text = prepare(settings.data, tokenizer, tokens_read(settings, process), settings.trainer.seed)
     model = models.load_base(settings.model)
+    models.check_length(model, settings.data.length)
     if process.is_main_process:
+        publish.reserve(settings)
         checkpoints.begin(folder, recipe)
     process.wait_for_everyone()
     clock.lap("load")

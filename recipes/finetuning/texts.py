@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_hyperattn.cli.text import prefix_of
 
-from .settings import Data
+from .groups import Data
 
 #: Characters read for each token that is wanted; text of any kind has fewer than that a token.
 CHARACTERS = 8
@@ -54,8 +54,9 @@ def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
     prefix = prefix_of(tokenizer)
     train, held_out = documents(data, CHARACTERS * (tokens + data.held_out_tokens))
     train = train.shuffle(seed=seed)
-    ids = tokenize(train, tokenizer, tokens)
-    kept = tokenize(held_out, tokenizer, data.held_out_tokens)
+    ids, read = tokenize(train, tokenizer, tokens)
+    share = max(data.length, -(-data.held_out_tokens // len(held_out)))  # so that no document speaks for all
+    kept, read_held_out = tokenize(held_out, tokenizer, data.held_out_tokens, share)
     if len(kept) < 32 or len(ids) < data.length:
         raise ValueError(
             f"data.name={data.name!r}: {len(ids)} tokens to train on and {len(kept)} held out; allowed: at least "
@@ -63,8 +64,8 @@ def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
         )
     facts = {
         "source": data.source if data.name is None else f"{data.source}: {Path(data.name).name}",
-        "train": {"documents": len(train), "tokens": len(ids), "sha256": checksum(ids)},
-        "held_out": {"documents": len(held_out), "tokens": len(kept), "sha256": checksum(kept)},
+        "train": {"documents": read, "tokens": len(ids), "sha256": checksum(ids)},
+        "held_out": {"documents": read_held_out, "tokens": len(kept), "sha256": checksum(kept)},
     }
     return Text(cut(ids.tolist(), data.length, prefix), kept.tolist(), prefix, facts)
 
@@ -143,17 +144,24 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def tokenize(texts: datasets.Dataset, tokenizer, tokens: int) -> np.ndarray:
-    """The first `tokens` ids of the documents, each ended by EOS where the tokenizer has one."""
+def tokenize(
+    texts: datasets.Dataset, tokenizer, tokens: int, share: int | None = None
+) -> tuple[np.ndarray, int]:
+    """The first `tokens` ids of the documents, each ended by EOS where the tokenizer has one, and how many were read.
+
+    Args:
+        share: the most ids taken of a document; None for all of it.
+    """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     found, count = [], 0
     for text in texts["text"]:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
-        found.append(np.asarray(ids, dtype=np.int64))
-        count += len(ids)
+        found.append(np.asarray(ids[:share], dtype=np.int64))
+        count += len(found[-1])
         if count >= tokens:
             break
-    return np.concatenate(found)[:tokens] if found else np.zeros(0, dtype=np.int64)
+    ids = np.concatenate(found)[:tokens] if found else np.zeros(0, dtype=np.int64)
+    return ids, len(found)
 
 
 def cut(ids: list[int], length: int, prefix: list[int]) -> datasets.Dataset:

@@ -10,7 +10,7 @@ import transformers as hf
 import hf_hyperattn as ha
 
 from .checkpoints import MarkWhole
-from .settings import Trainer as TrainerSettings
+from .groups import Trainer as TrainerSettings
 
 
 class Trainer(hf.Trainer):

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 
+from ..hub.conftest import client_environment
+from ..hub.loopback import Hub
 from .tiny import finish, recipe, save_model, start, write
 
 WEIGHTS = "adapter/adapter_model.safetensors"
@@ -204,6 +206,27 @@ def test_accelerate_launches_it(model, tmp_path):
     assert json.loads((tmp_path / "out/results.json").read_text())["recipe"]["data"]["length"] == 32
 
 
+def test_what_was_trained_is_published_with_its_numbers(model, tmp_path):
+    data = recipe(model, tmp_path / "out", trainer={"steps": 1}, hub={"push": True, "id": "tester/tiny-cone"})
+    path = write(tmp_path / "recipe.yaml", data)
+    with Hub() as hub:
+        environment = client_environment(hub, tmp_path / "home")
+        code, _, said = finish(start("--config", path, **environment | {"HF_TOKEN": "hf_wrong"}))
+        assert code == 2 and said.splitlines()[-1].startswith(
+            "finetune: error: hub.id='tester/tiny-cone' failed: "
+        )
+        assert "token" in said.splitlines()[-1] and not (tmp_path / "out").exists()  # told before the work
+        code, said, errors = finish(start("--config", path, **environment))
+        assert code == 0, errors
+        assert "published            tester/tiny-cone" in said
+        repository = hub.store.repositories["tester/tiny-cone"]
+        files = repository.trees[repository.resolve("main")]
+        assert repository.private and hub.unknown == []
+    local = {p.name: p.read_bytes() for p in (tmp_path / "out/adapter").iterdir()}
+    assert {n: files[n] for n in local} == local and "training_args.bin" not in files
+    assert b"perplexity" in files["README.md"] and b"tester/tiny-cone" in files["README.md"]
+
+
 def test_errors_are_one_line_and_code_two(model, tmp_path):
     path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out"))
     code, said, errors = finish(start("--config", path, "--set", "trainer.steps=0"))
@@ -216,6 +239,8 @@ def test_errors_are_one_line_and_code_two(model, tmp_path):
 def test_a_model_or_text_that_is_not_there_is_named(model, tmp_path):
     with pytest.raises(ValueError, match=r"^model.name='nobody/nothing': cannot be loaded as a causal LM: "):
         do(tmp_path, recipe("nobody/nothing", tmp_path / "out"))
+    with pytest.raises(ValueError, match=r"^data.length=256 is not allowed; allowed: up to 128"):
+        do(tmp_path, recipe(model, tmp_path / "out", data={"length": 256}))
     missing = {"data": {"name": str(tmp_path / "none.txt")}}
     with pytest.raises(ValueError, match=r"^data.name='.*none.txt': "):
         do(tmp_path, recipe(model, tmp_path / "out", **missing))

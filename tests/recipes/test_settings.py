@@ -76,6 +76,10 @@ WRONG = {
     "no mechanism": ({"mechanisms": {"use": []}}, r"^mechanisms.use is empty; allowed: a list"),
     "layers": ({"mechanisms": {"layers": {"from": 1}}}, r"^mechanisms.layers=.* is not allowed"),
     "nothing to train": ({"peft": {"method": "added", "added": False}}, r"trains nothing"),
+    "all of it dropped": (
+        {"peft": {"dropout": 1}},
+        r"^peft.dropout=1 is not allowed; allowed: numbers from 0, below 1",
+    ),
     "text without a name": (
         {"data": {"name": None}},
         r"^data.source='file' with data.name=None; allowed: data.name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from finetuning.settings import Data
+from finetuning.groups import Data
 from finetuning.texts import documents, prepare
 from transformers import AutoTokenizer
 
