@@ -16,7 +16,7 @@ from ..registry import get_mechanism
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import parts, write_records
-from .stock import PATCHED, STOCK, stock_name
+from .stock import RUNNING, STOCK, stock_name
 
 logger = logging.get_logger(__name__)
 
@@ -42,12 +42,12 @@ def bring_back(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bo
     chosen = [found for found, pick in zip(hosts, meant, strict=True) if pick]
     check_combination(config, chosen)
     attach(model, config, chosen, newly_routed)
-    others = sorted({module.config._attn_implementation for module, _ in chosen} - {PATCHED})
+    others = sorted({module.config._attn_implementation for module, _ in chosen} - {RUNNING})
     if others:
         logger.warning(
             f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
             f"attn_implementation={others[0]!r}: what was added has no effect until "
-            f"model.set_attn_implementation({PATCHED!r})"
+            f"model.set_attn_implementation({RUNNING!r})"
         )
 
 

@@ -6,10 +6,12 @@ from dataclasses import fields
 
 from torch import nn
 
+import model_patches
+
 from ..registry import MECHANISMS
 from .hosts import find_hosts, host_facts, layer_indices
-from .patching import base_model
-from .records import inner
+from .patching import base_model, route
+from .records import inner, patched_hosts
 
 
 class Description(dict):
@@ -18,7 +20,10 @@ class Description(dict):
     def __str__(self) -> str:
         rows = [("host", "family", "heads", "kind", "patched", "added", "gates")]
         for host in self["hosts"]:
-            gates = ", ".join(f"{n} {low:.3g} to {high:.3g}" for n, (low, high) in host["gates"].items())
+            gates = ", ".join(
+                f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
+                for n, g in host["gates"].items()
+            )
             rows.append(
                 (
                     host["name"],
@@ -50,18 +55,25 @@ def describe(model: nn.Module) -> Description:
     Returns:
         A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
         and hosts, each with name, family, heads, kv_heads, kind, mechanisms, parameters_added and gates (lowest and
-        highest value of each gate).
+        highest value of each gate; None where the gate is offloaded).
     """
     base = base_model(model)
-    record = getattr(base.config, "hyperattn", None) or {}
-    modules = list(find_hosts(base))
-    stacks = layer_indices([name for name, _ in modules])
-    hosts = [_host(name, module, index) for (name, module), (_, index) in zip(modules, stacks, strict=True)]
+    done = [inner(host.hyper).config for _, host in patched_hosts(base)]
+    modes = sorted({config.mode for config in done})
+    mechanisms = [m.to_dict() for config in done for m in config.mechanisms]
+    newly_routed = route(base)  # a served family has hosts only while it is routed
+    try:
+        modules = list(find_hosts(base))
+        stacks = layer_indices([name for name, _ in modules])
+        hosts = [_host(name, module, i) for (name, module), (_, i) in zip(modules, stacks, strict=True)]
+    finally:
+        if newly_routed:
+            model_patches.unserve(base)
     added = sum(host["parameters_added"] for host in hosts)
     return Description(
         model=type(base).__name__,
-        mode=record.get("mode"),
-        mechanisms=record.get("mechanisms", []),
+        mode=" and ".join(modes) or None,
+        mechanisms=[m for i, m in enumerate(mechanisms) if m not in mechanisms[:i]],
         patched=sum(bool(host["mechanisms"]) for host in hosts),
         parameters=sum(p.numel() for p in base.parameters()) - added,
         parameters_added=added,
@@ -71,10 +83,8 @@ def describe(model: nn.Module) -> Description:
 
 def _host(name: str, module: nn.Module, index: int) -> dict:
     facts = host_facts(name, module, index)
-    hyper = inner(module._modules.get("hyper"))
-    gates = (
-        {n: p.detach().float() for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
-    )
+    hyper = _active(module._modules.get("hyper"))
+    gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
     return {
         "name": name,
         "family": getattr(facts.config, "model_type", "") or type(module).__name__,
@@ -83,8 +93,15 @@ def _host(name: str, module: nn.Module, index: int) -> dict:
         "kind": "cross" if facts.is_cross else "causal" if facts.is_causal else "bidirectional",
         "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
-        "gates": {n: (g.min().item(), g.max().item()) for n, g in gates.items()},
+        "gates": {n: None if g.is_meta else (g.min().item(), g.max().item()) for n, g in gates.items()},
     }
+
+
+def _active(module: nn.Module | None) -> nn.Module | None:
+    """The `Hyper` that is in use: under PEFT that of the active adapter, else the one inside."""
+    copies = getattr(module, "modules_to_save", {})
+    names = [n for n in getattr(module, "active_adapters", []) if n in copies]
+    return copies[names[0]] if names and not module.disable_adapters else inner(module)
 
 
 def list_mechanisms() -> list[dict]:

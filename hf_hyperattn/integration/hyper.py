@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -20,8 +19,6 @@ class Hyper(nn.Module):
         config: what is done to the model.
         host: the host it is built for.
     """
-
-    served_by: Callable  # the attention function that calls it, see serving.py
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .hyper import Hyper
-from .stock import PATCHED, STOCK, stock_name
+from .stock import PATCHED, RUNNING, STOCK, stock_name
 
 RECORD = "hyperattn"
 
@@ -84,7 +84,7 @@ def erase_records(model: PreTrainedModel) -> None:
     own = [config for part in parts(model) for config in tree(part.config)]
     lent = (getattr(module, "config", None) for module in model.modules())
     for config in (*own, *(c for c in lent if isinstance(c, PreTrainedConfig))):
-        if config.__dict__.get("_attn_implementation_internal") == PATCHED and STOCK in config.__dict__:
+        if config.__dict__.get("_attn_implementation_internal") == RUNNING and STOCK in config.__dict__:
             config._attn_implementation_internal = stock_name(config)
         if recorded_hosts(config) is not None:
             del config.hyperattn
@@ -99,7 +99,7 @@ def _mark(config) -> None:
     """
     if STOCK not in config.__dict__:
         setattr(config, STOCK, config._attn_implementation)
-        config._attn_implementation_internal = PATCHED
+        config._attn_implementation_internal = RUNNING
 
 
 def reload_name(config) -> str | dict:

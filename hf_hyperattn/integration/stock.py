@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import cache
 
@@ -11,11 +12,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .hosts import interface_callers
 
-#: The attention implementation of patched models.
+#: The attention implementation of patched models, as config.json has it.
 PATCHED = "hf_hyperattn"
 
+#: The same as it is registered here. A copy of this module that came with an exported checkpoint has a name of its own:
+#: were it the same, other patched checkpoints would load without the package, and without what was added.
+RUNNING = PATCHED
+if __name__.partition(".")[0] != PATCHED:
+    RUNNING += "_" + hashlib.sha256(__name__.encode()).hexdigest()[:12]
+
 #: All names of ours that are registered; filled by names.py.
-OURS: set[str] = {PATCHED}
+OURS: set[str] = {PATCHED, RUNNING}
 
 #: Key in the config of patched hosts: the name of the implementation from before.
 STOCK = "hyperattn_stock"

@@ -1,0 +1,45 @@
+"""What an exported checkpoint runs on where this package is not installed: `hyperattn export` copies it.
+
+It is importing the package in small: the attention function is registered, and a model of an exported class is patched
+while it is built. Nothing of Transformers is wrapped, so only the exported classes know of it.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from ..config import HyperAttnConfig
+from .attach import bring_back, settle_stock
+from .records import tree
+from .serving import patched_forward
+from .stock import PATCHED, RUNNING
+
+
+class Patched:
+    """Stands before a stock class and puts every `hyper` in place before the weights are loaded."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """The modelling is the stock's, and so are the names of its weights and their conversion when loading."""
+        return False
+
+    def __init__(self, config, *args, **kwargs):
+        for part in tree(config):
+            if part._attn_implementation == PATCHED:
+                part._attn_implementation_internal = RUNNING
+        super().__init__(config, *args, **kwargs)
+
+    def post_init(self):
+        """As in Transformers, after patching.
+
+        Raises:
+            ValueError: the config does not say what was patched, or names hosts that the model does not have.
+        """
+        settle_stock(self)
+        bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
+        super().post_init()
+
+
+AttentionInterface.register(RUNNING, patched_forward)
+AttentionMaskInterface.register(RUNNING, sdpa_mask)

@@ -1,0 +1,273 @@
+"""`hyperattn export --remote-code`: a patched checkpoint for machines without this package."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import hf_hyperattn as ha
+from hf_hyperattn.cli import main
+from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.registry import MECHANISMS
+from tests.integration import toy_rooms
+from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
+
+CONE = ha.ConeConfig(gamma=0.5)
+COPIED = ("llama", "gpt2", "bert", "clip", "llava", "t5", "bart")
+ROUTED = ("falcon",)
+
+
+def saved(directory: Path, family: str = "llama", **options):
+    """A patched model that has learned something, saved; returns it with its inputs."""
+    make, inputs = FAMILIES[family]
+    model, inputs = ha.patch_model(make(), CONE, **options), inputs()
+    perturb(model)
+    model.save_pretrained(directory)
+    return model, inputs
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """What a process without the package made of exports of many families, and the models that were exported."""
+    root, models = tmp_path_factory.mktemp("exports"), {}
+    for family in COPIED + ROUTED:
+        model, inputs = models[family] = saved(root / family / "source", family)
+        export_remote_code(root / family / "source", root / family / "export")
+        with torch.no_grad():
+            expected = [t for t in model(**inputs).to_tuple() if isinstance(t, torch.Tensor)]
+        torch.save((inputs, expected), root / family / "io.pt")
+    script = Path(__file__).with_name("remote.py")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, str(script), *(str(root / family) for family in models)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {family: (answers[str(root / family)], *models[family]) for family in models}
+
+
+@pytest.mark.parametrize("family", COPIED)
+def test_without_the_package_the_logits_are_the_same(family, elsewhere):
+    answer, model, inputs = elsewhere[family]
+    assert answer["error"] is None
+    assert answer["same"] and answer["saved again"] and answer["remote"]
+    assert answer["class"] == type(model).__name__
+    if answer["generated"] is not None:
+        expected = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert answer["generated"] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_where_code_cannot_be_copied_the_package_is_named(family, elsewhere):
+    answer = elsewhere[family][0]
+    assert "ImportError" in answer["error"] and "pip install hf_hyperattn" in answer["error"]
+
+
+@pytest.mark.parametrize("family", COPIED + ROUTED)
+def test_without_trust_the_load_fails_and_names_us(family, elsewhere):
+    assert "hf_hyperattn" in elsewhere[family][0]["untrusted"]
+
+
+def test_with_the_package_an_export_is_a_checkpoint_as_any_other(tmp_path):
+    model, inputs = saved(tmp_path / "source")
+    export_remote_code(tmp_path / "source", tmp_path / "export")
+    expected = run(model, inputs)
+    plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert type(plain) is hf.LlamaForCausalLM
+    trusted = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    assert type(trusted).__module__.startswith("transformers_modules.")
+    for again in (plain, trusted):
+        assert difference(expected, run(again, inputs)) == 0
+        assert ha.describe(again)["patched"] == 4
+        ha.unpatch_model(again)
+    assert difference(run(ha.unpatch_model(model), inputs), run(trusted, inputs)) == 0
+
+
+def load_the_copies(directory: Path, monkeypatch):
+    """The model as it loads where the package is not installed, but in this process."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "hf_hyperattn", None)  # `import hf_hyperattn` now raises ImportError
+        patch.setattr(hf.PreTrainedModel, "post_init", hf.PreTrainedModel.post_init.__wrapped__)
+        return hf.AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+
+
+def test_the_copies_next_to_the_package_in_one_process(tmp_path, monkeypatch):
+    """Both serve their own models."""
+    model, inputs = saved(tmp_path / "source")
+    expected = run(model, inputs)
+    export_remote_code(tmp_path / "source", tmp_path / "copies")
+    copied = load_the_copies(tmp_path / "copies", monkeypatch)
+    hyper = copied.model.layers[0].self_attn.hyper
+    assert type(hyper).__module__.startswith("transformers_modules.")
+    assert difference(expected, run(copied, inputs)) == 0
+    assert difference(expected, run(model, inputs)) == 0
+    assert copied.config.hyperattn == model.config.hyperattn
+    assert copied.config._attn_implementation.startswith("hf_hyperattn_")
+
+
+def test_what_is_in_an_export(tmp_path):
+    saved(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    export_remote_code(tmp_path / "source", tmp_path / "export")
+    before, after = ({p.name: p for p in (tmp_path / d).iterdir()} for d in ("source", "export"))
+    for name in before.keys() - {"config.json"}:
+        assert before[name].read_bytes() == after[name].read_bytes()
+    old, new = (json.loads(files["config.json"].read_text()) for files in (before, after))
+    assert new == old | {"auto_map": new["auto_map"]}
+    assert new["auto_map"]["AutoModelForCausalLM"] == "modeling_hyperattn.LlamaForCausalLM"
+    assert new["auto_map"]["AutoModel"] == "modeling_hyperattn.LlamaModel"
+    for name in after.keys() - before.keys():
+        assert re.fullmatch(r"(modeling_hyperattn|hyperattn_\w+)\.py", name)
+        text = after[name].read_text()
+        assert (
+            "hyperattn export" in text.splitlines()[0]
+            and "Apache License, Version 2.0" in text.splitlines()[1]
+        )
+        compile(text, name, "exec")
+        assert_imports_resolve(text, after.keys())
+
+
+def assert_imports_resolve(text: str, files) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1 and f"{node.module}.py" in files, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            assert node.module.split(".")[0] not in ("hf_hyperattn", "model_patches", "hub_cards")
+
+
+def test_an_export_is_exported_again_the_same(tmp_path):
+    saved(tmp_path / "source")
+    export_remote_code(tmp_path / "source", tmp_path / "1")
+    export_remote_code(tmp_path / "1", tmp_path / "2")
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "12")
+    assert one == two
+
+
+def test_a_mechanism_of_another_package_is_imported_from_there(tmp_path):
+    known = set(MECHANISMS)
+    toy_rooms.register_toys()
+    try:
+        model = ha.patch_model(llama(), toy_rooms.ToyCosineConfig())
+        model.save_pretrained(tmp_path / "source")
+        assert export_remote_code(tmp_path / "source", tmp_path / "export") == ["hf_hyperattn", "tests"]
+    finally:
+        for name in set(MECHANISMS) - known:
+            del MECHANISMS[name]
+    text = (tmp_path / "export" / "modeling_hyperattn.py").read_text()
+    assert "\nimport hf_hyperattn" in text and "\nimport tests" in text
+    assert not list((tmp_path / "export").glob("hyperattn_*.py"))
+
+
+# what is refused, and what is left then
+
+
+def test_what_is_there_is_kept_unless_forced(tmp_path):
+    saved(tmp_path / "source")
+    (tmp_path / "export").mkdir()
+    export_remote_code(tmp_path / "source", tmp_path / "export")  # an empty directory is taken
+    (tmp_path / "export" / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="export is not empty; allowed: .* or --force"):
+        export_remote_code(tmp_path / "source", tmp_path / "export")
+    assert (tmp_path / "export" / "mine.txt").read_text() == "keep"
+    export_remote_code(tmp_path / "source", tmp_path / "export", force=True)
+    assert not (tmp_path / "export" / "mine.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "source"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_export_that_fails_leaves_what_was_there(there, tmp_path, monkeypatch):
+    saved(tmp_path / "source")
+    if there:
+        export_remote_code(tmp_path / "source", tmp_path / "export")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "export").glob("*")}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_remote_code(tmp_path / "source", tmp_path / "export", force=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "export").glob("*")} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "source"][not there :]
+
+
+def spoil(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+SOURCES = {
+    "a model that is not patched": (lambda d: spoil(d, hyperattn=None), "holds no patched model"),
+    "parameters used by name": (
+        lambda d: spoil(d, hyperattn=ha.HyperAttnConfig([CONE]).to_dict()),
+        "holds no patched model",
+    ),
+    "an adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter; merge it"),
+    "remote code of its own": (
+        lambda d: spoil(d, auto_map={"AutoModel": "mine.Model"}),
+        "remote code of its own",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), "cannot read .*config.json"),
+    "a hostile record": (lambda d: spoil(d, hyperattn={"format": 99}), "format 99, this hf_hyperattn reads"),
+    "hosts that are not there": (
+        lambda d: spoil(d, hyperattn=ha.HyperAttnConfig([CONE], hosts=["nowhere"]).to_dict()),
+        "names the host 'nowhere'",
+    ),
+    "an unknown class": (
+        lambda d: spoil(d, architectures=["os.system"]),
+        "names the class 'os.system', which none",
+    ),
+    "no class": (lambda d: spoil(d, architectures=None), "names the class None"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_source_that_cannot_be_exported(case, tmp_path, capsys):
+    saved(tmp_path / "source")
+    change, message = SOURCES[case]
+    change(tmp_path / "source")
+    assert main(["export", "--remote-code", str(tmp_path / "source"), str(tmp_path / "export")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        re.search(message, error) and error.count("\n") == 1 and error.startswith("hyperattn export: error: ")
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
+def test_a_source_that_does_not_exist(name, tmp_path, capsys):
+    assert main(["export", "--remote-code", name, str(tmp_path / "export")]) == 2
+    assert f"{name} is no directory; allowed: the directory or Hub id" in capsys.readouterr().err
+
+
+def test_the_command(tmp_path, capsys):
+    _, _ = saved(tmp_path / "source")
+    out = tmp_path / "export"
+    assert main(["export", "--remote-code", str(tmp_path / "source"), str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f'from_pretrained("{out}", trust_remote_code=True)' in printed and "nothing of ours" in printed
+    saved(tmp_path / "routed", "falcon")
+    assert main(["export", "--remote-code", str(tmp_path / "routed"), str(out), "--force"]) == 0
+    assert "pip install hf-hyperattn" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit:
+        main(["export", str(tmp_path / "source"), str(out)])
+    assert exit.value.code == 2 and "required: --remote-code" in capsys.readouterr().err
+
+
+def test_long_inputs_run_in_the_copied_blockwise_engine(tmp_path, monkeypatch):
+    model, _ = saved(tmp_path / "source")
+    export_remote_code(tmp_path / "source", tmp_path / "copies")
+    copied = load_the_copies(tmp_path / "copies", monkeypatch)
+    inputs = {k: v.repeat(1, 20) for k, v in text_inputs().items()}
+    assert difference(run(model, inputs), run(copied, inputs)) == 0
+    gradients = []
+    for one in (model, copied):
+        one(**inputs, labels=inputs["input_ids"]).loss.backward()
+        gradients.append({n: p.grad for n, p in one.named_parameters() if ".hyper." in n})
+    assert difference(*gradients) == 0
