@@ -37,6 +37,8 @@ def available_engines() -> tuple[str, ...]:
 
 def choose(score: PairScore, weights: bool) -> str:
     """The engine for `auto`."""
+    if torch.compiler.is_compiling():  # no guard on lengths: a compiled or exported call serves all of them
+        return "reference" if weights else "blockwise"
     batch, heads, n, _ = score.query.shape
     small = batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
     return "reference" if weights or small else "blockwise"

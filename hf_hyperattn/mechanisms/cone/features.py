@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engines.score import TERMS, PairScore, Piece, Points, repeat_heads, working_dtype
 from .points import CLAMP, height_and_stretch, horizontal
-from .score import FLOOR, definition
+from .score import FLOOR, definition, inverse_sinh
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ConeSpace:
     @property
     def gap_factor(self) -> Tensor:
         umbral = self.variant == "umbral"
-        return self.unit * (self.gamma / (2 * torch.sinh(self.radius)) if umbral else self.weight)
+        return self.unit * (self.gamma / 2 * inverse_sinh(self.radius) if umbral else self.weight)
 
     @property
     def term(self) -> str:
@@ -59,7 +59,7 @@ class ConeSpace:
         r = (self.radius * self.weight)[:, None]
         if self.clamp_heights:
             h = torch.minimum(h, CLAMP * r)
-        floor = FLOOR * self.weight[:, None] ** 2
+        floor = FLOOR * r**2
         return h**2, torch.sqrt(torch.maximum(r**2 - h**2, floor))
 
     def head_parameters(self, heads: int) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...engines.score import repeat_heads, working_dtype
 from .points import clamp_height, height_and_stretch, horizontal
 
-FLOOR = 1e-6  # under the roots of r² - h², where the sigmoid saturates
+FLOOR = 1e-6  # of (r² - h²) / r² under the roots, where the sigmoid saturates
 
 
 def definition(
@@ -52,12 +52,19 @@ def definition(
     height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
     if squared:
         return -gamma * height_squared
-    return -gamma * torch.sqrt(height_squared.clamp_min(torch.finfo(dtype).tiny))  # a finite slope at height 0
+    return -gamma * torch.sqrt(
+        height_squared.clamp_min(torch.finfo(dtype).tiny)
+    )  # a finite slope at height 0
+
+
+def inverse_sinh(r: Tensor) -> Tensor:
+    """1 / sinh r, which goes to 0 without overflow for large r."""
+    return 2 * torch.exp(-r) / -torch.expm1(-2 * r)
 
 
 def umbral_height(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
     """Height of the lowest point whose umbral cone holds both points."""
-    return torch.maximum(torch.maximum(hq, hk), (distance / torch.sinh(r) + hq + hk) / 2)
+    return torch.maximum(torch.maximum(hq, hk), (distance * inverse_sinh(r) + hq + hk) / 2)
 
 
 def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
@@ -73,7 +80,7 @@ def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor
 
 def half_width(h: Tensor, r: Tensor) -> Tensor:
     """sqrt(r² - h²): half the width of a penumbral cone's base on the boundary."""
-    return torch.sqrt((r**2 - h**2).clamp_min(FLOOR))
+    return torch.sqrt(torch.maximum(r**2 - h**2, FLOOR * r**2))
 
 
 def euclidean(x: Tensor, y: Tensor) -> Tensor:
