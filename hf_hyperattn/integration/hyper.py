@@ -1,9 +1,11 @@
-"""`host.hyper`: the one child module that a patched host gets. It owns every added parameter is only ever called."""
+"""`host.hyper`: the one child module that a patched host gets; it owns every added parameter and is only called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from ..choice import head_numbers
@@ -24,6 +26,7 @@ class Hyper(nn.Module):
         super().__init__()
         self.config = replace(config, layers=None, hosts=None)
         self.heads = host.heads
+        self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
         heads = head_numbers(config.heads, host.heads, host.name)
         for mechanism in config.mechanisms:
@@ -33,8 +36,16 @@ class Hyper(nn.Module):
     def layers(self) -> list[MechanismLayer]:
         return list(self.children())
 
-    def forward(self, call: HostCall, weights: bool = False) -> tuple[Tensor, Tensor | None] | None:
+    def forward(
+        self, call: HostCall, weights: bool = False, stock: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """The output [B, H, N, dv] and the weights where asked for; None where every layer leaves the call as it is.
+
+        Args:
+            call: the host's call.
+            weights: whether to return the attention weights.
+            stock: computes the output of the host's own attention. Where gates have not moved but are to learn, the
+                output is that to the last bit, with the gradients of the mechanism.
 
         Raises:
             ValueError: the call has another number of heads than the host was patched for.
@@ -47,9 +58,29 @@ class Hyper(nn.Module):
         untouched = plan = Plan.of(call)
         for layer in self.children():
             plan = layer(plan)
-        return None if plan is untouched else plan.run(weights=weights)
+        if plan is untouched:
+            return None
+        out, found = plan.run(weights=weights)
+        if stock is not None and self.starts(call):
+            with torch.no_grad():
+                exact = stock().to(out.dtype)
+            out = exact + (out - out.detach())
+        return out, found
+
+    def starts(self, call: HostCall) -> bool:
+        """Whether training begins here: nothing has moved yet. Not asked again once something has."""
+        if (
+            self.moved
+            or torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or call.options.dropout_p
+        ):
+            return False
+        self.moved = not all(layer.identical() for layer in self.children())
+        return not self.moved
 
     def reset_parameters(self) -> None:
         """Every added parameter at its starting value."""
+        self.moved = False
         for layer in self.children():
             layer.reset_parameters()

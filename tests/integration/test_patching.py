@@ -40,9 +40,10 @@ def test_a_patch_starts_as_the_identity(family):
     before = run(model, inputs)
     assert ha.patch_model(model, CONE, include_cross_attention=True) is model
     assert difference(before, run(model, inputs)) <= 1e-5
+    patched = run(model, inputs)
     with torch.enable_grad():  # gradients wanted: the mechanism is computed, with gates of zero
         computed = real(tensors(model(**inputs)), inputs)
-    assert difference(before, computed) <= 1e-5
+    assert difference(patched, computed) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,6 +60,28 @@ def test_every_added_parameter_learns(family):
     for name, parameter in added.items():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "falcon"])
+def test_gradients_at_the_start_are_those_of_the_mechanism(family):
+    """There the output is the stock's, bit for bit; the gradients must not be."""
+
+    def gradients(moved: bool):
+        model, inputs = make(family)
+        ha.patch_model(model, CONE)
+        for module in model.modules():
+            if "moved" in module.__dict__:
+                module.moved = moved  # as after the first step: the mechanism's own output is taken
+        torch.manual_seed(0)
+        output = model(**inputs)[0][:, -1]
+        (output * torch.randn_like(output)).sum().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    torch.manual_seed(3)
+    start = gradients(False)
+    torch.manual_seed(3)
+    assert difference(start, gradients(True)) <= 2e-5
+    assert all(grad.any() for name, grad in start.items() if name.endswith("gate"))
 
 
 def tensors_with_grad(output) -> dict:
