@@ -13,6 +13,7 @@ from ..choice import head_numbers
 from ..config import HyperAttnConfig
 from ..mechanisms.base import Host
 from ..registry import get_mechanism
+from .families import note_all
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import parts, write_records
@@ -106,13 +107,19 @@ def attach(
     base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
-    built = [
-        Hyper(config, host).to(*placement(base, module)).train(module.training) for module, host in chosen
-    ]
+    note_all(base)
+    built = [placed(Hyper(config, host), base, module) for module, host in chosen]
     for hyper, (module, _) in zip(built, chosen, strict=True):
         hyper.newly_routed = newly_routed
         module.hyper = hyper
     write_records(base)
+
+
+def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:
+    """A new hyper where its host is; on the meta device, where a model is built to be loaded, it stays there."""
+    device, dtype = placement(base, module)
+    empty = any(p.is_meta for p in hyper.parameters())
+    return hyper.to(dtype=dtype, device=None if empty else device).train(module.training)
 
 
 def placement(base: PreTrainedModel, module: nn.Module) -> tuple:

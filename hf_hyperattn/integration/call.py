@@ -6,12 +6,13 @@ there is one, says everything about visibility; without one a causal call of mor
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 from ..engines import Options
 from ..mechanisms.base import HostCall
-from .families import scaling_already_applied
+from .families import is_causal_host, scaling_already_applied
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -50,7 +51,8 @@ def host_call(
         s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
     """
     refuse_keywords(module, attention_mask, keywords)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
+    causal = is_causal_host(module) if is_causal is None else bool(is_causal)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     applied = scaling_already_applied(module, scale)
     extra = s_aux if s_aux is not None else sinks
@@ -75,6 +77,23 @@ def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: i
     if queries == 1:  # one new token: it is the last one, and sees all that the cache holds
         return {"window": window, "offset": keys - 1} if window and causal else {}
     return {"is_causal": causal, "window": window or None}
+
+
+def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
+    """The mask that leaves only the keys an indexer chose: DeepSeek's sparse attention and its kin.
+
+    Under names other than "eager" and "sdpa" these families pass `indices` [B, N, top_k] beside the mask, which they
+    otherwise fold in themselves.
+    """
+    if indices is None:
+        return mask
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:

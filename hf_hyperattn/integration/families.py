@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 #: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
 #: exceptions: the rule does not hold, or query and key share the factor.
 SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
+
+
+#: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
+MASK_SAYS_ALL: set[type] = set()
+
+
+def note_masks(model: PreTrainedModel) -> None:
+    """Remember of a model that has no SDPA that its masks must be those of eager attention."""
+    if not model._supports_sdpa:
+        MASK_SAYS_ALL.add(type(model.config))
+
+
+def note_all(model: nn.Module) -> None:
+    """`note_masks` for a model that was built before this package was imported, and for its parts."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            note_masks(part)
+
+
+def family_mask(*args, config=None, **kwargs):
+    """The mask that the family's stock attention gets.
+
+    Bool, True = take part, or None where position says it all; for families with eager attention alone additive, and
+    None only where nothing is hidden.
+    """
+    make = eager_mask if type(config) in MASK_SAYS_ALL else sdpa_mask
+    return make(*args, config=config, **kwargs)
+
+
+def is_causal_host(module: nn.Module) -> bool:
+    """Whether the module says that its queries see only earlier keys; where it says nothing, what SDPA would take."""
+    return bool(getattr(module, "is_causal", type(getattr(module, "config", None)) not in MASK_SAYS_ALL))
 
 
 def scaling_already_applied(module: nn.Module, scale: float) -> float:

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 import model_patches
 
 from ..config import HyperAttnConfig
+from .families import note_all, note_masks
 from .hyper import Hyper
-from .refusal import check_routed, refusal
+from .refusal import check_parts, check_routed, refusal
 from .restore import restore
 from .stock import OURS
 
@@ -52,6 +53,7 @@ def _build(original, self, config, *args, **kwargs):
     if getattr(config, "hyperattn", None) is not None:
         HyperAttnConfig.from_dict(config.hyperattn)  # before Transformers copies what a stranger wrote
     original(self, config, *args, **kwargs)
+    note_masks(self)
     wanted = self.config._attn_implementation
     neutral = model_patches.construct_as(self.config.model_type) if wanted in OURS else None
     if neutral is not None:
@@ -85,9 +87,11 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
     if not any(name in OURS for _, name in asked):
         return original(self, attn_implementation, *args, **kwargs)
+    note_all(self)
     model_patches.serve(self)
     if isinstance(attn_implementation, str):
         check_routed(self, attn_implementation)
+        check_parts(self, attn_implementation)
     result = original(self, attn_implementation, *args, **kwargs)
     for config, name in asked:
         if name in OURS and config._attn_implementation != name:

@@ -20,6 +20,8 @@ HEADS = (
     "n_head",
     "encoder_attention_heads",
     "attention_heads",
+    "decoder_self_attention_heads",
+    "groups",
 )
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 CROSS = re.compile(r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att", re.IGNORECASE)
@@ -87,8 +89,16 @@ def host_facts(name: str, module: nn.Module, layer_index: int) -> Host:
 
 
 def _first_int(places, names: tuple[str, ...]) -> int | None:
-    values = (getattr(place, name, None) for place in places if place is not None for name in names)
+    values = (_value(place, name) for place in places if place is not None for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+
+
+def _value(place, name: str):
+    """The attribute, or None; a config may refuse one that differs between layers."""
+    try:
+        return getattr(place, name, None)
+    except Exception:
+        return None
 
 
 def layer_indices(names: list[str]) -> list[tuple[str, int]]:

@@ -11,13 +11,13 @@ from functools import lru_cache
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Plan
 from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
+from .families import family_mask
 from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
@@ -47,10 +47,10 @@ def _register(name: str, function) -> None:
 
 
 def mask(*args, config=None, **kwargs):
-    """The mask of stock SDPA: bool, True = take part, or None where position says it all."""
+    """`family_mask`, for families that can be served; the others are refused."""
     if config is not None:
         refuse_unrouted(config)
-    return sdpa_mask(*args, config=config, **kwargs)
+    return family_mask(*args, config=config, **kwargs)
 
 
 def by_name(name: str, default: MechanismConfig):

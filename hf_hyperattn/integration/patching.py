@@ -14,7 +14,7 @@ from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
 from .attach import Found, all_hosts, attach, check_combination, match_names
 from .records import erase_records, inner, patched_hosts, recorded_hosts
-from .refusal import has_attention, refusal
+from .refusal import check_parts, has_attention, refusal
 from .selection import select
 from .stock import OURS, PATCHED
 
@@ -66,6 +66,7 @@ def patch_model(
     try:
         chosen = choose_hosts(base, config)
         check_own_attention(chosen)
+        check_parts(base, PATCHED, [module.config for module, _ in chosen])
         attach(base, settle_heads(config, chosen), chosen, newly_routed)
     except BaseException:
         if newly_routed:

@@ -85,7 +85,8 @@ def erase_records(model: PreTrainedModel) -> None:
     lent = (getattr(module, "config", None) for module in model.modules())
     for config in (*own, *(c for c in lent if isinstance(c, PreTrainedConfig))):
         if config.__dict__.get("_attn_implementation_internal") == RUNNING and STOCK in config.__dict__:
-            config._attn_implementation_internal = stock_name(config)
+            before = config.__dict__[STOCK]
+            config._attn_implementation_internal = before if before is None else stock_name(config)
         if recorded_hosts(config) is not None:
             del config.hyperattn
         for name in (STOCK, "attn_implementation"):

@@ -12,12 +12,15 @@ import model_patches
 
 from .hosts import find_hosts
 
+#: Families that call the interface with something that no engine honours.
+PER_TOKEN_SINKS = "its attention sinks differ from token to token, and engines take one per head"
+UNHONOURED = {"inkling2": PER_TOKEN_SINKS, "inkling2_text": PER_TOKEN_SINKS}
+
 
 def refusal(model_type: str, name: str) -> ValueError:
     """The error for a family out of reach."""
-    reason = model_patches.REFUSED.get(
-        model_type, "its attention never calls Transformers' attention interface"
-    )
+    known = UNHONOURED | model_patches.REFUSED
+    reason = known.get(model_type, "its attention never calls Transformers' attention interface")
     return ValueError(
         f"attn_implementation={name!r} cannot be used with model type {model_type!r}: {reason}; use a "
         "family listed as working in docs/compatibility.md, or attn_implementation='sdpa'"
@@ -33,11 +36,28 @@ def refuse_unrouted(config) -> None:
 
 def check_routed(model: PreTrainedModel, name: str) -> None:
     """Route served families inside `model`; raise if nothing in it would call a function of ours."""
+    if model.config.model_type in UNHONOURED:
+        raise refusal(model.config.model_type, name)
     model_patches.serve(model)
     if next(find_hosts(model), None) is not None:
         return
     if has_attention(model) or not _inside_another_model(model):
         raise refusal(model.config.model_type, name)
+
+
+def check_parts(model: PreTrainedModel, name: str, configs=None) -> None:
+    """Raise for a part of `model` whose attention never calls the interface, though `name` would be set for it.
+
+    Args:
+        configs: look only at parts that run on one of these; None for all.
+    """
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        meant = configs is None or any(part.config is config for config in configs)
+        unrouted = next(find_hosts(part), None) is None and has_attention(part)
+        if meant and (unrouted or part.config.model_type in UNHONOURED):
+            raise refusal(part.config.model_type, name)
 
 
 def has_attention(model: nn.Module) -> bool:

@@ -7,10 +7,10 @@ while it is built. Nothing of Transformers is wrapped, so only the exported clas
 from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
+from .families import family_mask
 from .records import tree
 from .serving import patched_forward
 from .stock import PATCHED, RUNNING
@@ -42,4 +42,4 @@ class Patched:
 
 
 AttentionInterface.register(RUNNING, patched_forward)
-AttentionMaskInterface.register(RUNNING, sdpa_mask)
+AttentionMaskInterface.register(RUNNING, family_mask)

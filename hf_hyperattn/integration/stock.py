@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .call import within_indices
+from .families import is_causal_host
 from .hosts import interface_callers
 
 #: The attention implementation of patched models, as config.json has it.
@@ -38,6 +40,7 @@ def stock_name(config) -> str:
 def stock_forward(module, query, key, value, attention_mask, **keywords):
     """The stock attention function of this host; masks come as SDPA has them, bool or None."""
     name = stock_name(module.config)
+    attention_mask = within_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
     if name == "eager" or keywords.get("softcap") is not None:
         mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
         return eager_function(type(module))(module, query, key, value, mask, **keywords)
@@ -50,11 +53,7 @@ def additive_mask(
     module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor | None:
     """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
-    if (
-        mask is None
-        and query.shape[2] > 1
-        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    ):
+    if mask is None and query.shape[2] > 1 and (is_causal_host(module) if is_causal is None else is_causal):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
             None, None
         ]
