@@ -19,8 +19,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
 
+# Threads that wait asleep: on cores shared with others, threads that wait spinning halve the speed of both.
 demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
-	@$(BIN)/hyperattn demo $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/hyperattn demo $(ARGS)
 
 recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minutes on two cores (ARGS="--fresh")
 	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
