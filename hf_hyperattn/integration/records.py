@@ -8,7 +8,9 @@ model of a vision-language model), so that a part can be saved, or loaded out of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -83,7 +85,23 @@ def erase_records(model: PreTrainedModel) -> None:
     """Take out of every config what `write_records` put there."""
     own = [config for part in parts(model) for config in tree(part.config)]
     lent = (getattr(module, "config", None) for module in model.modules())
-    for config in (*own, *(c for c in lent if isinstance(c, PreTrainedConfig))):
+    _erase([*own, *(c for c in lent if isinstance(c, PreTrainedConfig))])
+
+
+@contextmanager
+def without_records(model: PreTrainedModel) -> Iterator[None]:
+    """For a while the model has a copy of its config that says nothing of patches."""
+    config = model.config
+    model.config = copy.deepcopy(config)
+    try:
+        _erase(tree(model.config))
+        yield
+    finally:
+        model.config = config
+
+
+def _erase(configs: Iterable[PreTrainedConfig]) -> None:
+    for config in configs:
         if config.__dict__.get("_attn_implementation_internal") == RUNNING and STOCK in config.__dict__:
             before = config.__dict__[STOCK]
             config._attn_implementation_internal = before if before is None else stock_name(config)

@@ -23,7 +23,7 @@ import hub_cards
 from ..config import HyperAttnConfig
 from ..registry import MECHANISMS
 from .guard import wrap
-from .records import patched_hosts, recorded_hosts, write_records
+from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
 
 STAGE = ".hyperattn-saving-"
 WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
@@ -45,10 +45,14 @@ hub_cards.hook_uploads(PushToHubMixin, card_facts)
 
 @wrap("save_pretrained")
 def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
-    if next(patched_hosts(self), None) is not None or recorded_hosts(self.config) is not None:
+    patched = next(patched_hosts(self), None) is not None
+    if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
+    elif any(recorded_hosts(part) is not None for part in tree(self.config)):
+        with without_records(self):  # it shares its config with a patched model, or with parts that were one
+            return original(self, save_directory, is_main_process, *args, **kwargs)
     alone = not is_main_process or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory)
-    if alone or next(patched_hosts(self), None) is None:
+    if alone or not patched:
         return original(self, save_directory, is_main_process, *args, **kwargs)
     pushed, target = kwargs.pop("push_to_hub", False), Path(save_directory)
     with hub_cards.card_beside(save_directory, self, facts_for=card_facts), staged(target) as stage:

@@ -232,6 +232,23 @@ def test_one_part_of_a_composite_as_eager(tmp_path, caplog):
     assert again.config.vision_config._attn_implementation == "hf_hyperattn"
 
 
+def test_two_models_that_share_a_config(tmp_path):
+    """Saving the one that is not patched neither records a patch nor takes it from the other."""
+    model, inputs = llama(), text_inputs()
+    twin = type(model)(model.config).eval()
+    stock = run(twin, inputs)
+    ha.patch_model(model, CONE)
+    perturb(model)
+    expected = run(model, inputs)
+    assert difference(stock, run(twin, inputs)) == 0
+    twin.save_pretrained(tmp_path / "twin")
+    assert "hyperattn" not in (tmp_path / "twin" / "config.json").read_text()
+    assert difference(stock, run(type(model).from_pretrained(tmp_path / "twin"), inputs)) == 0
+    assert difference(expected, run(model, inputs)) == 0
+    model.save_pretrained(tmp_path / "model")
+    assert difference(expected, run(type(model).from_pretrained(tmp_path / "model"), inputs)) == 0
+
+
 # parts
 
 

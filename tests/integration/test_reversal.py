@@ -147,7 +147,19 @@ def test_a_deep_copy_is_patched_and_unpatched_by_itself():
     assert difference(patched, run(model, inputs)) == 0
 
 
-def test_a_patched_model_and_its_state_survive_pickle():
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_a_whole_model_survives_pickle(family):
+    make, inputs = FAMILIES[family]
+    model, inputs = ha.patch_model(make(), CONE), inputs()
+    perturb(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert difference(run(model, inputs), run(twin, inputs)) == 0
+    stock = [run(ha.unpatch_model(m), inputs) for m in (model, twin)]
+    assert difference(*stock) == 0
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+
+
+def test_the_state_of_a_patched_model_survives_pickle():
     model, inputs = llama(), text_inputs()
     ha.patch_model(model, CONE, heads="first-half")
     perturb(model)
