@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe test lint clean
+.PHONY: help demo recipe test zoo lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
@@ -29,6 +29,9 @@ recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minu
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
+	$(BIN)/python -m tests.zoo.run $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .

@@ -21,7 +21,13 @@ class SEWDRoute(DebertaV2Route):
         return self.dropout.drop_prob
 
     def forward(
-        self, hidden_states, attention_mask, query_states=None, relative_pos=None, rel_embeddings=None, **kwargs
+        self,
+        hidden_states,
+        attention_mask,
+        query_states=None,
+        relative_pos=None,
+        rel_embeddings=None,
+        **kwargs,
     ):
         mask = attention_mask.bool()
         context, weights = self.disentangled(hidden_states, mask, query_states, relative_pos, rel_embeddings)

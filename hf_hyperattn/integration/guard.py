@@ -22,7 +22,7 @@ import model_patches
 from ..config import HyperAttnConfig
 from .families import note_all, note_masks
 from .hyper import Hyper
-from .refusal import check_parts, check_routed, refusal
+from .refusal import check_config, check_parts, check_routed, refusal
 from .restore import restore
 from .stock import OURS
 
@@ -92,6 +92,9 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     if isinstance(attn_implementation, str):
         check_routed(self, attn_implementation)
         check_parts(self, attn_implementation)
+    for config, name in asked:
+        if name in OURS and config is not self.config:
+            check_config(self, config, name)
     result = original(self, attn_implementation, *args, **kwargs)
     for config, name in asked:
         if name in OURS and config._attn_implementation != name:

@@ -60,6 +60,13 @@ def check_parts(model: PreTrainedModel, name: str, configs=None) -> None:
             raise refusal(part.config.model_type, name)
 
 
+def check_config(model: PreTrainedModel, config, name: str) -> None:
+    """Raise if the parts of `model` that run on a sub-config have no host, though `name` is asked for just them."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    if parts and all(next(find_hosts(part), None) is None for part in parts):
+        raise refusal(config.model_type, name)
+
+
 def has_attention(model: nn.Module) -> bool:
     """Whether the model owns modules that call themselves attention."""
     return any("Attention" in type(module).__name__ for module in model.modules())

@@ -34,11 +34,20 @@ def softmax_attention(query, key, value, mask, scaling, is_causal, position_bias
 
 @contextlib.contextmanager
 def reference():
-    """Registers the reference with bool masks; gives the list of calls, each (module, mask, is_causal, position_bias)."""
+    """Registers the reference with bool masks; gives the calls, each (module, mask, is_causal, position_bias)."""
     calls = []
 
     def forward(
-        module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **other
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0,
+        scaling=None,
+        is_causal=None,
+        position_bias=None,
+        **other,
     ):
         assert query.dim() == key.dim() == value.dim() == 4
         assert query.shape[1] % key.shape[1] == 0 and key.shape[:3] == value.shape[:3]

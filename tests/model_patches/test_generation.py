@@ -46,7 +46,9 @@ def test_chunks_equal_one_call(name, pieces, implementation, calls):
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, side, calls):
     model = DECODERS[name]()
-    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (ids() if side is None else padded(side))
+    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (
+        ids() if side is None else padded(side)
+    )
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(**inputs, **options)
     model_patches.serve(model)
@@ -72,7 +74,13 @@ def test_static_cache(name, side, calls):
 @pytest.mark.parametrize("name", ["bloom", "falcon-grouped", "gptj", "mpt"])
 def test_beams(name, calls):
     model = DECODERS[name]()
-    options = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {
+        "max_new_tokens": 5,
+        "num_beams": 3,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
     expected = model.generate(**padded("left"), **options)
     model_patches.serve(model)
     switch(model, NAME)

@@ -173,7 +173,7 @@ def test_served_part_of_a_composite():
         "decoder.rembert.encoder.layer.0.crossattention.self",
     ]
     with reference() as calls:
-        model.set_attn_implementation({"decoder": NAME})
+        model.decoder.set_attn_implementation(NAME)
         found = outputs(model, inputs)
     assert len(calls) == 2 and [call[2] for call in calls] == [True, False]
     assert distance({".logits": found[".logits"]}, {".logits": expected[".logits"]}) <= 1e-5

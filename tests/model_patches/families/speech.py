@@ -6,7 +6,12 @@ from .build import TINY, make, padded
 
 
 def _wavlm(**options):
-    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+    convolutions = {
+        "conv_dim": (8, 8),
+        "conv_stride": (4, 4),
+        "conv_kernel": (8, 4),
+        "num_feat_extract_layers": 2,
+    }
     return make(
         "WavLMModel", "WavLMConfig", hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=37, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, num_buckets=16,

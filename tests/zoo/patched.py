@@ -1,0 +1,177 @@
+"""What must hold of a patched model; every check answers yes, no or not applicable (None), with a reason."""
+
+import json
+import os
+import tempfile
+
+import torch
+
+import hf_hyperattn as ha
+from hf_hyperattn.registry import MECHANISMS
+from tests.zoo.compare import TOLERANCE, changed, gap, run, snapshot
+from tests.zoo.probe import counted, guarded, line, stir
+from tests.zoo.tiny import KINDS
+
+PATCHED = "hf_hyperattn"
+NEW_TOKENS = 5
+
+
+def mechanisms():
+    """Every mechanism that can be patched in with its defaults."""
+    return [m.config() for m in MECHANISMS.values() if m.layer is not None]
+
+
+def identity(one):
+    """Right after patching, outputs are those from before, with and without gradients."""
+    stock = run(one.model, one.inputs)
+    worst = []
+    for config in mechanisms():
+        ha.patch_model(one.model, config)
+        try:
+            worst += [
+                (gap(stock, run(one.model, one.inputs, grad)), config.mechanism, grad)
+                for grad in (False, True)
+            ]
+        finally:
+            ha.unpatch_model(one.model)
+    value, name, grad = max(worst)
+    return (
+        value <= TOLERANCE,
+        f"largest difference {value:.1e} ({name}, {'with' if grad else 'without'} gradients)",
+    )
+
+
+def gradients(one):
+    """Every added parameter of a host that ran gets a finite gradient, and gates are not all zero."""
+    ha.patch_model(one.model, ha.ConeConfig())
+    try:
+        with counted(PATCHED) as modules:
+            out = run(one.model, one.inputs, grad=True)
+        used = [v for v in out.values() if v.requires_grad]
+        if not used:
+            return None, "no output carries a gradient"
+        sum((torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in used).backward()
+        added = [
+            p
+            for m in {id(m): m for m in modules}.values()
+            if "hyper" in m._modules
+            for p in m.hyper.parameters()
+        ]
+        grads = [p.grad for p in added]
+    finally:
+        one.model.zero_grad(set_to_none=True)
+        ha.unpatch_model(one.model)
+    if not added:
+        return False, "no patched host ran"
+    missing = sum(g is None for g in grads)
+    bad = sum(not bool(g.isfinite().all()) for g in grads if g is not None)
+    if bad:
+        return False, f"{bad} of {len(added)} gradients are not finite"
+    if not any(bool(g.any()) for g in grads if g is not None):
+        return None, "all gradients are zero: the outputs do not depend on what attention attends to"
+    if missing and not stock_reaches(one):
+        return None, "not every attention module reaches the outputs"
+    return not missing, f"{missing} of {len(added)} parameters got none"
+
+
+def stock_reaches(one):
+    """Whether every stock attention parameter that ran reaches the outputs, so that ours must too."""
+    with counted("sdpa") as modules:
+        out = run(one.model, one.inputs, grad=True)
+    sum(
+        (torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in out.values() if v.requires_grad
+    ).backward()
+    reached = all(p.grad is not None for m in modules for p in m.parameters())
+    one.model.zero_grad(set_to_none=True)
+    return reached
+
+
+def unpatch(one):
+    """Unpatching gives back the model from before, bit for bit."""
+    before, stock = snapshot(one.model), run(one.model, one.inputs)
+    ha.patch_model(one.model, ha.ConeConfig())
+    stir(one.model)
+    patched = run(one.model, one.inputs)
+    ha.unpatch_model(one.model)
+    what = changed(before, snapshot(one.model))
+    if what is not None:
+        return False, f"not restored: {what}"
+    difference = gap(stock, run(one.model, one.inputs))
+    if difference:
+        return False, f"outputs differ by {difference:.1e} after unpatching"
+    return True, "restored" if gap(stock, patched) else "restored; open gates had not changed the outputs"
+
+
+def reloaded(model, kind, inputs, directory):
+    """How far the outputs of a saved and reloaded model are from its own.
+
+    Both get their tensors copied before: kernels may round otherwise where a file is mapped at odd addresses.
+    """
+    model.save_pretrained(directory)
+    other = KINDS[kind][0].from_pretrained(directory).eval()
+    mine, theirs = model.state_dict(), other.state_dict()
+    if mine.keys() != theirs.keys() or not all(
+        torch.equal(v, theirs[k]) or v.isnan().any() for k, v in mine.items()
+    ):
+        return float("inf")
+    for one in (model, other):
+        for tensor in (*one.parameters(), *one.buffers()):
+            tensor.data = tensor.data.clone()
+    return gap(run(model, inputs), run(other, inputs))
+
+
+def reload(one, kind):
+    """Saved with open gates and taken back by plain `from_pretrained`, it computes the same."""
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=place) as stock, tempfile.TemporaryDirectory(dir=place) as ours:
+        try:
+            difference = reloaded(one.model, kind, one.inputs, stock)
+        except Exception as error:
+            return None, f"the stock model does not reload: {line(error)}"
+        if difference:
+            return None, f"the stock model reloads with a difference of {difference:.1e}"
+        ha.patch_model(one.model, ha.ConeConfig())
+        try:
+            stir(one.model)
+            difference = reloaded(one.model, kind, one.inputs, ours)
+            with open(os.path.join(ours, "config.json")) as file:
+                keys = {"hyperattn", "attn_implementation"} & json.load(file).keys()
+        finally:
+            ha.unpatch_model(one.model)
+    if len(keys) < 2:
+        return False, f"config.json has only {sorted(keys)}"
+    return difference == 0.0, f"difference {difference:.1e}"
+
+
+def generate(model, inputs, use_cache):
+    torch.manual_seed(0)
+    out = model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, use_cache=use_cache
+    )
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+def generation(one):
+    """Greedy generation with open gates is the same with and without a cache."""
+    inputs = {n: v for n, v in one.inputs.items() if n not in ("decoder_input_ids", "use_cache")}
+    if not one.model.can_generate() or not inputs:
+        return None, "does not generate"
+    try:
+        same = torch.equal(generate(one.model, inputs, True), generate(one.model, inputs, False))
+    except Exception as error:
+        return None, f"the stock model does not generate from these inputs: {line(error)}"
+    if not same:
+        return None, "the stock model generates differently with and without a cache"
+    ha.patch_model(one.model, ha.ConeConfig())
+    try:
+        stir(one.model)
+        same = torch.equal(generate(one.model, inputs, True), generate(one.model, inputs, False))
+    finally:
+        ha.unpatch_model(one.model)
+    return same, f"{NEW_TOKENS} tokens"
+
+
+def patch_checks(kind, one):
+    """What must hold of the patched model."""
+    answers = {check.__name__: guarded(check, one) for check in (identity, gradients, unpatch)}
+    return answers | {"reload": guarded(reload, one, kind), "generation": guarded(generation, one)}
