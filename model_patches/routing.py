@@ -203,7 +203,7 @@ def route(module: nn.Module, mixin: type[Route], config) -> None:
 
 def unroute(module: nn.Module) -> None:
     """Give one routed module its stock class back and remove what `route` set."""
-    added, _ = module.__dict__.pop(RECORD)
+    added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
     for name in added:
         delattr(module, name)
     _become(module, type(module).stock_class)
@@ -211,7 +211,8 @@ def unroute(module: nn.Module) -> None:
 
 def check_unroute(module: nn.Module) -> None:
     """Raise ValueError while the config names an implementation that the stock class would ignore or misread."""
-    now, before = module.config._attn_implementation, module.__dict__[RECORD][1]
+    now = module.config._attn_implementation
+    _, before = module.__dict__.get(RECORD, ((), now))
     built_in = before in (None, "sdpa") or str(before).startswith("flash_attention")
     allowed = ["eager", before] if built_in else ["eager"]
     if now not in allowed:

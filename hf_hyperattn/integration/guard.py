@@ -22,11 +22,14 @@ import model_patches
 from ..config import HyperAttnConfig
 from .families import note_all, note_masks
 from .hyper import Hyper
+from .records import tree
 from .refusal import check_config, check_parts, check_routed, refusal
 from .restore import restore
-from .stock import OURS
+from .stock import OURS, STOCK, stock_name
 
-WANTED = "_hyperattn_wanted"  # the name a model was asked for while it is built under another one
+#: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
+#: set the names of their parts themselves, from the one at the top.
+WANTED = "_hyperattn_wanted"
 WRAPPED = "_hyperattn_wrapped"
 
 
@@ -54,18 +57,19 @@ def _build(original, self, config, *args, **kwargs):
         HyperAttnConfig.from_dict(config.hyperattn)  # before Transformers copies what a stranger wrote
     original(self, config, *args, **kwargs)
     note_masks(self)
-    wanted = self.config._attn_implementation
-    neutral = model_patches.construct_as(self.config.model_type) if wanted in OURS else None
-    if neutral is not None:
-        self.__dict__[WANTED] = wanted
-        self.config._attn_implementation = neutral
+    self.__dict__[WANTED] = [
+        (part, part._attn_implementation) for part in tree(self.config) if part._attn_implementation in OURS
+    ]
+    neutral = model_patches.construct_as(self.config.model_type)
+    if neutral is not None and self.config._attn_implementation in OURS:
+        noted = STOCK in self.config.__dict__  # a patched checkpoint is built as it was before the patch
+        self.config._attn_implementation = stock_name(self.config) if noted else neutral
 
 
 @wrap("post_init")
 def _finish(original, self):
-    wanted = self.__dict__.pop(WANTED, None)
-    if wanted is not None:
-        self.config._attn_implementation = wanted
+    for part, wanted in self.__dict__.pop(WANTED, ()):
+        part._attn_implementation_internal = wanted
     name = self.config._attn_implementation
     restored = getattr(self.config, "hyperattn", None) is not None and restore(self)
     if name in OURS and not restored:

@@ -77,7 +77,7 @@ def _write(part: PreTrainedModel) -> set[int]:
         if name:
             config.attn_implementation = name
         else:
-            config.__dict__.pop("attn_implementation", None)
+            _forget_name(config)
     return {id(host) for host in hosts.values()} if alike else set()
 
 
@@ -103,12 +103,22 @@ def without_records(model: PreTrainedModel) -> Iterator[None]:
 def _erase(configs: Iterable[PreTrainedConfig]) -> None:
     for config in configs:
         if config.__dict__.get("_attn_implementation_internal") == RUNNING and STOCK in config.__dict__:
-            before = config.__dict__[STOCK]
-            config._attn_implementation_internal = before if before is None else stock_name(config)
+            config._attn_implementation_internal = name_before(config)
         if recorded_hosts(config) is not None:
             del config.hyperattn
-        for name in (STOCK, "attn_implementation"):
-            config.__dict__.pop(name, None)
+        config.__dict__.pop(STOCK, None)
+        _forget_name(config)
+
+
+def _forget_name(config) -> None:
+    """Take out what the next load would read, where it is ours."""
+    if PATCHED in str(config.__dict__.get("attn_implementation")):
+        del config.attn_implementation
+
+
+def name_before(config) -> str | None:
+    """The implementation from before the patch; None where the config had none."""
+    return None if config.__dict__.get(STOCK, "") is None else stock_name(config)
 
 
 def _mark(config) -> None:

@@ -10,10 +10,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
-from .families import family_mask
+from .families import family_mask, note_all
 from .records import tree
 from .serving import patched_forward
 from .stock import PATCHED, RUNNING
+
+ASKED = "_hyperattn_asked"
 
 
 class Patched:
@@ -25,9 +27,10 @@ class Patched:
         return False
 
     def __init__(self, config, *args, **kwargs):
-        for part in tree(config):
-            if part._attn_implementation == PATCHED:
-                part._attn_implementation_internal = RUNNING
+        asked = [part for part in tree(config) if part._attn_implementation == PATCHED]
+        for part in asked:
+            part._attn_implementation_internal = RUNNING
+        self.__dict__[ASKED] = asked
         super().__init__(config, *args, **kwargs)
 
     def post_init(self):
@@ -36,6 +39,11 @@ class Patched:
         Raises:
             ValueError: the config does not say what was patched, or names hosts that the model does not have.
         """
+        for part in self.__dict__.pop(ASKED):
+            part._attn_implementation_internal = (
+                RUNNING  # some models set the names of their parts from the one at the top
+            )
+        note_all(self)
         settle_stock(self)
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
         super().post_init()

@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
 from .patching import route
-from .records import parts, patched_hosts, recorded_hosts, tree
+from .records import name_before, parts, patched_hosts, recorded_hosts, tree
 from .refusal import models_being_built
-from .stock import STOCK, stock_name
+from .stock import STOCK
 
 
 def restore(model: PreTrainedModel) -> bool:
@@ -38,7 +38,7 @@ def route_as_before(model: PreTrainedModel) -> bool:
     now = [config._attn_implementation for config in named]
     try:
         for config in named:
-            config._attn_implementation_internal = stock_name(config)
+            config._attn_implementation_internal = name_before(config)
         return route(model)
     finally:
         for config, name in zip(named, now, strict=True):

@@ -14,16 +14,20 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.records import patched_hosts
 from tests.integration.models import (
     FAMILIES,
+    State,
     bert,
     difference,
     llama,
     llava,
     perturb,
     run,
+    tensors,
     text_inputs,
 )
+from tests.zoo.tiny import tiny
 
 CONE = ha.ConeConfig(gamma=0.5, radius=2.0)
 ROOT = Path(__file__).parents[2]
@@ -247,6 +251,37 @@ def test_two_models_that_share_a_config(tmp_path):
     assert difference(expected, run(model, inputs)) == 0
     model.save_pretrained(tmp_path / "model")
     assert difference(expected, run(type(model).from_pretrained(tmp_path / "model"), inputs)) == 0
+
+
+#: sam sets the names of its parts from the one at the top, groupvit's parts have none, data2vec-vision picks classes by
+#: name, mpt's routed class is one of a whole model, lightglue's config has a name of its own.
+ODD = ("sam", "sam3", "groupvit", "data2vec-vision", "mpt", "lightglue")
+
+
+@pytest.mark.parametrize("model_type", ODD)
+def test_models_that_handle_names_in_ways_of_their_own(model_type, tmp_path):
+    one, _ = tiny("base", model_type)
+    model, inputs = one.model, one.inputs
+    model.save_pretrained(tmp_path / "plain")
+    plain, state = type(model).from_pretrained(tmp_path / "plain"), State(model)
+    names = [c._attn_implementation for c in configs(plain)]
+    ha.patch_model(model, CONE)
+    perturb(model)
+    with torch.no_grad():
+        expected = tensors(model(**inputs))
+        model.save_pretrained(tmp_path / "patched")
+        again = type(model).from_pretrained(tmp_path / "patched")
+        assert {host.config._attn_implementation for _, host in patched_hosts(again)} == {"hf_hyperattn"}
+        assert difference(expected, tensors(again(**inputs))) <= 1e-6
+    for one in (model, again):
+        ha.unpatch_model(one)
+        assert [type(m).__name__ for m in one.modules()] == [type(m).__name__ for m in plain.modules()]
+    assert state.differences(State(model)) == []
+    assert [c._attn_implementation for c in configs(again)] == names
+
+
+def configs(model) -> list:
+    return [m.config for m in model.modules() if hasattr(m, "config")]
 
 
 # parts
