@@ -56,7 +56,34 @@ WIDE = {
     "clap",
 }
 
+NARROW = {"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.1, "hidden_dim": 320}
+BANDS = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]} | {
+    f"{kind}_{ratio}ratio": [
+        [size * tall + 1 - tall, size * wide + 1 - wide],
+        1,
+        [size // 2 * tall, size // 2 * wide],
+    ]
+    for kind, tall, wide in (
+        ("vertical_long_to_small_conv", 1, 0),
+        ("horizontal_small_to_long_conv", 0, 1),
+        ("symmetric_conv_long", 1, 1),
+    )
+    for ratio, size in (("long", 7), ("mid", 5), ("short", 3))
+}
+
 OVERRIDES = {
+    "align": {"projection_dim": 80, "vision_config": NARROW},
+    "efficientnet": NARROW,
+    "uvdoc": {
+        "bridge_connector": [128, 128],
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4", "stage5", "stage6"]},
+    },
+    "pp_ocrv6_medium_det": {
+        "intraclass_block_config": BANDS,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 4, 8],
+    },
+    "pp_ocrv6_small_det": {"layer_list_out_channels": [48, 96, 192, 384]},
     # rotary sections of three axes fill half a head of 16
     **dict.fromkeys(
         "glm4v_text glm_image_text glm_ocr_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text "
@@ -272,10 +299,10 @@ OVERRIDES = {
         "text_projection_out_dim": 64,
         "class_embed_dim": 64,
         "image_size": 64,
-        "vision_features_channels": [64] * 3,
+        "vision_features_channels": [32] * 3,
         "task_encoder_hidden_dim": 64,
-        "decoder_hidden_dim": 64,
-        "encoder_hidden_dim": 64,
+        "decoder_hidden_dim": 32,
+        "encoder_hidden_dim": 32,
         "d_model": ...,
         "encoder_dim_feedforward": 64,
         "decoder_dim_feedforward": 64,
