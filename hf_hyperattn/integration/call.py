@@ -12,7 +12,7 @@ from transformers.utils import output_capturing
 
 from ..engines import Options
 from ..mechanisms.base import HostCall
-from .families import is_causal_host, scaling_already_applied
+from .families import is_causal_host, position_hides, reads_weights, scaling_already_applied
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -53,6 +53,7 @@ def host_call(
     refuse_keywords(module, attention_mask, keywords)
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
     causal = is_causal_host(module) if is_causal is None else bool(is_causal)
+    hidden = causal and position_hides(module)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     applied = scaling_already_applied(module, scale)
     extra = s_aux if s_aux is not None else sinks
@@ -64,7 +65,7 @@ def host_call(
         softcap=softcap,
         dropout_p=float(dropout or 0.0),
         sinks=None if extra is None else extra.reshape(-1),
-        **visibility(attention_mask, causal, sliding_window, query.shape[2], key.shape[2]),
+        **visibility(attention_mask, hidden, sliding_window, query.shape[2], key.shape[2]),
     )
     query = query if applied == 1.0 else query / applied
     return HostCall(query, key, value, scale * applied, causal, options, keywords)
@@ -116,13 +117,13 @@ def module_output(out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor |
     return out.transpose(1, 2).contiguous(), weights
 
 
-def wants_weights(keywords: dict) -> bool:
+def wants_weights(module: nn.Module, keywords: dict) -> bool:
     """Whether somebody will read the attention weights of this call.
 
     Some families pass `output_attentions` down; for the others Transformers collects them with hooks and keeps what
     it collects in a context variable.
     """
-    if keywords.get("output_attentions"):
+    if keywords.get("output_attentions") or reads_weights(module):
         return True
     collector = getattr(output_capturing, "_active_collector", None)
     collected = collector.get() if collector is not None else None

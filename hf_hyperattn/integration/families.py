@@ -11,6 +11,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
 
 
+#: Classes of families that always return their attention weights.
+RETURNING_WEIGHTS = ("BridgeTower",)
+
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()
 
@@ -40,7 +43,21 @@ def family_mask(*args, config=None, **kwargs):
 
 def is_causal_host(module: nn.Module) -> bool:
     """Whether the module says that its queries see only earlier keys; where it says nothing, what SDPA would take."""
-    return bool(getattr(module, "is_causal", type(getattr(module, "config", None)) not in MASK_SAYS_ALL))
+    return bool(getattr(module, "is_causal", position_hides(module)))
+
+
+def position_hides(module: nn.Module) -> bool:
+    """Whether a causal call without a mask hides later keys.
+
+    In families with eager attention alone nothing does; hosts that `model_patches` routes (they know their stock
+    class) keep to the call contract all the same.
+    """
+    return type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
+
+
+def reads_weights(module: nn.Module) -> bool:
+    """Whether the family returns its attention weights also where nobody asked for them."""
+    return type(module).__name__.startswith(RETURNING_WEIGHTS)
 
 
 def scaling_already_applied(module: nn.Module, scale: float) -> float:

@@ -59,7 +59,7 @@ def by_name(name: str, default: MechanismConfig):
     def forward(module, query, key, value, attention_mask, **keywords):
         layer = _layer(by_name_config(module, default))
         call = host_call(module, query, key, value, attention_mask, **keywords)
-        return module_output(*layer(Plan.of(call)).run(weights=wants_weights(keywords)))
+        return module_output(*layer(Plan.of(call)).run(weights=wants_weights(module, keywords)))
 
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward

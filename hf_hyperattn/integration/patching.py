@@ -159,7 +159,8 @@ def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Found]:
     if not found:
         layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(
-            f"layers={layers} chooses no attention module of {type(base).__name__}; it has: "
+            f"layers={layers} chooses no attention module of {type(base).__name__} (model type "
+            f"{base.config.model_type!r}); it has: "
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, found)

@@ -16,7 +16,7 @@ def patched_forward(module, query, key, value, attention_mask, **keywords):
             out, _ = stock_forward(module, query, key, value, attention_mask, **keywords)
             return out.transpose(1, 2)
 
-        found = hyper(call, wants_weights(keywords), stock)
+        found = hyper(call, wants_weights(module, keywords), stock)
         if found is not None:
             return module_output(*found)
     return stock_forward(module, query, key, value, attention_mask, **keywords)

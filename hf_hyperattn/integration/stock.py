@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .call import within_indices
-from .families import is_causal_host
+from .families import is_causal_host, position_hides
 from .hosts import interface_callers
 
 #: The attention implementation of patched models, as config.json has it.
@@ -53,7 +53,8 @@ def additive_mask(
     module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor | None:
     """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
-    if mask is None and query.shape[2] > 1 and (is_causal_host(module) if is_causal is None else is_causal):
+    causal = is_causal_host(module) if is_causal is None else is_causal
+    if mask is None and query.shape[2] > 1 and causal and position_hides(module):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
             None, None
         ]
