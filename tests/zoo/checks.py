@@ -1,5 +1,7 @@
 """All checks of one model type, and the verdict."""
 
+import re
+
 import hf_hyperattn as ha
 from hf_hyperattn.integration.hosts import find_hosts
 from hf_hyperattn.integration.refusal import has_attention
@@ -51,9 +53,9 @@ def refusals(kind, model_type, one, message):
         ha.patch_model(fresh, ha.ConeConfig())
     except ValueError as error:
         messages["patch_model"] = line(error)
-    known = [repr(t) for t in types_in(one.config)]
+    known = [re.escape(t) for t in types_in(one.config) if t]
     for way, text in messages.items():
-        if not any(t in text for t in known):
+        if not re.search(rf"(?<![\w-])({'|'.join(known)})(?![\w-])", text):
             return False, f"{way} does not name the family: {text}"
     return "patch_model" in messages, message
 

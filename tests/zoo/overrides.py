@@ -314,6 +314,7 @@ OVERRIDES = {
     **dict.fromkeys(("neucodec", "xcodec2"), {"quantization_dim": 128, "num_key_value_heads": 4}),
     **dict.fromkeys("glpn pvt_v2 pvt segformer".split(), {"sr_ratios": [4, 2, 1, 1]}),
     **dict.fromkeys("big_bird bigbird_pegasus".split(), {"attention_type": "original_full"}),
+    "InformerConfig": {"attention_type": "full"},
     "diffusion_gemma_text": {"global_head_dim": 16},
     "xmod": {"default_language": "en_XX"},
 }
