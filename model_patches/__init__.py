@@ -22,12 +22,13 @@ from types import ModuleType
 from torch import nn
 from transformers import PreTrainedModel
 
-from .refused import REFUSED
+from .refused import REFUSED, STAYING
 from .routing import AttentionRoute, check_unroute, eager_attention, is_routed, route, unroute
 
 __all__ = [
     "FAMILIES",
     "REFUSED",
+    "STAYING",
     "construct_as",
     "eager_attention",
     "family",
@@ -43,8 +44,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "big_bird": ("big_bird", "big_bird"),
     "blip": ("blip", "blip"),
     "bloom": ("bloom", "bloom"),
+    "bros": ("bros", "bros"),
     "canine": ("canine", "bert_layout"),
     "codegen": ("codegen", "codegen"),
+    "convbert": ("convbert", "convbert"),
     "cpmant": ("cpmant", "cpmant"),
     "cvt": ("cvt", "pyramid"),
     "data2vec-vision": ("data2vec_vision", "windows"),
@@ -98,12 +101,14 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "xglm": ("xglm", "bart_layout"),
     "xlm": ("xlm", "xlm"),
 }
-# modelling files that are a part of a served family, or that call the interface except for one class
+# modelling files that are a part of a served family, or that call the interface except for a class of theirs
 _PARTS = {
+    "bigbird_pegasus": "big_bird",
     "blip_text": "blip",
     "clap": "windows",
     "deepseek_ocr2": "vit_layout",
     "git": "bert_layout",
+    "informer": "informer",
     "pp_formulanet": "vit_layout",
     "sam": "vit_layout",
     "sam_hq": "vit_layout",
@@ -129,6 +134,11 @@ def family(model_type: str) -> ModuleType:
         reason = REFUSED.get(model_type, "it either calls the attention interface itself or is unknown")
         raise KeyError(f"model type {model_type!r} is not served: {reason}")
     return importlib.import_module(f"{__name__}.{FAMILIES[model_type][1]}")
+
+
+def routes_of(file: str) -> dict[str, type]:
+    """The mixins of one of our files by the name of the stock class they stand before."""
+    return importlib.import_module(f"{__name__}.{file}").ROUTES
 
 
 def construct_as(model_type: str) -> str | None:
@@ -206,7 +216,7 @@ def _mixin_of(cls: type) -> type | None:
     stem = _stem(cls)
     if stem not in _FILES:
         return None
-    routes = importlib.import_module(f"{__name__}.{_FILES[stem]}").ROUTES
+    routes = routes_of(_FILES[stem])
     return next((routes[base.__name__] for base in cls.__mro__ if base.__name__ in routes), None)
 
 

@@ -16,7 +16,7 @@ from . import FAMILIES, REFUSED
 
 CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
 STATES = ("routed", "served", "composite", "refused", "unknown")
-_PARTS = re.compile(r"\bAutoModel\w*\.from_|^from \.\.\w+\.modeling_\w+ import", re.MULTILINE)
+_PARTS = re.compile(r"\bAutoModel\w*\._?from_config|^from \.\.\w+\.modeling_\w+ import", re.MULTILINE)
 _ATTENTION = re.compile(r"^class \w*(?:Attention|Attn)\w*\(", re.MULTILINE)
 
 

@@ -124,18 +124,21 @@ def test_set_attn_implementation(name):
     assert "_can_set_attn_implementation" not in vars(model)
 
 
-def test_variants_out_of_reach_are_refused_before_anything_changes():
-    sparse = transformers.BigBirdConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37
-    )
-    talking = transformers.DebertaConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37
-    )
+def out_of_reach():
+    small = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    pegasus = {"vocab_size": 60, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    talking = transformers.DebertaConfig(**small, intermediate_size=37)
     talking.talking_head = True
-    for model, message in (
-        (transformers.BigBirdModel(sparse), "original_full"),
-        (transformers.DebertaModel(talking), "talking_head=False"),
-    ):
+    yield "original_full", transformers.BigBirdModel(transformers.BigBirdConfig(**small, intermediate_size=37))
+    yield "original_full", transformers.BigBirdPegasusModel(transformers.BigBirdPegasusConfig(**pegasus))
+    yield "talking_head=False", transformers.DebertaModel(talking)
+    yield "attention_type='full'", transformers.InformerModel(
+        transformers.InformerConfig(prediction_length=4, d_model=32, encoder_layers=1, decoder_layers=1)
+    )
+
+
+def test_variants_out_of_reach_are_refused_before_anything_changes():
+    for message, model in out_of_reach():
         before = anatomy(model)
         with pytest.raises(ValueError, match=message):
             model_patches.serve(model)

@@ -175,7 +175,6 @@ def test_hooks_of_accelerate(name, offload, first):
     assert distance(outputs(model, inputs), expected) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bloom", "deberta-v2", "falcon-alibi", "gpt_neo", "mpnet"])
 def test_compiles_into_one_graph(name):
     model = TEXT[name]()

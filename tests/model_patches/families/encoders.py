@@ -12,6 +12,9 @@ ENCODERS = {
     "big_bird": lambda: make(
         "BigBirdForMaskedLM", "BigBirdConfig", **BERT, attention_type="original_full"
     ),
+    "convbert": lambda: make(
+        "ConvBertModel", "ConvBertConfig", **BERT, embedding_size=32, head_ratio=2, conv_kernel_size=3
+    ),
     "deberta": lambda: make(
         "DebertaForMaskedLM", "DebertaConfig", **BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]
     ),

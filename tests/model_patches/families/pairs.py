@@ -26,6 +26,14 @@ def _tvp():
 
 
 PAIRS = {
+    "bigbird_pegasus": lambda: (
+        make(
+            "BigBirdPegasusModel", "BigBirdPegasusConfig", vocab_size=60, d_model=32, encoder_layers=2,
+            decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=37,
+            decoder_ffn_dim=37, max_position_embeddings=64, attention_type="original_full",
+        ),
+        padded("right") | {"decoder_input_ids": ids(length=7)["input_ids"]},
+    ),
     "blip": lambda: (
         make(
             "BlipModel", "BlipConfig", vision_config=VIT, projection_dim=16,
@@ -39,6 +47,10 @@ PAIRS = {
             text_config=BERT | {"encoder_hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         ),
         ids() | pixels(),
+    ),
+    "bros": lambda: (
+        make("BrosModel", "BrosConfig", **(BERT | {"hidden_size": 64}), dim_bbox=8, bbox_scale=1.0),
+        padded("right") | {"bbox": boxes()["bbox"].repeat(1, 1, 2)[..., [0, 1, 2, 1, 2, 3, 0, 3]] / 100},
     ),
     "canine": lambda: (
         make(

@@ -1,0 +1,71 @@
+"""`python -m model_patches`: docs/families.md, written from the files and the tables of this package."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+
+import transformers
+
+from . import _PARTS, FAMILIES, REFUSED, STAYING
+from .census import model_types, modelling_files, state
+
+HEAD = """# Families
+
+Transformers {version} has {types} model types in its base and causal-LM mappings. How their attention is reached, read
+from the source files (`model_patches/census.py`); what works is measured in [compatibility.md](compatibility.md).
+
+| state | model types | meaning |
+| --- | --- | --- |
+| routed | {routed} | the modelling file calls the attention interface itself |
+| composite | {composite} | made of other models, no attention of its own |
+| served | {served} | routed by a file of `model_patches`, on first use, without your doing |
+| refused | {refused} | out of reach, or without attention |
+
+This page is written by `python -m model_patches > docs/families.md`; a test keeps it so.
+
+## Served
+
+What each family does differently, and how it is routed, is the docstring of its file.
+
+| file | model types | in one line |
+| --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """The text of docs/families.md for the installed Transformers."""
+    states = Counter(state(model_type) for model_type in model_types())
+    counts = {name: states[name] for name in ("routed", "composite", "served", "refused")}
+    text = HEAD.format(version=transformers.__version__, types=len(model_types()), **counts)
+    text += "".join(f"| {row} |\n" for row in _served())
+    text += "\n## Refused\n\n| reason | model types |\n| --- | --- |\n"
+    text += "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(REFUSED))
+    text += (
+        "\n## Parts that stay as they are\n\nClasses of routed and served families that compute attention without "
+        "the interface, and are left alone.\n\n| it ... | classes |\n| --- | --- |\n"
+    )
+    return text + "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in _by_reason(STAYING))
+
+
+def _served():
+    files: dict[str, list[str]] = {}
+    for model_type, (_, file) in FAMILIES.items():
+        files.setdefault(file, []).append(model_type)
+    for stem, file in _PARTS.items():
+        if f"modeling_{stem}" in modelling_files():
+            files.setdefault(file, []).append(f"{stem} (a part)")
+    for file, names in sorted(files.items()):
+        line = importlib.import_module(f"{__package__}.{file}").__doc__.split("\n\n")[0].replace("\n", " ")
+        yield f"`{file}.py` | {', '.join(sorted(names))} | {line}"
+
+
+def _by_reason(table: dict[str, str]):
+    reasons: dict[str, list[str]] = {}
+    for name, reason in table.items():
+        reasons.setdefault(reason, []).append(name)
+    return sorted((reason, sorted(names)) for reason, names in reasons.items())
+
+
+if __name__ == "__main__":
+    print(page(), end="")
