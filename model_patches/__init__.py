@@ -22,8 +22,10 @@ from types import ModuleType
 from torch import nn
 from transformers import PreTrainedModel
 
+from .eager import eager_attention
 from .refused import REFUSED, STAYING
-from .routing import AttentionRoute, check_unroute, eager_attention, is_routed, route, unroute
+from .routing import AttentionRoute, check_unroute, is_routed, route, unroute
+from .table import BUILT_AS_EAGER, FAMILIES, FILES
 
 __all__ = [
     "FAMILIES",
@@ -38,88 +40,6 @@ __all__ = [
     "unserve",
 ]
 
-# model type -> (modelling file of Transformers without "modeling_", our file)
-FAMILIES: dict[str, tuple[str, str]] = {
-    "bark": ("bark", "gpt_layout"),
-    "big_bird": ("big_bird", "big_bird"),
-    "blip": ("blip", "blip"),
-    "bloom": ("bloom", "bloom"),
-    "bros": ("bros", "bros"),
-    "canine": ("canine", "bert_layout"),
-    "codegen": ("codegen", "codegen"),
-    "convbert": ("convbert", "convbert"),
-    "cpmant": ("cpmant", "cpmant"),
-    "cvt": ("cvt", "pyramid"),
-    "data2vec-vision": ("data2vec_vision", "windows"),
-    "deberta": ("deberta", "deberta"),
-    "deberta-v2": ("deberta_v2", "deberta_v2"),
-    "donut-swin": ("donut_swin", "windows"),
-    "falcon": ("falcon", "falcon"),
-    "fastspeech2_conformer": ("fastspeech2_conformer", "fastspeech2"),
-    "fastspeech2_conformer_with_hifigan": ("fastspeech2_conformer", "fastspeech2"),
-    "flaubert": ("flaubert", "xlm"),
-    "flava": ("flava", "bert_layout"),
-    "fsmt": ("fsmt", "fsmt"),
-    "glpn": ("glpn", "pyramid"),
-    "got_ocr2": ("got_ocr2", "vit_layout"),
-    "gpt_neo": ("gpt_neo", "gpt_neo"),
-    "gpt_neox_japanese": ("gpt_neox_japanese", "gpt_layout"),
-    "gptj": ("gptj", "gptj"),
-    "groupvit": ("groupvit", "bart_layout"),
-    "imagegpt": ("imagegpt", "gpt_layout"),
-    "layoutlmv3": ("layoutlmv3", "layoutlmv3"),
-    "luke": ("luke", "luke"),
-    "lxmert": ("lxmert", "bert_layout"),
-    "maskformer-swin": ("maskformer_swin", "windows"),
-    "megatron-bert": ("megatron_bert", "bert_layout"),
-    "mgp-str": ("mgp_str", "vit_layout"),
-    "mobilevit": ("mobilevit", "bert_layout"),
-    "mpnet": ("mpnet", "mpnet"),
-    "mpt": ("mpt", "mpt"),
-    "mvp": ("mvp", "bart_layout"),
-    "openai-gpt": ("openai", "gpt_layout"),
-    "perceiver": ("perceiver", "perceiver"),
-    "pvt": ("pvt", "pyramid"),
-    "pvt_v2": ("pvt_v2", "pyramid"),
-    "rembert": ("rembert", "bert_layout"),
-    "roformer": ("roformer", "roformer"),
-    "seggpt": ("seggpt", "vit_layout"),
-    "sew-d": ("sew_d", "sew_d"),
-    "speecht5": ("speecht5", "bart_layout"),
-    "squeezebert": ("squeezebert", "squeezebert"),
-    "swin2sr": ("swin2sr", "windows"),
-    "swinv2": ("swinv2", "windows"),
-    "table-transformer": ("table_transformer", "bart_layout"),
-    "tapas": ("tapas", "bert_layout"),
-    "timesformer": ("timesformer", "vit_layout"),
-    "trocr": ("trocr", "bart_layout"),
-    "tvp": ("tvp", "bert_layout"),
-    "vilt": ("vilt", "bert_layout"),
-    "visual_bert": ("visual_bert", "bert_layout"),
-    "vitdet": ("vitdet", "vit_layout"),
-    "wavlm": ("wavlm", "wavlm"),
-    "xglm": ("xglm", "bart_layout"),
-    "xlm": ("xlm", "xlm"),
-}
-# modelling files that are a part of a served family, or that call the interface except for a class of theirs
-_PARTS = {
-    "bigbird_pegasus": "big_bird",
-    "blip_text": "blip",
-    "clap": "windows",
-    "deepseek_ocr2": "vit_layout",
-    "git": "bert_layout",
-    "informer": "informer",
-    "pp_formulanet": "vit_layout",
-    "sam": "vit_layout",
-    "sam_hq": "vit_layout",
-    "unlimited_ocr": "vit_layout",
-}
-_FILES = dict(FAMILIES.values()) | _PARTS
-# model types whose code picks the attention class from a dict of implementation names in `__init__`
-_BUILT_AS_EAGER = frozenset(
-    "bark coarse_acoustics data2vec-vision deepseek_ocr2_sam_vision_model falcon fine_acoustics git gpt_neo gptj "
-    "sam_hq_vision_model sam_vision_model semantic superglue unlimited_ocr_sam_vision_model".split()
-)
 # Transformers reads the module's source to decide whether `set_attn_implementation` may work; a served model says so
 _SETTABLE = "_can_set_attn_implementation"
 
@@ -148,7 +68,7 @@ def construct_as(model_type: str) -> str | None:
     a KeyError: build them under the name given here, `serve` them, then set the wanted one. In a composite the
     type is that of the part.
     """
-    return "eager" if model_type in _BUILT_AS_EAGER else None
+    return "eager" if model_type in BUILT_AS_EAGER else None
 
 
 def serve(model: nn.Module) -> bool:
@@ -169,7 +89,7 @@ def serve(model: nn.Module) -> bool:
     for module, mixin, config in found:
         route(module, mixin, config)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _stem(type(module)) in _FILES:
+        if isinstance(module, PreTrainedModel) and _stem(type(module)) in FILES:
             module.__dict__[_SETTABLE] = _yes
     return any(is_routed(module) for module in model.modules())
 
@@ -214,9 +134,9 @@ def _served_modules(model: nn.Module) -> Iterator[tuple[nn.Module, type, object]
 
 def _mixin_of(cls: type) -> type | None:
     stem = _stem(cls)
-    if stem not in _FILES:
+    if stem not in FILES:
         return None
-    routes = routes_of(_FILES[stem])
+    routes = routes_of(FILES[stem])
     return next((routes[base.__name__] for base in cls.__mro__ if base.__name__ in routes), None)
 
 

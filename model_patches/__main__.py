@@ -7,8 +7,9 @@ from collections import Counter
 
 import transformers
 
-from . import _PARTS, FAMILIES, REFUSED, STAYING
 from .census import model_types, modelling_files, state
+from .refused import REFUSED, STAYING
+from .table import FAMILIES, PARTS
 
 HEAD = """# Families
 
@@ -52,7 +53,7 @@ def _served():
     files: dict[str, list[str]] = {}
     for model_type, (_, file) in FAMILIES.items():
         files.setdefault(file, []).append(model_type)
-    for stem, file in _PARTS.items():
+    for stem, file in PARTS.items():
         if f"modeling_{stem}" in modelling_files():
             files.setdefault(file, []).append(f"{stem} (a part)")
     for file, names in sorted(files.items()):

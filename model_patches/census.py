@@ -12,7 +12,8 @@ from pathlib import Path
 import transformers
 from transformers.models.auto import modeling_auto
 
-from . import FAMILIES, REFUSED
+from .refused import REFUSED
+from .table import FAMILIES
 
 CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
 STATES = ("routed", "served", "composite", "refused", "unknown")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from .eager import eager_scores
 from .layouts import ProjectedRoute
-from .routing import eager_scores
 
 
 class SqueezeBertRoute(ProjectedRoute):

@@ -9,6 +9,7 @@ import transformers
 import model_patches
 from model_patches import __main__ as page
 from model_patches.census import CALL, model_types, modelling_files, state
+from model_patches.table import FILES
 
 OTHER_CALLS = ("scaled_dot_product_attention(", "multi_head_attention_forward(", "nn.MultiheadAttention(")
 
@@ -43,7 +44,7 @@ def test_parts_that_stay_stock_are_named():
     """In families that call the interface, every other attention class is routed, or listed with a reason."""
     staying = set()
     for stem, text in modelling_files().items():
-        file = model_patches._FILES.get(stem.removeprefix("modeling_"))
+        file = FILES.get(stem.removeprefix("modeling_"))
         if CALL not in text and file is None:
             continue
         routes = model_patches.routes_of(file) if file else {}

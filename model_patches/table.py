@@ -1,0 +1,86 @@
+"""Which of our files serves which modelling file of Transformers, as data."""
+
+from __future__ import annotations
+
+# model type -> (modelling file of Transformers without "modeling_", our file)
+FAMILIES: dict[str, tuple[str, str]] = {
+    "bark": ("bark", "gpt_layout"),
+    "big_bird": ("big_bird", "big_bird"),
+    "blip": ("blip", "blip"),
+    "bloom": ("bloom", "bloom"),
+    "bros": ("bros", "bros"),
+    "canine": ("canine", "bert_layout"),
+    "codegen": ("codegen", "codegen"),
+    "convbert": ("convbert", "convbert"),
+    "cpmant": ("cpmant", "cpmant"),
+    "cvt": ("cvt", "pyramid"),
+    "data2vec-vision": ("data2vec_vision", "windows"),
+    "deberta": ("deberta", "deberta"),
+    "deberta-v2": ("deberta_v2", "deberta_v2"),
+    "donut-swin": ("donut_swin", "windows"),
+    "falcon": ("falcon", "falcon"),
+    "fastspeech2_conformer": ("fastspeech2_conformer", "fastspeech2"),
+    "fastspeech2_conformer_with_hifigan": ("fastspeech2_conformer", "fastspeech2"),
+    "flaubert": ("flaubert", "xlm"),
+    "flava": ("flava", "bert_layout"),
+    "fsmt": ("fsmt", "fsmt"),
+    "glpn": ("glpn", "pyramid"),
+    "got_ocr2": ("got_ocr2", "vit_layout"),
+    "gpt_neo": ("gpt_neo", "gpt_neo"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", "gpt_layout"),
+    "gptj": ("gptj", "gptj"),
+    "groupvit": ("groupvit", "bart_layout"),
+    "imagegpt": ("imagegpt", "gpt_layout"),
+    "layoutlmv3": ("layoutlmv3", "layoutlmv3"),
+    "luke": ("luke", "luke"),
+    "lxmert": ("lxmert", "bert_layout"),
+    "maskformer-swin": ("maskformer_swin", "windows"),
+    "megatron-bert": ("megatron_bert", "bert_layout"),
+    "mgp-str": ("mgp_str", "vit_layout"),
+    "mobilevit": ("mobilevit", "bert_layout"),
+    "mpnet": ("mpnet", "mpnet"),
+    "mpt": ("mpt", "mpt"),
+    "mvp": ("mvp", "bart_layout"),
+    "openai-gpt": ("openai", "gpt_layout"),
+    "perceiver": ("perceiver", "perceiver"),
+    "pvt": ("pvt", "pyramid"),
+    "pvt_v2": ("pvt_v2", "pyramid"),
+    "rembert": ("rembert", "bert_layout"),
+    "roformer": ("roformer", "roformer"),
+    "seggpt": ("seggpt", "vit_layout"),
+    "sew-d": ("sew_d", "sew_d"),
+    "speecht5": ("speecht5", "bart_layout"),
+    "squeezebert": ("squeezebert", "squeezebert"),
+    "swin2sr": ("swin2sr", "windows"),
+    "swinv2": ("swinv2", "windows"),
+    "table-transformer": ("table_transformer", "bart_layout"),
+    "tapas": ("tapas", "bert_layout"),
+    "timesformer": ("timesformer", "vit_layout"),
+    "trocr": ("trocr", "bart_layout"),
+    "tvp": ("tvp", "bert_layout"),
+    "vilt": ("vilt", "bert_layout"),
+    "visual_bert": ("visual_bert", "bert_layout"),
+    "vitdet": ("vitdet", "vit_layout"),
+    "wavlm": ("wavlm", "wavlm"),
+    "xglm": ("xglm", "bart_layout"),
+    "xlm": ("xlm", "xlm"),
+}
+# modelling files that are a part of a served family, or that call the interface except for a class of theirs
+PARTS = {
+    "bigbird_pegasus": "big_bird",
+    "blip_text": "blip",
+    "clap": "windows",
+    "deepseek_ocr2": "vit_layout",
+    "git": "bert_layout",
+    "informer": "informer",
+    "pp_formulanet": "vit_layout",
+    "sam": "vit_layout",
+    "sam_hq": "vit_layout",
+    "unlimited_ocr": "vit_layout",
+}
+FILES = dict(FAMILIES.values()) | PARTS
+# model types whose code picks the attention class from a dict of implementation names in `__init__`
+BUILT_AS_EAGER = frozenset(
+    "bark coarse_acoustics data2vec-vision deepseek_ocr2_sam_vision_model falcon fine_acoustics git gpt_neo gptj "
+    "sam_hq_vision_model sam_vision_model semantic superglue unlimited_ocr_sam_vision_model".split()
+)
