@@ -1,0 +1,129 @@
+"""The tensor form of hierarchies: int64 [B, length, levels], the group of every token on every level, coarse to fine.
+
+A group is known by its ids from the coarsest level down, so fine ids may start anew in every coarse group or go on:
+both mean the same. Padding has -1 on all levels. A token that stands directly under a coarse node has ids of its own on
+the finer levels. An id is a group's number plus `KIND` times the kind of the family below it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .tree import Tree
+
+#: Where the kind begins in an id, and where the ids begin that tokens get as they are generated.
+KIND, FRESH = 1 << 40, 1 << 32
+
+
+def checked_ids(ids: Tensor) -> Tensor:
+    """Group ids as int64 [B, length, levels], from [length], [B, length] or that.
+
+    Raises:
+        ValueError: another form, or a token that is padding on some levels only.
+    """
+    ids = torch.as_tensor(ids)
+    if ids.is_floating_point() or ids.dtype == torch.bool or not 1 <= ids.dim() <= 3 or 0 in ids.shape:
+        raise ValueError(
+            f"hierarchy ids have shape {tuple(ids.shape)} and dtype {ids.dtype}; allowed: integers [length], "
+            "[batch, length] or [batch, length, levels]"
+        )
+    ids = ids[None] if ids.dim() == 1 else ids
+    ids = (ids[..., None] if ids.dim() == 2 else ids).long()
+    padded = ids < 0
+    mixed = (padded.any(-1) & ~padded.all(-1)).nonzero()[:1].tolist()
+    if mixed:
+        raise ValueError(
+            f"token {mixed[0][1]} of row {mixed[0][0]} has no group on some levels only; allowed: -1 (padding) on all "
+            "levels or none"
+        )
+    return ids
+
+
+def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree, Tensor]:
+    """The tree over the tokens of one row, ids [length, levels], that are no padding; and their indices [leaves].
+
+    Raises:
+        ValueError: all tokens are padding.
+    """
+    ids = ids.cpu()
+    tokens = (ids[:, 0] >= 0).nonzero()[:, 0]
+    if not len(tokens):
+        raise ValueError("a row of the hierarchy has no token but padding; allowed: at least one")
+    leaves, levels = len(tokens), ids.shape[1]
+    parents, kinds, nodes = [], [torch.zeros(leaves, dtype=torch.long)], leaves
+    group = torch.zeros(leaves, dtype=torch.long)
+    places = []  # of every level: the group of every leaf, numbered from 0
+    for level in range(levels):
+        pairs = torch.stack([group, ids[tokens, level]], 1)
+        _, group = pairs.unique(dim=0, return_inverse=True)
+        places.append(group)
+    below = torch.arange(leaves)
+    for level in reversed(range(levels)):
+        count = int(places[level].max()) + 1
+        up = torch.empty(int(below.max()) + 1, dtype=torch.long)
+        up[below] = places[level] + nodes
+        kind = torch.empty(count, dtype=torch.long)
+        kind[places[level]] = ids[tokens, level] // KIND
+        parents.append(up)
+        kinds.append(kind)
+        below, nodes = places[level], nodes + count
+    parents += [torch.full((int(below.max()) + 1,), nodes), torch.tensor([-1])]
+    kinds = torch.cat([*kinds, torch.zeros(1, dtype=torch.long)])
+    names = kind_names if int(kinds.max()) < len(kind_names) else default_names(int(kinds.max()))
+    return Tree.from_parents(torch.cat(parents), kinds, names), tokens
+
+
+def default_names(most: int) -> tuple[str, ...]:
+    """Names for kinds of which only the numbers are known."""
+    return ("", *(f"kind {k}" for k in range(1, most + 1)))
+
+
+def ids_of_tree(tree: Tree, tokens: Tensor, length: int, levels: int | None = None) -> Tensor:
+    """Group ids [length, levels] of one tree: the numbers of its nodes.
+
+    Args:
+        tree: the tree; where its root has a kind, the coarsest level is the root itself.
+        tokens: int64 [leaves], the token of every leaf.
+        length: with padding.
+        levels: at least `levels_of(tree)`, the default; the finest are filled with ids of single tokens.
+    """
+    numbers = torch.arange(tree.nodes) + tree.kinds * KIND
+    skip = 0 if int(tree.kinds[-1]) else 1
+    levels = levels_of(tree) if levels is None else levels
+    node = torch.arange(tree.leaves)
+    path = [numbers[node]]
+    for depth in range(
+        int(tree.depth.max()), skip, -1
+    ):  # from a leaf up, waiting where a leaf is not so deep
+        node = torch.where(tree.depth[node] == depth, tree.parents[node], node)
+        path.append(numbers[node])
+    path = path[:0:-1] if len(path) > 1 else path  # coarse to fine, without the leaves themselves
+    path += [numbers[: tree.leaves]] * (levels - len(path))
+    ids = torch.full((length, levels), -1, dtype=torch.long)
+    ids[tokens] = torch.stack(path, 1)
+    return ids
+
+
+def levels_of(tree: Tree) -> int:
+    """Levels that the tensor form of a tree needs."""
+    return max(1, int(tree.depth.max()) - (0 if int(tree.kinds[-1]) else 1))
+
+
+def extended_ids(ids: Tensor, more: int) -> Tensor:
+    """Group ids with `more` tokens at the end, each a sibling of the last one that was there.
+
+    A new token stands in every group of the last token that has another member; below those it stands alone.
+    Extending in one step or in several gives the same.
+
+    Args:
+        ids: int64 [B, length, levels].
+        more: how many.
+    """
+    if more <= 0:
+        return ids
+    last = ids[:, -1:]
+    shared = ((ids == last).cumprod(-1).sum(1, keepdim=True) > 1) & (last >= 0)  # [B, 1, levels]
+    place = torch.arange(ids.shape[1], ids.shape[1] + more, device=ids.device)
+    new = torch.where(shared, last, FRESH + place[None, :, None])
+    return torch.cat([ids, new], 1)

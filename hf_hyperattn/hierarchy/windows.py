@@ -1,0 +1,49 @@
+"""Fixed windows over a sequence: sizes bottom first, each dividing the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .tree import Tree
+
+
+def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Window sizes as a tuple.
+
+    Raises:
+        ValueError: a size below 2, or one that does not divide the next.
+    """
+    found = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+    for size in found:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise ValueError(
+                f"window size {size!r} is not allowed; allowed: integers of at least 2, bottom first"
+            )
+    for small, large in zip(found, found[1:], strict=False):
+        if large % small or large == small:
+            raise ValueError(
+                f"windows {found}: {small} does not divide {large}; allowed: sizes bottom first, each dividing the "
+                "next, such as (16, 64, 256)"
+            )
+    return found
+
+
+def windows_tree(leaves: int, sizes: Sequence[int]) -> Tree:
+    """The tree of windows over `leaves` tokens: leaf i lies in windows i // w_1, i // w_2, ... under the root."""
+    parents, nodes = [], leaves
+    below = torch.arange(leaves)
+    for small, large in zip((1, *sizes), sizes, strict=False):
+        parents.append(nodes + below // (large // small))
+        below = torch.arange(-(-len(below) * small // large))
+        nodes += len(below)
+    parents.append(torch.full((len(below),), nodes))
+    return Tree.from_parents(torch.cat([*parents, torch.tensor([-1])]))
+
+
+def window_ids(places: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Group ids, coarse to fine, of tokens at these places: int64 [..., levels]; -1 where the place is negative."""
+    widths = torch.tensor([*sizes][::-1], device=places.device)
+    return torch.where(places[..., None] >= 0, places[..., None] // widths, -1)
