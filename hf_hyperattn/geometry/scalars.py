@@ -1,0 +1,78 @@
+"""Scalar functions of u = c·r² that stay smooth where c or r is 0, and norms that keep a finite gradient there.
+
+tanh(√u)/√u and its like are even in √u, so they are power series in u. Below `SERIES_LIMIT` they are summed, which
+gives exact values and gradients in both the vector and the curvature as u goes to 0; above it the plain form is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+SERIES_LIMIT = 0.01  # eight powers beyond it are below 1e-16
+
+TANH = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075, -929569 / 638512875)
+ARTANH = tuple(1 / (2 * n + 1) for n in range(1, 9))
+ASINH = (
+    *(-1 / 6, 3 / 40, -15 / 336, 105 / 3456, -945 / 42240),
+    *(10395 / 599040, -135135 / 9676800, 2027025 / 175472640),
+)
+SINH = (1 / 6, 1 / 120, 1 / 5040, 1 / 362880, 1 / 39916800)
+
+
+def working(x: Tensor) -> Tensor:
+    """`x` in float32 or better: half precisions are computed, and come back, in float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def column(c: Tensor | float) -> Tensor | float:
+    """A curvature [...] made to multiply coordinates [..., d]."""
+    return c[..., None] if isinstance(c, Tensor) and c.ndim else c
+
+
+def square(x: Tensor) -> Tensor:
+    """|x|², [...]."""
+    return x.square().sum(-1)
+
+
+def norm(x: Tensor) -> Tensor:
+    """|x|, [...], with gradient 0 at x = 0."""
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def root(c: Tensor | float) -> Tensor | float:
+    """√c."""
+    return c.sqrt() if isinstance(c, Tensor) else c**0.5
+
+
+def _even(u: Tensor, coefficients: Sequence[float], plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """1 + Σ a_n u^n for small u, `plain`(√u)/√u elsewhere; either branch is kept off the other's ground."""
+    small = u < SERIES_LIMIT
+    near = torch.where(small, u, 0.0)
+    series = torch.zeros_like(near)
+    for a in reversed(coefficients):
+        series = (series + a) * near
+    s = torch.where(small, 1.0, u).sqrt()
+    return torch.where(small, 1 + series, plain(s) / s)
+
+
+def tanhc(u: Tensor) -> Tensor:
+    """tanh(√u)/√u, 1 at u = 0."""
+    return _even(u, TANH, torch.tanh)
+
+
+def artanhc(u: Tensor) -> Tensor:
+    """artanh(√u)/√u, 1 at u = 0; u is kept below 1 by one rounding step, so the value is always finite."""
+    return _even(u.clamp_max(1 - 2 * torch.finfo(u.dtype).eps), ARTANH, torch.atanh)
+
+
+def asinhc(u: Tensor) -> Tensor:
+    """asinh(√u)/√u, 1 at u = 0."""
+    return _even(u, ASINH, torch.asinh)
+
+
+def sinhc(u: Tensor) -> Tensor:
+    """sinh(√u)/√u, 1 at u = 0."""
+    return _even(u, SINH, torch.sinh)
