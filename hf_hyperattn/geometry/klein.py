@@ -10,21 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .poincare import LIMIT, gap, project
+from . import poincare
+from .poincare import gap
 from .scalars import artanhc, asinhc, square, tanhc, working
 
-__all__ = [
-    "LIMIT",
-    "distance",
-    "expmap",
-    "expmap0",
-    "gap",
-    "logmap",
-    "logmap0",
-    "lorentz_factor",
-    "midpoint",
-    "project",
-]
+LIMIT = 2 * poincare.LIMIT / (1 + poincare.LIMIT**2)  # the Poincaré ball's, as a Klein radius: 1 - 5e-11
+
+
+def project(k: Tensor, c: Tensor | float) -> Tensor:
+    """`k` [..., d], drawn in along its ray where √c|k| > LIMIT, or > 1 - 1.2e-7 in float32, which holds no more."""
+    k, c = working(c, k)
+    return poincare.project(k, c, min(LIMIT, 1 - torch.finfo(k.dtype).eps))
 
 
 def lorentz_factor(k: Tensor, c: Tensor | float) -> Tensor:
@@ -34,13 +30,13 @@ def lorentz_factor(k: Tensor, c: Tensor | float) -> Tensor:
 
 def expmap0(u: Tensor, c: Tensor | float) -> Tensor:
     """tanh(√c|u|) u/(√c|u|), [..., d]."""
-    u = working(u)
+    u, c = working(c, u)
     return project(u * tanhc(c * square(u))[..., None], c)
 
 
 def logmap0(k: Tensor, c: Tensor | float) -> Tensor:
     """artanh(√c|k|) k/(√c|k|), [..., d]."""
-    k = working(k)
+    k, c = working(c, k)
     return k * artanhc(c * square(k))[..., None]
 
 
@@ -53,7 +49,7 @@ def _along(k: Tensor, u: Tensor, c: Tensor | float) -> tuple[Tensor, Tensor]:
 
 def distance(k: Tensor, l: Tensor, c: Tensor | float) -> Tensor:
     """The geodesic distance [...]: c sinh² d√c is the squared length of l - k at k, times (1 - c|k|²)/(1 - c|l|²)."""
-    k, l = working(k), working(l)
+    k, l, c = working(c, k, l)
     squared = _along(k, l - k, c)[0] * gap(k, c) / gap(l, c)
     apart = squared > 0
     sine = torch.where(apart, squared, 1.0).sqrt()
@@ -62,7 +58,7 @@ def distance(k: Tensor, l: Tensor, c: Tensor | float) -> Tensor:
 
 def expmap(k: Tensor, u: Tensor, c: Tensor | float) -> Tensor:
     """The point [..., d] reached from k along the tangent vector u at k, which lies on the line k + s·u."""
-    k, u = working(k), working(u)
+    k, u, c = working(c, k, u)
     squared, along = _along(k, u, c)
     t = tanhc(c * squared)
     return project(k + u * (t / (1 + t * along))[..., None], c)
@@ -70,7 +66,7 @@ def expmap(k: Tensor, u: Tensor, c: Tensor | float) -> Tensor:
 
 def logmap(k: Tensor, l: Tensor, c: Tensor | float) -> Tensor:
     """The tangent vector [..., d] at k that leads to l."""
-    k, l = working(k), working(l)
+    k, l, c = working(c, k, l)
     ratio = gap(k, c) / gap(l, c)
     scale = asinhc(c * _along(k, l - k, c)[0] * ratio) * ratio.sqrt()
     return (l - k) * scale[..., None]
@@ -78,7 +74,7 @@ def logmap(k: Tensor, l: Tensor, c: Tensor | float) -> Tensor:
 
 def midpoint(k: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Tensor:
     """The Einstein midpoint Σ w γ k / Σ w γ. Shapes as in `poincare.midpoint`."""
-    k = working(k)
+    k, c = working(c, k)
     if weights is None:
         weights = torch.ones(1, k.shape[-2], dtype=k.dtype, device=k.device)
         return midpoint(k, c, weights).squeeze(-2)

@@ -15,13 +15,13 @@ from .scalars import asinhc, norm, root, sinhc, square, working
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
     """⟨x,y⟩_L, [...]."""
-    x, y = working(x), working(y)
+    x, y, _ = working(0.0, x, y)
     return (x[..., 1:] * y[..., 1:]).sum(-1) - x[..., 0] * y[..., 0]
 
 
 def lift(space: Tensor, c: Tensor | float) -> Tensor:
     """The point [..., d+1] over the space coordinates [..., d]: x_0 = √(1/c + |x_s|²)."""
-    space = working(space)
+    space, c = working(c, space)
     return torch.cat([(1 / c + square(space)).sqrt()[..., None], space], dim=-1)
 
 
@@ -32,13 +32,14 @@ def project(x: Tensor, c: Tensor | float) -> Tensor:
 
 def expmap0(u: Tensor, c: Tensor | float) -> Tensor:
     """(cosh(√c|u|)/√c, sinh(√c|u|) u/(√c|u|)), [..., d+1], for the tangent vector u [..., d] at the origin."""
-    u = working(u)
+    u, c = working(c, u)
     return lift(u * sinhc(c * square(u))[..., None], c)
 
 
 def logmap0(x: Tensor, c: Tensor | float) -> Tensor:
     """asinh(√c|x_s|) x_s/(√c|x_s|), [..., d]."""
-    space = working(x)[..., 1:]
+    x, c = working(c, x)
+    space = x[..., 1:]
     return space * asinhc(c * square(space))[..., None]
 
 
@@ -51,18 +52,20 @@ def _half_chord(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
 def distance(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
     """The geodesic distance [...] = arcosh(-c⟨x,y⟩_L)/√c, from differences. Gradients are finite, 0 at x = y."""
-    half = _half_chord(working(x), working(y), c)
+    x, y, c = working(c, x, y)
+    half = _half_chord(x, y, c)
     return 2 * half * asinhc(c * half.square())
 
 
 def squared_distance(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
     """The squared Lorentz distance [...] = ⟨x-y,x-y⟩_L = -2/c - 2⟨x,y⟩_L, from differences."""
-    return 4 * _half_chord(working(x), working(y), c).square()
+    x, y, c = working(c, x, y)
+    return 4 * _half_chord(x, y, c).square()
 
 
 def expmap(x: Tensor, u: Tensor, c: Tensor | float) -> Tensor:
     """The point [..., d+1] reached from x along u [..., d+1], a tangent vector at x: ⟨x,u⟩_L = 0."""
-    x, u = working(x), working(u)
+    x, u, c = working(c, x, u)
     length = c * inner(u, u).clamp_min(0.0)
     # cosh s = 1 + s²/2 · (sinh(s/2)/(s/2))²
     cosh = 1 + length / 2 * sinhc(length / 4).square()
@@ -71,7 +74,7 @@ def expmap(x: Tensor, u: Tensor, c: Tensor | float) -> Tensor:
 
 def logmap(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
     """The tangent vector [..., d+1] at x that leads to y."""
-    x, y = working(x), working(y)
+    x, y, c = working(c, x, y)
     half = c * _half_chord(x, y, c).square()
     # y - cosh(s) x has length sinh(s)/√c, with s = √c d and cosh s = 1 + 2·half
     toward = y - x - 2 * half[..., None] * x
@@ -81,7 +84,7 @@ def logmap(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
 def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Tensor:
     """Σ w x, normalised to the hyperboloid: the Einstein midpoint. Shapes as in `poincare.midpoint`."""
-    x = working(x)
+    x, c = working(c, x)
     if weights is None:
         weights = torch.ones(1, x.shape[-2], dtype=x.dtype, device=x.device)
         return midpoint(x, c, weights).squeeze(-2)

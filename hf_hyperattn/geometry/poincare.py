@@ -18,27 +18,28 @@ LIMIT = 1 - 1e-5  # points are kept at √c|x| <= LIMIT
 
 def project(x: Tensor, c: Tensor | float, limit: float = LIMIT) -> Tensor:
     """`x` [..., d], drawn in along its ray where √c|x| > limit; finite for every finite x."""
-    x = working(x)
-    reach = root(c) * norm(x)
-    outside = reach > limit
-    return x * torch.where(outside, limit / torch.where(outside, reach, 1.0), 1.0)[..., None]
+    x, c = working(c, x)
+    reach = c * square(x)
+    outside = reach > limit**2
+    # √c is taken only where it is used: at c = 0 it has no gradient
+    return x * torch.where(outside, limit * torch.where(outside, reach, 1.0).rsqrt(), 1.0)[..., None]
 
 
 def gap(x: Tensor, c: Tensor | float) -> Tensor:
     """1 - c|x|², [...], kept at one rounding step or more: half the inverse of the conformal factor λ_x = 2/gap."""
-    x = working(x)
+    x, c = working(c, x)
     return (1 - c * square(x)).clamp_min(torch.finfo(x.dtype).eps)
 
 
 def expmap0(v: Tensor, c: Tensor | float) -> Tensor:
     """tanh(√c|v|) v/(√c|v|): the point [..., d] that the tangent vector v at the origin leads to, kept in LIMIT."""
-    v = working(v)
+    v, c = working(c, v)
     return project(v * tanhc(c * square(v))[..., None], c)
 
 
 def logmap0(x: Tensor, c: Tensor | float) -> Tensor:
     """artanh(√c|x|) x/(√c|x|): the tangent vector [..., d] at the origin that leads to x."""
-    x = working(x)
+    x, c = working(c, x)
     return x * artanhc(c * square(x))[..., None]
 
 
@@ -49,7 +50,7 @@ def mobius_add(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
     With -x for x nothing cancels as y nears x: (-x) ⊕ y keeps its relative accuracy.
     """
-    x, y = working(x), working(y)
+    x, y, c = working(c, x, y)
     total, room = x + y, gap(x, c)
     far = c * square(total)
     return (room[..., None] * total + far[..., None] * x) / (room * gap(y, c) + far)[..., None]
@@ -67,21 +68,21 @@ def distance(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
     Gradients are finite everywhere, and 0 at x = y. Points on or beyond the rim count as just inside it.
     """
-    x, y = working(x), working(y)
+    x, y, c = working(c, x, y)
     chord = norm(x - y) / (gap(x, c) * gap(y, c)).sqrt()
     return 2 * chord * asinhc(c * chord.square())
 
 
 def expmap(x: Tensor, v: Tensor, c: Tensor | float) -> Tensor:
     """The point [..., d] reached from x along the tangent vector v at x; their distance is λ_x|v|."""
-    v = working(v)
+    x, v, c = working(c, x, v)
     w = v / gap(x, c)[..., None]
     return project(mobius_add(x, w * tanhc(c * square(w))[..., None], c), c)
 
 
 def logmap(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
     """The tangent vector [..., d] at x that leads to y."""
-    x, y = working(x), working(y)
+    x, y, c = working(c, x, y)
     chord = c * _chord(x, y, c)
     # artanh(√c|z|)/(√c|z|) of z = (-x) ⊕ y, written in the chord, which does not saturate as |z| nears the rim
     scale = gap(x, c) * asinhc(chord) * (1 + chord).sqrt()
@@ -101,7 +102,7 @@ def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Ten
     Returns:
         [..., m, d]; without weights, [..., d].
     """
-    x = working(x)
+    x, c = working(c, x)
     room = gap(x, c)
     time, space = (2 - room) / room, 2 * x / room[..., None]
     if weights is None:
@@ -124,7 +125,7 @@ def depth(x: Tensor, c: Tensor | float) -> Tensor:
     A proxy of depth in a hierarchy. It grows with the distance from the origin: with ρ = √c d(0, x) it is
     (e^ρ - 1)/2. At c = 1 it is |x|/(1 - |x|).
     """
-    x = working(x)
+    x, c = working(c, x)
     reach = root(c) * norm(x)
     return reach / (1 - reach).clamp_min(torch.finfo(x.dtype).eps)
 
@@ -134,7 +135,7 @@ def angular_similarity(x: Tensor, y: Tensor) -> Tensor:
 
     The models are conformal at the origin, so it is the same for ball, Klein and tangent vectors, and at every c.
     """
-    x, y = working(x), working(y)
+    x, y, _ = working(0.0, x, y)
     nx, ny = norm(x), norm(y)
     unit_x = x / torch.where(nx > 0, nx, 1.0)[..., None]
     unit_y = y / torch.where(ny > 0, ny, 1.0)[..., None]

@@ -6,6 +6,7 @@ gives exact values and gradients in both the vector and the curvature as u goes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,9 +23,16 @@ ASINH = (
 SINH = (1 / 6, 1 / 120, 1 / 5040, 1 / 362880, 1 / 39916800)
 
 
-def working(x: Tensor) -> Tensor:
-    """`x` in float32 or better: half precisions are computed, and come back, in float32."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+def working(c: Tensor | float, *points: Tensor) -> tuple:
+    """The points and then c, all in float64 if any point has it, else in float32.
+
+    Raises:
+        ValueError: c is a number below 0 or not finite. The values of a tensor are not looked at.
+    """
+    if not isinstance(c, Tensor) and not 0 <= c < math.inf:
+        raise ValueError(f"c={c!r} is not allowed; allowed: finite numbers from 0, the curvature is -c")
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in points) else torch.float32
+    return *(p.to(dtype) for p in points), c.to(dtype) if isinstance(c, Tensor) else c
 
 
 def column(c: Tensor | float) -> Tensor | float:
