@@ -1,0 +1,1 @@
+"""Hierarchical Self-Attention (arXiv 2509.15448)."""
