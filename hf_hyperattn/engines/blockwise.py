@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .options import Options, position_mask
-from .score import PairScore
+from .score import PairScore, Term
 from .tiles import Call, Tensors, Tile
 
 #: Elements of one tile: enough that the overhead of an operation vanishes, few enough for the cache of a core (2^18
@@ -152,11 +152,20 @@ def pieces(tile: Tile, derive: bool) -> list[tuple]:
         row = [tile.of_row(next(rows)) for _ in range(term.rows)]
         column = [tile.of_column(next(columns)) for _ in range(term.columns)]
         head = [tile.of_head(next(heads)) for _ in range(term.heads)]
-        differences = tile.call.points and (dot.dtype == torch.float64 or term.cancels(row, column))
-        numbers = (dot, row, column, head, tile.gap() if differences else None)
+        numbers = (dot, row, column, head, differences(tile, term, dot, row, column, head))
         part, pull = term.vjp(*numbers) if derive else (term.logits(*numbers), None)
         found.append((part, tile.of_head(next(heads)) if gated else None, pull))
     return found
+
+
+def differences(tile: Tile, term: Term, dot: Tensor, row, column, head) -> Tensor | None:
+    """The gap of the tile's pairs from differences, where accuracy asks for it; None where the product will do."""
+    if not tile.call.points:
+        return None
+    if dot.dtype == torch.float64 or term.cancels(row, column):
+        return tile.gap()
+    pairs = term.inexact(dot, row, column, head)
+    return None if pairs is None else tile.gap_of(pairs)
 
 
 def total(tile: Tile, found: list[tuple]) -> Tensor:

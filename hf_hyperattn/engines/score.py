@@ -27,7 +27,8 @@ class Term:
 
     Shapes inside a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [..., 1, C], head
     parameters [..., 1, 1]; everything broadcasts. `gap`, where given, is the squared distance of the two points,
-    computed from differences, and takes the place of its expansion through `dot`.
+    computed from differences, and takes the place of its expansion through `dot`; where it is NaN, which only terms
+    that override `inexact` see, the expansion stays.
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
     derivative is faster than automatic differentiation.
@@ -80,6 +81,16 @@ class Term:
     def cancels(self, row: Sequence[Tensor], column: Sequence[Tensor]) -> bool:
         """Whether the product form is too inexact on this tile, so that the engine should give `gap`."""
         return False
+
+    def inexact(
+        self, dot: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], head: Sequence[Tensor]
+    ) -> Tensor | None:
+        """The pairs on which the product form is too inexact, bool [..., R, C]; None where it is good everywhere.
+
+        The engine then gives `gap` with these pairs from differences, and NaN where the product is to be kept; it may
+        give more of them than asked for.
+        """
+        return None
 
 
 def register_term(term: Term) -> Term:
@@ -145,7 +156,7 @@ class PairScore:
         key: features [B, Hkv, M, d], not repeated for grouped queries.
         pieces: the terms to add up; `softcap` acts on the first.
         points: returns the points whose gap the pieces are functions of, or None where there is no gap.
-        watch: ask the terms on every tile whether the product form cancels there.
+        watch: ask the terms on every tile whether, and for which pairs, the product form cancels there.
     """
 
     query: Tensor

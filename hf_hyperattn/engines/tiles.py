@@ -15,6 +15,9 @@ from torch import Tensor
 from .options import Options, key_range
 from .score import parse_spec
 
+#: Gathering the points of single pairs costs this many times as much a pair as the differences of a whole tile.
+FEW = 16
+
 
 @dataclass
 class Tensors:
@@ -174,3 +177,16 @@ class Tile:
         query, key = self.of_query(points.query), self.of_key(points.key)
         distance = torch.cdist(query.flatten(1, 2), key, compute_mode="donot_use_mm_for_euclid_dist")
         return (distance.view(*query.shape[:3], -1) * self.of_head(points.head[0])).square_()
+
+    def gap_of(self, pairs: Tensor) -> Tensor:
+        """`gap` of the chosen pairs, bool [hc, G, R, C], NaN elsewhere; all of them where many are chosen."""
+        chosen = pairs.nonzero(as_tuple=True)
+        if len(chosen[0]) * FEW > pairs.numel():
+            return self.gap()
+        h, g, r, c = chosen
+        points = self.call.points
+        difference = self.of_query(points.query)[h, g, r] - self.of_key(points.key)[h, c]
+        scale = points.head[0][self.heads][h, g]
+        found = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
+        found[chosen] = difference.square().sum(-1) * scale.square()
+        return found

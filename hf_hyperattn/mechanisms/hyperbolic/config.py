@@ -1,0 +1,33 @@
+"""Configuration of hyperbolic-distance attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config import MechanismConfig, option
+
+DISTANCES = ("geodesic", "squared_lorentz")
+AGGREGATIONS = ("einstein", "mean")
+
+
+@dataclass(frozen=True)
+class HyperbolicConfig(MechanismConfig):
+    """Hyperbolic-distance attention (Hyperbolic Attention Networks, arXiv 1805.09786): logits from distances in the
+    Poincaré ball, values averaged by their Einstein midpoint.
+    """
+
+    mechanism = "hyperbolic"
+
+    curvature: float = option(
+        1.0,
+        "the ball's curvature is minus this; where it is learned, the starting value",
+        symbol="c",
+        above=0,
+    )
+    temperature: float = option(
+        1.0, "what distances are divided by; where it is learned, the starting value", symbol="τ", above=0
+    )
+    distance: str = option("geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES)
+    aggregation: str = option(
+        "einstein", "einstein: the Einstein midpoint of the values; mean: as usual", choices=AGGREGATIONS
+    )

@@ -1,0 +1,139 @@
+"""Hyperbolic-distance scores as engines compute them: one dot product, then a few operations a pair.
+
+With a the half radius of a point and G the squared distance of two directions, G = 2 - 2 cos θ, half the hyperbolic
+law of cosines is
+
+    w = sinh²(√c d / 2) = X² + p_q p_k G        X = sinh(a_q - a_k) = sinh a_q cosh a_k - cosh a_q sinh a_k
+                                                p = sinh a cosh a
+
+and the logits are -β arcosh(1 + 2w), β = 1/(τ√c), or -β w, β = 4/(cτ). Row and column statistics are (sinh a, cosh a);
+the `_on_product` terms read the host's product instead of the directions', cos θ = inverse_q · inverse_k · product,
+with the inverse norms as a third statistic.
+
+From the product, w is off by some eps · p_q p_k, which spoils it where θ is small and the points are far out or close
+together: the terms ask for such pairs from differences, see `inexact`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...engines.score import Term, register_term
+
+NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
+EXACT = 2.5e-4  # the error of a logit above which differences are asked for
+STEEP = 32.0  # and where w is less than this many times its noise, for the sake of the gradient
+RELATIVE = 1e-5  # the error of a squared Lorentz distance that is always allowed, relative to it
+
+
+class HyperbolicTerm(Term):
+    """What both terms share: w, and the gradients that flow through it."""
+
+    heads = 1
+
+    def __init__(self, name: str, on_product: bool):
+        self.name, self.on_product = name, on_product
+        self.rows = self.columns = 3 if on_product else 2
+
+    def opening(self, dot, row, column, gap=None):
+        """G = 2 - 2 cos θ, [..., R, C], from the product, or from differences where `gap` has them; never negative."""
+        if self.on_product:
+            dot = torch.mul(dot, column[2]).mul_(row[2])
+        product = torch.rsub(dot, 2.0, alpha=2.0).clamp_min_(0.0)
+        return product if gap is None else torch.where(gap.isnan(), product, gap)
+
+    def separation(self, opening, row, column):
+        """w, and X, each [..., R, C]."""
+        (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
+        x = torch.mul(cosh_q, -sinh_k).addcmul_(sinh_q, cosh_k)
+        w = torch.mul(opening, sinh_k * cosh_k).mul_(sinh_q * cosh_q).addcmul_(x, x)
+        return w, x
+
+    def noise(self, dot, row, column):
+        """What the product may add to w or take from it: a factor per row and one per column."""
+        scale = NOISE * torch.finfo(dot.dtype).eps
+        return scale * (row[0] * row[1]), column[0] * column[1]
+
+    def inexact(self, dot, row, column, head):
+        w, _ = self.separation(self.opening(dot, row, column), row, column)
+        by_row, by_column = self.noise(dot, row, column)
+        largest = by_row.amax((-1, -2), keepdim=True) * by_column.amax((-1, -2), keepdim=True)
+        if not self.uncertain(w.amin((-1, -2), keepdim=True), largest, head).any():
+            return None
+        return self.uncertain(w, by_row * by_column, head)
+
+    def uncertain(self, w, noise, head):
+        """Where an error of `noise` in w matters; no less likely for smaller w or larger noise."""
+        raise NotImplementedError
+
+    def logits(self, dot, row, column, head, gap=None):
+        return self.vjp(dot, row, column, head, gap)[0]
+
+    def vjp(self, dot, row, column, head, gap=None):
+        opening = self.opening(dot, row, column, gap)
+        w, x = self.separation(opening, row, column)
+        logits, pull = self.score(w, head)
+
+        def pullback(grad):
+            d_w, d_head = pull(grad)
+            if (
+                gap is None
+            ):  # what the product leaves of coinciding points is noise; it must not steer a gradient
+                by_row, by_column = self.noise(dot, row, column)
+                d_w.masked_fill_(w <= by_row * by_column, 0.0)
+            return *self.through_separation(d_w, dot, opening, x, row, column), d_head
+
+        return logits, pullback
+
+    def through_separation(self, d_w, dot, opening, x, row, column):
+        """Gradients of the product and of the statistics from that of w."""
+        (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
+        p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
+        d_x = torch.mul(d_w, x).mul_(2.0)
+        inner = torch.mul(d_w, opening)
+        by_row, by_column = inner @ p_k.mT, p_q.mT @ inner
+        d_row = (d_x @ cosh_k.mT + cosh_q * by_row, sinh_q * by_row - d_x @ sinh_k.mT)
+        d_column = (cosh_k * by_column - cosh_q.mT @ d_x, sinh_q.mT @ d_x + sinh_k * by_column)
+        d_dot = d_w.mul_(-2.0).mul_(p_k).mul_(p_q)
+        if self.on_product:
+            turned = torch.mul(d_dot, dot)
+            d_dot = d_dot.mul_(column[2]).mul_(row[2])
+            d_row, d_column = (*d_row, turned @ column[2].mT), (*d_column, row[2].mT @ turned)
+        return d_dot, d_row, d_column
+
+    def score(self, w, head):
+        """Logits from w, and the pullback to `(d_w, (d_beta,))`; `w` is left as it is."""
+        raise NotImplementedError
+
+
+class Geodesic(HyperbolicTerm):
+    """S = -β arcosh(1 + 2w) = -β log(1 + 2w + 2 sqrt(w (w + 1))); gradient 0 where points coincide."""
+
+    def score(self, w, head):
+        root = torch.addcmul(w, w, w).sqrt_()
+        distance = torch.add(w, root).mul_(2.0).log1p_()
+
+        def pullback(grad):
+            d_w = torch.div(grad, root).mul_(-head[0]).masked_fill_(root == 0, 0.0)
+            return d_w, (-(grad * distance),)
+
+        return distance * -head[0], pullback
+
+    def uncertain(self, w, noise, head):
+        return (head[0] * noise > EXACT * torch.addcmul(w, w, w).sqrt()) | (w < STEEP * noise)
+
+
+class SquaredLorentz(HyperbolicTerm):
+    """S = -β w."""
+
+    def score(self, w, head):
+        return w * -head[0], lambda grad: (grad * -head[0], (-(grad * w),))
+
+    def uncertain(self, w, noise, head):
+        return (head[0] * noise > EXACT) & (noise > RELATIVE * w)
+
+
+for _on_product in (False, True):
+    _suffix = "_on_product" if _on_product else ""
+    register_term(Geodesic("geodesic" + _suffix, _on_product))
+    register_term(SquaredLorentz("squared_lorentz" + _suffix, _on_product))
