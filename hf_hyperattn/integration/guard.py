@@ -6,7 +6,8 @@ that ask for none of our names the wrappers do nothing.
 
 - `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
   are built under a name they know;
-- `post_init`: served families are routed, unrouted ones refused by name, patched checkpoints get their `hyper`;
+- `post_init`: served families are routed, unrouted ones and unrouted parts refused by name, patched checkpoints get
+  their `hyper`;
 - `_initialize_weights`: added parameters that a checkpoint lacks get their starting value, not uninitialised memory;
 - `set_attn_implementation`: raises where it would only warn.
 """
@@ -14,6 +15,7 @@ that ask for none of our names the wrappers do nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
@@ -21,15 +23,18 @@ import model_patches
 
 from ..config import HyperAttnConfig
 from .families import note_all, note_masks
+from .hosts import find_hosts
 from .hyper import Hyper
-from .records import tree
-from .refusal import check_config, check_parts, check_routed, refusal
+from .records import sub_configs, tree
+from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
 from .stock import OURS, STOCK, stock_name
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
 WANTED = "_hyperattn_wanted"
+#: The sub-configs that a name of ours was given for by themselves, with the name.
+ASKED = "_hyperattn_asked_parts"
 WRAPPED = "_hyperattn_wrapped"
 
 
@@ -60,6 +65,7 @@ def _build(original, self, config, *args, **kwargs):
     self.__dict__[WANTED] = [
         (part, part._attn_implementation) for part in tree(self.config) if part._attn_implementation in OURS
     ]
+    self.__dict__[ASKED] = list(asked_by_own_name(self.config))
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
         noted = STOCK in self.config.__dict__  # a patched checkpoint is built as it was before the patch
@@ -74,7 +80,34 @@ def _finish(original, self):
     restored = getattr(self.config, "hyperattn", None) is not None and restore(self)
     if name in OURS and not restored:
         check_routed(self, name)
+    if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
+        check_asked(self)
     return original(self)
+
+
+def asked_by_own_name(config) -> Iterator[tuple]:
+    """(sub-config, name) of those that run under a name of ours although the config above them does not.
+
+    One plain name for the whole model goes into every sub-config, also into those of convolutional backbones.
+    """
+    for _, part in sub_configs(config):
+        if part._attn_implementation in OURS and config._attn_implementation not in OURS:
+            yield part, part._attn_implementation
+        yield from asked_by_own_name(part)
+
+
+def check_asked(model: PreTrainedModel) -> None:
+    """Raise if a part that was asked for by its own name would never call a function of ours."""
+    model_patches.serve(model)
+    running = {module.config._attn_implementation for _, module in find_hosts(model)}
+    for config, name in model.__dict__[ASKED]:
+        check_config(model, config, name)
+        if name not in running:
+            raise ValueError(
+                f"attn_implementation={name!r} was asked for the part {config.model_type!r} of "
+                f"{type(model).__name__}, which lacks that part, or none of whose attention runs on its config; "
+                "leave that part out"
+            )
 
 
 @wrap("_initialize_weights")

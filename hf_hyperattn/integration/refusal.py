@@ -41,7 +41,7 @@ def check_routed(model: PreTrainedModel, name: str) -> None:
     model_patches.serve(model)
     if next(find_hosts(model), None) is not None:
         return
-    if has_attention(model) or not _inside_another_model(model):
+    if has_attention(model) or not inside_another_model(model):
         raise refusal(model.config.model_type, name)
 
 
@@ -72,7 +72,7 @@ def has_attention(model: nn.Module) -> bool:
     return any("Attention" in type(module).__name__ for module in model.modules())
 
 
-def _inside_another_model(model: PreTrainedModel) -> bool:
+def inside_another_model(model: PreTrainedModel) -> bool:
     """Whether `model` is being built as part of a larger model, such as a backbone, which is checked itself."""
     return next(models_being_built(model), None) is not None
 

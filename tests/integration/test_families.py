@@ -230,9 +230,29 @@ def test_parts_of_a_composite_take_their_own_names(ours, other, late):
     assert modules and all(id(m) in part for m in modules)
 
 
-def test_a_part_that_cannot_be_served_is_refused_by_its_own_name():
+@pytest.mark.parametrize("way", ("late", "from_config", "from_pretrained"))
+def test_a_part_that_cannot_be_served_is_refused_by_its_own_name(way, tmp_path):
     """A convnet inside a composite, asked for by name."""
-    config = tiny_config("detr")
-    model = hf.AutoModel.from_config(config)
+    asked = {"backbone_config": "cone"}
+    model = hf.AutoModel.from_config(tiny_config("detr"))
+    model.save_pretrained(tmp_path)
+    ways = {
+        "late": lambda: model.set_attn_implementation(asked),
+        "from_config": lambda: hf.AutoModel.from_config(tiny_config("detr"), attn_implementation=asked),
+        "from_pretrained": lambda: hf.AutoModel.from_pretrained(tmp_path, attn_implementation=asked),
+    }
     with pytest.raises(ValueError, match="'resnet'"):
-        model.set_attn_implementation({"backbone_config": "cone"})
+        ways[way]()
+
+
+def test_a_part_that_the_class_lacks_is_refused():
+    asked = {"image_codebook_config": "cone"}
+    with pytest.raises(ValueError, match="'flava_image_codebook' of FlavaModel, which lacks that part"):
+        hf.AutoModel.from_config(tiny_config("flava"), attn_implementation=asked)
+
+
+def test_a_plain_name_passes_over_the_convnet_inside(tmp_path):
+    model = hf.AutoModel.from_config(tiny_config("detr"), attn_implementation="cone")
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModel.from_pretrained(tmp_path, attn_implementation={"": "cone"})
+    assert again.config._attn_implementation == model.config._attn_implementation == "cone"
