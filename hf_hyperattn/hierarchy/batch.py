@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .ids import checked_ids, extended_ids, ids_of_tree, levels_of, tree_of_ids
 from .tree import Tree
@@ -175,24 +176,35 @@ class Hierarchy:
         ]
         return torch.stack(rows)
 
-    def fitted(self, batch: int, length: int) -> Hierarchy:
+    def fitted(self, batch: int, length: int, growing: bool = True) -> Hierarchy:
         """The same for a call of so many rows and keys.
 
-        Rows are repeated one by one where the batch holds several of each (beams, several answers to a prompt). New
-        tokens at the end continue the windows, or are siblings of the last token; slots beyond are cut off.
+        Rows are repeated one by one where the batch holds several of each (beams, several answers to a prompt). With
+        `growing`, new tokens at the end continue the windows, or are siblings of the last token, and slots beyond are
+        cut off: a causal host that generates has more keys than the prompt, and in chunks it has less.
 
         Raises:
-            ValueError: the batch is no multiple of the rows; or a tree has leaves beyond `length`.
+            ValueError: the batch is no multiple of the rows, or the length differs where nothing grows.
         """
-        found = self
-        if found.rows not in (1, batch):
-            if batch % found.rows:
-                raise ValueError(
-                    f"the hierarchy has {found.rows} rows, the batch {batch}; allowed: 1, or a number that divides the "
-                    "batch"
-                )
-            found = found.repeated(batch // found.rows)
-        return found if length == found.length else found.resized(length)
+        if (batch, length) == (self.rows, self.length) or (self.rows == 1 and length == self.length):
+            return self
+        last = self.__dict__.get("_last_fitted")
+        if last is not None and last[0] == (batch, length):
+            return last[1]
+        if self.rows != 1 and batch % self.rows:
+            raise ValueError(
+                f"the hierarchy has {self.rows} rows, the batch {batch}; allowed: 1, or a number that divides the "
+                "batch"
+            )
+        if length != self.length and not growing:
+            raise ValueError(
+                f"the hierarchy covers {self.length} tokens, attention has {length}; allowed: equal numbers, padding "
+                "and special tokens included"
+            )
+        found = self if length == self.length else self.resized(length)
+        found = found if found.rows in (1, batch) else found.repeated(batch // found.rows)
+        self.__dict__["_last_fitted"] = ((batch, length), found)
+        return found
 
     def repeated(self, times: int) -> Hierarchy:
         """Every row so many times in succession."""
@@ -245,3 +257,26 @@ def checked_tokens(tokens, tree: Tree) -> Tensor:
             "tokens are not in ascending order; allowed: leaves in the order of their tokens, each once"
         )
     return tokens
+
+
+def as_hierarchy(value: Hierarchy | Tensor) -> Hierarchy:
+    """What `model(..., hierarchy=...)` takes, as a `Hierarchy`; a tensor is read once and remembered while it lives.
+
+    Raises:
+        ValueError: neither a `Hierarchy` nor group ids.
+    """
+    if isinstance(value, Hierarchy):
+        return value
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"hierarchy is a {type(value).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
+            "[batch, length, levels]"
+        )
+    version = None if value.is_inference() else value._version
+    known = _READ.get(value)
+    if known is None or known[0] != version:
+        known = _READ[value] = (version, Hierarchy.from_ids(value))
+    return known[1]
+
+
+_READ = WeakIdKeyDictionary()

@@ -111,19 +111,29 @@ def levels_of(tree: Tree) -> int:
 
 
 def extended_ids(ids: Tensor, more: int) -> Tensor:
-    """Group ids with `more` tokens at the end, each a sibling of the last one that was there.
+    """Group ids with `more` tokens at the end, each a sibling of the last real one that was there.
 
     A new token stands in every group of the last token that has another member; below those it stands alone.
     Extending in one step or in several gives the same.
 
     Args:
-        ids: int64 [B, length, levels].
+        ids: int64 [B, length, levels], with a token that is no padding in every row.
         more: how many.
     """
     if more <= 0:
         return ids
-    last = ids[:, -1:]
-    shared = ((ids == last).cumprod(-1).sum(1, keepdim=True) > 1) & (last >= 0)  # [B, 1, levels]
-    place = torch.arange(ids.shape[1], ids.shape[1] + more, device=ids.device)
-    new = torch.where(shared, last, FRESH + place[None, :, None])
-    return torch.cat([ids, new], 1)
+    place = torch.arange(ids.shape[1], device=ids.device)
+    end = torch.where(ids[..., 0] >= 0, place, 0).amax(1)
+    last = ids[torch.arange(len(ids), device=ids.device), end][:, None]
+    shared = (ids == last).cumprod(-1).sum(1, keepdim=True) > 1  # [B, 1, levels]
+    fresh = FRESH + ids.shape[1] + torch.arange(more, device=ids.device)
+    return torch.cat([ids, torch.where(shared, last, fresh[None, :, None])], 1)
+
+
+def deepened_ids(ids: Tensor, levels: int) -> Tensor:
+    """Group ids [..., length, levels] with finer levels added, on which every token stands alone."""
+    more = levels - ids.shape[-1]
+    if more <= 0:
+        return ids
+    alone = torch.arange(ids.shape[-2], device=ids.device)[:, None].expand(*ids.shape[:-1], more)
+    return torch.cat([ids, torch.where(ids[..., :1] >= 0, alone, -1)], -1)

@@ -14,6 +14,7 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host
 from ..registry import get_mechanism
 from .families import note_all
+from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import parts, write_records
@@ -113,6 +114,8 @@ def attach(
         hyper.newly_routed = newly_routed
         module.hyper = hyper
     write_records(base)
+    if any(get_mechanism(mechanism.mechanism).stage == "structure" for mechanism in config.mechanisms):
+        accept_hierarchy(base, [module for module, _ in chosen])
 
 
 def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:

@@ -13,6 +13,7 @@ from transformers.utils import output_capturing
 from ..engines import Options
 from ..mechanisms.base import HostCall
 from .families import is_causal_host, position_hides, reads_weights, scaling_already_applied
+from .heard import hierarchy_of
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -51,6 +52,7 @@ def host_call(
         s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
     """
     refuse_keywords(module, attention_mask, keywords)
+    keywords["hierarchy"] = hierarchy_of(module, keywords)
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
     causal = is_causal_host(module) if is_causal is None else bool(is_causal)
     hidden = causal and position_hides(module)

@@ -1,0 +1,189 @@
+"""Models that take `hierarchy=`: in a call, in `generate`, and as a column that the Trainer keeps.
+
+`generate` and the Trainer look at the signature of `forward`, so a model that is patched with a mechanism of the stage
+"structure" becomes an instance of a subclass of its class, under the same module path and name, whose `forward` has
+one argument more. The same is done to its parts that can be called by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hierarchy import Hierarchy
+from .heard import DEAF, HEARD, carried, heard_now, with_heard
+from .hosts import find_hosts
+
+NAME = "hierarchy"
+
+#: Where an instance keeps what `become` changed on it.
+KEPT = "_hyperattn_forwards"
+
+
+class Accepting:
+    """Marks the subclasses made here."""
+
+    stock_class: type
+
+    def __reduce_ex__(self, protocol):
+        # The class is known under the stock name, so pickle has to be told how to make it again.
+        return _empty, (type(self).stock_class,), self.__dict__
+
+
+def _empty(stock: type) -> nn.Module:
+    cls = accepting_class(stock)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def accepting_class(stock: type) -> type:
+    """The subclass of a model class whose `forward` takes `hierarchy`."""
+    original = stock.forward
+    signature = inspect.signature(original)
+    given = list(signature.parameters.values())
+    new = inspect.Parameter(NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
+    end = len(given) - (given[-1].kind is inspect.Parameter.VAR_KEYWORD)
+
+    @functools.wraps(original)
+    def forward(self, *args, hierarchy=None, **kwargs):
+        if hierarchy is None:
+            return original(self, *args, **kwargs)
+        return told(self, hierarchy, original, *args, **kwargs)
+
+    forward.__signature__ = signature.replace(parameters=[*given[:end], new, *given[end:]])
+    body = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "stock_class": stock,
+        "forward": forward,
+    }
+    if hasattr(stock, "prepare_inputs_for_generation"):
+        body |= generation_methods(stock)
+    return type(stock.__name__, (Accepting, stock), body)
+
+
+def generation_methods(stock: type) -> dict:
+    """What `generate` needs beyond the signature of `forward`.
+
+    The hierarchy stays at the length of the prompt: attention extends it to the keys there are.
+    """
+    prepare, candidates = stock.prepare_inputs_for_generation, stock._get_candidate_generator
+
+    @functools.wraps(prepare)
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = prepare(self, *args, **kwargs)
+        if kwargs.get(NAME) is not None:
+            inputs[NAME] = kwargs[NAME]  # some families list what they pass on
+        return inputs
+
+    @functools.wraps(candidates)
+    def _get_candidate_generator(self, *args, **kwargs):
+        helper = kwargs.get("assistant_model")
+        if helper is not None and not isinstance(helper, Accepting):
+            kwargs["model_kwargs"] = {k: v for k, v in kwargs["model_kwargs"].items() if k != NAME}
+        return candidates(self, *args, **kwargs)
+
+    return {f.__name__: f for f in (prepare_inputs_for_generation, _get_candidate_generator)}
+
+
+def told(model: PreTrainedModel, heard, original, /, *args, **kwargs):
+    """One call of a model that was given a hierarchy."""
+    noted = heard_now()
+    if noted is heard or torch.compiler.is_compiling():  # a part called by the whole, which has done all else
+        return with_heard(heard, original, model, *args, **kwargs)
+    if noted is None:
+        check_hierarchy(model, heard)
+    with carried(model, heard):
+        return with_heard(heard, original, model, *args, **kwargs)
+
+
+def check_hierarchy(model: PreTrainedModel, hierarchy) -> None:
+    """Raise for a hierarchy that is none, or that no host of the model is meant to hear."""
+    if not isinstance(hierarchy, Hierarchy) and not isinstance(hierarchy, Tensor):
+        raise ValueError(
+            f"hierarchy is a {type(hierarchy).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
+            "[batch, length, levels]"
+        )
+    if all(getattr(host, DEAF, False) for _, host in find_hosts(model)):
+        raise ValueError(
+            f"{type(model).__name__} is a part that hierarchy= is not about: in an encoder-decoder it is about the "
+            "encoder's tokens, beside a text model about the text; give it to the whole model, or patch this part alone"
+        )
+
+
+def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
+    """Let a model, and its parts that hold hosts, take `hierarchy=`.
+
+    Args:
+        model: the outermost model.
+        hosts: its hosts that can use one. Where the model has several sequences, the encoder's hear it rather than the
+            decoder's, and the text's rather than those of images and sounds; the others keep their windows.
+    """
+    hearing = set(map(id, listeners(model, hosts)))
+    for _, host in find_hosts(model):
+        host.__dict__.pop(DEAF, None)
+        if id(host) not in hearing:
+            setattr(host, DEAF, True)
+    for part in parts_with_hosts(model):
+        if not isinstance(part, Accepting):
+            become(part, accepting_class(type(part)))
+
+
+def ignore_hierarchy(model: nn.Module) -> None:
+    """Undo `accept_hierarchy`."""
+    for module in model.modules():
+        module.__dict__.pop(DEAF, None)
+        module.__dict__.pop(HEARD, None)
+        if isinstance(module, Accepting):
+            become(module, type(module).stock_class)
+
+
+def become(part: PreTrainedModel, cls: type) -> None:
+    """Change the class of a model, also where hooks of accelerate's keep its `forward` on the instance."""
+    before = part.__dict__.pop(KEPT, {})
+    new = MethodType(cls.forward, part)
+    kept = {}
+    for name in ("forward", "_old_forward"):
+        value = part.__dict__.get(name)
+        bound = getattr(value, "__wrapped__", value)
+        if getattr(bound, "__func__", None) is not type(part).forward:
+            continue
+        kept[name] = value
+        if name in before:
+            part.__dict__[name] = before[name]
+        elif isinstance(value, functools.partial):
+            part.__dict__[name] = functools.update_wrapper(functools.partial(value.func, *value.args), new)
+        else:
+            part.__dict__[name] = new
+    part.__class__ = cls
+    if kept and issubclass(cls, Accepting):
+        part.__dict__[KEPT] = kept
+
+
+def listeners(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]:
+    """The hosts whose tokens a hierarchy given to the whole model is about."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        encoder = model.get_encoder()
+        inside = (
+            set(map(id, encoder.modules())) if isinstance(encoder, nn.Module) and encoder is not model else ()
+        )
+        return [host for host in hosts if id(host) in inside] or hosts
+    try:
+        text = model.config.get_text_config()
+    except (ValueError, AttributeError):  # several text models
+        return hosts
+    return [host for host in hosts if getattr(host, "config", None) is text] or hosts
+
+
+def parts_with_hosts(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The model and the models inside it that hold attention hosts."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and next(find_hosts(part), None) is not None:
+            yield part
