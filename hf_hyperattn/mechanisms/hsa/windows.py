@@ -21,6 +21,8 @@ from torch import Tensor
 
 #: Numbers that the largest intermediate of one tile may have.
 TILE_ELEMENTS = 2**20
+#: Rows of a tile of a flat tree.
+FLAT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ class Rule:
         return self.widths[level] // self.widths[level - 1]
 
     def blocks(self, level: int) -> int:
-        """Blocks of `level`, the last perhaps incomplete."""
-        return -(-self.tokens // self.widths[level])
+        """Blocks of `level`; causal queries see no incomplete one, the others see the last, perhaps incomplete."""
+        incomplete = 0 if self.is_causal else self.widths[level] - 1
+        return (self.tokens + incomplete) // self.widths[level]
 
     def bottom(self) -> int:
-        """Size of a query's own group."""
-        return self.sizes[0] if self.sizes else max(1, self.tokens)
+        """Size of a query's own group; in a flat tree, where there is no such thing, queries that go together."""
+        return self.sizes[0] if self.sizes else FLAT_ROWS
 
     def reach(self, window):
         """First and last position that `near` reaches from bottom window number `window` (int or tensor)."""
@@ -76,15 +79,14 @@ class Rule:
         parents = -(-min(self.sinks, self.tokens) // self.widths[level + 1])
         return min(parents * self.branching(level + 1), self.blocks(level))
 
-    def moving(self, level: int, windows: Tensor) -> tuple[Tensor, int]:
-        """First block [T] and number of blocks of `level` whose parents are open round each window of `windows`."""
+    def moving(self, level: int, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks [first, last) of `level`, [T] each, whose parents are open round each window of `windows`."""
         if level == self.top:
-            return torch.zeros_like(windows), 0
+            return torch.zeros_like(windows), torch.zeros_like(windows)
         (low, high), parent, children = self.reach(windows), self.widths[level + 1], self.branching(level + 1)
         first = low.clamp_min(0).div(parent, rounding_mode="floor")
         last = high.clamp_max(self.tokens - 1).div(parent, rounding_mode="floor")
-        width = int((last - first).max()) + 1
-        return first * children, width * children
+        return first * children, (last + 1) * children
 
     def hidden(self, level: int, index: Tensor, windows: Tensor) -> Tensor:
         """Bool [T, C]: which blocks `index` [C] or [T, C] of a level above 0 are not closed blocks of the cover."""
@@ -196,14 +198,17 @@ class Tile:
     def standing(self, level: int) -> list[Piece]:
         """What the rules without score leave of `level`: closed blocks, or tokens for level 0."""
         rule, found = self.rule, []
+        if not rule.blocks(level):
+            return found
         front = rule.front(level)
         if front:
             index = torch.arange(front, device=self.query.device)
             found.append(self.piece(level, front, self.hidden(level, index)))
-        first, width = rule.moving(level, self.windows)
+        first, last = rule.moving(level, self.windows)
+        width = int((last - first).max())
         if width:
             index = first[:, None] + torch.arange(width, device=self.query.device)
-            hidden = self.hidden(level, index) | (index < front)[:, None]
+            hidden = self.hidden(level, index) | ((index < front) | (index >= last[:, None]))[:, None]
             found.append(self.piece(level, index.clamp(0, rule.blocks(level) - 1), hidden))
         return found
 
@@ -242,7 +247,7 @@ class Tile:
         scores = torch.cat([p.logits + torch.log(self.sizes(p)) for p in pieces], -1).detach()
         index = torch.cat([self.full_index(p).expand(shape) for p in pieces], -1)
         order = index.argsort(-1)
-        order = order.gather(-1, scores.gather(-1, order).argsort(-1, descending=True, stable=True))
+        order = order.gather(-1, scores.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         order = order[..., : self.rule.top_k]
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
         for piece, here in zip(pieces, chosen.split([p.logits.shape[-1] for p in pieces], -1), strict=True):
@@ -261,7 +266,9 @@ class Tile:
 
 def numbers(rule: Rule, queries: int, dim: int) -> int:
     """About how many numbers the largest intermediates of one bottom window with `queries` queries have."""
-    round_window = sum(rule.moving(level, torch.zeros(1, dtype=torch.long))[1] for level in range(rule.top))
+    middle = torch.tensor([rule.tokens // 2 // rule.bottom()])
+    ranges = [rule.moving(level, middle) for level in range(rule.top)]
+    round_window = sum(int(last - first) for first, last in ranges)
     logits = queries * (round_window + sum(rule.front(level) for level in range(rule.top + 1)))
     opened = rule.top_k * max(rule.branching(level) for level in range(1, rule.top + 1)) if rule.top else 0
     return max(logits, round_window * dim, queries * opened * dim, 1)
@@ -379,11 +386,12 @@ def backward(
         into.sink_logit -= (torch.exp(sink_logit[..., None] - lse) * delta).sum(-1)
     for heads, here, inside, tile in rows.tiles():
         count = tile.query.shape[1]
-        of_tile = lambda t, n=tile.query.shape[1] * tile.query.shape[2] // group: to_tile(  # noqa: E731
-            _padded(t[heads, :, here], inside, n), count
+        rows_of_tile = count * tile.query.shape[2] // group
+        tile_grad, tile_delta, tile_lse = (
+            to_tile(_padded(t[heads, :, here], inside, rows_of_tile, fill), count)
+            for t, fill in ((grad, 0.0), (delta[..., None], 0.0), (lse[..., None], float("inf")))
         )
-        tile_grad, tile_delta = of_tile(grad), of_tile(delta[..., None])
-        tile_lse, query_grad = of_tile(lse[..., None]), torch.zeros_like(tile.query)
+        query_grad = torch.zeros_like(tile.query)
         for piece in tile.pieces():
             weights = torch.exp(piece.logits - tile_lse)
             piece.spread(weights, tile_grad, into.values[piece.level][heads])
@@ -396,8 +404,8 @@ def backward(
         into.query[heads, :, here] += from_tile(query_grad, group)[:, :, inside]
 
 
-def _padded(t: Tensor, inside: slice, rows: int) -> Tensor:
-    """[Z, G, n, e] with zero rows round it, as the tile has them."""
-    padded = t.new_zeros(*t.shape[:2], rows, t.shape[3])
+def _padded(t: Tensor, inside: slice, rows: int, fill: float) -> Tensor:
+    """[Z, G, n, e] with rows of `fill` round it, as the tile has them."""
+    padded = t.new_full((*t.shape[:2], rows, t.shape[3]), fill)
     padded[:, :, inside] = t
     return padded
