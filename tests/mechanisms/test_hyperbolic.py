@@ -320,7 +320,7 @@ def test_known_wrong_midpoints_are_others(c, wrong):
             m = [sum(a * g * k[i] for a, g, k in zip(w, gamma, klein)) / total for i in range(2)]
             m = m if plain else [a / (1 + mpmath.sqrt(1 - c * oracle.norm(m) ** 2)) for a in m]
             other = oracle.logmap0(m, c)
-    assert max(abs(float(a) - float(g)) for a, g in zip(other, got)) > 1e-2
+    assert max(abs(float(a) - float(g)) for a, g in zip(other, got)) > 2e-3
 
 
 @both_dtypes
