@@ -1,4 +1,4 @@
-"""`tying="both"` (arXiv 2509.15448; math in docs/hsa.md): softmax(S)·V tied over sibling blocks, in O(nodes · branching).
+"""`tying="both"`: softmax(S)·V tied over sibling blocks, O(nodes · branching) (arXiv 2509.15448; math in docs/hsa.md).
 
 Agrees with `definition.definition_both`; how it is computed says `passes`.
 """

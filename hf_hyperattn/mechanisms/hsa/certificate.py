@@ -1,0 +1,135 @@
+"""What tying loses: the KL divergence of tied attention from the softmax it stands for (math in docs/hsa.md).
+
+    loss = Σ_i KL(P_i ‖ softmax(S_i))        over the tokens i of a row, one number per row and head, in nats
+
+For `tying="both"`, P is the optimum among all matrices that are constant on sibling blocks, and its loss has a closed
+form: Σ_i log Σ_j exp(S_ij) - N·ρ(root). The first term costs N² time, in blocks of rows, so never N² memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ...engines.score import repeat_heads, working_dtype
+from ...hierarchy import Hierarchy
+from .both import both_with_root, slots_of
+from .key import key_tied
+
+#: Logits that are formed at a time.
+BLOCK_ELEMENTS = 2**22
+
+
+def loss_both(
+    query: Tensor,
+    key: Tensor,
+    hierarchy: Hierarchy,
+    scale: float | None = None,
+    *,
+    keep_diagonal: bool = True,
+    position_bias: Tensor | None = None,
+    column: Tensor | None = None,
+) -> Tensor:
+    """The loss of `tying="both"`, [B, H], by the closed form; divided by the number of tokens it is a mean in nats.
+
+    Arguments are those of `both_with_root`. Without the diagonal the softmax has none either, and a row of one token
+    loses nothing. Padding has no part. float32 inputs are computed in float64, since the difference of two large
+    sums is what is asked for.
+    """
+    query, key = query.double(), key.double()
+    slots = slots_of(hierarchy, len(query), query.device)
+    rest = {"keep_diagonal": keep_diagonal, "position_bias": position_bias, "column": column}
+    _, root = both_with_root(query, key, key[..., :1], hierarchy, scale, **rest)
+    real = slots.from_leaves(slots.to_leaves(query.new_ones(len(query), 1, query.shape[2])))[:, 0] > 0
+    total = torch.zeros_like(root)
+    for rows, logits in logit_blocks(query, key, scale, position_bias, column):
+        logits = logits.masked_fill(~real[:, None, None], float("-inf"))
+        if not keep_diagonal:
+            logits.diagonal(offset=rows.start, dim1=-2, dim2=-1).fill_(float("-inf"))
+        total += logits.logsumexp(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
+    tokens = slots.counts(query.device)[:, None]
+    return torch.where(root.isneginf(), 0.0, total - tokens * root)
+
+
+def loss_key(
+    query: Tensor,
+    key: Tensor,
+    hierarchy: Hierarchy,
+    scale: float | None = None,
+    *,
+    is_causal: bool = False,
+    position_bias: Tensor | None = None,
+    column: Tensor | None = None,
+    **rules,
+) -> Tensor:
+    """The loss of `tying="key"`, [B, H], from the attention weights themselves, in blocks of rows.
+
+    Args:
+        query: [B, H, N, d], key: [B, Hkv, N, d]: of the same tokens.
+        hierarchy: of these tokens; what stands in no tree is padding.
+        rules: `near`, `sinks`, `refine_top_k`, `block_bias` as `key_tied` has them.
+        scale, is_causal, position_bias, column: as there.
+    """
+    query, key = query.double(), key.double()
+    position_bias, column = (t if t is None else t.double() for t in (position_bias, column))
+    slots = slots_of(hierarchy, len(query), query.device)
+    real = slots.from_leaves(slots.to_leaves(query.new_ones(len(query), 1, query.shape[2])))[:, 0] > 0
+    place = torch.arange(query.shape[2], device=query.device)
+
+    def tied(rows: slice) -> Tensor:
+        bias = position_bias if position_bias is None else position_bias[..., rows, :]
+        return key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
+                        scale=scale, column=column, bias=bias, weights=True, **rules)[1]  # fmt: skip
+
+    def hidden(rows: slice) -> Tensor:
+        unseen = ~real[:, None, None]
+        return unseen | (place > place[rows, None]) if is_causal else unseen
+
+    return loss_of(tied, query, key, scale, hidden, real, position_bias, column)
+
+
+def loss_of(
+    weights: Callable[[slice], Tensor],
+    query: Tensor,
+    key: Tensor,
+    scale: float | None,
+    hidden: Callable[[slice], Tensor],
+    real: Tensor,
+    position_bias: Tensor | None = None,
+    column: Tensor | None = None,
+) -> Tensor:
+    """Σ_i KL(P_i ‖ softmax(S_i)), [B, H], of any attention weights.
+
+    Args:
+        weights: P of some queries, [B, H, n, N].
+        hidden: for some queries, bool broadcastable to that: pairs that the softmax does not see.
+        real: bool [B, N]: queries that count.
+    """
+    total = query.new_zeros(query.shape[:2])
+    for rows, logits in logit_blocks(query, key, scale, position_bias, column):
+        P = weights(rows).to(logits.dtype)
+        full = torch.log_softmax(logits.masked_fill(hidden(rows), float("-inf")), -1)
+        terms = torch.where(P > 0, torch.xlogy(P, P) - P * full, 0.0)
+        total += terms.sum(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
+    return total
+
+
+def logit_blocks(
+    query: Tensor, key: Tensor, scale: float | None, position_bias: Tensor | None, column: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The logits of some queries after the other: the rows, and S there, [B, H, n, N]."""
+    dtype = working_dtype(query, key)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    batch, heads, queries, _ = query.shape
+    step = max(1, BLOCK_ELEMENTS // (batch * heads * key.shape[2]))
+    columns = repeat_heads(key.to(dtype), heads).transpose(-1, -2)
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        logits = scale * (query[:, :, rows].to(dtype) @ columns)
+        if position_bias is not None:
+            logits = logits + position_bias[..., rows, :].to(dtype)
+        if column is not None:
+            logits = logits + repeat_heads(column.to(dtype), heads)[:, :, None]
+        yield rows, logits
