@@ -23,6 +23,7 @@ import model_patches
 
 from ..config import HyperAttnConfig
 from .families import note_all, note_masks
+from .hierarchical import settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
 from .records import sub_configs, tree
@@ -82,6 +83,8 @@ def _finish(original, self):
         check_routed(self, name)
     if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
         check_asked(self)
+    if not restored:
+        settle_names(self)
     return original(self)
 
 
@@ -123,7 +126,9 @@ def _initialize(original, self, module, *args, **kwargs):
 def _set(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
     if not any(name in OURS for _, name in asked):
-        return original(self, attn_implementation, *args, **kwargs)
+        result = original(self, attn_implementation, *args, **kwargs)
+        settle_names(self)
+        return result
     note_all(self)
     model_patches.serve(self)
     if isinstance(attn_implementation, str):
@@ -136,6 +141,7 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     for config, name in asked:
         if name in OURS and config._attn_implementation != name:
             raise refusal(config.model_type, name)
+    settle_names(self)
     return result
 
 

@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hierarchy import Hierarchy
+from ..registry import MECHANISMS
 from .heard import DEAF, HEARD, carried, heard_now, with_heard
-from .hosts import find_hosts
+from .hosts import find_hosts, is_cross_attention
+from .records import patched_hosts, tree
 
 NAME = "hierarchy"
+
+#: The methods of `generate` that are changed.
+GENERATION = ("generate", "prepare_inputs_for_generation", "_get_candidate_generator")
 
 #: Where an instance keeps what `become` changed on it.
 KEPT = "_hyperattn_forwards"
@@ -64,7 +69,7 @@ def accepting_class(stock: type) -> type:
         "stock_class": stock,
         "forward": forward,
     }
-    if hasattr(stock, "prepare_inputs_for_generation"):
+    if hasattr(stock, "generate"):
         body |= generation_methods(stock)
     return type(stock.__name__, (Accepting, stock), body)
 
@@ -74,7 +79,16 @@ def generation_methods(stock: type) -> dict:
 
     The hierarchy stays at the length of the prompt: attention extends it to the keys there are.
     """
-    prepare, candidates = stock.prepare_inputs_for_generation, stock._get_candidate_generator
+    generation, prepare, candidates = (getattr(stock, name) for name in GENERATION)
+
+    @functools.wraps(generation)
+    def generate(self, *args, **kwargs):
+        if kwargs.get(NAME) is None:
+            return generation(self, *args, **kwargs)
+        check_hierarchy(self, kwargs[NAME])
+        return with_heard(
+            kwargs[NAME], generation, self, *args, **kwargs
+        )  # for encoders, which it calls itself
 
     @functools.wraps(prepare)
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -90,7 +104,9 @@ def generation_methods(stock: type) -> dict:
             kwargs["model_kwargs"] = {k: v for k, v in kwargs["model_kwargs"].items() if k != NAME}
         return candidates(self, *args, **kwargs)
 
-    return {f.__name__: f for f in (prepare_inputs_for_generation, _get_candidate_generator)}
+    return dict(
+        zip(GENERATION, (generate, prepare_inputs_for_generation, _get_candidate_generator), strict=True)
+    )
 
 
 def told(model: PreTrainedModel, heard, original, /, *args, **kwargs):
@@ -136,6 +152,22 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
             become(part, accepting_class(type(part)))
 
 
+def settle_names(model: PreTrainedModel) -> None:
+    """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
+    names = {n for m in MECHANISMS.values() if m.stage == "structure" for n in m.names}
+    named = names and any(config._attn_implementation in names for config in tree(model.config))
+    if not named and not isinstance(model, Accepting):
+        return
+    if next(patched_hosts(model), None) is not None:
+        return
+    hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
+    hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
+    if hosts:
+        accept_hierarchy(model, hosts)
+    else:
+        ignore_hierarchy(model)
+
+
 def ignore_hierarchy(model: nn.Module) -> None:
     """Undo `accept_hierarchy`."""
     for module in model.modules():
@@ -147,21 +179,17 @@ def ignore_hierarchy(model: nn.Module) -> None:
 
 def become(part: PreTrainedModel, cls: type) -> None:
     """Change the class of a model, also where hooks of accelerate's keep its `forward` on the instance."""
-    before = part.__dict__.pop(KEPT, {})
-    new = MethodType(cls.forward, part)
-    kept = {}
+    before, kept = part.__dict__.pop(KEPT, {}), {}
     for name in ("forward", "_old_forward"):
         value = part.__dict__.get(name)
-        bound = getattr(value, "__wrapped__", value)
-        if getattr(bound, "__func__", None) is not type(part).forward:
+        hooked = isinstance(value, functools.partial)
+        method = getattr(value, "__wrapped__", None) if hooked else value
+        if getattr(method, "__func__", None) is not type(part).forward:
             continue
+        new = MethodType(cls.forward, part)
+        new = functools.update_wrapper(functools.partial(value.func, *value.args), new) if hooked else new
         kept[name] = value
-        if name in before:
-            part.__dict__[name] = before[name]
-        elif isinstance(value, functools.partial):
-            part.__dict__[name] = functools.update_wrapper(functools.partial(value.func, *value.args), new)
-        else:
-            part.__dict__[name] = new
+        part.__dict__[name] = before[name] if type(before.get(name)) is type(new) else new
     part.__class__ = cls
     if kept and issubclass(cls, Accepting):
         part.__dict__[KEPT] = kept
