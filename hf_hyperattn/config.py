@@ -53,6 +53,10 @@ class MechanismConfig:
         """Plain JSON values, with the mechanism's name first."""
         return {"mechanism": self.mechanism, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
 
+    def for_model(self, config: object) -> MechanismConfig:
+        """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
+        return self
+
     @staticmethod
     def from_dict(data: dict[str, Any]) -> MechanismConfig:
         """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""

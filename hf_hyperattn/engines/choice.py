@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import blockwise, reference
+from . import blockwise, reference, sdpa
 from .options import Options, check_broadcast
 from .score import PairScore
 
@@ -28,6 +28,7 @@ def register_engine(name: str, attend: Callable) -> None:
 
 register_engine("reference", reference.attend)
 register_engine("blockwise", blockwise.attend)
+register_engine("sdpa", sdpa.attend)
 
 
 def available_engines() -> tuple[str, ...]:
@@ -35,13 +36,15 @@ def available_engines() -> tuple[str, ...]:
     return ("auto", *ENGINES)
 
 
-def choose(score: PairScore, weights: bool) -> str:
-    """The engine for `auto`."""
+def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
+    """The engine for `auto`: SDPA where the score is a dot product and what SDPA can add to it, else blocks."""
     if torch.compiler.is_compiling():  # no guard on lengths: a compiled or exported call serves all of them
         return "reference" if weights else "blockwise"
     batch, heads, n, _ = score.query.shape
     small = batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
-    return "reference" if weights or small else "blockwise"
+    if weights or small:
+        return "reference"
+    return "sdpa" if sdpa.suits(score, value, options) else "blockwise"
 
 
 def attention(
@@ -70,7 +73,7 @@ def attention(
     options = checked(options or Options(), score)
     if backend not in ("auto", *ENGINES):
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}")
-    name = choose(score, weights) if backend == "auto" else backend
+    name = choose(score, value, options, weights) if backend == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
     out, found = ENGINES[name](score, value, options)

@@ -128,6 +128,9 @@ class Piece:
         column: statistics of keys, each [B, H, M] or, where they do not differ within a group, [B, Hkv, M].
         head: parameters of query heads, each [H].
         gate: the piece's weight per query head, [H], or None for 1.
+        columns: for a piece that reads no features and has low rank: returns float64 factors [B|1, H|1, N, c] and
+            [B|1, H|Hkv|1, M, c] whose product over c is the piece's logits, up to one number a row. None where there
+            are none, or where float32 sums of the product would be too inexact.
     """
 
     term: Term
@@ -136,6 +139,7 @@ class Piece:
     column: tuple[Tensor, ...] = ()
     head: tuple[Tensor, ...] = ()
     gate: Tensor | None = None
+    columns: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,16 @@ class Points:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What the features of a dot product were made from, in the caller's dtype: scale · query is the one, key the other."""
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    features: tuple[Tensor, Tensor]  # the ones made from it, so that a score with other features is not taken for it
+
+
+@dataclass(frozen=True)
 class PairScore:
     """A score as engines see it: features, and the pieces that read their product.
 
@@ -157,6 +171,7 @@ class PairScore:
         pieces: the terms to add up; `softcap` acts on the first.
         points: returns the points whose gap the pieces are functions of, or None where there is no gap.
         watch: ask the terms on every tile whether, and for which pairs, the product form cancels there.
+        source: what the features were made from, for engines that take half precision as it is.
     """
 
     query: Tensor
@@ -164,6 +179,7 @@ class PairScore:
     pieces: tuple[Piece, ...]
     points: Callable[[], Points] | None = None
     watch: bool = False
+    source: Source | None = None
 
     @property
     def spec(self) -> str:
@@ -213,4 +229,5 @@ def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairSco
     dtype = working_dtype(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k = query.to(dtype) * scale, key.to(dtype)
-    return PairScore(q, k, (Piece(DOT, lambda: q @ repeat_heads(k, q.shape[1]).transpose(-1, -2)),))
+    piece = Piece(DOT, lambda: q @ repeat_heads(k, q.shape[1]).transpose(-1, -2))
+    return PairScore(q, k, (piece,), source=Source(query, key, scale, (q, k)))

@@ -18,6 +18,7 @@ from ..mechanisms.base import Plan
 from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
 from .families import family_mask
+from .hosts import is_cross_attention
 from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
@@ -57,12 +58,20 @@ def by_name(name: str, default: MechanismConfig):
     """The attention function of a mechanism used by name."""
 
     def forward(module, query, key, value, attention_mask, **keywords):
-        layer = _layer(by_name_config(module, default))
-        call = host_call(module, query, key, value, attention_mask, **keywords)
-        return module_output(*layer(Plan.of(call)).run(weights=wants_weights(module, keywords)))
+        plan = Plan.of(host_call(module, query, key, value, attention_mask, **keywords))
+        if get_mechanism(default.mechanism).cross_attention or not is_cross_module(module):
+            config = by_name_config(module, default).for_model(getattr(module, "config", None))
+            plan = _layer(config)(plan)
+        return module_output(*plan.run(weights=wants_weights(module, keywords)))
 
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
+
+
+def is_cross_module(module: nn.Module) -> bool:
+    """Whether the module reads another sequence, as far as it tells: its name in the model is not known here."""
+    says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
+    return says_decoder or is_cross_attention("", module)
 
 
 def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:

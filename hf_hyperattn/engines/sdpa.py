@@ -1,0 +1,206 @@
+"""The plain dot product on torch's own kernels (SDPA, FlashAttention), with biases as extra columns of Q and K.
+
+A bias of low rank is a product of a few numbers per query with a few per key, so it can ride in the product that the
+kernel computes anyway, and no N x M bias is stored. Half precision would round those numbers to 8 or 11 bits; each is
+therefore split into pieces that add up to it, and the products of pieces that matter get a column each:
+
+    float32, float64   x·y                                                1 column
+    float16            x1·y1 + x1·y2 + x2·y1                              3 columns
+    bfloat16           x1·y1 + x1·y2 + x2·y1 + x2·y2 + x1·y3 + x3·y1      6 columns
+
+V is padded with zeros to the width of Q and K, since kernels are slow, or missing, where the widths differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .options import Options, position_mask
+from .score import DOT, PairScore, Piece, repeat_heads
+
+#: Which pieces of the two factors meet, by dtype.
+MEETINGS = {
+    torch.float16: ((0, 0), (0, 1), (1, 0)),
+    torch.bfloat16: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
+}
+#: Moved from the factors of queries to those of keys in half precision, so that neither leaves float16's range.
+BALANCE = 2.0**8
+
+#: Up to this many queries the dense bias is no larger than the extra columns of the keys would be.
+FEW = 16
+
+
+def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """softmax(S)·V; arguments as in `reference.attend`, weights are not returned.
+
+    Raises:
+        ValueError: the call asks for what these kernels cannot do; the message says what.
+    """
+    reason = hindrance(score, value, options)
+    if reason is not None:
+        raise ValueError(f"backend='sdpa' cannot compute this call: {reason}; use backend='auto'")
+    query, key, scale = source(score)
+    dtype, width = working(query, key, value), value.shape[-1]
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    extra = score.pieces[1:]
+    adding = options.bias is not None or (bool(extra) and as_mask(query.shape[2], dtype, query.device))
+    mask, causal = hiding(score, options, adding)
+    if adding:
+        mask = dense(extra, mask, options.bias)
+    elif extra:
+        query, key, value = widened(query, key, value, scale, extra)
+    if mask is not None and mask.is_floating_point() and not mask.device.type == "cpu":
+        mask = mask.to(dtype)
+    if key.is_cuda and (mask is not None or dtype not in MEETINGS):  # only FlashAttention shares keys there
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    with torch.autocast(query.device.type, enabled=False):  # it would round the columns
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=options.dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return out[..., :width].to(score.query.dtype), None
+
+
+def suits(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether `auto` takes this engine: it can, and with a kernel that stores no N x M matrix."""
+    on_cpu = value.device.type == "cpu"
+    return hindrance(score, value, options) is None and not (on_cpu and options.dropout_p)
+
+
+def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
+    """Why the call cannot be computed here; None if it can."""
+    first, *rest = score.pieces
+    n, m = score.query.shape[2], score.key.shape[2]
+    given = [t for t in (options.mask, options.bias) if t is not None]
+    if first.term is not DOT or first.gate is not None:
+        return "its score is not the plain dot product"
+    if any(p.columns is None for p in rest):
+        return f"{next(p.term.name for p in rest if p.columns is None)} has no exact form as columns here"
+    if options.softcap is not None or options.sinks is not None:
+        return "softcap and sinks are not available"
+    if needs_grad(given):
+        return "masks get no gradient"
+    dtype = working(*source(score)[:2], value)
+    if options.bias is not None and not as_mask(n, dtype, value.device):
+        return "it has a bias"
+    if m == 0:
+        return "there are no keys"
+    if n > FEW and not simply_hidden(options) and not (given and given[0].shape[-2:] == (n, m)):
+        return "windows, offsets and causality beside a mask of keys need a mask of all pairs"
+    numbers = [t for p in rest for t in (*p.head, *([] if p.gate is None else [p.gate]))]
+    if dtype in MEETINGS and needs_grad(numbers):
+        return "half precision is too coarse for the gradients of the bias's parameters"
+    return None
+
+
+def needs_grad(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def source(score: PairScore) -> tuple[Tensor, Tensor, float]:
+    """Query, key and scale in the caller's dtype where they are those of the score's features."""
+    found = score.source
+    if found and found.features[0] is score.query and found.features[1] is score.key:
+        return found.query, found.key, found.scale
+    return score.query, score.key, 1.0
+
+
+def working(*tensors: Tensor) -> torch.dtype:
+    """The dtype that holds all of them."""
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def as_mask(queries: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the bias goes in as a mask: few queries, and a kernel that adds the mask in float32."""
+    return queries <= FEW and (dtype not in MEETINGS or device.type == "cpu")
+
+
+def simply_hidden(options: Options) -> bool:
+    """Whether position hides nothing, or hides as the kernel's own causal form does."""
+    if options.window is not None:
+        return False
+    return not options.is_causal or (options.mask is None and options.offset == 0)
+
+
+def hiding(score: PairScore, options: Options, adding: bool) -> tuple[Tensor | None, bool]:
+    """The mask for the kernel, bool or additive, and its causal flag, which goes with no mask at all."""
+    if simply_hidden(options) and not (adding and options.is_causal):
+        return options.mask, options.is_causal
+    n, m = score.query.shape[2], score.key.shape[2]
+    visible = position_mask(options, (0, n), (0, m), score.query.device)
+    if options.mask is None:
+        return visible[None, None], False
+    if options.mask.dtype == torch.bool:
+        return options.mask & visible, False
+    return options.mask.masked_fill(~visible, float("-inf")), False
+
+
+def dense(extra: tuple[Piece, ...], mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """One additive mask of everything that is added to few queries' logits."""
+    total = 0.0 if bias is None else bias
+    for piece in extra:
+        part = piece.definition()
+        total = total + (part if piece.gate is None else piece.gate[:, None, None] * part)
+    if mask is None:
+        return total
+    return total + mask if mask.dtype != torch.bool else torch.where(mask, total, float("-inf"))
+
+
+def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tuple[Piece, ...]):
+    """Query and key with the columns of the extra pieces, the value with zeros, all of one width."""
+    columns = [split(*factors(piece, scale), query.dtype) for piece in extra]
+    left, right = (torch.cat(side, -1) for side in zip(*columns, strict=True))
+    if right.shape[1] not in (1, key.shape[1]):
+        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    width = max(query.shape[-1] + left.shape[-1], value.shape[-1])
+    if query.is_cuda or query.dtype in MEETINGS:  # what kernels are fast, or defined, for
+        width += -width % 8
+    return (
+        with_columns(query, left, width),
+        with_columns(key, right, width),
+        pad(value, (0, width - value.shape[-1])),
+    )
+
+
+def with_columns(x: Tensor, columns: Tensor, width: int) -> Tensor:
+    """[B, H, L, width]: x, the columns, zeros."""
+    columns = columns.expand(*x.shape[:3], -1)
+    zeros = x.new_zeros(()).expand(*x.shape[:3], width - x.shape[-1] - columns.shape[-1])
+    return torch.cat([x, columns, zeros], -1)
+
+
+def factors(piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    """The piece's factors with its gate, over the scale that the kernel multiplies with."""
+    left, right = piece.columns()
+    gate = 1.0 if piece.gate is None else piece.gate.to(left.dtype)[:, None, None]
+    return left * gate / scale, right
+
+
+def split(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float64 factors as columns of `dtype` whose products add up to theirs."""
+    if dtype not in MEETINGS:
+        return left.to(dtype), right.to(dtype)
+    count = 1 + max(i for i, _ in MEETINGS[dtype])
+    left, right = pieces_of(left / BALANCE, dtype, count), pieces_of(right * BALANCE, dtype, count)
+    pairs = MEETINGS[dtype]
+    return torch.cat([left[i] for i, _ in pairs], -1), torch.cat([right[j] for _, j in pairs], -1)
+
+
+def pieces_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Numbers of `dtype` that add up to x, the largest first."""
+    found = []
+    for _ in range(count):
+        found.append(x.to(dtype))
+        x = x - found[-1].to(x.dtype)
+    return found

@@ -1,0 +1,19 @@
+"""HyPE, a positional bias made of hyperbolic functions (arXiv 2310.19676)."""
+
+from ...registry import Mechanism, register
+from .config import HypeConfig
+from .functional import hype_attention, hype_bias
+from .layer import HypeLayer
+
+register(
+    Mechanism(
+        name="hype",
+        stage="bias",
+        paper="HyPE: Attention with Hyperbolic Biases for Relative Positional Encoding, arXiv 2310.19676",
+        config=HypeConfig,
+        layer=HypeLayer,
+        functions={"hype_attention": hype_attention, "hype_bias": hype_bias},
+        names={"hype": HypeConfig()},
+        cross_attention=False,
+    )
+)

@@ -1,0 +1,140 @@
+"""HyPE as functions: attention with the bias, and the bias by itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...engines import Options, attention, dot_score
+from ..checks import check_choice, check_dropout, check_positive, check_qkv
+from .bias import FORMS, definition
+from .positions import from_first, given
+from .score import with_hype
+
+
+def hype_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mu: float | Tensor,
+    tau: float | Tensor,
+    form: str = "sinh",
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(scale · q·k + bias)·V with the bias of HyPE (arXiv 2310.19676), see `hype_bias`.
+
+    Args:
+        query: [B, H, N, d], any floating dtype; d at least 2.
+        key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
+        value: [B, H or Hkv, M, dv].
+        attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. A query that sees no key gives 0.
+        dropout_p: probability that a weight is dropped, in [0, 1).
+        is_causal: query i sees keys j <= i, by their place in the tensors; intersects with `attn_mask`.
+        scale: what q·k is multiplied with; None: 1/sqrt(d).
+        enable_gqa: allow fewer heads of keys and values than of queries.
+        mu: μ > 0, a float or a tensor of one value per query head.
+        tau: τ, finite, likewise; 0 is attention without the bias, a negative one turns it round.
+        form: "sinh" for causal attention, "cosh" for bidirectional attention.
+        query_positions: [N] or [B, N], integers or floating point; None: 0, 1, 2, ... Positions get no gradient.
+        key_positions: [M] or [B, M], likewise.
+        backend: "auto" or the name of an engine. "sdpa" computes the bias as extra columns of Q and K on torch's own
+            kernels, "blockwise" evaluates it on tiles, "reference" stores it whole. "auto" takes sdpa where the call
+            allows it and the columns keep the bias to 2e-3, which they do while the largest bias of two positions
+            is about 16000 at most (docs/hype.md).
+
+    Returns:
+        [B, H, N, dv] in the query's dtype.
+
+    Raises:
+        ValueError: an argument out of its range; the message names it, its value and what is allowed.
+    """
+    check_qkv(query, key, value, enable_gqa)
+    check_dropout(dropout_p)
+    check_choice("form", form, FORMS)
+    batch, heads, n, m = *query.shape[:3], key.shape[2]
+    score = dot_score(query, key, scale)
+    mu = check_positive("mu", mu, heads, query).to(score.query.dtype)
+    tau = check_finite("tau", tau, heads, query).to(score.query.dtype)
+    positions = (
+        given("query_positions", query_positions, n, batch, query.device),
+        given("key_positions", key_positions, m, batch, query.device),
+    )
+    asked = query_positions is not None or key_positions is not None
+    reach = reach_of(*positions) if asked else max(n, m)
+    score = with_hype(score, positions, mu, tau, form, reach)
+    options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
+    out, _ = attention(score, value, options, backend=backend)
+    return out.to(query.dtype)
+
+
+def hype_bias(
+    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: str
+) -> Tensor:
+    """The dense bias of HyPE, straight from the definition.
+
+        form="sinh":   τ · sinh(μ (j - i))                negative for the past
+        form="cosh":  -τ · (cosh(μ (i - j)) - 1)
+
+    Args:
+        query_positions: i, [N] or [B, N], integers or floating point.
+        key_positions: j, [M] or [B, M].
+        mu: μ > 0, a float or a tensor of one value per head.
+        tau: τ, finite, likewise.
+        form: "sinh" or "cosh".
+
+    Returns:
+        [B, H, N, M], with B = 1 for positions without a batch and H = 1 where mu and tau are for all heads; float32,
+        or float64 if one of the arguments has it.
+
+    Raises:
+        ValueError: an argument out of its range; the message names it, its value and what is allowed.
+    """
+    check_choice("form", form, FORMS)
+    sizes = [t.numel() for t in (mu, tau) if isinstance(t, Tensor)]
+    heads, like = max([1, *sizes]), torch.as_tensor(query_positions)
+    lengths = [torch.as_tensor(p).shape for p in (query_positions, key_positions)]
+    batch = max([shape[0] for shape in lengths if len(shape) == 2], default=1)
+    queries, keys = (
+        given(name, p, shape[-1] if shape else 1, batch, like.device)
+        for name, p, shape in zip(
+            ("query_positions", "key_positions"), (query_positions, key_positions), lengths, strict=True
+        )
+    )
+    tensors = [t for t in (mu, tau, queries, keys) if isinstance(t, Tensor)]
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    mu = check_positive("mu", mu, heads, queries).to(dtype)
+    tau = check_finite("tau", tau, heads, queries).to(dtype)
+    bias = definition(*from_first(queries, keys, dtype), mu, tau, form)
+    return bias.expand(batch, heads, -1, -1)
+
+
+def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
+    """A finite number, or one per query head, as a tensor [1] or [H]; tensors are not looked at while traced."""
+    allowed = f"a finite number, or a tensor of one per query head, ({heads},)"
+    if isinstance(value, Tensor):
+        if value.dim() > 1 or value.numel() not in (1, heads):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {allowed}")
+        if not torch.compiler.is_compiling() and not bool(value.isfinite().all()):
+            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {allowed}")
+        return value.reshape(-1).to(like.device)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: {allowed}")
+    return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
+
+
+def reach_of(queries: Tensor, keys: Tensor) -> float | None:
+    """The largest distance of two positions; not known while traced, or where there are none."""
+    if torch.compiler.is_compiling() or not queries.numel() or not keys.numel():
+        return None
+    ends = [(float(p.min()), float(p.max())) for p in (queries, keys)]
+    return max(high for _, high in ends) - min(low for low, _ in ends)

@@ -1,0 +1,95 @@
+"""Positions of queries and keys: given by the caller, or read from a host's call. Only differences matter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..base import HostCall
+
+#: Additive masks hide a pair from here on: the smallest number of any dtype, and the -10000 of older models.
+HIDDEN = -9_999.0
+
+
+def of_call(call: HostCall) -> tuple[Tensor, Tensor]:
+    """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
+
+    A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
+    what a sliding window has left behind shifts all positions alike. Queries that are not all of the sequence stand
+    where the last key stands that they see, which in causal attention is their own.
+
+    Raises:
+        ValueError: the call does not tell where its queries stand.
+    """
+    n, m = call.query.shape[2], call.key.shape[2]
+    if call.keywords.get("indices") is not None:
+        raise ValueError(
+            "hype cannot tell the positions of tokens where an indexer chooses the keys; leave these layers out"
+        )
+    if n != m and not call.is_causal:
+        raise ValueError(
+            f"hype cannot tell the positions of {n} queries among {m} keys where attention is not causal; allowed: "
+            "self-attention over one sequence, leave these layers out"
+        )
+    if call.options.mask is None:
+        keys = torch.arange(m, device=call.query.device)[None, None]
+        if n == m:
+            return keys, keys
+        start = m - 1 if n == 1 else call.options.offset
+        return keys[..., :n] + start, keys
+    return of_mask(call.options.mask, n, m)
+
+
+def of_mask(mask: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    """The same from a mask that broadcasts to [B, H, N, M]."""
+    seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+    seen = seen.any(1) if seen.shape[1] > 1 else seen[:, 0]
+    keys = seen.any(-2).expand(-1, m).cumsum(-1)
+    if n == m:
+        return keys[:, None], keys[:, None]
+    last = m - 1 - seen.expand(-1, n, m).flip(-1).to(torch.uint8).argmax(-1)
+    return keys.gather(-1, last)[:, None], keys[:, None]
+
+
+def given(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
+    """A caller's positions, checked, as [B|1, 1, length]; 0, 1, 2, ... where there are none.
+
+    Raises:
+        ValueError: they have another shape, are no numbers, not finite, or want a gradient.
+    """
+    if positions is None:
+        return torch.arange(length, device=device)[None, None]
+    if not isinstance(positions, Tensor) or positions.dtype == torch.bool or positions.is_complex():
+        what = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise ValueError(f"{name} is {what}; allowed: a tensor of integers or floating point numbers")
+    allowed = ((length,), (1, length), (batch, length))
+    if tuple(positions.shape) not in allowed:
+        raise ValueError(
+            f"{name} has shape {tuple(positions.shape)}; allowed: one position a token, ({length},) or "
+            f"({batch}, {length})"
+        )
+    if positions.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which positions do not get; pass {name}.detach()")
+    if (
+        not torch.compiler.is_compiling()
+        and positions.is_floating_point()
+        and not bool(positions.isfinite().all())
+    ):
+        raise ValueError(f"{name} holds infinite numbers or NaN; allowed: finite numbers")
+    positions = positions.to(device)
+    if not positions.is_floating_point():
+        positions = positions.long()
+    return positions.reshape(-1, 1, length)
+
+
+def from_first(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Positions less the smallest one of each row, in the dtype to compute in: large integers keep all digits."""
+    if not keys.shape[-1] or not queries.shape[-1]:
+        return queries.to(dtype), keys.to(dtype)
+    if queries.dtype != keys.dtype:
+        wide = torch.promote_types(torch.float64, torch.promote_types(queries.dtype, keys.dtype))
+        queries, keys = queries.to(wide), keys.to(wide)
+    elif queries.is_floating_point():
+        queries, keys = queries.double(), keys.double()
+    first = torch.minimum(queries.amin(-1, keepdim=True), keys.amin(-1, keepdim=True))
+    return (queries - first).to(dtype), (keys - first).to(dtype)
