@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .choice import checked
-from .fields import check_field, option, short
+from .fields import option, short
+from .mechanism_config import MechanismConfig, plain
+from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
 from .registry import STAGES, get_mechanism
 
 __all__ = [
@@ -39,43 +42,6 @@ MOST = 10_000
 
 
 @dataclass(frozen=True)
-class MechanismConfig:
-    """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
-
-    mechanism = ""
-
-    def __post_init__(self):
-        for f in fields(self):
-            if f.metadata:
-                check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with the mechanism's name first."""
-        return {"mechanism": self.mechanism, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
-
-    def for_model(self, config: object) -> MechanismConfig:
-        """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
-        return self
-
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> MechanismConfig:
-        """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
-        if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
-            raise ValueError(
-                f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
-            )
-        cls = get_mechanism(data["mechanism"]).config
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(map(str, set(data) - known - {"mechanism"}))
-        if unknown:
-            raise ValueError(
-                f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
-                "hf_hyperattn may know it: pip install -U hf-hyperattn"
-            )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "mechanism"})
-
-
-@dataclass(frozen=True)
 class HyperAttnConfig(PushToHubMixin):
     """All that is done to a model: which mechanisms, where, and how they enter.
 
@@ -86,6 +52,8 @@ class HyperAttnConfig(PushToHubMixin):
         mode: "blend" starts as the identity (S + g·S_mechanism with g = 0), "replace" is the published operator.
         include_cross_attention: whether cross-attention is patched too.
         hosts: qualified names of the patched modules; filled in by `patch_model`.
+        overrides: mechanism configs of single hosts, such as `{"model.layers.3.self_attn": [ConeConfig(gamma=2.0)]}`;
+            each takes the place of the config of the same mechanism there. In JSON only where there are some.
     """
 
     mechanisms: tuple[MechanismConfig, ...] = ()
@@ -94,6 +62,7 @@ class HyperAttnConfig(PushToHubMixin):
     mode: str = "blend"
     include_cross_attention: bool = False
     hosts: tuple[str, ...] | None = None
+    overrides: Mapping[str, tuple[MechanismConfig, ...]] | None = field(default=None, hash=False)
 
     def __post_init__(self):
         for name in ("mechanisms", "hosts"):
@@ -114,6 +83,8 @@ class HyperAttnConfig(PushToHubMixin):
             self._refuse("hosts", "names of modules, at least one, with at least one mechanism")
         if self.hosts is not None and len(set(self.hosts)) < len(self.hosts):
             self._refuse("hosts", "every name once")
+        overrides = checked_overrides(self.overrides, self.mechanisms, self.hosts)
+        object.__setattr__(self, "overrides", overrides)
 
     def _refuse(self, name: str, allowed: str):
         raise ValueError(
@@ -138,6 +109,10 @@ class HyperAttnConfig(PushToHubMixin):
         order = sorted(self.mechanisms, key=lambda c: STAGES.index(get_mechanism(c.mechanism).stage))
         object.__setattr__(self, "mechanisms", tuple(order))
 
+    def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
+        """The mechanism configs of one host, by its qualified name, in the order of their stages."""
+        return mechanisms_of(self.mechanisms, (self.overrides or {}).get(host, ()))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values. `layers` is kept only where it is a name or list; a callable needs `hosts` instead."""
         for name in ("layers", "heads"):
@@ -149,12 +124,12 @@ class HyperAttnConfig(PushToHubMixin):
         return {
             "format": FORMAT,
             "mechanisms": [m.to_dict() for m in self.mechanisms],
-            "layers": None if self.hosts is not None else _plain(self.layers),
-            "heads": _plain(self.heads),
+            "layers": None if self.hosts is not None else plain(self.layers),
+            "heads": plain(self.heads),
             "mode": self.mode,
             "include_cross_attention": self.include_cross_attention,
-            "hosts": _plain(self.hosts),
-        }
+            "hosts": plain(self.hosts),
+        } | ({"overrides": write_overrides(self.overrides)} if self.overrides else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HyperAttnConfig:
@@ -185,6 +160,8 @@ class HyperAttnConfig(PushToHubMixin):
                 )
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
+        if data.get("overrides") is not None:
+            values["overrides"] = read_overrides(data["overrides"])
         return cls(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
@@ -229,7 +206,3 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | range) else value

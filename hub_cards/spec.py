@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +75,20 @@ def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
             or not entry["mechanism"]
         ):
             raise refuse("an entry of config['mechanisms']", entry, "an object with a string 'mechanism'")
-    return tuple((entry["mechanism"], settings(entry)) for entry in entries)
+    differ = read_overrides(spec)
+    return tuple(
+        (name, settings(entry) + differ.get(name, "")) for entry in entries for name in [entry["mechanism"]]
+    )
+
+
+def read_overrides(spec: Mapping) -> dict[str, str]:
+    """By mechanism, in how many modules it has other settings, as text; ValueError where that is malformed."""
+    overrides = spec.get("overrides") or {}
+    own = list(overrides.values()) if isinstance(overrides, Mapping) else [None]
+    if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for configs in own):
+        raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
+    named = Counter(str(entry.get("mechanism")) for c in own for entry in c if isinstance(entry, Mapping))
+    return {name: f"; other settings at {n} of the modules (overrides)" for name, n in named.items()}
 
 
 def read_heads(heads: object) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -40,10 +42,10 @@ def bring_back(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bo
         ValueError: the config names hosts that the model does not have.
     """
     hosts = [(module, host) for _, module, host in all_hosts(model)]
-    meant = match_names([host.name for _, host in hosts], config.hosts, model)
-    chosen = [found for found, pick in zip(hosts, meant, strict=True) if pick]
+    meant = set(match_names([host.name for _, host in hosts], config.hosts, model).values())
+    chosen = [found for found in hosts if found[1].name in meant]
     check_combination(config, chosen)
-    attach(model, config, chosen, newly_routed)
+    attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
     others = sorted({module.config._attn_implementation for module, _ in chosen} - {RUNNING})
     if others:
         logger.warning(
@@ -64,15 +66,11 @@ def settle_stock(model: PreTrainedModel) -> None:
             setattr(part.config, STOCK, name)
 
 
-def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> list[bool]:
-    """Which names a saved list of hosts means; a bare model and one with a head differ by a prefix."""
-    prefix = base.base_model_prefix + "."
-    forms = (
-        {n: n for n in names},
-        {prefix + n: n for n in names},
-        {n.removeprefix(prefix): n for n in names if n.startswith(prefix)},
-    )
-    known = max(forms, key=lambda form: sum(w in form for w in wanted))
+def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> dict[str, str]:
+    """The names that a saved list of hosts means, by what the list has; a bare model and one with a head differ by a
+    prefix. Hosts of a part that this model lacks are left out.
+    """
+    known = _known_names(names, wanted, base)
     missing = [w for w in wanted if w not in known]
     if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
         missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
@@ -81,8 +79,41 @@ def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
             f"allowed: {', '.join(names[:3]) or 'none'}, ..."
         )
-    meant = {known[w] for w in wanted if w in known}
-    return [n in meant for n in names]
+    return {w: known[w] for w in wanted if w in known}
+
+
+def _known_names(names: list[str], wanted: Iterable[str], base: PreTrainedModel) -> dict[str, str]:
+    """The model's names by the form in which `wanted` has most of them: as they are, with the prefix, or without."""
+    prefix = base.base_model_prefix + "."
+    forms = (
+        {n: n for n in names},
+        {prefix + n: n for n in names},
+        {n.removeprefix(prefix): n for n in names if n.startswith(prefix)},
+    )
+    return max(forms, key=lambda form: sum(w in form for w in wanted))
+
+
+def settle_overrides(config: HyperAttnConfig, found: list[Found], base: PreTrainedModel) -> HyperAttnConfig:
+    """The config with the names in `overrides` as this model has them, and all that belongs to its hosts alone.
+
+    Args:
+        found: the hosts that are patched.
+
+    Raises:
+        ValueError: an override is for a host that is not among them, though the config does not list it as one.
+    """
+    if not config.overrides:
+        return config
+    names = [host.name for _, host in found]
+    known = _known_names(names, config.hosts or config.overrides, base)
+    strange = next((name for name in config.overrides if name not in known), None)
+    if strange is not None and config.hosts is None:
+        raise ValueError(
+            f"overrides names the host {strange[:80]!r}, which is not patched in this {type(base).__name__}; "
+            f"allowed: {', '.join(names[:3])}, ..."
+        )
+    own = {known[name]: configs for name, configs in config.overrides.items() if name in known}
+    return replace(config, hosts=tuple(names), overrides=own)
 
 
 def _has_stack(base: PreTrainedModel, name: str) -> bool:

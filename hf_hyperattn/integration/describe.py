@@ -58,9 +58,9 @@ def describe(model: nn.Module) -> Description:
         highest value of each gate; None where the gate is offloaded).
     """
     base = base_model(model)
-    done = [inner(host.hyper).config for _, host in patched_hosts(base)]
-    modes = sorted({config.mode for config in done})
-    mechanisms = [m.to_dict() for config in done for m in config.mechanisms]
+    done = [inner(host.hyper) for _, host in patched_hosts(base)]
+    modes = sorted({hyper.config.mode for hyper in done})
+    mechanisms = [m.to_dict() for hyper in done for m in hyper.mechanisms()]
     newly_routed = route(base)  # a served family has hosts only while it is routed
     try:
         modules = list(find_hosts(base))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..choice import head_numbers
-from ..config import HyperAttnConfig
+from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
+from ..overrides import mechanisms_of
 from ..registry import get_mechanism
 
 
@@ -24,14 +25,19 @@ class Hyper(nn.Module):
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
-        self.config = replace(config, layers=None, hosts=None)
+        self.config = replace(config, layers=None, hosts=None, overrides=None)
+        self.own = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
         heads = head_numbers(config.heads, host.heads, host.name)
-        for mechanism in config.mechanisms:
+        for mechanism in self.mechanisms():
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             self.add_module(mechanism.mechanism, layer)
+
+    def mechanisms(self) -> tuple[MechanismConfig, ...]:
+        """The mechanism configs that hold for this host."""
+        return mechanisms_of(self.config.mechanisms, self.own)
 
     def layers(self) -> list[MechanismLayer]:
         return list(self.children())

@@ -79,10 +79,13 @@ def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConf
     data = getattr(getattr(module, "config", None), "hyperattn", None)
     if not isinstance(data, dict):
         return default
-    for config in _parse(json.dumps(data, sort_keys=True)).mechanisms:
-        if config.mechanism == default.mechanism:
-            return config
-    return default
+    record = _parse(json.dumps(data, sort_keys=True))
+    if record.overrides:
+        raise ValueError(
+            f"config.hyperattn has overrides for single hosts, which {default.mechanism} used by name cannot honour; "
+            "allowed: patch_model with this config, or a config without overrides"
+        )
+    return next((m for m in record.mechanisms if m.mechanism == default.mechanism), default)
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ import model_patches
 from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
-from .attach import Found, all_hosts, attach, check_combination, match_names
+from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
 from .hierarchical import ignore_hierarchy
 from .records import erase_records, inner, patched_hosts, recorded_hosts
 from .refusal import check_parts, has_attention, refusal
@@ -68,7 +68,8 @@ def patch_model(
         chosen = choose_hosts(base, config)
         check_own_attention(chosen)
         check_parts(base, PATCHED, [module.config for module, _ in chosen])
-        attach(base, settle_heads(config, chosen), chosen, newly_routed)
+        config = settle_overrides(settle_heads(config, chosen), chosen, base)
+        attach(base, config, chosen, newly_routed)
     except BaseException:
         if newly_routed:
             model_patches.unserve(base)
@@ -151,7 +152,8 @@ def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Found]:
             raise refusal(base.config.model_type, PATCHED)
         raise ValueError(f"model type {base.config.model_type!r} has no attention; nothing to patch")
     if config.hosts is not None:
-        chosen = match_names([host.name for _, _, host in hosts], config.hosts, base)
+        meant = set(match_names([host.name for _, _, host in hosts], config.hosts, base).values())
+        chosen = [host.name in meant for _, _, host in hosts]
     else:
         chosen = [
             pick and (config.include_cross_attention or not host.is_cross)

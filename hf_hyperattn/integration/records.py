@@ -69,7 +69,8 @@ def _write(part: PreTrainedModel) -> set[int]:
     done = [inner(host.hyper).config for host in hosts.values()]
     alike = bool(done) and all(config == done[0] for config in done)
     if alike:
-        part.config.hyperattn = replace(done[0], hosts=tuple(hosts)).to_dict()
+        own = {name: configs for name, host in hosts.items() if (configs := inner(host.hyper).own)}
+        part.config.hyperattn = replace(done[0], hosts=tuple(hosts), overrides=own).to_dict()
     elif recorded_hosts(part.config) is not None:
         del part.config.hyperattn
     for config in tree(part.config):

@@ -27,7 +27,7 @@ ROUTED = ("falcon",)
 def saved(directory: Path, family: str = "llama", **options):
     """A patched model that has learned something, saved; returns it with its inputs."""
     make, inputs = FAMILIES[family]
-    model, inputs = ha.patch_model(make(), CONE, **options), inputs()
+    model, inputs = ha.patch_model(make(), ha.HyperAttnConfig([CONE], **options)), inputs()
     perturb(model)
     model.save_pretrained(directory)
     return model, inputs
@@ -38,7 +38,8 @@ def elsewhere(tmp_path_factory):
     """What a process without the package made of exports of many families, and the models that were exported."""
     root, models = tmp_path_factory.mktemp("exports"), {}
     for family in COPIED + ROUTED:
-        model, inputs = models[family] = saved(root / family / "source", family)
+        own = {"transformer.h.1.attn": [ha.ConeConfig(variant="penumbral")]} if family == "gpt2" else None
+        model, inputs = models[family] = saved(root / family / "source", family, overrides=own)
         export_remote_code(root / family / "source", root / family / "export")
         with torch.no_grad():
             expected = [t for t in model(**inputs).to_tuple() if isinstance(t, torch.Tensor)]

@@ -1,0 +1,51 @@
+"""The base of mechanism configs: frozen dataclasses whose fields are made by `option`, checked, and plain JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .fields import check_field, short
+from .registry import get_mechanism
+
+
+@dataclass(frozen=True)
+class MechanismConfig:
+    """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
+
+    mechanism = ""
+
+    def __post_init__(self):
+        for f in fields(self):
+            if f.metadata:
+                check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the mechanism's name first."""
+        return {"mechanism": self.mechanism, **{f.name: plain(getattr(self, f.name)) for f in fields(self)}}
+
+    def for_model(self, config: object) -> MechanismConfig:
+        """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
+        return self
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> MechanismConfig:
+        """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
+        if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
+            raise ValueError(
+                f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
+            )
+        cls = get_mechanism(data["mechanism"]).config
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(map(str, set(data) - known - {"mechanism"}))
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
+                "hf_hyperattn may know it: pip install -U hf-hyperattn"
+            )
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "mechanism"})
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: lists for tuples and ranges."""
+    return list(value) if isinstance(value, tuple | range) else value
