@@ -153,7 +153,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Source:
-    """What the features of a dot product were made from, in the caller's dtype: scale · query is the one, key the other."""
+    """What the features of a dot product were made from, scale · query and key, in the caller's dtype."""
 
     query: Tensor
     key: Tensor

@@ -102,6 +102,7 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
 
 
 def needs_grad(tensors: list[Tensor]) -> bool:
+    """Whether a backward pass will ask for the gradient of one of them."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 

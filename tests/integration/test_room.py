@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.engines import ENGINES, Options, attention
+from hf_hyperattn.engines import Options, attention
 from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.registry import LISTENERS, MECHANISMS
@@ -22,6 +22,7 @@ from tests.integration.models import (
     train,
 )
 from tests.integration.toy_rooms import ToyCosineConfig, ToySlopeConfig, cosine
+from tests.oracles.cases import BACKENDS
 
 TOYS = {
     "score": (ToyCosineConfig(),),
@@ -69,7 +70,7 @@ def test_patch_train_save_reload_unpatch(family, toy, tmp_path):
     assert difference(before, run(model, inputs)) == 0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", BACKENDS)
 def test_the_base_derivative_of_a_term_agrees_with_the_definition(engine):
     host = Host("host", heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0)
     layer = toy_rooms.ToyCosineLayer(ToyCosineConfig(), host, "blend").double()
