@@ -20,6 +20,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a recipe, or list the settings. Returns 0, or 2 after an error, which is said in one line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -45,6 +45,7 @@ def shown_name(model: Model) -> str:
 
 
 def load_tokenizer(model: Model):
+    """The tokenizer that was published with the model."""
     return from_pretrained(AutoTokenizer, model)
 
 
@@ -90,6 +91,7 @@ def make_trainable(model: nn.Module, settings: Settings) -> nn.Module:
 
 
 def adapter_config(model: nn.Module, peft: Peft):
+    """PEFT's `LoraConfig` by the recipe; the added parameters train beside LoRA unless `peft.added` is false."""
     config = ha.lora_config(
         model,
         peft.r,

@@ -170,6 +170,7 @@ def saved_in(settings: Settings) -> Path:
 
 
 def compared(model, text: Text) -> torch.Tensor:
+    """Logits [L, V] for the start of the held-out text, by which a model and what is loaded again are compared."""
     return next_token_logits(model, text.prefix + text.held_out[:COMPARED])
 
 

@@ -68,6 +68,7 @@ def read_group(cls: type, data: Any) -> Group:
 
 
 def check_mapping(owner: str, data: Any) -> None:
+    """Raise for what is no mapping."""
     if not isinstance(data, dict):
         raise ValueError(f"{owner} is {data!r}; allowed: keys and values")
 

@@ -172,4 +172,5 @@ def cut(ids: list[int], length: int, prefix: list[int]) -> datasets.Dataset:
 
 
 def checksum(ids: np.ndarray) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of token ids, the same on every machine."""
     return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
