@@ -14,10 +14,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe test zoo lint clean
+.PHONY: help demo recipe experiments test zoo lint clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
 
 # Threads that wait asleep: on cores shared with others, threads that wait spinning halve the speed of both.
 demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
@@ -26,6 +26,10 @@ demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS
 recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minutes on two cores (ARGS="--fresh")
 	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
 		recipes/finetune.py --config recipes/smollm2/cone_lora.yaml $(ARGS)
+
+experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
+	$(BIN)/python recipes/experiments all $(ARGS)
+	$(BIN)/python recipes/experiments draw
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -56,6 +60,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.recipe: $(VENV)/.demo
 	$(PIP) -e ".[recipes]"
+	@touch $@
+
+$(VENV)/.experiments: $(VENV)/.base
+	$(PIP) -e ".[cpu,recipes,plots]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -1,0 +1,1 @@
+"""Small, seeded, resumable experiments on questions that the papers leave open; see docs/experiments.md."""

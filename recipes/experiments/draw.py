@@ -1,0 +1,52 @@
+"""The tables and plots of docs/experiments.md, made from the results alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hf_hyperattn.config import write_atomically
+
+from .store import FOLDER, load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PLOTS = ROOT / "docs" / "experiments.md", ROOT / "docs" / "plots"
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
+    """Write every plot, and every table between its two marks on the page.
+
+    Args:
+        folder: of the results.
+        page: has `<!-- NAME -->` and `<!-- /NAME -->` around what is replaced.
+        plots: where the plots go, `NAME.svg`.
+
+    Raises:
+        ValueError: a result is missing, or the page lacks a mark.
+        ImportError: matplotlib is missing.
+    """
+    from . import figures
+    from .tables import TABLES
+
+    plots.mkdir(exist_ok=True)
+    for name, figure in figures.FIGURES.items():
+        figures.save(figure(load(name, folder)), plots / f"{name}.svg")
+    text = page.read_text()
+    for name, table in TABLES.items():
+        text = put(text, name, table(load(name.split("-")[0], folder)))
+    write_atomically(page, text)
+
+
+def put(text: str, name: str, table: str) -> str:
+    """The text with the table between its marks.
+
+    Raises:
+        ValueError: there are no such marks.
+    """
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+    changed, count = marks.subn(lambda found: found[1] + table + found[2], text)
+    if count != 1:
+        raise ValueError(
+            f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one"
+        )
+    return changed

@@ -1,0 +1,131 @@
+"""Results as plots."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from . import depth as depth_experiment
+from . import length as length_experiment
+
+matplotlib.rcParams.update(
+    {
+        "svg.hashsalt": "hf_hyperattn",  # the same file for the same results
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "0.9",
+        "legend.frameon": False,
+        "figure.facecolor": "white",
+    }
+)
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write an SVG without the date of its making."""
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def pair(width: float = 9.0, height: float = 3.6):
+    """A figure with two plots beside each other."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, *figure.subplots(1, 2)
+
+
+def alibi(results: dict) -> Figure:
+    """Bias error over mu for every length, and its effect on attention."""
+    figure, left, right = pair()
+    runs, settings = results["runs"], results["settings"]
+    for colour, length in zip(COLOURS, settings["lengths"]):
+        curve = runs[f"bias, L = {length}"]["curve"]
+        mu = [e["mu"] for e in curve]
+        left.plot(mu, [e["max"] for e in curve], color=colour, label=f"L = {length:,}")
+        left.plot(mu, [e["mean"] for e in curve], color=colour, linestyle="--")
+        left.plot(mu, [e["cubic_max"] for e in curve], color=colour, linestyle=":", linewidth=1)
+    left.set(
+        xscale="log", yscale="log", ylim=(1e-3, 1e5), xlabel="mu", ylabel="|HyPE - ALiBi|, logits at slope 1"
+    )
+    left.set_title("solid: maximum, dashed: mean, dotted: cubic term", fontsize=9)
+    left.legend(fontsize=8)
+    found = runs["attention"]
+    for colour, (x, curve) in zip(COLOURS, found["curves"].items()):
+        right.plot(
+            [p[0] for p in curve], [100 * p[1] for p in curve], color=colour, label=f"mu·L = {float(x):g}"
+        )
+        steep = [(p[0], 100 * found["constant"] * (float(x) / p[0]) ** 2) for p in curve if p[0] > 8]
+        right.plot(*zip(*steep), color=colour, linestyle=":", linewidth=1)
+    right.set(xscale="log", yscale="log", ylim=(1e-3, 30), xlabel="slope · L", ylabel="total variation, %")
+    right.set_title("attention by the bias alone; dotted: steep limit", fontsize=9)
+    right.legend(fontsize=8)
+    return figure
+
+
+def length(results: dict) -> Figure:
+    """Perplexity over length: all, and the ones that hold."""
+    figure, left, right = pair()
+    runs, settings = results["runs"], results["settings"]
+    lengths = settings["lengths"]
+    for colour, name in zip(COLOURS, settings["positions"]):
+        of_seeds = [runs[length_experiment.key_of(name, s)]["perplexity"] for s in settings["seeds"]]
+        values = [[p[str(n)] for p in of_seeds] for n in lengths]
+        mean, deviation = map(statistics.mean, values), map(statistics.stdev, values)
+        mean, deviation = list(mean), list(deviation)
+        for axes in (left, right):
+            axes.errorbar(
+                lengths, mean, deviation, color=colour, label=name, marker="o", markersize=3, capsize=2
+            )
+    for axes in (left, right):
+        axes.set(xscale="log", xticks=lengths, xticklabels=lengths, xlabel="tokens read")
+        axes.minorticks_off()
+    left.set(yscale="log", ylabel="perplexity of a byte")
+    best = [min(p.values()) for p in (runs[k]["perplexity"] for k in runs)]
+    right.set_ylim(min(best) - 0.1, 1.35 * min(best))
+    right.set_title("the same, cut", fontsize=9)
+    left.legend(fontsize=8)
+    return figure
+
+
+def depth(results: dict) -> Figure:
+    """Accuracy by kind for every depth and size, and by the depth of the answer."""
+    figure, left, right = pair()
+    runs, settings = results["runs"], results["settings"]
+    groups = [(level, size) for level in settings["depths"] for size in settings["sizes"]]
+    kinds = settings["kinds"]
+    wide = 0.8 / len(kinds)
+    for i, (colour, kind) in enumerate(zip(COLOURS, kinds)):
+        values = [
+            [100 * runs[depth_experiment.key_of(kind, *group, s)]["accuracy"] for s in settings["seeds"]]
+            for group in groups
+        ]
+        at = [g + (i - (len(kinds) - 1) / 2) * wide for g in range(len(groups))]
+        left.bar(at, [statistics.mean(v) for v in values], wide, color=colour, label=kind,
+                 yerr=[statistics.stdev(v) for v in values], error_kw={"capsize": 2, "linewidth": 1})  # fmt: skip
+        deepest, full = max(settings["depths"]), next(iter(settings["sizes"]))
+        by_depth = [
+            runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"]
+            for s in settings["seeds"]
+        ]
+        right.plot([100 * statistics.mean(v) for v in zip(*by_depth)], color=colour, marker="o", markersize=3)
+    for g, group in enumerate(groups):
+        names = [
+            100 * runs[depth_experiment.key_of(kinds[0], *group, s)]["names_alone"] for s in settings["seeds"]
+        ]
+        line = {"label": "names alone"} if g == 0 else {}
+        left.hlines(
+            statistics.mean(names), g - 0.45, g + 0.45, color="0.3", linestyle="--", linewidth=1, **line
+        )
+    left.set(ylim=(0, 100), ylabel="accuracy, %", xticks=range(len(groups)))
+    left.set_xticklabels([f"depth {level}, {size}" for level, size in groups])
+    left.legend(fontsize=7, ncols=2, loc="upper right")
+    right.set(ylim=(0, 100), xlabel="depth of the lowest common ancestor", ylabel="accuracy, %")
+    right.set_title(f"depth {deepest}, {full} size", fontsize=9)
+    return figure
+
+
+FIGURES = {"alibi": alibi, "length": length, "depth": depth}

@@ -1,0 +1,54 @@
+"""The training loop that the experiments share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+#: Share of the steps in which the learning rate rises; it falls as a half cosine in the rest.
+WARM_UP = 0.1
+#: The loss that is reported is a mean over this many steps at the end.
+LAST = 50
+
+
+def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: float, decay: float) -> float:
+    """Train all that is trainable with AdamW, gradients cut at norm 1; the mean loss at the end.
+
+    Args:
+        model: whatever `batch_loss` trains.
+        batch_loss: the loss of a fresh batch, a scalar.
+        steps: number of batches.
+        rate: the highest learning rate.
+        decay: weight decay of matrices; vectors have none.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay}
+    vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
+    losses = []
+    for _ in range(steps):
+        loss = batch_loss()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return sum(losses[-LAST:]) / len(losses[-LAST:])
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """The learning rate of a step as a share of the highest."""
+    rise = max(1, round(WARM_UP * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def size_of(model: nn.Module) -> int:
+    """Number of numbers in a model's parameters."""
+    return sum(p.numel() for p in model.parameters())
