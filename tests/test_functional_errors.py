@@ -121,6 +121,15 @@ def test_penumbral_is_refused_from_the_arguments_alone():
         cone_attention(low, low, low, variant="penumbral", mapping=mapping, clamp_heights=True)
 
 
+@pytest.mark.parametrize("function", [cone_attention, cone_scores])
+@pytest.mark.parametrize("setting", [{"squared": False}, {"clamp_heights": True}])
+def test_umbral_refuses_what_only_penumbral_reads(function, setting):
+    tensors = (Q, K, V) if function is cone_attention else (Q, K)
+    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.* has no meaning for variant='umbral'"):
+        function(*tensors, variant="umbral", **setting)
+    function(*tensors, variant="penumbral", **setting)
+
+
 def test_unknown_arguments_are_not_swallowed():
     with pytest.raises(TypeError, match="scale"):
         cone_attention(Q, K, V, scale=0.5)

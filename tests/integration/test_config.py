@@ -20,6 +20,12 @@ cones = st.builds(
     mapping=st.sampled_from([None, "xi", "psi", "expmap"]),
     gamma=positive,
     radius=positive,
+) | st.builds(
+    ha.ConeConfig,
+    variant=st.just("penumbral"),
+    mapping=st.sampled_from([None, "psi"]),
+    gamma=positive,
+    radius=positive,
     squared=st.booleans(),
     clamp_heights=st.booleans(),
 )
@@ -104,6 +110,12 @@ def test_a_value_out_of_range_names_field_value_and_range(field, value):
 def test_a_combination_without_meaning_is_refused():
     with pytest.raises(ValueError, match="allowed: mapping='psi', or clamp_heights=True"):
         ha.ConeConfig(variant="penumbral", mapping="xi")
+    for setting in ({"squared": False}, {"clamp_heights": True}):
+        with pytest.raises(
+            ValueError, match=r"ConeConfig\.\w+=\w+ has no meaning for variant='umbral'; allowed: leave"
+        ):
+            ha.ConeConfig(**setting)
+        assert ha.ConeConfig(variant="penumbral", **setting)
 
 
 def test_two_mechanisms_of_one_stage_are_refused():

@@ -34,7 +34,7 @@ class ConeConfig(MechanismConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.clamp_heights)
+        check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.squared, self.clamp_heights)
 
     @property
     def resolved_mapping(self) -> str:
@@ -47,8 +47,13 @@ def resolve_mapping(variant: str, mapping: str | None) -> str:
     return mapping or {"umbral": "xi", "penumbral": "psi"}[variant]
 
 
-def check_pairing(owner: str, variant: str, mapping: str, clamp_heights: bool) -> None:
-    """Penumbral cones need heights below the radius, which only psi gives by itself."""
+def check_pairing(owner: str, variant: str, mapping: str, squared: bool, clamp_heights: bool) -> None:
+    """Penumbral cones need heights below the radius, which only psi gives by itself; umbral ones have no choices."""
+    given = {"squared=False": not squared, "clamp_heights=True": clamp_heights}
+    for setting in (s for s, there in given.items() if there and variant == "umbral"):
+        raise ValueError(
+            f"{owner}{setting} has no meaning for variant='umbral'; allowed: leave it out, or variant='penumbral'"
+        )
     if variant == "penumbral" and mapping != "psi" and not clamp_heights:
         raise ValueError(
             f"{owner}mapping={mapping!r} gives heights above the radius, which variant='penumbral' does not "

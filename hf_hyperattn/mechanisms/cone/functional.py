@@ -93,7 +93,7 @@ def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_he
     check_choice("variant", variant, VARIANTS)
     check_choice("mapping", mapping, (None, *MAPPINGS))
     mapping = resolve_mapping(variant, mapping)
-    check_pairing("", variant, mapping, clamp_heights)
+    check_pairing("", variant, mapping, bool(squared), bool(clamp_heights))
     heads = query.shape[1]
     gamma, radius = (
         check_positive("gamma", gamma, heads, query),
