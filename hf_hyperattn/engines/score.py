@@ -131,6 +131,8 @@ class Piece:
         columns: for a piece that reads no features and has low rank: returns float64 factors [B|1, H|1, N, c] and
             [B|1, H|Hkv|1, M, c] whose product over c is the piece's logits, up to one number a row. None where there
             are none, or where float32 sums of the product would be too inexact.
+        features: for a piece that is linear in features of the key: returns [B, H, N, e] and [B, H|Hkv, M, e] whose
+            plain product is the piece's logits, for what takes means of keys. The dot product needs none.
     """
 
     term: Term
@@ -140,6 +142,7 @@ class Piece:
     head: tuple[Tensor, ...] = ()
     gate: Tensor | None = None
     columns: Callable[[], tuple[Tensor, Tensor]] | None = None
+    features: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

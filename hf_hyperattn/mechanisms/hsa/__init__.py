@@ -1,1 +1,20 @@
 """Hierarchical Self-Attention (arXiv 2509.15448)."""
+
+from ...registry import Mechanism, register
+from .config import HsaConfig
+from .functional import hierarchical_attention
+from .layer import HsaLayer
+
+register(
+    Mechanism(
+        name="hsa",
+        stage="structure",
+        paper="Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, "
+        "arXiv 2509.15448",
+        config=HsaConfig,
+        layer=HsaLayer,
+        functions={"hierarchical_attention": hierarchical_attention},
+        names={"hsa": HsaConfig()},
+        cross_attention=False,
+    )
+)

@@ -57,6 +57,7 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
         row=space.statistics(norm_q),
         column=space.statistics(norm_k),
         head=(space.beta.expand(heads),),
+        features=_features(query, key, space),
     )
     return PairScore(q, k, (piece,), partial(Points, q, k, q.new_ones(heads)), watch=True)
 
@@ -79,6 +80,7 @@ def hyperbolic_piece(
         column=(*space.statistics(norm_k), 1 / norm_k),
         head=(space.beta.expand(heads),),
         gate=gate,
+        features=_features(query, key, space),
     )
     return piece, partial(Points, q, k, q.new_ones(heads))
 
@@ -106,6 +108,11 @@ def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace)
     q = torch.cat([(2 * sinh_q * cosh_q)[..., None] * q, -sinh_q.square()[..., None], -one], dim=-1)
     k = (sinh_k * cosh_k)[..., None] * repeat_heads(k, sinh_k.shape[1])
     return beta * q, torch.cat([k, 1 + 2 * u_k, u_k], dim=-1)
+
+
+def _features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Callable | None:
+    """What `Piece.features` returns; the geodesic distance has none."""
+    return partial(squared_lorentz_features, query, key, space) if space.distance == "squared_lorentz" else None
 
 
 def with_own_keys(score: PairScore, heads: int) -> PairScore:

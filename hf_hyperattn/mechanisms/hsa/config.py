@@ -1,0 +1,149 @@
+"""Configuration of Hierarchical Self-Attention, and what it means for a host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...config import MechanismConfig, option
+from ...fields import check_field, short
+from ...hierarchy.windows import checked_sizes
+
+TYINGS = ("both", "key")
+
+#: What None means: for key tying, and for tying on both sides.
+DEFAULTS = {"near": (64, 0), "sinks": (4, 0), "refine_top_k": (16, 0), "block_bias": (0.0, 0.0)}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a call is tied, with every default settled.
+
+    Args:
+        tying: "both" or "key".
+        keep_diagonal: whether a token attends to itself.
+        near, sinks, refine_top_k: one integer, or one per query head.
+        block_bias: a number, one per query head, or a tensor of those.
+    """
+
+    tying: str
+    keep_diagonal: bool = True
+    near: Any = 0
+    sinks: Any = 0
+    refine_top_k: Any = 0
+    block_bias: Any = 0.0
+
+
+@dataclass(frozen=True)
+class HsaConfig(MechanismConfig):
+    """Hierarchical Self-Attention (arXiv 2509.15448): attention tied over blocks of a tree over the tokens.
+
+    Numbers are for all heads, or one for each query head.
+    """
+
+    mechanism = "hsa"
+
+    windows: tuple[int, ...] = option(
+        (16, 64, 256),
+        "tokens of the windows, bottom first, each dividing the next, where the model is called without hierarchy=; "
+        "() is the flat tree",
+    )
+    tying: str | None = option(
+        None,
+        "both: one number for every pair of sibling blocks, bidirectional only; key: only keys are tied; None: key "
+        "where attention is causal, else both",
+        choices=TYINGS,
+        optional=True,
+    )
+    keep_diagonal: bool = option(
+        True, "both: whether a token attends to itself; the paper's own setting is False"
+    )
+    near: int | tuple[int, ...] | None = option(
+        None, "key: blocks less than so many tokens away are opened; None: 64", types=(int, tuple), least=0,
+        optional=True,
+    )  # fmt: skip
+    sinks: int | tuple[int, ...] | None = option(
+        None, "key: blocks of the first so many tokens are opened; None: 4", types=(int, tuple), least=0,
+        optional=True,
+    )  # fmt: skip
+    refine_top_k: int | tuple[int, ...] | None = option(
+        None, "key: so many blocks of every level are opened, chosen by query; None: 16", types=(int, tuple), least=0,
+        optional=True,
+    )  # fmt: skip
+    block_bias: float | tuple[float, ...] | None = option(
+        None,
+        "key: added to the logit of closed blocks; -inf (in JSON '-inf') drops them; None: 0; where it is learned, the "
+        "starting value",
+        types=(float, tuple),
+        optional=True,
+    )
+
+    def __post_init__(self):
+        object.__setattr__(self, "block_bias", _numbers(self.block_bias))
+        for f in fields(self):
+            if f.name != "block_bias" or self.block_bias != -math.inf:  # the one infinite number allowed
+                check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)
+        object.__setattr__(self, "windows", checked_sizes(self.windows))
+        for name in ("near", "sinks", "refine_top_k", "block_bias"):
+            self._check_numbers(name)
+        if self.tying == "both":
+            self._check_both()
+        elif not self.keep_diagonal and self.tying == "key":
+            self._refuse("keep_diagonal", "True with tying='key', where a token always sees itself")
+
+    def _refuse(self, name: str, allowed: str):
+        raise ValueError(f"HsaConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
+
+    def _check_numbers(self, name: str) -> None:
+        values, whole = getattr(self, name), name != "block_bias"
+        for x in values if isinstance(values, tuple) else ():
+            fine = isinstance(x, int | float) and not isinstance(x, bool)
+            fine = fine and (isinstance(x, int) and x >= 0 if whole else not math.isnan(x) and x < math.inf)
+            if not fine:
+                kind = "integers from 0" if whole else "finite numbers or -inf"
+                self._refuse(name, f"{kind}, one for each query head")
+        if values == ():
+            self._refuse(name, "at least one number")
+
+    def _check_both(self) -> None:
+        for name in ("near", "sinks", "refine_top_k", "block_bias"):
+            values = getattr(self, name)
+            if values is not None and any(values if isinstance(values, tuple) else (values,)):
+                self._refuse(name, "0 or None with tying='both', which opens no blocks; or tying='key'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; -inf, which JSON lacks, as text."""
+        data, bias = super().to_dict(), self.block_bias
+        text = lambda x: "-inf" if x == -math.inf else x
+        data["block_bias"] = [text(x) for x in bias] if isinstance(bias, tuple) else text(bias)
+        return data
+
+    def rule(self, is_causal: bool, heads: int, where: str) -> Rule:
+        """What the config means for attention of this direction.
+
+        Raises:
+            ValueError: tying="both" where attention is causal, or numbers for another count of heads.
+        """
+        tying = self.tying or ("key" if is_causal else "both")
+        if tying == "both" and is_causal:
+            raise ValueError(
+                f"HsaConfig.tying='both' ties queries too, and {where} is causal: a block's mean query would carry "
+                "the future; allowed: tying='key' or None"
+            )
+        found = {}
+        for name, (key, both) in DEFAULTS.items():
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != heads:
+                raise ValueError(
+                    f"HsaConfig.{name} has {len(value)} numbers; allowed: one, or one for each of the {heads} query "
+                    f"heads of {where}"
+                )
+            found[name] = value if value is not None and tying == "key" else key if tying == "key" else both
+        return Rule(tying, self.keep_diagonal or tying == "key", **found)
+
+
+def _numbers(value):
+    """A block bias with the text that stands for -inf in JSON read."""
+    read = lambda x: -math.inf if x == "-inf" else x
+    return tuple(map(read, value)) if isinstance(value, tuple | list) else read(value)

@@ -1,0 +1,93 @@
+"""Hierarchical Self-Attention as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...engines import Options, dot_score
+from ...engines.options import check_broadcast
+from ...hierarchy import Hierarchy
+from ..checks import check_choice, check_dropout, check_qkv
+from .attention import hierarchical
+from .config import TYINGS, HsaConfig
+
+
+def hierarchical_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    hierarchy: Hierarchy | Tensor | Sequence[int],
+    tying: str = "both",
+    keep_diagonal: bool = True,
+    near: int | Sequence[int] = 0,
+    sinks: int | Sequence[int] = 0,
+    refine_top_k: int | Sequence[int] = 0,
+    block_bias: float | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention tied over the blocks of a hierarchy (Hierarchical Self-Attention, arXiv 2509.15448).
+
+    tying="both", the paper's: one weight for every pair of sibling blocks, the closest such attention to the full one
+    (in KL), in O(nodes · branching). tying="key": every query sees tokens nearby and whole blocks farther off, and
+    opens those that matter to it.
+
+    Args:
+        query: [B, H, N, d], any floating dtype. Arithmetic is float32, float64 for float64 inputs.
+        key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
+        value: [B, H or Hkv, M, dv].
+        attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. With tying="both" it may hide
+            padding only. With tying="key" masks that hide more cost O(N · M) time.
+        dropout_p: probability that a weight is dropped, in [0, 1); 0 with tying="both".
+        is_causal: query i sees keys j <= i; only with tying="key".
+        scale: what q·k is multiplied with; None: 1/sqrt(d).
+        enable_gqa: allow fewer heads of keys and values than of queries.
+        hierarchy: of the M keys: a `Hierarchy`, group ids [B, M, levels], or window sizes, bottom first.
+        tying: "both" or "key".
+        keep_diagonal: both: whether a token attends to itself; the paper's own setting is False.
+        near: key: blocks less than so many tokens from the query's bottom window are opened. An integer, or one per
+            query head, as the next two.
+        sinks: key: blocks that hold one of the first so many tokens are opened.
+        refine_top_k: key: level by level from the top, so many more blocks are opened, those with the largest logit
+            of their mean key plus the logarithm of their size.
+        block_bias: key: added to the logit of closed blocks, a number or a tensor [H]; -inf drops them; None: 0.
+        backend: "auto"; with tying="key" also "torch", "native" (a compiled kernel for CPU), "rows" (any tree or mask).
+
+    Returns:
+        [B, H, N, dv] in the query's dtype. A query that sees no key gives 0.
+
+    Raises:
+        ValueError: an argument out of its range or without meaning for the tying; the message says what is allowed.
+    """
+    check_qkv(query, key, value, enable_gqa)
+    check_dropout(dropout_p)
+    check_choice("tying", tying, TYINGS)
+    listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
+    learned = isinstance(block_bias, Tensor)
+    config = HsaConfig(
+        (),
+        tying,
+        keep_diagonal,
+        listed(near),
+        listed(sinks),
+        listed(refine_top_k),
+        None if learned else block_bias,
+    )
+    rule = config.rule(is_causal, query.shape[1], "this call")
+    if learned:
+        rule = type(rule)(**{**vars(rule), "block_bias": block_bias})
+    mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
+    options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    hierarchy = hierarchy if isinstance(hierarchy, Hierarchy | Tensor) else tuple(hierarchy)
+    out, _ = hierarchical(
+        dot_score(query, key, scale), value, options, hierarchy=hierarchy, rule=rule, is_causal=is_causal,
+        backend=backend,
+    )  # fmt: skip
+    return out.to(query.dtype)

@@ -1,0 +1,84 @@
+"""Hierarchical Self-Attention inside a host: the attention of the host, its logits tied over blocks of tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...engines import Options, PairScore
+from ..base import Host, HostCall, MechanismLayer, Plan
+from .attention import hierarchical
+from .config import HsaConfig, Rule
+
+#: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
+EVERYTHING = 2**31
+
+
+class HsaLayer(MechanismLayer):
+    """Blend: (1-g)·o + g·o_hsa with g = 0 at first, which computes both. Replace: o_hsa.
+
+    Parameters, one number per query head, all zero at first: `gate` g (blend only), and with tying="key" `block_bias`,
+    which is added to the configured one.
+
+    Raises:
+        ValueError: tying="both" in a causal host, or numbers for another count of heads.
+    """
+
+    def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
+        self.gate = self.per_head(host) if mode == "blend" else None
+        self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
+
+    def change(self, plan: Plan) -> Plan:
+        return plan.change(attend=partial(self.attend, plan.call, plan.attend))
+
+    def attend(
+        self,
+        call: HostCall,
+        untied,
+        score: PairScore,
+        value: Tensor,
+        options: Options,
+        backend="auto",
+        weights=False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tied attention, beside the untied one where both are wanted; arguments as in `engines.attention`."""
+        gate = self.weight(call.query)
+        rule = self.rule(call, score.query)
+        if gate is not None and self.gate is None and rule.tying == "key":
+            gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
+        hierarchy = call.keywords.get("hierarchy")
+        hierarchy = self.config.windows if hierarchy is None else hierarchy
+        tied = hierarchical(
+            score, value, options, hierarchy=hierarchy, rule=rule, is_causal=call.is_causal, weights=weights
+        )
+        if gate is None:
+            return tied
+        gate = gate.to(score.query.dtype)[:, None, None]
+        whole = untied(score, value, options, backend=backend, weights=weights)
+        return tuple(None if a is None else a + gate * (b - a) for a, b in zip(whole, tied, strict=True))
+
+    def weight(self, query: Tensor) -> Tensor | None:
+        """How much of the tied attention each head gets; None for all of it."""
+        chosen = self.chosen(query)
+        return chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen
+
+    def rule(self, call: HostCall, features: Tensor) -> Rule:
+        """The config for this call, with the block bias as it stands."""
+        rule = self.config.rule(call.is_causal, call.query.shape[1], "this call")
+        if self.block_bias is None:
+            return rule
+        start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
+        return Rule(**{**vars(rule), "block_bias": start + self.block_bias.to(features.dtype)})
+
+    def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
+        """The rule for the chosen heads, and for the others one under which nothing is tied."""
+        near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * heads
+        near = tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near))
+        return Rule(**{**vars(rule), "near": near})
+
+    def identical(self) -> bool:
+        return self.mode == "blend" and not bool(self.gate.any())
