@@ -21,7 +21,8 @@ import torch
 from ...engines.score import Term, register_term
 
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
-EXACT = 2.5e-4  # the error of a logit above which differences are asked for
+BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
+EXACT = 2e-4  # the error of a logit above which differences are asked for
 STEEP = 32.0  # and where w is less than this many times its noise, for the sake of the gradient
 RELATIVE = 1e-5  # the error of a squared Lorentz distance that is always allowed, relative to it
 
@@ -45,13 +46,15 @@ class HyperbolicTerm(Term):
     def separation(self, opening, row, column):
         """w, and X, each [..., R, C]."""
         (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
-        x = torch.mul(cosh_q, -sinh_k).addcmul_(sinh_q, cosh_k)
+        # not addcmul, which rounds once and would leave something of sinh a cosh a - cosh a sinh a
+        x = torch.mul(sinh_q, cosh_k).sub_(torch.mul(cosh_q, sinh_k))
         w = torch.mul(opening, sinh_k * cosh_k).mul_(sinh_q * cosh_q).addcmul_(x, x)
         return w, x
 
-    def noise(self, dot, row, column):
-        """What the product may add to w or take from it: a factor per row and one per column."""
-        scale = NOISE * torch.finfo(dot.dtype).eps
+    def noise(self, dot, row, column, differences=False):
+        """What rounding may add to w or take from it: a factor per row and one per column."""
+        eps = torch.finfo(dot.dtype).eps
+        scale = (BLUR * eps) ** 2 if differences else NOISE * eps
         return scale * (row[0] * row[1]), column[0] * column[1]
 
     def inexact(self, dot, row, column, head):
@@ -76,11 +79,9 @@ class HyperbolicTerm(Term):
 
         def pullback(grad):
             d_w, d_head = pull(grad)
-            if (
-                gap is None
-            ):  # what the product leaves of coinciding points is noise; it must not steer a gradient
-                by_row, by_column = self.noise(dot, row, column)
-                d_w.masked_fill_(w <= by_row * by_column, 0.0)
+            # what rounding leaves of the distance of coinciding points must not steer a gradient
+            by_row, by_column = self.noise(dot, row, column, differences=gap is not None)
+            d_w.masked_fill_(w <= by_row * by_column, 0.0)
             return *self.through_separation(d_w, dot, opening, x, row, column), d_head
 
         return logits, pullback
@@ -107,15 +108,14 @@ class HyperbolicTerm(Term):
 
 
 class Geodesic(HyperbolicTerm):
-    """S = -β arcosh(1 + 2w) = -β log(1 + 2w + 2 sqrt(w (w + 1))); gradient 0 where points coincide."""
+    """S = -β arcosh(1 + 2w) = -β log(1 + 2w + 2 sqrt(w (w + 1))), a slope of -β / sqrt(w (w + 1))."""
 
     def score(self, w, head):
         root = torch.addcmul(w, w, w).sqrt_()
         distance = torch.add(w, root).mul_(2.0).log1p_()
 
         def pullback(grad):
-            d_w = torch.div(grad, root).mul_(-head[0]).masked_fill_(root == 0, 0.0)
-            return d_w, (-(grad * distance),)
+            return torch.div(grad, root).mul_(-head[0]), (-(grad * distance),)
 
         return distance * -head[0], pullback
 
