@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .ids import checked_ids, extended_ids, ids_of_tree, levels_of, tree_of_ids
+from .ids import checked_ids, deepened_ids, extended_ids, ids_of_tree, levels_of, tree_of_ids
+from .shapes import around, joined_tree, quadtree_ids, span_parents
+from .text import Level, checked_levels, kinds_of, text_ids
 from .tree import Tree
 from .windows import checked_sizes, window_ids, windows_tree
 
@@ -125,6 +127,107 @@ class Hierarchy:
         return cls(ids.shape[1], trees, tokens)
 
     from_ids = from_segment_ids
+
+    @classmethod
+    def from_spans(cls, spans: Sequence[tuple[int, int]], length: int) -> Hierarchy:
+        """Groups of neighbouring tokens, given by (first token, one past the last); tokens in none are under the root.
+
+        Raises:
+            ValueError: a span without tokens or beyond them, or two that overlap without one holding the other.
+        """
+        return cls.of_trees([Tree.from_parents(span_parents(list(spans), length))])
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | Sequence,
+        offsets: Tensor | Sequence,
+        levels: Sequence[Level] = ("paragraph", "sentence", "word"),
+        attention_mask: Tensor | None = None,
+        sequence_ids: Sequence | None = None,
+    ) -> Hierarchy:
+        """The outline of texts, over their tokens; special tokens are children of the root.
+
+        Args:
+            text: a text; or a list with one a row, where a pair of texts is a tuple.
+            offsets: what a fast tokenizer gives with `return_offsets_mapping=True`: [length, 2] or [batch, length, 2].
+            levels: coarse to fine, of "paragraph", "line", "sentence", "word", "markdown" (sections under headings),
+                "code" (blocks by indentation), "python" (classes and functions), or functions from a text to a list of
+                levels, each the ascending places of characters at which its parts begin.
+            attention_mask: [batch, length], 0 at padding; None: there is none.
+            sequence_ids: for pairs, `encoding.sequence_ids(row)` of every row: 0 or 1 a token, None at special ones.
+
+        Returns:
+            One tree a row. The kinds of its families are "text" (under the root; "pair" where there are two) and the
+            levels' names.
+
+        Raises:
+            ValueError: an unknown level, offsets beyond the text, numbers of rows that differ.
+        """
+        levels = checked_levels(levels)
+        text = [text] if isinstance(text, str) else list(text)
+        offsets = torch.as_tensor(offsets).long().cpu()
+        offsets = offsets[None] if offsets.dim() == 2 else offsets
+        if offsets.dim() != 3 or offsets.shape[2] != 2 or len(offsets) != len(text):
+            raise ValueError(
+                f"offsets have shape {tuple(offsets.shape)} for {len(text)} texts; allowed: [batch, length, 2], one "
+                "row a text"
+            )
+        length = offsets.shape[1]
+        real = torch.ones(len(text), length, dtype=torch.bool)
+        real = real if attention_mask is None else checked_mask(attention_mask, length)
+        sequence_ids = [None] * len(text) if sequence_ids is None else sequence_ids
+        rows = zip(text, offsets, real, sequence_ids, strict=True)
+        ids = [text_ids(words, places, levels, mask, numbers) for words, places, mask, numbers in rows]
+        most = max(row.shape[1] for row in ids)
+        return cls.from_ids(torch.stack([deepened_ids(row, most) for row in ids]), kinds_of(levels))
+
+    @classmethod
+    def quadtree(
+        cls, rows: int, columns: int, before: int = 0, after: int = 0, factor: int = 2, kind: str = "image"
+    ) -> Hierarchy:
+        """Patches of an image in raster order, in cells of 2 x 2, 4 x 4, ... patches.
+
+        Args:
+            rows, columns: numbers of patches; they need not be powers of two.
+            before, after: numbers of special tokens (CLS, registers) around the patches, children of the root.
+            factor: how many cells a side make one of the next level.
+            kind: name of the kind of the root's family; that of the cells is "cell".
+
+        Raises:
+            ValueError: no patches, or a factor below 2.
+        """
+        ids = around(quadtree_ids(rows, columns, factor), before, after)
+        return cls.from_ids(ids[None], ("", kind, "cell"))
+
+    @classmethod
+    def join(cls, parts: Sequence[Hierarchy | int], kind: str = "signals") -> Hierarchy:
+        """Several signals that follow each other in one sequence, each a child of one new root.
+
+        Args:
+            parts: hierarchies, such as one of a text and one of an image; a number stands for so many special tokens,
+                children of the new root. Rows: the same number everywhere, or 1.
+            kind: name of the kind of the new root's family. The kinds of the parts keep their names.
+
+        Raises:
+            ValueError: no hierarchy, or numbers of rows that differ.
+        """
+        found = [p if isinstance(p, int) else p.materialised for p in parts]
+        rows = sorted({p.rows for p in found if not isinstance(p, int)} - {1}) or [1]
+        if all(isinstance(p, int) for p in found) or len(rows) > 1:
+            raise ValueError(
+                f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
+            )
+        starts = [0]
+        for part in found:
+            starts.append(starts[-1] + (part if isinstance(part, int) else part.length))
+        trees, tokens = [], []
+        for row in range(rows[0]):
+            own = [p if isinstance(p, int) else p.tree(row) for p in found]
+            trees.append(joined_tree(own, kind))
+            places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in found]
+            tokens.append(torch.cat([start + place for start, place in zip(starts, places, strict=False)]))
+        return cls.of_trees(trees, tokens, starts[-1])
 
     @property
     def is_windows(self) -> bool:

@@ -55,8 +55,8 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
     group = torch.zeros(leaves, dtype=torch.long)
     places = []  # of every level: the group of every leaf, numbered from 0
     for level in range(levels):
-        pairs = torch.stack([group, ids[tokens, level]], 1)
-        _, group = pairs.unique(dim=0, return_inverse=True)
+        own, number = ids[tokens, level].unique(return_inverse=True)
+        _, group = (group * len(own) + number).unique(return_inverse=True)
         places.append(group)
     below = torch.arange(leaves)
     for level in reversed(range(levels)):
