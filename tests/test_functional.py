@@ -10,7 +10,6 @@ from tests.oracles import cone as loops
 from tests.oracles import dense
 from tests.oracles.cases import (
     BACKENDS,
-    CORE,
     DTYPES,
     FAST,
     MANY_BLOCKS,
@@ -21,11 +20,9 @@ from tests.oracles.cases import (
     qkv,
     tensor,
 )
+from tests.oracles.marks import core_pairing, every_backend, every_pairing
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
-core_pairing = pytest.mark.parametrize("pairing", CORE)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_fast_engine = pytest.mark.parametrize("backend", FAST)
 

@@ -6,8 +6,8 @@ from torch.export import Dim
 
 from hf_hyperattn.functional import cone_attention
 from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, assert_gradients, per_head, qkv
+from tests.oracles.marks import every_backend
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 with_auto = pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 two_variants = pytest.mark.parametrize("pairing", ["umbral-xi", "penumbral-psi"])
 NAMES = ("query", "key", "value", "gamma", "radius")

@@ -8,8 +8,6 @@ from hf_hyperattn.functional import cone_attention
 from tests.oracles import cone as loops
 from tests.oracles import dense
 from tests.oracles.cases import (
-    BACKENDS,
-    CORE,
     DTYPES,
     FAST,
     MANY_BLOCKS,
@@ -20,11 +18,8 @@ from tests.oracles.cases import (
     qkv,
     tensor,
 )
+from tests.oracles.marks import causal_or_not, core_pairing, every_backend, every_pairing
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
-core_pairing = pytest.mark.parametrize("pairing", CORE)
-causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 NAMES = ("query", "key", "value", "gamma", "radius", "attn_mask")
 
 

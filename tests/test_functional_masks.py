@@ -9,9 +9,9 @@ from hf_hyperattn.functional import cone_attention
 from tests.oracles import cone as loops
 from tests.oracles import dense
 from tests.oracles.cases import BACKENDS, FAST, PAIRINGS, assert_close, per_head, qkv, tensor
+from tests.oracles.marks import every_backend
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 two_variants = pytest.mark.parametrize("pairing", ["umbral-xi", "penumbral-psi"])
 MASK_SHAPES = [(5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 4, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (1, 1, 5, 7)]
 

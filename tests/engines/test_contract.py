@@ -20,8 +20,7 @@ from hf_hyperattn.engines import (
 )
 from tests.oracles import dense
 from tests.oracles.cases import BACKENDS, assert_close, assert_gradients, qkv, tensor
-
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+from tests.oracles.marks import every_backend
 
 
 class Nearness(Term):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hf_hyperattn.engines import ENGINES, Options, attention, available_engines, dot_score, register_engine
 from tests.oracles import softmax
 from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, assert_gradients, qkv, tensor
+from tests.oracles.marks import every_backend
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 LENGTHS = [(6, 6), (5, 9), (9, 5), (560, 900)]
 lengths = pytest.mark.parametrize("lq, lk", LENGTHS)
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hf_hyperattn.functional import cone_scores
 from tests.oracles import ancestors, dense
 from tests.oracles import cone as loops
-from tests.oracles.cases import CORE, DTYPES, PAIRINGS, assert_close, assert_gradients, per_head, qkv, tensor
+from tests.oracles.cases import DTYPES, PAIRINGS, assert_close, assert_gradients, per_head, qkv, tensor
+from tests.oracles.marks import core_pairing, every_pairing
 
 QUICK = settings(max_examples=15, deadline=None, derandomize=True)
-every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
-core_pairing = pytest.mark.parametrize("pairing", CORE)
 
 
 def scored(q, k, pairing, gamma=1.0, radius=1.0):

@@ -23,10 +23,7 @@ from tests.oracles.cases import (
     qkv,
     tensor,
 )
-
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
-every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
-both_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
+from tests.oracles.marks import both_dtypes, every_backend, every_pairing
 
 
 def space_of(q, pairing, gamma=1.0, radius=1.0):
