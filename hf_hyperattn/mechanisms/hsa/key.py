@@ -1,15 +1,14 @@
-"""Key-tied attention over windows (math.md A4; arXiv 2509.15448): pool keys and values once, then attend.
+"""Key-tied attention (math.md A4; arXiv 2509.15448): over windows pool keys and values once, then attend.
 
 `key_tied` does both. `pool` and `attend` are the two halves, for callers that keep the means of earlier windows, such
 as a cache: a new token changes one mean of every level, and `attend` reads only what the query's cover holds. Two
-implementations agree: plain torch (windows.py), and for CPU a compiled kernel (native.py), which has no backward of
-its own. For the compiler and for export the operator is one node.
+implementations agree: plain torch (windows.py), and for CPU a compiled kernel (native.py, key.cpp), which leaves the
+backward pass to the first. What is not of windows, and what windows.py does not know, goes row by row (rows.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,73 +16,14 @@ from torch import Tensor
 from ...engines import working_dtype
 from ...hierarchy import Hierarchy, Tree
 from ...hierarchy.windows import checked_sizes, windows_tree
-from . import rows, windows
-from .windows import Gradients, Rows, Rule
+from . import operator, rows
+from .levels import Levels, pool, spans
+from .windows import Rule
+
+__all__ = ["BACKENDS", "Levels", "attend", "key_tied", "pool"]
 
 #: What `backend` of `key_tied` may say.
 BACKENDS = ("auto", "torch", "native", "rows")
-
-
-@dataclass(frozen=True)
-class Levels:
-    """What can be attended to, bottom first: level 0 are the tokens, level l the means over windows of `sizes[l-1]`.
-
-    Args:
-        sizes: window sizes, bottom first, each dividing the next.
-        keys: for every level, [B, Hkv, n_l, d]. Level 0 is as the call has it, padding included; block b of a level
-            above holds the tokens start + b·w .. start + (b+1)·w - 1 of its row. Causal queries read complete blocks
-            only, so the last incomplete one may be missing then.
-        values: likewise, [B, Hkv, n_l, dv].
-        starts: int64 [B], the first real token of every row; None: 0.
-        stops: int64 [B], one past the last real token; None: all.
-    """
-
-    sizes: tuple[int, ...]
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    starts: Tensor | None = None
-    stops: Tensor | None = None
-
-
-def pool(
-    key: Tensor,
-    value: Tensor,
-    sizes: Sequence[int],
-    starts: Tensor | None = None,
-    stops: Tensor | None = None,
-) -> Levels:
-    """Means of keys and values over windows of every level, in O(M).
-
-    Args:
-        key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. Any floating dtype; means are float32, float64 for float64.
-        sizes: window sizes, bottom first, each dividing the next.
-        starts, stops: the real tokens of every row, int64 [B]; windows start at the first one.
-    """
-    dtype = working_dtype(key)
-    key, value = key.to(dtype), value.to(dtype)
-    keys, values = ((t, *_means(t, tuple(sizes), starts, stops)) for t in (key, value))
-    return Levels(tuple(sizes), keys, values, starts, stops)
-
-
-def _means(t: Tensor, sizes: tuple[int, ...], starts: Tensor | None, stops: Tensor | None) -> list[Tensor]:
-    """[B, H, ceil(M / w), e] for every w of `sizes`; a mean without tokens is 0."""
-    length, place = t.shape[2], torch.arange(t.shape[2], device=t.device)
-    count = torch.full((1,), length, device=t.device)
-    if starts is not None or stops is not None:
-        first = torch.zeros_like(count) if starts is None else starts.to(t.device)
-        count = (count if stops is None else stops.to(t.device)) - first
-        index = (first[:, None] + place).clamp_max(length - 1).expand(len(t), -1)
-        t = t.gather(2, index[:, None, :, None].expand(t.shape))
-        t = t.masked_fill((place >= count[:, None])[:, None, :, None], 0.0)
-    found, width = [], 1
-    for size in sizes:
-        blocks = -(-t.shape[2] * width // size) if width == 1 else -(-t.shape[2] // (size // width))
-        t = torch.nn.functional.pad(t, (0, 0, 0, blocks * (size // width) - t.shape[2]))
-        t = t.unflatten(2, (blocks, size // width)).sum(3)
-        inside = (count[:, None] - size * torch.arange(blocks, device=t.device)).clamp(1, size)
-        found.append(t / inside[:, None, :, None])
-        width = size
-    return found
 
 
 def key_tied(
@@ -139,7 +79,7 @@ def key_tied(
     Raises:
         ValueError: a hierarchy of another length or batch size, an unknown backend, or one that cannot do the call.
     """
-    query, key = with_column(query, key, column, scale)
+    query, key, scale = with_column(query, key, column, scale)
     hierarchy = as_hierarchy(hierarchy, starts, stops, key)
     heads = query.shape[1]
     rule = {
@@ -151,15 +91,14 @@ def key_tied(
         raise ValueError(f"backend={backend!r} cannot compute {general}; use backend='auto' or 'rows'")
     if general is None and backend != "rows":
         levels = pool(key, value, hierarchy.sizes, hierarchy.starts, hierarchy.stops)
-        return _attend(
-            query, levels, extras, **rule, is_causal=is_causal, offset=offset, backend=backend
-        ), None
+        return _attend(query, levels, extras, **rule, is_causal=is_causal, offset=offset, scale=scale,
+                       backend=backend), None  # fmt: skip
     index = {name: torch.tensor(v, device=query.device) for name, v in rule.items()}
     mask, bias = (t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape)) for t in (mask, bias))
     asked = rows.Asked(**index, **extras, is_causal=is_causal, offset=offset, window=window, mask=mask, bias=bias,
                        dropout_p=dropout_p)  # fmt: skip
     trees = trees_of(hierarchy, is_causal)
-    return rows.attend(query, key, value.to(key.dtype), trees, asked, weights)
+    return rows.attend(query * scale, key, value.to(key.dtype), trees, asked, weights)
 
 
 def as_hierarchy(hierarchy, starts: Tensor | None, stops: Tensor | None, key: Tensor) -> Hierarchy:
@@ -214,17 +153,17 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
 
 def with_column(
     query: Tensor, key: Tensor, column: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Scaled query and key whose product is scale · q·k + column: the column is one more key feature."""
+) -> tuple[Tensor, Tensor, float]:
+    """Query, key and scale whose scaled product is scale · q·k + column: the column is one more key feature."""
     dtype = working_dtype(query)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key = query.to(dtype) * scale, key.to(dtype)
+    query, key = query.to(dtype), key.to(dtype)
     if column is None:
-        return query, key
+        return query, key, scale
     if column.shape[1] != key.shape[1]:
         key = key.repeat_interleave(column.shape[1] // key.shape[1], 1)
     key = torch.cat([key, column.to(dtype)[..., None]], -1)
-    return torch.cat([query, torch.ones_like(query[..., :1])], -1), key
+    return torch.cat([query * scale, torch.ones_like(query[..., :1])], -1), key, 1.0
 
 
 def attend(
@@ -246,23 +185,25 @@ def attend(
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of `levels`.
     """
     heads, dtype = query.shape[1], levels.keys[0].dtype
-    query = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    query, scale = query.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
     extras = {"block_bias": per_head_tensor(block_bias, query), "sink_logit": sink_logit}
     rule = {
         name: per_head(v, heads) for name, v in (("near", near), ("sinks", sinks), ("top_k", refine_top_k))
     }
-    return _attend(query, levels, extras, **rule, is_causal=is_causal, offset=offset, backend=backend)
+    return _attend(
+        query, levels, extras, **rule, is_causal=is_causal, offset=offset, scale=scale, backend=backend
+    )
 
 
 def _attend(
-    query: Tensor, levels: Levels, extras: dict, near, sinks, top_k, is_causal, offset, backend
+    query: Tensor, levels: Levels, extras: dict, near, sinks, top_k, is_causal, offset, scale, backend
 ) -> Tensor:
     extras = {name: t.to(query.dtype) for name, t in extras.items() if t is not None}
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
     tensors = [query, *levels.keys, *levels.values, *extras.values()]
-    out, _ = _forward(tensors, " ".join(extras), levels.starts, levels.stops, list(levels.sizes), near, sinks, top_k,
-                      is_causal, offset, backend)  # fmt: skip
+    out, _ = operator.forward(tensors, " ".join(extras), levels.starts, levels.stops, list(levels.sizes), near, sinks,
+                              top_k, is_causal, offset, float(scale), backend)  # fmt: skip
     return out
 
 
@@ -279,224 +220,3 @@ def per_head_tensor(value: float | Tensor | None, like: Tensor) -> Tensor | None
         return None
     value = torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1)
     return value.expand(like.shape[1]).contiguous()
-
-
-@dataclass
-class Call:
-    """The operator's arguments, taken apart: tensors or their gradients, and what is asked."""
-
-    query: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    extras: dict[str, Tensor]
-
-    @classmethod
-    def parse(cls, tensors: Sequence[Tensor], extras: str, sizes: Sequence[int]) -> Call:
-        levels, names = len(sizes) + 1, extras.split()
-        found = list(tensors)
-        return cls(
-            found[0],
-            found[1 : 1 + levels],
-            found[1 + levels : 1 + 2 * levels],
-            dict(zip(names, found[1 + 2 * levels :], strict=True)),
-        )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of a batch and heads that are computed alike, and which of the queries stand at real tokens.
-
-    Args:
-        rule: what is open, for queries and keys counted from `start`.
-        rows, heads: of the batch and of the query heads.
-        start, stop: the real tokens of these rows. queries: slice of those that are real.
-    """
-
-    rule: Rule
-    rows: list[int]
-    heads: list[int]
-    start: int
-    stop: int
-    queries: slice
-    offset: int
-
-    @property
-    def first(self) -> int:
-        """Position of the first real query."""
-        return self.offset + self.queries.start - self.start
-
-
-def spans(batch: int, length: int, starts: Tensor | None, stops: Tensor | None) -> dict:
-    """Rows of a batch by (start, stop)."""
-    starts = [0] * batch if starts is None else starts.tolist()
-    stops = [length] * batch if stops is None else stops.tolist()
-    found: dict[tuple[int, int], list[int]] = {}
-    for row in range(batch):
-        span = (starts[row % len(starts)], min(stops[row % len(stops)], length))
-        found.setdefault(span, []).append(row)
-    return found
-
-
-def parts(
-    query: Tensor, length: int, starts, stops, sizes, near, sinks, top_k, is_causal: bool, offset: int
-) -> Iterator[Part]:
-    """The call cut into parts."""
-    batch, heads, n, _ = query.shape
-    settings: dict[tuple[int, int, int], list[int]] = {}
-    for h in range(heads):
-        settings.setdefault((near[h], sinks[h], top_k[h]), []).append(h)
-    for (start, stop), together in spans(batch, length, starts, stops).items():
-        queries = slice(max(0, start - offset), min(n, stop - offset))
-        if queries.stop <= queries.start:
-            continue
-        for (close, front, opened), which in settings.items():
-            flat = close >= stop - start
-            rule = Rule(() if flat else tuple(sizes), close, front, opened, is_causal, stop - start)
-            yield Part(rule, together, which, start, stop, queries, offset)
-
-
-def select(t: Tensor, rows: list[int], heads: list[int]) -> Tensor:
-    """Rows and heads of [B, H, ...], as a view where all are wanted."""
-    t = t if rows == list(range(t.shape[0])) else t[rows]
-    return t if heads == list(range(t.shape[1])) else t[:, heads]
-
-
-def grouped(part: Part, heads: int, kv_heads: int) -> tuple[list[int], int]:
-    """The key heads that a part needs, and how many of its query heads share each one, in order."""
-    group = heads // kv_heads
-    if part.heads == list(range(heads)):
-        return list(range(kv_heads)), group
-    return [h // group for h in part.heads], 1
-
-
-def rows_of(part: Part, call: Call) -> tuple[Rows, list[Tensor], Tensor | None]:
-    """Queries and keys, values, and the sink's logits of a part, grouped by key heads."""
-    kv, group = grouped(part, call.query.shape[1], call.keys[0].shape[1])
-    query = select(call.query, part.rows, part.heads)[:, :, part.queries]
-    query = query.unflatten(1, (len(kv), group)).flatten(0, 1)
-    levels = len(part.rule.sizes) + 1
-    keys, values = (
-        [select(t, part.rows, kv)[:, :, span].flatten(0, 1) for t, span in zip(tables[:levels], _spans(part))]
-        for tables in (call.keys, call.values)
-    )
-    bias, sink = (
-        None if t is None else t[part.heads].view(len(kv), group).repeat(len(part.rows), 1)
-        for t in (call.extras.get("block_bias"), call.extras.get("sink_logit"))
-    )
-    return Rows(part.rule, part.first, query, keys, bias), values, sink
-
-
-def _spans(part: Part) -> list[slice]:
-    return [slice(part.start, part.stop), *[slice(None)] * len(part.rule.sizes)]
-
-
-@torch.library.custom_op("hf_hyperattn::key_tied", mutates_args=())
-def _forward(
-    tensors: Sequence[Tensor],
-    extras: str,
-    starts: Tensor | None,
-    stops: Tensor | None,
-    sizes: Sequence[int],
-    near: Sequence[int],
-    sinks: Sequence[int],
-    top_k: Sequence[int],
-    is_causal: bool,
-    offset: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    call = Call.parse(tensors, extras, sizes)
-    out = call.query.new_zeros(*call.query.shape[:3], call.values[0].shape[-1])
-    lse = call.query.new_full(call.query.shape[:3], float("inf"))
-    length = call.keys[0].shape[2]
-    for part in parts(call.query, length, starts, stops, sizes, near, sinks, top_k, is_causal, offset):
-        here, values, sink = rows_of(part, call)
-        found = windows.forward(here, values, sink)
-        for whole, t in zip((out, lse), found, strict=True):
-            _write(whole, t.unflatten(0, (len(part.rows), -1)).flatten(1, 2), part)
-    return out, lse
-
-
-def _write(whole: Tensor, t: Tensor, part: Part) -> None:
-    """Put what was found for a part, [rows, heads, n, ...], in its place."""
-    rows, heads = torch.tensor(part.rows)[:, None], torch.tensor(part.heads)[None]
-    whole[:, :, part.queries][rows, heads] = t
-
-
-@_forward.register_fake
-def _(tensors, extras, starts, stops, sizes, *_):
-    call = Call.parse(tensors, extras, sizes)
-    out = call.query.new_empty(*call.query.shape[:3], call.values[0].shape[-1])
-    return out, call.query.new_empty(call.query.shape[:3])
-
-
-@torch.library.custom_op("hf_hyperattn::key_tied_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor],
-    extras: str,
-    starts: Tensor | None,
-    stops: Tensor | None,
-    sizes: Sequence[int],
-    near: Sequence[int],
-    sinks: Sequence[int],
-    top_k: Sequence[int],
-    is_causal: bool,
-    offset: int,
-) -> list[Tensor]:
-    call = Call.parse(tensors, extras, sizes)
-    buffers = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
-    whole = Call.parse(buffers, extras, sizes)
-    length = call.keys[0].shape[2]
-    for part in parts(call.query, length, starts, stops, sizes, near, sinks, top_k, is_causal, offset):
-        here, values, sink = rows_of(part, call)
-        into = Gradients(
-            torch.zeros_like(here.query),
-            [torch.zeros_like(t) for t in here.keys],
-            [torch.zeros_like(t) for t in values],
-            None if here.block_bias is None else torch.zeros_like(here.block_bias),
-            None if sink is None else torch.zeros_like(sink),
-        )
-        of_rows = (
-            select(t, part.rows, part.heads)[:, :, part.queries].reshape(*here.query.shape[:3], *t.shape[3:])
-            for t in (out, lse, grad)
-        )
-        windows.backward(here, values, *of_rows, into, sink)
-        _collect(whole, into, part)
-    return buffers
-
-
-def _collect(whole: Call, into: Gradients, part: Part) -> None:
-    """Add a part's gradients to those of the call."""
-    kv, _ = grouped(part, whole.query.shape[1], whole.keys[0].shape[1])
-    rows = len(part.rows)
-    query = into.query.unflatten(0, (rows, -1)).flatten(1, 2)
-    _write(whole.query, query, part)
-    for tables, found in ((whole.keys, into.keys), (whole.values, into.values)):
-        for table, t, span in zip(tables, found, _spans(part)):
-            where = (torch.tensor(part.rows)[:, None], torch.tensor(kv)[None])
-            table[:, :, span].index_put_(where, t.unflatten(0, (rows, -1)), accumulate=True)
-    for name, t in (("block_bias", into.block_bias), ("sink_logit", into.sink_logit)):
-        if name in whole.extras:
-            whole.extras[name][part.heads] += t.unflatten(0, (rows, -1)).sum(0).flatten()
-
-
-@_backward.register_fake
-def _(grad, out, lse, tensors, *_):
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-
-
-def _save(ctx, inputs, output):
-    tensors, ctx.extras, starts, stops, *rest = inputs
-    ctx.rest, ctx.starts, ctx.stops = rest[:-1], starts, stops
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _pullback(ctx, grad, _grad_lse):
-    out, lse, *tensors = ctx.saved_tensors
-    grads = _backward(grad.contiguous(), out, lse, tensors, ctx.extras, ctx.starts, ctx.stops, *ctx.rest)
-    return grads, *[None] * (4 + len(ctx.rest))
-
-
-_forward.register_autograd(_pullback, setup_context=_save)

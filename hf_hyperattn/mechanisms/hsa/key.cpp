@@ -1,0 +1,606 @@
+// Key-tied attention over windows on the CPU, float32, forward (math.md A4). Agrees with windows.py, which says in words
+// what is open and what is closed.
+//
+// A task is one tile: up to 16 queries of one bottom window and one head. The queries lie across the 16 lanes of a
+// vector, so keys and values are read as they stand, row by row, and the softmax runs down the columns without sums
+// across lanes. Closed blocks first (refinement needs all their logits), then refinement query by query, then the
+// tokens near by and the sinks in chunks, with a running maximum. What refinement opens differs from query to query; its
+// rows are read straight from the tables.
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef float LooseVec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+
+constexpr int kLanes = 16;
+constexpr int64_t kChunk = 512;  // token rows between two corrections of the running maximum
+constexpr float kInf = std::numeric_limits<float>::infinity();
+#ifdef __AVX512F__
+constexpr int kKeys = 16;  // accumulators of the product with keys: one register each
+#else
+constexpr int kKeys = 4;
+#endif
+
+inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x for x <= 0, relative error about 1e-7; exactly 0 below the smallest normal number.
+inline Vec exponential(Vec x) {
+  const Vec low = splat(-87.3f);
+  Vec y = larger(x, low);
+  IntVec bits = __builtin_convertvector(y * 1.44269504f - 0.5f, IntVec);  // to the nearest integer; y is not positive
+  const Vec n = __builtin_convertvector(bits, Vec);
+  Vec r = y - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  bits = (bits << 23) + (127 << 23);
+  Vec scale = reinterpret_cast<Vec>(bits);
+  return x < low ? Vec{} : p * scale;
+}
+
+// Rows of one level for one (batch row, key head).
+struct Table {
+  const float* key;
+  const float* value;
+  int64_t key_step, value_step;
+  const float* k(int64_t row) const { return key + row * key_step; }
+  const float* v(int64_t row) const { return value + row * value_step; }
+};
+
+// logits[c][lane] for `Keys` rows of a table.
+template <int Keys>
+inline void keys_times_queries(const float* key, int64_t step, const float* queries, int64_t dim, float* logits) {
+  Vec sum[Keys] = {};
+  for (int64_t e = 0; e < dim; ++e) {
+    const Vec q = load(queries + e * kLanes);
+#pragma GCC unroll 16
+    for (int c = 0; c < Keys; ++c) sum[c] += key[c * step + e] * q;
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < Keys; ++c) store(logits + c * kLanes, sum[c]);
+}
+
+void logits_of(const float* key, int64_t step, int64_t count, const float* queries, int64_t dim, float* logits) {
+  int64_t c = 0;
+  for (; c + kKeys <= count; c += kKeys) keys_times_queries<kKeys>(key + c * step, step, queries, dim, logits + c * kLanes);
+  for (; c + 4 <= count; c += 4) keys_times_queries<4>(key + c * step, step, queries, dim, logits + c * kLanes);
+  for (; c < count; ++c) keys_times_queries<1>(key + c * step, step, queries, dim, logits + c * kLanes);
+}
+
+// out[q] += sum over c of weights[c][q] value[c], for `Rows` queries and 16 * `Width` columns.
+template <int Rows, int Width>
+inline void weights_times_values(const float* weights, const float* value, int64_t step, int64_t count, float* out,
+                                 int64_t out_step) {
+  Vec sum[Rows][Width];
+  for (int q = 0; q < Rows; ++q)
+    for (int w = 0; w < Width; ++w) sum[q][w] = load(out + q * out_step + w * kLanes);
+  for (int64_t c = 0; c < count; ++c) {
+    Vec v[Width];
+#pragma GCC unroll 4
+    for (int w = 0; w < Width; ++w) v[w] = load(value + c * step + w * kLanes);
+#pragma GCC unroll 4
+    for (int q = 0; q < Rows; ++q)
+#pragma GCC unroll 4
+      for (int w = 0; w < Width; ++w) sum[q][w] += weights[c * kLanes + q] * v[w];
+  }
+  for (int q = 0; q < Rows; ++q)
+    for (int w = 0; w < Width; ++w) store(out + q * out_step + w * kLanes, sum[q][w]);
+}
+
+template <int Width>
+void values_columns(const float* weights, const float* value, int64_t step, int64_t count, int lanes, float* out,
+                    int64_t out_step) {
+  int q = 0;
+  for (; q + 4 <= lanes; q += 4)
+    weights_times_values<4, Width>(weights + q, value, step, count, out + q * out_step, out_step);
+  for (; q < lanes; ++q)
+    weights_times_values<1, Width>(weights + q, value, step, count, out + q * out_step, out_step);
+}
+
+void add_values(const float* weights, const float* value, int64_t step, int64_t count, int lanes, float* out,
+                int64_t width) {
+  int64_t w = 0;
+  for (; w + 64 <= width; w += 64) values_columns<4>(weights, value + w, step, count, lanes, out + w, width);
+  for (; w < width; w += kLanes) values_columns<1>(weights, value + w, step, count, lanes, out + w, width);
+}
+
+#ifdef __AVX512F__
+// Lane i of the result is the sum over the lanes of rows[i].
+inline Vec sums_of(Vec* r) {
+  typedef int32_t I __attribute__((vector_size(64)));
+  const I low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, high8 = low8 + 8;
+  const I low4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, high4 = low4 + 4;
+  const I low2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, high2 = low2 + 2;
+  const I low1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, high1 = low1 + 1;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = __builtin_shuffle(r[i], r[i + 8], low8) + __builtin_shuffle(r[i], r[i + 8], high8);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) r[i] = __builtin_shuffle(r[i], r[i + 4], low4) + __builtin_shuffle(r[i], r[i + 4], high4);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) r[i] = __builtin_shuffle(r[i], r[i + 2], low2) + __builtin_shuffle(r[i], r[i + 2], high2);
+  return __builtin_shuffle(r[0], r[1], low1) + __builtin_shuffle(r[0], r[1], high1);
+}
+#endif
+
+// The products of one query with `count` rows, 16 at a time.
+void dots(const float* query, const float* const* rows, int64_t count, int64_t dim, float* out) {
+  int64_t c = 0;
+#ifdef __AVX512F__
+  for (; c < count; c += kLanes) {
+    const float* row[kLanes];
+    for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(c + i, count - 1)];
+    Vec sum[kLanes] = {};
+    for (int64_t e = 0; e < dim; e += kLanes) {
+      const Vec q = load(query + e);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) sum[i] += q * load(row[i] + e);
+    }
+    store(out + c, sums_of(sum));  // `out` has room for a whole vector
+  }
+#else
+  for (; c < count; ++c) {
+    float sum = 0;
+    for (int64_t e = 0; e < dim; ++e) sum += query[e] * rows[c][e];
+    out[c] = sum;
+  }
+#endif
+}
+
+// out += sum over c of weights[c] row[c], of one query.
+void add_rows(const float* weights, const float* const* rows, int64_t count, float* out, int64_t width) {
+  for (int64_t w = 0; w < width;) {
+    const int64_t step = w + 64 <= width ? 64 : 16;
+    Vec sum[2][4] = {};
+    for (int v = 0; v * 16 < step; ++v) sum[0][v] = load(out + w + v * 16);
+    int64_t c = 0;
+    if (step == 64) {
+      for (; c + 2 <= count; c += 2)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 4
+          for (int v = 0; v < 4; ++v) sum[i][v] += weights[c + i] * load(rows[c + i] + w + v * 16);
+    }
+    for (; c < count; ++c)
+      for (int v = 0; v * 16 < step; ++v) sum[0][v] += weights[c] * load(rows[c] + w + v * 16);
+    for (int v = 0; v * 16 < step; ++v) store(out + w + v * 16, sum[0][v] + sum[1][v]);
+    w += step;
+  }
+}
+
+// Numbers in the order of the floats they come from.
+inline uint32_t sortable(float x) {
+  int32_t i;
+  std::memcpy(&i, &x, 4);
+  return static_cast<uint32_t>(i ^ ((i >> 31) & 0x7fffffff)) ^ 0x80000000u;
+}
+
+// Marks the `k` largest of `scores`; of equal ones those with the lower id. `count` > k > 0.
+void choose(const float* scores, const int32_t* ids, int32_t count, int32_t k, uint32_t* order, uint8_t* chosen) {
+  uint32_t most = 0, least = 0xffffffffu;
+  for (int32_t i = 0; i < count; ++i) {
+    order[i] = sortable(scores[i]);
+    most = std::max(most, order[i]);
+    least = std::min(least, order[i]);
+  }
+  // the bits in which the scores differ, from the highest down: the largest bound that `k` of them reach
+  const int top = most == least ? 0 : 32 - __builtin_clz(most ^ least);
+  uint32_t bound = top == 32 ? 0 : (most >> top) << top;
+  int32_t reach = count;
+  for (int bit = top - 1; bit >= 0 && reach != k; --bit) {
+    const uint32_t next = bound | (1u << bit);
+    int32_t found = 0;
+    for (int32_t i = 0; i < count; ++i) found += order[i] >= next;
+    if (found >= k) bound = next, reach = found;
+  }
+  for (int32_t i = 0; i < count; ++i) chosen[i] = order[i] >= bound;
+  for (; reach > k; --reach) {  // ties at the bound: the highest ids go
+    int32_t last = -1;
+    for (int32_t i = 0; i < count; ++i)
+      if (chosen[i] && order[i] == bound && (last < 0 || ids[i] > ids[last])) last = i;
+    chosen[last] = 0;
+  }
+}
+
+// The call, as its caller lays it out.
+struct Call {
+  float *out, *lse;  // [B, H, N, dv], [B, H, N], contiguous
+  const float* query;
+  int64_t query_steps[3];
+  int64_t levels;              // above the tokens
+  const float* const* keys;    // levels + 1 tables
+  const float* const* values;
+  const int64_t* key_steps;    // 3 for each table: batch, head, row
+  const int64_t* value_steps;
+  const int64_t* widths;       // levels + 1: 1, then the sizes
+  int64_t batch, heads, kv_heads, queries, dim, value_dim;
+  const int64_t *near, *sinks, *top_k;  // per head
+  const float *block_bias, *sink_logit;  // per head, or null
+  const int64_t *starts, *stops;         // per batch row
+  int64_t is_causal, offset;
+  float scale;
+};
+
+// Some rows of one level, all attended to.
+struct Segment {
+  int64_t level, first, last;
+};
+
+// What one thread keeps between tiles.
+struct Buffers {
+  std::vector<float> blocks, tokens, weights, scores, queries;
+  std::vector<float> opened[kLanes];                // logits of what refinement opened
+  std::vector<const float*> opened_rows[kLanes];    // and the rows of their values
+  std::vector<int32_t> ids, next_ids;
+  std::vector<float> found;
+  std::vector<const float*> rows;
+  std::vector<uint32_t> order;
+  std::vector<uint8_t> chosen;
+  std::vector<Segment> closed, plain;
+};
+
+class Tile {
+ public:
+  // Queries at positions [first, first + lanes), counted from the row's first real token, of bottom window `window`.
+  Tile(const Call& call, Buffers& buffers, int64_t row, int64_t head, int64_t window, int64_t first, int lanes)
+      : c_(call), b_(buffers), row_(row), head_(head), first_(first), lanes_(lanes) {
+    tokens_ = c_.stops[row] - c_.starts[row];
+    const int64_t kv = head / (c_.heads / c_.kv_heads);
+    for (int64_t l = 0; l <= c_.levels; ++l) {
+      const int64_t skip = l ? 0 : c_.starts[row];
+      const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
+      tables_.push_back({c_.keys[l] + row * ks[0] + kv * ks[1] + skip * ks[2],
+                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2]});
+    }
+    size_ = c_.levels ? c_.widths[1] : kLanes;
+    const int64_t spare = std::min(std::max<int64_t>(c_.near[head], 1), tokens_ + size_) - 1;
+    low_ = std::max<int64_t>(0, window * size_ - spare);
+    high_ = window * size_ + size_ - 1 + (c_.is_causal ? 0 : spare);
+    sinks_ = std::min(c_.sinks[head], tokens_);
+    bias_ = c_.block_bias ? c_.block_bias[head] : 0.0f;
+  }
+
+  void run() {
+    start();
+    place();
+    read_blocks();
+    const bool refined = c_.top_k[head_] > 0 && c_.levels;
+    if (refined)
+      for (int q = 0; q < lanes_; ++q) refine(q);
+    attend_blocks();
+    attend_tokens();
+    if (refined)
+      for (int q = 0; q < lanes_; ++q) attend_opened(q);
+    finish();
+  }
+
+ private:
+  int64_t blocks(int64_t level) const {
+    return (tokens_ + (c_.is_causal ? 0 : c_.widths[level] - 1)) / c_.widths[level];
+  }
+  int64_t members(int64_t level, int64_t block) const {
+    return std::min(c_.widths[level], tokens_ - block * c_.widths[level]);
+  }
+
+  void start() {
+    const int64_t at = c_.offset + 0;
+    query_row_ = first_ + c_.starts[row_] - at;
+    b_.queries.assign(c_.dim * kLanes + lanes_ * c_.dim, 0.0f);
+    across_ = b_.queries.data();
+    along_ = across_ + c_.dim * kLanes;
+    const float* q = c_.query + row_ * c_.query_steps[0] + head_ * c_.query_steps[1] + query_row_ * c_.query_steps[2];
+    for (int lane = 0; lane < lanes_; ++lane)
+      for (int64_t e = 0; e < c_.dim; ++e) {
+        const float x = q[lane * c_.query_steps[2] + e] * c_.scale;
+        across_[e * kLanes + lane] = x;
+        along_[lane * c_.dim + e] = x;
+      }
+    const float sink = c_.sink_logit ? c_.sink_logit[head_] : -kInf;
+    top_ = splat(sink);
+    total_ = splat(sink == -kInf ? 0.0f : 1.0f);
+    out_ = c_.out + ((row_ * c_.heads + head_) * c_.queries + query_row_) * c_.value_dim;
+    std::fill(out_, out_ + lanes_ * c_.value_dim, 0.0f);
+  }
+
+  // The closed blocks of every level and the tokens, before refinement.
+  void place() {
+    b_.closed.clear();
+    b_.plain.clear();
+    for (int64_t l = c_.levels; l >= 0; --l) {
+      const int64_t width = c_.widths[l], count = l ? blocks(l) : tokens_;
+      int64_t parts[2][2] = {{0, count}, {0, 0}};  // whose parents are open
+      if (l < c_.levels) {
+        const int64_t parent = c_.widths[l + 1], children = parent / width;
+        parts[0][1] = (sinks_ + parent - 1) / parent * children;
+        parts[1][0] = std::max(parts[0][1], low_ / parent * children);
+        parts[1][1] = (high_ / parent + 1) * children;
+      }
+      for (auto& part : parts) {
+        const int64_t last = std::min(part[1], count);
+        if (!l) {
+          if (part[0] < last) b_.plain.push_back({0, part[0], last});
+          continue;
+        }
+        const int64_t front = std::max(part[0], (sinks_ + width - 1) / width);
+        const int64_t left = std::min(last, low_ / width), right = std::max(front, high_ / width + 1);
+        if (front < left) b_.closed.push_back({l, front, left});
+        if (!c_.is_causal && right < last) b_.closed.push_back({l, right, last});
+      }
+    }
+  }
+
+  // Logits of all closed blocks with log|B|, [block][lane].
+  void read_blocks() {
+    int64_t count = 0;
+    for (const Segment& s : b_.closed) count += s.last - s.first;
+    b_.blocks.resize(count * kLanes);
+    float* to = b_.blocks.data();
+    for (const Segment& s : b_.closed) {
+      const Table& t = tables_[s.level];
+      logits_of(t.k(s.first), t.key_step, s.last - s.first, across_, c_.dim, to);
+      for (int64_t block = s.first; block < s.last; ++block, to += kLanes)
+        store(to, load(to) + std::log(static_cast<float>(members(s.level, block))));
+    }
+  }
+
+  // Opens the best blocks of every level for one query: they leave `blocks`, their children go to `opened`.
+  void refine(int q) {
+    auto& logits = b_.opened[q];
+    auto& rows = b_.opened_rows[q];
+    logits.clear();
+    rows.clear();
+    b_.next_ids.clear();
+    b_.found.clear();
+    float* block = b_.blocks.data();
+    auto segment = b_.closed.begin();
+    for (int64_t level = c_.levels; level > 0; --level) {
+      b_.ids.assign(b_.next_ids.begin(), b_.next_ids.end());  // laid open by the level above
+      b_.scores.assign(b_.found.begin(), b_.found.end());
+      const int32_t laid = static_cast<int32_t>(b_.ids.size());
+      float* standing = block;
+      for (; segment != b_.closed.end() && segment->level == level; ++segment)
+        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes) {
+          b_.ids.push_back(static_cast<int32_t>(id));
+          b_.scores.push_back(block[q]);
+        }
+      pick(static_cast<int32_t>(c_.top_k[head_]));
+      const int32_t count = static_cast<int32_t>(b_.ids.size());
+      const Table& table = tables_[level];
+      for (int32_t i = 0; i < laid; ++i)
+        if (!b_.chosen[i]) {
+          logits.push_back(b_.scores[i] + (members(level, b_.ids[i]) > 1 ? bias_ : 0.0f));
+          rows.push_back(table.v(b_.ids[i]));
+        }
+      for (int32_t i = laid; i < count; ++i)
+        if (b_.chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
+      open(level, q);
+    }
+    for (size_t i = 0; i < b_.next_ids.size(); ++i) rows.push_back(tables_[0].v(b_.next_ids[i]));
+    logits.insert(logits.end(), b_.found.begin(), b_.found.end());
+  }
+
+  // Sets `chosen` for the best `k` of `ids` by `scores`.
+  void pick(int32_t k) {
+    const int32_t count = static_cast<int32_t>(b_.ids.size());
+    b_.chosen.assign(count, 1);
+    b_.order.resize(count);
+    if (count > k) choose(b_.scores.data(), b_.ids.data(), count, k, b_.order.data(), b_.chosen.data());
+  }
+
+  // Lists the children of the chosen blocks of `level` in `next_ids`, and in `found` their logits, with log|B|.
+  void open(int64_t level, int q) {
+    const int64_t children = c_.widths[level] / c_.widths[level - 1];
+    const int64_t limit = level > 1 ? blocks(level - 1) : tokens_;
+    const Table& table = tables_[level - 1];
+    b_.next_ids.clear();
+    b_.rows.clear();
+    for (size_t i = 0; i < b_.ids.size(); ++i)
+      if (b_.chosen[i])
+        for (int64_t id = b_.ids[i] * children; id < std::min(limit, (b_.ids[i] + 1) * children); ++id) {
+          b_.next_ids.push_back(static_cast<int32_t>(id));
+          b_.rows.push_back(table.k(id));
+        }
+    const int64_t count = static_cast<int64_t>(b_.rows.size());
+    b_.found.resize(count + kLanes);
+    dots(along_ + q * c_.dim, b_.rows.data(), count, c_.dim, b_.found.data());
+    b_.found.resize(count);
+    if (level > 1) {
+      const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t size = members(level - 1, b_.next_ids[i]);
+        b_.found[i] += size == c_.widths[level - 1] ? whole : std::log(static_cast<float>(size));
+      }
+    }
+  }
+
+  // Takes `count` more rows of logits into the running softmax; they become weights.
+  void take(float* logits, int64_t count) {
+    Vec most = top_;
+    for (int64_t r = 0; r < count; ++r) most = larger(most, load(logits + r * kLanes));
+    const Vec base = most == -kInf ? Vec{} : most, factor = exponential(top_ - base);
+    Vec sum = {};
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec w = exponential(load(logits + r * kLanes) - base);
+      store(logits + r * kLanes, w);
+      sum += w;
+    }
+    total_ = total_ * factor + sum;
+    top_ = most;
+    for (int q = 0; q < lanes_; ++q) rescale(q, factor[q]);
+  }
+
+  void rescale(int q, float factor) {
+    if (factor == 1.0f) return;
+    float* o = out_ + q * c_.value_dim;
+    for (int64_t e = 0; e < c_.value_dim; e += kLanes) store(o + e, load(o + e) * factor);
+  }
+
+  void attend_blocks() {
+    float* at = b_.blocks.data();
+    if (bias_ != 0.0f)
+      for (const Segment& s : b_.closed)
+        for (int64_t block = s.first; block < s.last; ++block, at += kLanes)
+          if (members(s.level, block) > 1) store(at, load(at) + bias_);
+    at = b_.blocks.data();
+    take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
+    for (const Segment& s : b_.closed) {
+      const Table& t = tables_[s.level];
+      add_values(at, t.v(s.first), t.value_step, s.last - s.first, lanes_, out_, c_.value_dim);
+      at += (s.last - s.first) * kLanes;
+    }
+  }
+
+  void attend_tokens() {
+    const Table& t = tables_[0];
+    b_.tokens.resize(kChunk * kLanes);
+    for (const Segment& s : b_.plain) {
+      const int64_t end = c_.is_causal ? std::min(s.last, first_ + lanes_) : s.last;
+      for (int64_t from = s.first; from < end; from += kChunk) {
+        const int64_t count = std::min(kChunk, end - from);
+        float* logits = b_.tokens.data();
+        logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
+        if (c_.is_causal)
+          for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
+            for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
+        take(logits, count);
+        add_values(logits, t.v(from), t.value_step, count, lanes_, out_, c_.value_dim);
+      }
+    }
+  }
+
+  void attend_opened(int q) {
+    auto& logits = b_.opened[q];
+    const int64_t count = static_cast<int64_t>(logits.size());
+    if (!count) return;
+    logits.resize((count + kLanes - 1) / kLanes * kLanes, -kInf);
+    Vec most = splat(top_[q]);
+    for (size_t i = 0; i < logits.size(); i += kLanes) most = larger(most, load(logits.data() + i));
+    float peak = -kInf;
+    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]);
+    const float base = peak == -kInf ? 0.0f : peak;
+    const float factor = exponential(splat(top_[q] - base))[0];
+    Vec sum = {};
+    for (size_t i = 0; i < logits.size(); i += kLanes) {
+      const Vec w = exponential(load(logits.data() + i) - base);
+      store(logits.data() + i, w);
+      sum += w;
+    }
+    float all = 0;
+    for (int i = 0; i < kLanes; ++i) all += sum[i];
+    total_[q] = total_[q] * factor + all;
+    top_[q] = peak;
+    rescale(q, factor);
+    add_rows(logits.data(), b_.opened_rows[q].data(), count, out_ + q * c_.value_dim, c_.value_dim);
+  }
+
+  void finish() {
+    float* lse = c_.lse + (row_ * c_.heads + head_) * c_.queries + query_row_;
+    for (int q = 0; q < lanes_; ++q) {
+      lse[q] = total_[q] > 0 ? top_[q] + std::log(total_[q]) : kInf;
+      rescale(q, total_[q] > 0 ? 1.0f / total_[q] : 0.0f);
+    }
+  }
+
+  const Call& c_;
+  Buffers& b_;
+  int64_t row_, head_, first_;
+  int lanes_;
+  int64_t tokens_, size_, low_, high_, sinks_, query_row_;
+  float bias_;
+  std::vector<Table> tables_;
+  float *across_, *along_, *out_;
+  Vec top_, total_;
+};
+
+// Tiles of one batch row: queries [from, to) are real.
+struct RowPlan {
+  int64_t from, to, window, tiles;
+};
+
+}  // namespace
+
+extern "C" void hsa_key_forward(const Call* call) {
+  const Call& c = *call;
+  const int64_t size = c.levels ? c.widths[1] : kLanes, groups = (size + kLanes - 1) / kLanes;
+  std::vector<RowPlan> plans;
+  std::vector<int64_t> first_task = {0};
+  for (int64_t row = 0; row < c.batch; ++row) {
+    RowPlan p;
+    p.from = std::min(c.queries, std::max<int64_t>(0, c.starts[row] - c.offset));
+    p.to = std::max(p.from, std::min(c.queries, c.stops[row] - c.offset));
+    const int64_t position = p.from + c.offset - c.starts[row], end = p.to + c.offset - c.starts[row];
+    p.window = position / size;
+    p.tiles = p.to > p.from ? ((end - 1) / size - p.window + 1) * groups : 0;
+    plans.push_back(p);
+    first_task.push_back(first_task.back() + c.heads * p.tiles);
+    for (int64_t h = 0; h < c.heads; ++h)  // padding
+      for (int64_t i = 0; i < c.queries; ++i)
+        if (i < p.from || i >= p.to) {
+          const int64_t at = (row * c.heads + h) * c.queries + i;
+          std::fill(c.out + at * c.value_dim, c.out + (at + 1) * c.value_dim, 0.0f);
+          c.lse[at] = kInf;
+        }
+  }
+  at::parallel_for(0, first_task.back(), 1, [&](int64_t begin, int64_t end) {
+    Buffers buffers;
+    int64_t row = 0;
+    for (int64_t task = begin; task < end; ++task) {
+      while (task >= first_task[row + 1]) ++row;
+      const RowPlan& p = plans[row];
+      const int64_t head = (task - first_task[row]) / p.tiles, tile = (task - first_task[row]) % p.tiles;
+      const int64_t window = p.window + tile / groups, place = c.offset - c.starts[row];
+      int64_t low = window * size + tile % groups * kLanes;
+      const int64_t high = std::min({low + kLanes, (window + 1) * size, p.to + place});
+      low = std::max(low, p.from + place);
+      if (low < high) Tile(c, buffers, row, head, window, low, static_cast<int>(high - low)).run();
+    }
+  });
+}
+
+// Means over windows: `levels` tables [B, H, blocks, dim] from tokens [B, H, M, dim]. A mean without tokens is 0.
+extern "C" void hsa_pool(const float* tokens, const int64_t* steps, int64_t batch, int64_t heads, int64_t dim,
+                         const int64_t* starts, const int64_t* stops, int64_t levels, const int64_t* widths,
+                         float* const* tables, const int64_t* blocks) {
+  at::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums;
+    for (int64_t z = begin; z < end; ++z) {
+      const int64_t row = z / heads, count = stops[row] - starts[row];
+      const float* below = tokens + row * steps[0] + z % heads * steps[1] + starts[row] * steps[2];
+      int64_t below_step = steps[2], below_count = count;
+      for (int64_t l = 1; l <= levels; ++l) {  // sums of sums; divided at the end
+        const int64_t children = widths[l] / widths[l - 1];
+        float* table = tables[l] + z * blocks[l] * dim;
+        std::fill(table, table + blocks[l] * dim, 0.0f);
+        for (int64_t i = 0; i < below_count; ++i) {
+          float* to = table + i / children * dim;
+          const float* from = below + i * below_step;
+          for (int64_t e = 0; e < dim; ++e) to[e] += from[e];
+        }
+        below = table, below_step = dim, below_count = (below_count + children - 1) / children;
+      }
+      for (int64_t l = 1; l <= levels; ++l)
+        for (int64_t i = 0; i * widths[l] < count; ++i) {
+          float* mean = tables[l] + (z * blocks[l] + i) * dim;
+          const float inverse = 1.0f / static_cast<float>(std::min(widths[l], count - i * widths[l]));
+          for (int64_t e = 0; e < dim; ++e) mean[e] *= inverse;
+        }
+    }
+  });
+}
