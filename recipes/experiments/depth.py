@@ -34,7 +34,7 @@ SETTINGS = {
     "test_pairs": 4000,
     "weight_decay": 0.01,
     # The learning rate is chosen for every kind and size by itself, on a tree that is not used again.
-    "search": {"depth": 5, "seed": 100, "steps": 400, "learning_rates": [1e-3, 3e-3, 1e-2]},
+    "search": {"depth": 5, "seed": 100, "steps": 400, "learning_rates": [3e-3, 1e-2, 3e-2]},
 }
 
 

@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from . import depth as depth_experiment
+from . import flash as flash_experiment
 from . import length as length_experiment
 
 matplotlib.rcParams.update(
@@ -63,6 +64,37 @@ def alibi(results: dict) -> Figure:
     right.set(xscale="log", yscale="log", ylim=(1e-3, 30), xlabel="slope · L", ylabel="total variation, %")
     right.set_title("attention by the bias alone; dotted: steep limit", fontsize=9)
     right.legend(fontsize=8)
+    return figure
+
+
+def flash(results: dict) -> Figure:
+    """Bias error over length by way and dtype; time over SDPA's."""
+    figure, left, right = pair()
+    runs, settings = results["runs"], results["settings"]
+    lengths, marks = settings["lengths"], {"float32": "o", "bfloat16": "s", "float16": "^"}
+    for colour, way in zip(COLOURS, flash_experiment.BIAS_WAYS):
+        for dtype in settings["dtypes"][: 1 if way == "in the kernel" else None]:
+            errors = [runs[f"bias, L = {n}"][dtype][way] for n in lengths]
+            name = way if way == "in the kernel" else f"{way}, {dtype}"
+            left.plot(
+                lengths, errors, color=colour, marker=marks[dtype], markersize=4, linewidth=1, label=name
+            )
+    left.set(xscale="log", yscale="log", ylim=(1e-5, 3e4), ylabel="largest bias error, logits at slope 1")
+    left.legend(fontsize=7, ncols=2, loc="upper left")
+    names = [n for n in runs[flash_experiment.key_of("cpu", settings["dtypes"][0], lengths[0])]["ways"]]
+    for colour, way in zip(COLOURS[1:], [n for n in names if n != "SDPA, no bias"]):
+        for dtype in settings["dtypes"]:
+            found = [runs[flash_experiment.key_of("cpu", dtype, n)]["ways"] for n in lengths]
+            line = {"label": way} if dtype == settings["dtypes"][0] else {}
+            ratios = [ways[way]["ratio"] for ways in found]
+            right.plot(lengths, ratios, color=colour, marker=marks[dtype], markersize=4, linewidth=1, **line)
+    right.axhline(1, color="0.3", linewidth=1)
+    right.set(xscale="log", yscale="log", yticks=(1, 2, 5, 10), yticklabels=(1, 2, 5, 10), ylim=(0.9, 30))
+    right.set(ylabel="CPU time over SDPA without a bias")
+    right.legend(fontsize=7, title="circle fp32, square bf16, triangle fp16", title_fontsize=7)
+    for axes in (left, right):
+        axes.set(xticks=lengths, xticklabels=lengths, xlabel="L")
+        axes.minorticks_off()
     return figure
 
 
@@ -128,4 +160,4 @@ def depth(results: dict) -> Figure:
     return figure
 
 
-FIGURES = {"alibi": alibi, "length": length, "depth": depth}
+FIGURES = {"alibi": alibi, "flash": flash, "length": length, "depth": depth}

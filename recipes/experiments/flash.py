@@ -33,6 +33,8 @@ SETTINGS = {
 }
 #: Ways to compute it that are not engines of ours.
 PLAIN, MASK = "two plain columns", "mask"
+#: Those whose bias error is measured.
+BIAS_WAYS = ("in the kernel", "columns", PLAIN, MASK)
 #: Names of the engines in the tables.
 WAYS = {"columns": "sdpa", "tiles (blockwise)": "blockwise", "tiles (C++)": "cpu", "tiles (Triton)": "triton"}
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable
 
 from . import depth as depth_experiment
+from . import flash as flash_experiment
 from . import length as length_experiment
 
 
@@ -52,6 +53,35 @@ def alibi_heads(results: dict) -> str:
     return table(head, rows)
 
 
+def flash(results: dict) -> str:
+    """Bias errors, a row for each length."""
+    settings, runs = results["settings"], results["runs"]
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    ways = [(way, dtype) for way in flash_experiment.BIAS_WAYS for dtype in settings["dtypes"]]
+    once = ("in the kernel", settings["dtypes"][0])  # the same for every dtype
+    ways = [once, *(w for w in ways if w[0] != once[0])]
+    head = [way if (way, dtype) == once else f"{way}, {short[dtype]}" for way, dtype in ways]
+    rows = [
+        [f"{n:,}", *(number(runs[f"bias, L = {n}"][dtype][way]) for way, dtype in ways)]
+        for n in settings["lengths"]
+    ]
+    return table(["L", *head], rows)
+
+
+def flash_times(results: dict) -> str:
+    """Time over SDPA's and output error, a row for each device, dtype and length."""
+    runs = results["runs"]
+    measured = {key: run["ways"] for key, run in runs.items() if "ways" in run}
+    names = list(dict.fromkeys(name for ways in measured.values() for name in ways))
+    rows = []
+    for key, ways in measured.items():
+        cells = [f"{ways[n]['ratio']:.2f} ({ways[n]['error']:.0e})" if n in ways else "-" for n in names]
+        rows.append([key.replace("cpu", "CPU").replace("cuda", "GPU"), *cells])
+    if not any(key.startswith("cuda") for key in measured):
+        rows.append(["GPU", *["not measured"] * len(names)])
+    return table(["", *names], rows)
+
+
 def length(results: dict) -> str:
     """Perplexity, a row for each kind of position."""
     settings, runs = results["settings"], results["runs"]
@@ -95,12 +125,12 @@ def circumstances(results: dict) -> str:
     """Where and with what it was run, and how long that took."""
     machine, versions = results["machine"], results["versions"]
     seconds = sum(run["seconds"]["cpu"] for run in results["runs"].values())
+    took = f"{seconds / 60:.1f} minutes" if seconds > 60 else f"{seconds:.1f} seconds"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numpy"))
+    chip, gpu = machine["chip"] or machine["architecture"], machine["accelerator"] or "no GPU"
     return (
-        f"{len(results['runs'])} runs, {seconds / 60:.1f} minutes of CPU time, one thread of "
-        f"{machine['chip'] or machine['architecture']}, no accelerator; {packages}; {results['date']}."
-        if machine["accelerator"] is None
-        else f"{len(results['runs'])} runs; {machine['accelerator']}; {packages}; {results['date']}."
+        f"{len(results['runs'])} runs, {took} of CPU time on one thread of {chip}, {gpu}; "
+        f"{packages}; {results['date']}."
     )
 
 
@@ -109,6 +139,9 @@ TABLES = {
     "alibi": alibi,
     "alibi-heads": alibi_heads,
     "alibi-made": circumstances,
+    "flash": flash,
+    "flash-times": flash_times,
+    "flash-made": circumstances,
     "length": length,
     "length-made": circumstances,
     "depth": depth,
