@@ -46,22 +46,13 @@ class BartRoute(ProjectedRoute):
 class MvpRoute(BartRoute):
     """With learned keys and values in front."""
 
-    def forward(
-        self,
-        hidden_states,
-        key_value_states=None,
-        past_key_values=None,
-        attention_mask=None,
-        attn_prompt=None,
-        **kwargs,
-    ):
-        query, key, value = self.project_cached(hidden_states, key_value_states, past_key_values)
-        causal = self.is_causal_in(key_value_states)
+    def finish(self, query, key, value, mask, is_causal=False, attn_prompt=None, **options):
+        """Attend, the prompt in front of keys and values, and project."""
         if attn_prompt is not None:
-            attention_mask = _with_prompt(attention_mask, causal, query, key, attn_prompt[0].shape[1])
+            mask = _with_prompt(mask, is_causal, query, key, attn_prompt[0].shape[1])
             prompts = (prompt.expand(query.shape[0], -1, -1, -1) for prompt in attn_prompt)
             key, value = (torch.cat(pair, dim=2) for pair in zip(prompts, (key, value), strict=True))
-        return self.finish(query, key, value, attention_mask, is_causal=causal, **kwargs)
+        return super().finish(query, key, value, mask, is_causal=is_causal, **options)
 
 
 def _with_prompt(mask, causal, query, key, length):
@@ -77,20 +68,11 @@ def _with_prompt(mask, causal, query, key, length):
 class SpeechT5Route(BartRoute):
     """With a relative term of the queries."""
 
-    def forward(
-        self,
-        hidden_states,
-        key_value_states=None,
-        past_key_values=None,
-        attention_mask=None,
-        position_bias=None,
-        **kwargs,
-    ):
-        query, key, value = self.project_cached(hidden_states, key_value_states, past_key_values)
+    def finish(self, query, key, value, mask, position_bias=None, **options):
+        """Attend, the term as a bias of the logits, and project."""
         if position_bias is not None:
-            kwargs["position_bias"] = torch.einsum("bhqd,qkd->bhqk", query * self.scaling, position_bias)
-        causal = self.is_causal_in(key_value_states)
-        return self.finish(query, key, value, attention_mask, is_causal=causal, **kwargs)
+            options["position_bias"] = torch.einsum("bhqd,qkd->bhqk", query * self.scaling, position_bias)
+        return super().finish(query, key, value, mask, **options)
 
 
 class GroupViTRoute(BartRoute):
