@@ -2,7 +2,9 @@
 
 from . import functional
 from .config import HyperAttnConfig, MechanismConfig
+from .hierarchy import Hierarchy
 from .integration import (
+    HierarchyCollator,
     describe,
     freeze_base,
     list_mechanisms,
@@ -16,6 +18,8 @@ from .registry import MECHANISMS
 __version__ = "0.1.0"
 
 __all__ = [
+    "Hierarchy",
+    "HierarchyCollator",
     "HyperAttnConfig",
     "MechanismConfig",
     "describe",

@@ -42,15 +42,16 @@ def lines(text: str) -> list[Starts]:
 def sentences(text: str) -> list[Starts]:
     """Parts that end in a full stop, a question or an exclamation mark, before anything but a small letter.
 
-    Common English abbreviations and single letters do not end a sentence. Chinese and Japanese stops need no space.
+    In a text without capitals small letters count too. Common English abbreviations and single letters do not end a
+    sentence. Chinese and Japanese stops need no space.
     """
-    found = []
+    found, small = [], text == text.lower()
     for match in SENTENCE_END.finditer(text):
         after = text[match.end() : match.end() + 1]
         stop = match.group().rstrip()
         if stop == "." and ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
             continue
-        if after and not after.islower():
+        if after and (small or not after.islower()):
             found.append(match.end())
     return [starts(found)]
 

@@ -1,6 +1,7 @@
 """All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the guard."""
 
 from . import adapters, guard, saving  # noqa: F401  wrap a method of PEFT's and five of PreTrainedModel
+from .collator import HierarchyCollator
 from .describe import describe, list_mechanisms
 from .names import register_names
 from .patching import patch_model, unpatch_model
@@ -9,6 +10,7 @@ from .training import freeze_base, lora_config, parameter_groups
 register_names()
 
 __all__ = [
+    "HierarchyCollator",
     "describe",
     "freeze_base",
     "list_mechanisms",
