@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ...engines.options import Options, position_mask
 from ...engines.score import repeat_heads, working_dtype
 from ...hierarchy import Hierarchy
 from .both import both_with_root, slots_of
@@ -39,18 +40,16 @@ def loss_both(
     sums is what is asked for.
     """
     query, key = query.double(), key.double()
-    slots = slots_of(hierarchy, len(query), query.device)
     rest = {"keep_diagonal": keep_diagonal, "position_bias": position_bias, "column": column}
     _, root = both_with_root(query, key, key[..., :1], hierarchy, scale, **rest)
-    real = slots.from_leaves(slots.to_leaves(query.new_ones(len(query), 1, query.shape[2])))[:, 0] > 0
+    real = _real(hierarchy, query)
     total = torch.zeros_like(root)
     for rows, logits in logit_blocks(query, key, scale, position_bias, column):
         logits = logits.masked_fill(~real[:, None, None], float("-inf"))
         if not keep_diagonal:
             logits.diagonal(offset=rows.start, dim1=-2, dim2=-1).fill_(float("-inf"))
         total += logits.logsumexp(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
-    tokens = slots.counts(query.device)[:, None]
-    return torch.where(root.isneginf(), 0.0, total - tokens * root)
+    return torch.where(root.isneginf(), 0.0, total - real.sum(-1, keepdim=True) * root)
 
 
 def loss_key(
@@ -60,6 +59,8 @@ def loss_key(
     scale: float | None = None,
     *,
     is_causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
     position_bias: Tensor | None = None,
     column: Tensor | None = None,
     **rules,
@@ -69,25 +70,35 @@ def loss_key(
     Args:
         query: [B, H, N, d], key: [B, Hkv, N, d]: of the same tokens.
         hierarchy: of these tokens; what stands in no tree is padding.
+        mask: bool, True = take part, [1 or B, 1 or H, N, N]; for what hides more than padding.
         rules: `near`, `sinks`, `refine_top_k`, `block_bias` as `key_tied` has them.
-        scale, is_causal, position_bias, column: as there.
+        scale, is_causal, window, position_bias, column: as there.
     """
     query, key = query.double(), key.double()
     position_bias, column = (t if t is None else t.double() for t in (position_bias, column))
-    slots = slots_of(hierarchy, len(query), query.device)
-    real = slots.from_leaves(slots.to_leaves(query.new_ones(len(query), 1, query.shape[2])))[:, 0] > 0
-    place = torch.arange(query.shape[2], device=query.device)
+    real, length = _real(hierarchy, query), query.shape[2]
+    options = Options(is_causal=is_causal, window=window)
 
     def tied(rows: slice) -> Tensor:
-        bias = position_bias if position_bias is None else position_bias[..., rows, :]
+        part = lambda t: t if t is None else t[..., rows, :]
         return key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
-                        scale=scale, column=column, bias=bias, weights=True, **rules)[1]  # fmt: skip
+                        scale=scale, column=column, window=window, mask=part(mask), bias=part(position_bias),
+                        weights=True, **rules)[1]  # fmt: skip
 
     def hidden(rows: slice) -> Tensor:
         unseen = ~real[:, None, None]
-        return unseen | (place > place[rows, None]) if is_causal else unseen
+        seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
+        unseen = unseen if seen is None else unseen | ~seen
+        return unseen if mask is None else unseen | ~mask[..., rows, :]
 
     return loss_of(tied, query, key, scale, hidden, real, position_bias, column)
+
+
+def _real(hierarchy: Hierarchy, query: Tensor) -> Tensor:
+    """Bool [B, N]: the tokens that the hierarchy has."""
+    slots = slots_of(hierarchy, len(query), query.device)
+    ones = query.new_ones(len(query), 1, query.shape[2])
+    return slots.from_leaves(slots.to_leaves(ones))[:, 0] > 0
 
 
 def loss_of(

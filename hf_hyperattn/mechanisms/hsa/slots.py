@@ -109,10 +109,6 @@ class Slots:
     def put_roots(self, store, x: Tensor) -> None:
         raise NotImplementedError
 
-    def counts(self, device) -> Tensor:
-        """int64 [batch or 1]: real tokens of every row."""
-        raise NotImplementedError
-
 
 class WindowSlots(Slots):
     """Windows, one tensor a level, each filled up to a whole number of families.
@@ -219,6 +215,3 @@ class WindowSlots(Slots):
 
     def put_roots(self, store, x):
         store[-1] = x[:, :, None]
-
-    def counts(self, device):
-        return self._sizes.to(device)

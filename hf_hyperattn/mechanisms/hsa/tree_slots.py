@@ -33,7 +33,6 @@ class TreeSlots(Slots):
         counts = torch.tensor([t.leaves for t in trees])
         self.rows = None if self.one else torch.arange(len(trees)).repeat_interleave(counts).to(device)
         self.every = self.one and len(self.tokens) == self.length
-        self._counts = counts.to(device)
         self.kind_names = tuple(dict.fromkeys(["", *(name for t in trees for name in t.kind_names)]))
         self._number(trees, device)
 
@@ -129,9 +128,6 @@ class TreeSlots(Slots):
 
     def put_roots(self, store, x):
         store[:, :, self._roots] = x[:, :, None] if self.one else x.transpose(0, 1)[None]
-
-    def counts(self, device):
-        return self._counts.to(device)
 
 
 def _all_equal(trees: Sequence[Tree], tokens: Sequence[Tensor]) -> bool:

@@ -1,0 +1,170 @@
+"""What hierarchical attention would lose in a model, before anything is changed: layer by layer and head by head.
+
+The loss of a head is the mean over tokens of KL(tied attention ‖ its own attention), in nats, measured on the queries
+and keys that the model computes for an input. With tying="both" it is a certificate: no attention that is constant on
+the hierarchy's blocks comes closer (arXiv 2509.15448; math in docs/hsa.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..choice import Choice
+from ..hierarchy import Hierarchy
+from ..integration import patch_model, unpatch_model
+from ..integration.patching import base_model
+from ..integration.records import inner, patched_hosts
+from ..mechanisms.base import HostCall, Plan
+from ..mechanisms.hsa.attention import hierarchy_for, linear_features, padding_of, restricted
+from ..mechanisms.hsa.certificate import loss_both, loss_key
+from ..mechanisms.hsa.config import HsaConfig, Rule
+from ..mechanisms.hsa.padding import real_tokens
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """What one layer loses.
+
+    Args:
+        name: of the attention module.
+        heads: for every query head the mean over tokens of KL(tied ‖ own attention), in nats.
+        tokens: how many the mean is over.
+    """
+
+    name: str
+    heads: tuple[float, ...]
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Mean over heads."""
+        return sum(self.heads) / len(self.heads)
+
+
+def certificate(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor] | Tensor,
+    config: HsaConfig | None = None,
+    *,
+    hierarchy: Hierarchy | Tensor | None = None,
+    layers: Choice = None,
+) -> list[LayerLoss]:
+    """The loss of every layer and head of a model on an input, were its attention tied as `config` says.
+
+    The model runs once, with its own attention, and is left as it was found.
+
+    Args:
+        model: any model that `patch_model` takes, not patched.
+        inputs: the model's arguments, such as a tokenizer returns them; or token ids [B, N].
+        config: windows, tying, near, ...; None: `HsaConfig()`.
+        hierarchy: in place of the windows.
+        layers: as in `patch_model`.
+
+    Returns:
+        One `LayerLoss` a layer, in the model's order.
+
+    Raises:
+        ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
+    """
+    config = config or HsaConfig()
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    base = base_model(model)
+    if hierarchy is not None:
+        inputs["hierarchy"] = hierarchy
+    found: dict[str, tuple[Tensor, int]] = {}
+
+    def listen(name: str) -> Callable:
+        def hook(_, arguments, keywords):
+            call = arguments[0] if arguments else keywords["call"]
+            loss, tokens = call_loss(call, config, name)
+            before, count = found.get(name, (0.0, 0))
+            found[name] = (before + loss, count + tokens)
+
+        return hook
+
+    patch_model(model, config, layers=layers)
+    try:
+        hosts = dict(patched_hosts(base))
+        for name, host in hosts.items():  # the hooks go with the modules they are on
+            inner(host.hyper).register_forward_pre_hook(listen(name), with_kwargs=True)
+        with evaluating(base):
+            base(**inputs)
+    finally:
+        unpatch_model(model)
+    silent = [name for name in hosts if name not in found]
+    if silent:
+        raise ValueError(f"{silent[0]} was not run on these inputs; allowed: layers that are")
+    return [LayerLoss(name, tuple((loss / count).tolist()), count) for name, (loss, count) in found.items()]
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """Evaluation mode without gradients, and the mode from before afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int]:
+    """The loss of one call: sums over tokens and rows for every head, float64 [H], and the number of tokens."""
+    rule = config.rule(call.is_causal, call.query.shape[1], name)
+    options = call.options
+    for what, there in (("softcap", options.softcap), ("attention sinks", options.sinks)):
+        if there is not None:
+            raise ValueError(f"{name} has {what}, for which the loss is not defined; allowed: layers without")
+    if call.query.shape[2] != call.key.shape[2]:
+        raise ValueError(
+            f"{name} was called with {call.query.shape[2]} queries and {call.key.shape[2]} keys; allowed: a "
+            "whole text at once, without a cache"
+        )
+    query, key = linear_features(Plan.of(call).score)
+    given = call.keywords.get("hierarchy")
+    hierarchy = hierarchy_for(
+        config.windows if given is None else given, len(query), key.shape[2], call.is_causal
+    )
+    mask = options.mask
+    if mask is not None:
+        real = padding_of(mask, query.shape[2], call.is_causal)
+        if real is not None:
+            hierarchy, mask = restricted(hierarchy, real), None
+    loss = _both(query, key, hierarchy, rule, call, mask) if rule.tying == "both" else _key(
+        query, key, hierarchy, rule, call, mask
+    )  # fmt: skip
+    return loss.sum(0), sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
+
+
+def _both(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        real_tokens(mask, query.shape[2])  # raises: this mask hides more than padding
+    if call.options.window is not None:
+        raise ValueError("tying='both' has no meaning under a sliding window; allowed: tying='key'")
+    settings = {"keep_diagonal": rule.keep_diagonal, "position_bias": call.options.bias}
+    return loss_both(query, key, hierarchy, 1.0, **settings)
+
+
+def _key(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    rules = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
+    is_causal = call.is_causal and mask is None
+    return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
+                    position_bias=call.options.bias, **rules)  # fmt: skip
+
+
+def table(losses: Sequence[LayerLoss]) -> str:
+    """The losses as text: a line a layer, its mean, then its heads."""
+    width = max(len(loss.name) for loss in losses)
+    heads = max(len(loss.heads) for loss in losses)
+    lines = [f"{'layer':{width}}   mean  " + " ".join(f"{f'h{i}':>6}" for i in range(heads))]
+    for loss in losses:
+        lines.append(f"{loss.name:{width}} {loss.mean:6.3f}  " + " ".join(f"{x:6.3f}" for x in loss.heads))
+    return "\n".join(lines)
