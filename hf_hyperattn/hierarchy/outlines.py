@@ -57,8 +57,8 @@ def sentences(text: str) -> list[Starts]:
 
 
 def words(text: str) -> list[Starts]:
-    """Runs of characters without space; single characters in Chinese and Japanese."""
-    return [starts(match.start() for match in WORD.finditer(text))]
+    """Runs of characters without space, and the space behind them; single characters in Chinese and Japanese."""
+    return [starts([match.start() for match in WORD.finditer(text)][1:])]
 
 
 def markdown(text: str) -> list[Starts]:
