@@ -5,37 +5,14 @@ Agrees with `definition.definition_both`; how it is computed says `passes`.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
 from ...engines.score import working_dtype
 from ...hierarchy import Hierarchy
-from .pair_means import pair_means
-from .passes import Means, Setting, go_back, go_down, go_up
+from . import both_operator, programme
+from .programme import Extras
 from .siblings import SiblingEmbeddings
-from .slots import Slots, WindowSlots
-from .tree_slots import TreeSlots
-
-_LAYOUTS: WeakKeyDictionary = WeakKeyDictionary()
-
-
-def slots_of(hierarchy: Hierarchy, batch: int, device) -> Slots:
-    """The layout of a hierarchy's nodes for a call of so many rows; made once, and kept as long as the hierarchy.
-
-    Raises:
-        ValueError: the hierarchy has neither one row nor `batch`.
-    """
-    if hierarchy.rows not in (1, batch):
-        raise ValueError(
-            f"the hierarchy has {hierarchy.rows} rows, the batch {batch}; allowed: 1 or {batch} rows, see "
-            "Hierarchy.fitted"
-        )
-    kept, key = _LAYOUTS.setdefault(hierarchy, {}), (batch, str(device))
-    if key not in kept:
-        kept[key] = (WindowSlots if hierarchy.is_windows else TreeSlots)(hierarchy, batch, device)
-    return kept[key]
 
 
 def both(
@@ -84,69 +61,12 @@ def both_with_root(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if row is not None or column is not None:
         query, key, value, scale = _with_statistics(query, key, value, scale, row, column)
-    (batch, heads, _, _), kv_heads = query.shape, key.shape[1]
-    slots = slots_of(hierarchy, batch, query.device)
-    setting = Setting(slots, scale, keep_diagonal)
-    q = query.to(dtype).unflatten(1, (kv_heads, heads // kv_heads)).transpose(2, 3)
-    leaves = [slots.to_leaves(x) for x in (q, key.to(dtype), value.to(dtype))]
-    extras = _extras(slots, position_bias, siblings, kv_heads, dtype)
-    if torch.is_grad_enabled() and any(
-        t.requires_grad for t in (*leaves, *(e for e in extras if e is not None))
-    ):
-        out, root = _Both.apply(setting, *leaves, *extras)
-    else:
-        out, root, _, _ = _forward(setting, *leaves, *extras)
-    return slots.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
-
-
-def _forward(setting: Setting, query: Tensor, key: Tensor, value: Tensor, *extras):
-    """Output, ρ(root), and what the backward pass needs."""
-    slots = setting.slots
-    means = Means(*(slots.store(x) for x in (query, key, value)))
-    go_up(means, setting, list(extras))
-    a, p = go_down(means, setting)
-    return slots.leaves(a), slots.roots(means.rho), means, p
-
-
-class _Both(torch.autograd.Function):
-    """The passes, with their own backward: it needs O(nodes · d) memory however wide the families."""
-
-    @staticmethod
-    def forward(ctx, setting, query, key, value, *extras):
-        out, root, ctx.means, ctx.p = _forward(setting, query, key, value, *extras)
-        ctx.setting = setting
-        ctx.save_for_backward(*(e for e in extras if e is not None))
-        ctx.given = [e is not None for e in extras]
-        return out, root
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out, grad_root):
-        saved = iter(ctx.saved_tensors)
-        extras = [next(saved) if given else None for given in ctx.given]
-        found = go_back(ctx.means, ctx.p, grad_out, grad_root, ctx.setting, extras)
-        return None, found.query, found.key, found.value, *found.extras
-
-
-def _extras(slots: Slots, bias: Tensor | None, siblings, kv_heads: int, dtype) -> list[Tensor | None]:
-    """What is added to S̄ in every group: None, or broadcastable to [R, K, F, b, G, b]."""
-    found: list[Tensor | None] = [None] * len(slots.groups)
-    for part in (
-        None if bias is None else pair_means(slots, bias.to(dtype)),
-        None if siblings is None else siblings(slots, dtype),
-    ):
-        for index, extra in enumerate(part or ()):
-            if extra is not None:
-                extra = _by_key_head(extra, kv_heads)
-                found[index] = extra if found[index] is None else found[index] + extra
-    return found
-
-
-def _by_key_head(extra: Tensor, kv_heads: int) -> Tensor:
-    """[R, 1 or H, F, b, b] as [R, 1 or K, F, b, 1 or G, b]."""
-    if extra.shape[1] == 1:
-        return extra.unsqueeze(4)
-    return extra.unflatten(1, (kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    extras = Extras(position_bias)
+    if siblings is not None:
+        extras = Extras(position_bias, list(siblings.tables), siblings.names)
+    compute = both_operator.run if torch.compiler.is_compiling() else programme.run
+    return compute(q, k, v, hierarchy, float(scale), keep_diagonal, extras)
 
 
 def _with_statistics(query, key, value, scale: float, row: Tensor | None, column: Tensor | None):

@@ -16,8 +16,9 @@ from torch import Tensor
 from ...engines.options import Options, position_mask
 from ...engines.score import repeat_heads, working_dtype
 from ...hierarchy import Hierarchy
-from .both import both_with_root, slots_of
+from .both import both_with_root
 from .key import key_tied
+from .programme import slots_of
 
 #: Logits that are formed at a time.
 BLOCK_ELEMENTS = 2**22

@@ -6,12 +6,12 @@ kinds and scales, words in a sentence, patches in a row, share one attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .slots import Slots
+from .slots import Group, Slots
 
 
 class SiblingEmbeddings(nn.Module):
@@ -43,38 +43,51 @@ class SiblingEmbeddings(nn.Module):
             nn.init.normal_(table, std=self.std) if self.std else nn.init.zeros_(table)
 
     def forward(self, slots: Slots, dtype: torch.dtype) -> list[Tensor | None]:
-        """For every group e_B·e_C, [1, H, F, b, b], 0 for B = C and in families of no kind; None if all are such.
+        """What `products` returns for these tables."""
+        return products(slots, self.names, list(self.tables), dtype)
 
-        Raises:
-            ValueError: the hierarchy has a kind without a table, or a family with more children than its table has.
-        """
-        return [self._products(group, slots.kind_names, dtype) for group in slots.groups]
 
-    def _products(self, group, kind_names: tuple[str, ...], dtype) -> Tensor | None:
-        found = None
-        for number in group.kinds_present:
-            if number == 0:
-                continue
-            name = kind_names[number]
-            table = self._table(name, group.most_children(number)).to(dtype)
-            e = table[: group.width]
-            product = torch.einsum("bhw,chw->hbc", e, e)
-            spare = group.width - len(e)
-            product = nn.functional.pad(product, (0, spare, 0, spare)) if spare else product
-            product = product - torch.diag_embed(product.diagonal(dim1=-2, dim2=-1))
-            mine = (group.kind == number).to(dtype)[None, None, :, None, None]
-            found = mine * product[None, :, None] + (0 if found is None else found)
-        return found
+def products(
+    slots: Slots, names: Sequence[str], tables: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """For every group e_B·e_C, [1, H, F, b, b], 0 for B = C and in families of no kind; None if all are such.
 
-    def _table(self, name: str, children: int) -> Tensor:
-        if name not in self.positions:
-            raise ValueError(
-                f"the hierarchy has families of kind {name!r}, which have no sibling embeddings; allowed: "
-                f"{', '.join(map(repr, self.names)) or 'none'}"
-            )
-        if children > self.positions[name]:
-            raise ValueError(
-                f"a family of kind {name!r} has {children} children; allowed: at most {self.positions[name]}, the "
-                "positions of its sibling embeddings"
-            )
-        return self.tables[self.names.index(name)]
+    Args:
+        slots: the layout. names: kinds of families. tables: e of each, [positions, H, w].
+
+    Raises:
+        ValueError: the hierarchy has a kind without a table, or a family with more children than its table has.
+    """
+    return [
+        _products(group, slots.kind_names, dict(zip(names, tables, strict=True)), dtype)
+        for group in slots.groups
+    ]
+
+
+def _products(group: Group, kind_names: Sequence[str], tables: dict[str, Tensor], dtype) -> Tensor | None:
+    found = None
+    for number in group.kinds_present:
+        if number == 0:
+            continue
+        e = _table(tables, kind_names[number], group.most_children(number)).to(dtype)[: group.width]
+        product = torch.einsum("bhw,chw->hbc", e, e)
+        product = product - torch.diag_embed(product.diagonal(dim1=-2, dim2=-1))
+        spare = group.width - len(e)
+        product = nn.functional.pad(product, (0, spare, 0, spare)) if spare else product
+        mine = (group.kind == number).to(dtype)[None, None, :, None, None]
+        found = mine * product[None, :, None] + (0 if found is None else found)
+    return found
+
+
+def _table(tables: dict[str, Tensor], name: str, children: int) -> Tensor:
+    if name not in tables:
+        raise ValueError(
+            f"the hierarchy has families of kind {name!r}, which have no sibling embeddings; allowed: "
+            f"{', '.join(map(repr, tables)) or 'none'}"
+        )
+    if children > len(tables[name]):
+        raise ValueError(
+            f"a family of kind {name!r} has {children} children; allowed: at most {len(tables[name])}, the positions "
+            "of its sibling embeddings"
+        )
+    return tables[name]

@@ -123,11 +123,12 @@ class WindowSlots(Slots):
 
     def __init__(self, hierarchy: Hierarchy, batch: int, device):
         length = hierarchy.length
-        if hierarchy.starts is None:
+        if hierarchy.starts is None and hierarchy.stops is None:
             self.spans = None
             sizes = torch.tensor([length], device=device)
         else:
-            self.spans = torch.stack([hierarchy.starts, hierarchy.stops], 1).to(device).expand(batch, 2)
+            rows = torch.tensor([hierarchy.span(row) for row in range(hierarchy.rows)], device=device)
+            self.spans = rows.expand(batch, 2)
             sizes = self.spans[:, 1] - self.spans[:, 0]
         self.length, self.tokens, self.apart = length, int(sizes.max()), 1 if self.spans is None else batch
         self.groups = self._groups(sizes, hierarchy.sizes)

@@ -1,0 +1,100 @@
+"""tying="both" as an operator: the same numbers as without the compiler, for every layout, and one graph."""
+
+import random
+
+import pytest
+import torch
+
+from hf_hyperattn.functional import hierarchical_attention
+from hf_hyperattn.hierarchy import Hierarchy
+from hf_hyperattn.mechanisms.hsa import both_operator, programme
+from hf_hyperattn.mechanisms.hsa.both import both_with_root
+from hf_hyperattn.mechanisms.hsa.siblings import SiblingEmbeddings
+from tests.mechanisms.test_hsa_both import LAYOUTS, kinds_tree
+from tests.oracles import hsa
+from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
+
+NAMES = ("query", "key", "value", "bias", "tables")
+
+
+def both_ways(inputs, hierarchy, extras, keep):
+    """Output, ρ and gradients by the operator and by the programme itself."""
+    found = []
+    for way in (both_operator.run, programme.run):
+        out, root = way(*inputs[:3], hierarchy, 0.7, keep, extras)
+        loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(
+            root.isfinite(), root, 0.0
+        ).square().sum()
+        found.append((out, root, torch.autograd.grad(loss, inputs)))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("biased", [False, True])
+def test_operator_equals_the_programme(layout, biased):
+    rng = random.Random(layout.__name__)
+    inputs = [*qkv(batch=2, heads=4, kv_heads=2, lq=11, d=4), tensor(1, 4, 11, 11, seed=3)][
+        : 4 if biased else 3
+    ]
+    inputs = [t.requires_grad_() for t in inputs]
+    extras = programme.Extras(inputs[3] if biased else None)
+    (out, root, grads), (expected, wanted, slopes) = both_ways(inputs, layout(2, 11, rng), extras, True)
+    assert_close(out, expected, 1e-12, "output")
+    assert_close(root, wanted, 1e-12, "rho")
+    assert_gradients(grads, slopes, 1e-10, NAMES)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_operator_with_sibling_embeddings(rows):
+    parents, kinds, names = kinds_tree()
+    trees = [parents, parents[:-1] + [-1]], [kinds, kinds]
+    given = [trees[0], trees[1]] if rows == 2 else [parents, kinds]
+    hierarchy = Hierarchy.from_parents(given[0], kinds=given[1], kind_names=names)
+    module = SiblingEmbeddings({"words": 4, "patches": 4, "parts": 3}, 4, 3, std=0.5).double()
+    inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4)]
+    inputs += list(module.parameters())
+    extras = programme.Extras(None, list(module.tables), module.names)
+    (out, _, grads), (expected, _, slopes) = both_ways(inputs, hierarchy, extras, False)
+    assert_close(out, expected, 1e-12, "output")
+    assert_gradients(grads, slopes, 1e-10, (*NAMES[:3], *module.names))
+
+
+def test_operator_keeps_its_contract():
+    """Schema, fake tensors and autograd registration, as torch checks them."""
+    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=6, d=2))
+    parts, kinds = both_operator.apart(Hierarchy.from_parents(hsa.random_parents(6, 1)))
+    torch.library.opcheck(both_operator.both_tied, ([q, k, v], "", parts, kinds, None, 6, 0.5, True))
+    torch.library.opcheck(both_operator.both_tied, ([q, k, v], "", [], "", [2, 4], 6, 0.5, False))
+
+
+def test_windows_compile_into_one_graph_for_any_length():
+    torch._dynamo.reset()
+
+    def run(q, k, v):
+        return hierarchical_attention(q, k, v, enable_gqa=True, hierarchy=(4, 16), tying="both")
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (9, 40, 70):
+        inputs = [
+            t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)
+        ]
+        eager, out = run(*inputs), compiled(*inputs)
+        assert_close(out, eager, 1e-6, f"output at {length}")
+        grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, eager)]
+        assert_gradients(*grads, 1e-5, NAMES)
+
+
+def test_trees_and_embeddings_compile_into_one_graph():
+    torch._dynamo.reset()
+    parents, kinds, names = kinds_tree()
+    hierarchy = Hierarchy.from_parents(parents, kinds=kinds, kind_names=names)
+    module = SiblingEmbeddings({"words": 4, "patches": 4, "parts": 3}, 4, 3, std=0.5)
+    q, k, v = qkv(batch=2, heads=4, lq=10, d=4, dtype=torch.float32)
+    bias = tensor(1, 1, 10, 10, seed=3, dtype=torch.float32)
+
+    def run(q, k, v, bias):
+        return both_with_root(q, k, v, hierarchy, siblings=module, position_bias=bias, keep_diagonal=False)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(q, k, v, bias), run(q, k, v, bias), strict=True):
+        assert_close(a, b, 1e-6, "output and rho")
