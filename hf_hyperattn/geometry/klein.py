@@ -74,9 +74,8 @@ def logmap(k: Tensor, l: Tensor, c: Tensor | float) -> Tensor:
 
 def midpoint(k: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Tensor:
     """The Einstein midpoint Σ w γ k / Σ w γ. Shapes as in `poincare.midpoint`."""
-    k, c = working(c, k)
     if weights is None:
-        weights = torch.ones(1, k.shape[-2], dtype=k.dtype, device=k.device)
-        return midpoint(k, c, weights).squeeze(-2)
+        return midpoint(k, c, k.new_ones(1, k.shape[-2])).squeeze(-2)
+    k, c = working(c, k)
     weighted = weights.to(k.dtype) * lorentz_factor(k, c)[..., None, :]
     return weighted @ k / weighted.sum(-1, keepdim=True)

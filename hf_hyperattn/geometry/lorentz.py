@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .scalars import asinhc, norm, root, sinhc, square, working
+from .scalars import asinhc, norm, precise, root, sinhc, square, working
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
@@ -84,12 +84,11 @@ def logmap(x: Tensor, y: Tensor, c: Tensor | float) -> Tensor:
 
 def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Tensor:
     """Σ w x, normalised to the hyperboloid: the Einstein midpoint. Shapes as in `poincare.midpoint`."""
-    x, c = working(c, x)
     if weights is None:
-        weights = torch.ones(1, x.shape[-2], dtype=x.dtype, device=x.device)
-        return midpoint(x, c, weights).squeeze(-2)
-    weights = weights.to(x.dtype)
-    total = weights @ x
+        return midpoint(x, c, x.new_ones(1, x.shape[-2])).squeeze(-2)
+    x, c = working(c, x)
+    dtype, weights = x.dtype, precise(weights)
+    total = weights @ project(precise(x), c)
     # By the reversed triangle inequality c|⟨s,s⟩_L| >= (Σ w)², which rounding may break
     length = torch.maximum(-c * inner(total, total), weights.sum(-1).square()).sqrt()
-    return project(total / length[..., None], c)
+    return project(total / length[..., None], c).to(dtype)

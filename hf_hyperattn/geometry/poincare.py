@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .scalars import artanhc, asinhc, norm, root, square, tanhc, working
+from .scalars import artanhc, asinhc, norm, precise, root, square, tanhc, working
 
 LIMIT = 1 - 1e-5  # points are kept at √c|x| <= LIMIT
 
@@ -98,25 +98,20 @@ def midpoint(x: Tensor, c: Tensor | float, weights: Tensor | None = None) -> Ten
         x: [..., n, d], the points.
         c: broadcasts to [..., n] and to [..., m], so it has one value for all n.
         weights: [..., m, n], >= 0 and not all 0 in a row: one midpoint a row; they need not sum to 1. None: equal.
+            Sums are float64, since what is left of them after normalising is a small part of them far out.
 
     Returns:
         [..., m, d]; without weights, [..., d].
     """
-    x, c = working(c, x)
-    room = gap(x, c)
-    time, space = (2 - room) / room, 2 * x / room[..., None]
     if weights is None:
-        weights = torch.ones(1, x.shape[-2], dtype=x.dtype, device=x.device)
-        return _normalise(weights, time, space, c).squeeze(-2)
-    return _normalise(weights.to(x.dtype), time, space, c)
-
-
-def _normalise(weights: Tensor, time: Tensor, space: Tensor, c: Tensor | float) -> Tensor:
-    total = weights.sum(-1)
-    t, s = (weights @ time[..., None]).squeeze(-1), weights @ space
+        return midpoint(x, c, x.new_ones(1, x.shape[-2])).squeeze(-2)
+    x, c = working(c, x)
+    dtype, x, weights = x.dtype, precise(x), precise(weights)
+    room = gap(x, c)
+    t, s = (weights @ (2 / room - 1)[..., None]).squeeze(-1), weights @ (2 * x / room[..., None])
     # By the reversed triangle inequality t² - c|s|² >= (Σ w)², which rounding may break
-    height = torch.maximum(t.square() - c * square(s), total.square()).sqrt()
-    return s / (t + height)[..., None]
+    height = torch.maximum(t.square() - c * square(s), weights.sum(-1).square()).sqrt()
+    return (s / (t + height)[..., None]).to(dtype)
 
 
 def depth(x: Tensor, c: Tensor | float) -> Tensor:

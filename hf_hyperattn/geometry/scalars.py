@@ -35,6 +35,11 @@ def working(c: Tensor | float, *points: Tensor) -> tuple:
     return *(p.to(dtype) for p in points), c.to(dtype) if isinstance(c, Tensor) else c
 
 
+def precise(x: Tensor) -> Tensor:
+    """`x` in float64 where its device has that: for sums that cancel far from the origin."""
+    return x if x.device.type == "mps" else x.double()
+
+
 def column(c: Tensor | float) -> Tensor | float:
     """A curvature [...] made to multiply coordinates [..., d]."""
     return c[..., None] if isinstance(c, Tensor) and c.ndim else c
@@ -78,7 +83,12 @@ def artanhc(u: Tensor) -> Tensor:
 
 def asinhc(u: Tensor) -> Tensor:
     """asinh(√u)/√u, 1 at u = 0."""
-    return _even(u, ASINH, torch.asinh)
+    return _even(u, ASINH, _asinh)
+
+
+def _asinh(s: Tensor) -> Tensor:
+    """asinh of s > 0 by log1p, which torch has vectorised on CPUs, where its own asinh is five times slower."""
+    return torch.log1p(s + s * (s / (1 + torch.sqrt(1 + s * s))))
 
 
 def sinhc(u: Tensor) -> Tensor:
