@@ -59,8 +59,9 @@ def match(name: str, out: torch.Tensor, q, k, v, args) -> float:
     rows = torch.linspace(0, q.shape[2] - 1, 16).long()
     mask = torch.arange(k.shape[2]) <= rows[:, None] if args.causal else None
     with torch.no_grad():
-        exact = hyperbolic_attention(q[:, :, rows].double(), k.double(), v.double(), attn_mask=mask, backend="reference",
-                               **CASES[name])  # fmt: skip
+        exact = hyperbolic_attention(
+            q[:, :, rows].double(), k.double(), v.double(), attn_mask=mask, backend="reference", **CASES[name]
+        )
     return (out[:, :, rows].double() - exact).abs().max().item()
 
 

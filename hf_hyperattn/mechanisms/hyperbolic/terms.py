@@ -36,11 +36,13 @@ class HyperbolicTerm(Term):
         self.name, self.on_product = name, on_product
         self.rows = self.columns = 3 if on_product else 2
 
+    def cosine(self, dot, row, column):
+        """cos θ, [..., R, C], up to rounding."""
+        return torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
+
     def opening(self, dot, row, column, gap=None):
         """G = 2 - 2 cos θ, [..., R, C], from the product, or from differences where `gap` has them; never negative."""
-        if self.on_product:
-            dot = torch.mul(dot, column[2]).mul_(row[2])
-        product = torch.rsub(dot, 2.0, alpha=2.0).clamp_min_(0.0)
+        product = torch.rsub(self.cosine(dot, row, column), 2.0, alpha=2.0).clamp_min_(0.0)
         return product if gap is None else torch.where(gap.isnan(), product, gap)
 
     def separation(self, opening, row, column):
@@ -58,10 +60,15 @@ class HyperbolicTerm(Term):
         return scale * (row[0] * row[1]), column[0] * column[1]
 
     def inexact(self, dot, row, column, head):
-        w, _ = self.separation(self.opening(dot, row, column), row, column)
         by_row, by_column = self.noise(dot, row, column)
-        largest = by_row.amax((-1, -2), keepdim=True) * by_column.amax((-1, -2), keepdim=True)
-        if not self.uncertain(w.amin((-1, -2), keepdim=True), largest, head).any():
+        largest = _over(torch.amax, by_row) * _over(torch.amax, by_column)
+        # w >= p_q p_k G: mostly this alone tells that there is no such pair
+        p = _over(torch.amin, row[0] * row[1]) * _over(torch.amin, column[0] * column[1])
+        least = p * (2 - 2 * _over(torch.amax, self.cosine(dot, row, column))).clamp_min(0.0)
+        if not self.uncertain(least, largest, head).any():
+            return None
+        w, _ = self.separation(self.opening(dot, row, column), row, column)
+        if not self.uncertain(_over(torch.amin, w), largest, head).any():
             return None
         return self.uncertain(w, by_row * by_column, head)
 
@@ -81,7 +88,8 @@ class HyperbolicTerm(Term):
             d_w, d_head = pull(grad)
             # what rounding leaves of the distance of coinciding points must not steer a gradient
             by_row, by_column = self.noise(dot, row, column, differences=gap is not None)
-            d_w.masked_fill_(w <= by_row * by_column, 0.0)
+            if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
+                d_w.masked_fill_(w <= by_row * by_column, 0.0)
             return *self.through_separation(d_w, dot, opening, x, row, column), d_head
 
         return logits, pullback
@@ -131,6 +139,11 @@ class SquaredLorentz(HyperbolicTerm):
 
     def uncertain(self, w, noise, head):
         return (head[0] * noise > EXACT) & (noise > RELATIVE * w)
+
+
+def _over(extreme, x):
+    """The extreme number of each head's tile, [..., 1, 1]."""
+    return extreme(x, (-1, -2), keepdim=True)
 
 
 for _on_product in (False, True):

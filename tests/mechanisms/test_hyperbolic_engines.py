@@ -1,0 +1,236 @@
+"""Hyperbolic scores inside the engines, beside what a host may bring, and where engines turn to differences."""
+
+import math
+
+import pytest
+import torch
+
+from hf_hyperattn.engines import Options, attention, dot_score
+from hf_hyperattn.engines.tiles import Tile
+from hf_hyperattn.mechanisms.hyperbolic.features import hyperbolic_piece, hyperbolic_score, with_own_keys
+from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
+from tests.oracles import dense, softmax
+from tests.oracles import hyperbolic as oracle
+from tests.oracles.cases import (
+    BACKENDS,
+    DTYPES,
+    FAST,
+    MANY_BLOCKS,
+    assert_close,
+    assert_gradients,
+    qkv,
+    tensor,
+)
+
+from .test_hyperbolic import at_radius, per_head
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_fast_engine = pytest.mark.parametrize("backend", FAST)
+every_distance = pytest.mark.parametrize("distance", ["geodesic", "squared_lorentz"])
+both_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
+
+
+def alone(q, k, distance, c=1.0, tau=1.0, scale=None):
+    return hyperbolic_score(q, k, hyperbolic_space(q, scale, c, tau, distance))
+
+
+def blend(q, k, distance, gate, c, tau, scale, own=None):
+    """dot product of this scale + gate · hyperbolic score of scale `own`."""
+    piece, points = hyperbolic_piece(q, k, scale, hyperbolic_space(q, own, c, tau, distance), gate)
+    return dot_score(q, k, scale).plus(piece, points, watch=True)
+
+
+def blend_logits(q, k, distance, gate, c, tau, scale, own=None):
+    far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    other = oracle.dense_scores(q, k, curvature=c, temperature=tau, distance_name=distance, scale=own)
+    return scale * q @ far.mT + gate[:, None, None] * other
+
+
+@every_backend
+@every_distance
+@both_dtypes
+@pytest.mark.parametrize(
+    "asked", [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}], ids=str
+)
+def test_sinks_and_caps_act_on_the_whole_logit(backend, distance, dtype, asked):
+    q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=17, lk=19, dtype=DTYPES[dtype], seed=90)
+    c, tau = per_head(2, DTYPES[dtype])
+    sinks = torch.tensor(asked["sinks"], dtype=torch.float64) if "sinks" in asked else None
+    options = Options(is_causal=True, sinks=sinks, softcap=asked.get("softcap"))
+    out, _ = attention(alone(q, k, distance, c, tau), v, options, backend=backend)
+    logits = oracle.dense_scores(
+        q.double(), k.double(), curvature=c.double(), temperature=tau.double(), distance_name=distance
+    )
+    want, _ = softmax.attention(logits, v, causal=True, **{**asked, "sinks": sinks})
+    assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
+
+
+@every_backend
+@every_distance
+def test_windows_offsets_and_bias(backend, distance):
+    q, k, v = qkv(batch=1, heads=2, lq=5, lk=12, seed=91)
+    bias = tensor(1, 2, 5, 12, seed=92)
+    options = Options(is_causal=True, window=4, offset=7, bias=bias)
+    out, _ = attention(alone(q, k, distance), v, options, backend=backend)
+    want, _ = softmax.attention(oracle.dense_scores(q, k, distance_name=distance), v, causal=True, window=4,
+                                offset=7, bias=bias)  # fmt: skip
+    assert_close(out, want, 1e-9, "output")
+
+
+@every_backend
+@every_distance
+@both_dtypes
+@pytest.mark.parametrize("scale, own", [(1.0, None), (0.25, 0.6), (-0.5, None)])
+def test_a_blend_is_dot_product_plus_gated_distance(backend, distance, dtype, scale, own):
+    """The distance takes q and k by its own scale, whatever the scale of the dot product that it reads."""
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=27, lk=29, d=4, dtype=DTYPES[dtype], seed=93)
+    (c, tau), gate = per_head(4, DTYPES[dtype]), tensor(4, seed=94, dtype=DTYPES[dtype])
+    out, _ = attention(blend(q, k, distance, gate, c, tau, scale, own), v, backend=backend)
+    logits = blend_logits(
+        *(t.double() for t in (q, k)), distance, gate.double(), c.double(), tau.double(), scale, own
+    )
+    want = dense.softmax_average(logits, v.double())
+    assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
+
+
+@every_backend
+@every_distance
+@pytest.mark.parametrize("gate", [[0.0, 0.0], [0.7, -0.4]], ids=["closed", "open"])
+def test_gradients_of_a_blend(backend, distance, gate):
+    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=3, lk=4, seed=95)
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, torch.tensor(gate).double(), *per_head(2))]
+
+    def run(q, k, v, gate, c, tau):
+        return attention(blend(q, k, distance, gate, c, tau, 0.5), v, backend=backend)[0]
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@every_fast_engine
+@every_distance
+@pytest.mark.parametrize("dtype, rtol", [("float64", 1e-7), ("float32", 2e-3)])
+def test_gradients_of_a_blend_over_many_blocks(backend, distance, dtype, rtol):
+    batch, heads, kv_heads, lq, lk = MANY_BLOCKS[0]
+    q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=96)
+    parts = (q, k, v, tensor(heads, seed=97), *per_head(heads))
+    inputs = [t.to(DTYPES[dtype]).requires_grad_() for t in parts]
+    plain = [t.detach().double().requires_grad_() for t in inputs]
+    pull = tensor(batch, heads, lq, 4, seed=98)
+    out, _ = attention(blend(*inputs[:2], distance, *inputs[3:], 0.5), inputs[2], backend=backend)
+    want = dense.softmax_average(blend_logits(*plain[:2], distance, *plain[3:], 0.5), plain[2])
+    assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
+    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, inputs), (want, plain))]
+    assert_gradients(*grads, rtol, ("query", "key", "value", "gate", "curvature", "temperature"))
+
+
+@every_backend
+def test_gradients_at_zero_vectors(backend):
+    """A query, a key and both at the origin: the distance is smooth there, but for a pair that coincides."""
+    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=3, lk=4, seed=99)
+    for distance in ("geodesic", "squared_lorentz"):
+        for zero_k in (False, True):
+            left, right = q.clone(), k.clone()
+            (right if zero_k else left)[:, :, 1] = 0
+            leaves = [t.requires_grad_() for t in (left, right)]
+            assert torch.autograd.gradcheck(
+                lambda q, k, d=distance: attention(alone(q, k, d), v, backend=backend)[0], leaves
+            )
+            gate = torch.tensor([0.8, -0.3]).double()
+            assert torch.autograd.gradcheck(
+                lambda q, k, d=distance: attention(blend(q, k, d, gate, 1.0, 1.0, 0.5), v, backend=backend)[
+                    0
+                ],
+                leaves,
+            )
+
+
+@every_backend
+def test_keys_of_their_own_change_nothing(backend):
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=70, d=4, seed=100)
+    gate = tensor(4, seed=101)
+    for score in (alone(q, k, "geodesic", *per_head(4)), blend(q, k, "geodesic", gate, *per_head(4), 0.5)):
+        own = with_own_keys(score, 4)
+        assert own.key.shape[1] == 4 and with_own_keys(own, 4) is own
+        out, _ = attention(own, v.repeat_interleave(2, dim=1), backend=backend)
+        assert_close(out, attention(score, v, backend=backend)[0], 1e-12, "output")
+
+
+# Differences.
+
+
+def counted(monkeypatch):
+    """How many pairs were taken from differences: (in whole tiles, one by one)."""
+    counts, gap, gap_of = [0, 0], Tile.gap, Tile.gap_of
+
+    def whole(self):
+        found = gap(self)
+        counts[0] += found.numel()
+        return found
+
+    def some(self, pairs):
+        before, found = counts[0], gap_of(self, pairs)
+        counts[1] += int((~found.isnan()).sum()) if counts[0] == before else 0
+        return found
+
+    monkeypatch.setattr(Tile, "gap", whole)
+    monkeypatch.setattr(Tile, "gap_of", some)
+    return counts
+
+
+def test_scattered_points_need_no_differences(monkeypatch):
+    counts = counted(monkeypatch)
+    q, k, v = qkv(batch=1, heads=2, lq=200, d=64, seed=102, scale=8.0, dtype=torch.float32)
+    attention(alone(q, k, "geodesic"), v, backend="blockwise")
+    assert counts == [0, 0]
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_only_near_pairs_are_taken_from_differences(monkeypatch, blended):
+    counts = counted(monkeypatch)
+    q, k, v = qkv(batch=1, heads=2, lq=300, d=64, seed=103, scale=8.0, dtype=torch.float32)
+    k[:, :, :5] = q[:, :, :5] * (1 + 1e-6)
+    score = blend(q, k, "geodesic", torch.ones(2), 1.0, 1.0, 0.3) if blended else alone(q, k, "geodesic")
+    attention(score, v, backend="blockwise")
+    assert counts == [0, 10]
+
+
+def test_crowds_far_out_are_taken_from_differences_whole(monkeypatch):
+    counts = counted(monkeypatch)
+    x = at_radius(tensor(1, 1, 200, 8, seed=104) * 0.01 + tensor(8, seed=105), 7.0).float()
+    attention(alone(x, x, "geodesic", scale=1.0), x, backend="blockwise")
+    assert counts[0] == 200 * 200 and not counts[1]
+
+
+@every_fast_engine
+@pytest.mark.parametrize("radius", [4.0, 8.0])
+def test_a_blend_is_as_exact_far_out(backend, radius):
+    """Near pairs among far ones, read from the host's product at an odd scale."""
+    x = tensor(400, 16, seed=106)
+    x[200:260] = x[:60] + tensor(60, 16, seed=107) * 0.5 / math.sinh(radius)
+    x = at_radius(x, radius).float()[None, None]
+    gate, one = torch.tensor([1.0]), torch.ones(1)
+    eye = torch.eye(400)[None, None]
+    score = blend(x, x, "geodesic", gate, one, one, 1e-3, own=1.0)
+    out, _ = attention(score, eye, backend=backend)
+    got = out.double().log() - out.double().log()[..., :1]
+    exact = oracle.dense_scores(x.double(), x.double(), scale=1.0)
+    exact[..., :60, 200:260] = torch.tensor(oracle.scores(x[:, :, :60], x[:, :, 200:260], scale=1.0))
+    exact = exact + 1e-3 * x.double() @ x.double().mT
+    rows = slice(1, 60)
+    assert_close(
+        got[..., rows, 200:260] - got[..., rows, 300:301],
+        exact[..., rows, 200:260] - exact[..., rows, 300:301], 2e-3, "differences of logits",
+    )  # fmt: skip
+
+
+@every_fast_engine
+@pytest.mark.parametrize("radius, rtol", [(2.0, 1e-4), (4.0, 1e-3), (6.0, 1e-2)])
+def test_float32_gradients_far_out(backend, radius, rtol):
+    x = at_radius(tensor(2, 1, 1, 300, 16, seed=108), radius).float()
+    q, k = (t.clone().requires_grad_() for t in x)
+    plain = [t.detach().double().requires_grad_() for t in (q, k)]
+    v, pull = tensor(1, 1, 300, 4, seed=109), tensor(1, 1, 300, 4, seed=110)
+    out, _ = attention(alone(q, k, "geodesic", scale=1.0), v.float(), backend=backend)
+    want = dense.softmax_average(oracle.dense_scores(*plain, scale=1.0), v)
+    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))]
+    assert_gradients(*grads, rtol, ("query", "key"))
