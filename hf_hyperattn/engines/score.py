@@ -129,10 +129,8 @@ class Piece:
         head: parameters of query heads, each [H].
         gate: the piece's weight per query head, [H], or None for 1.
         columns: for a piece that reads no features and has low rank: returns float64 factors [B|1, H|1, N, c] and
-            [B|1, H|Hkv|1, M, c] whose product over c is the piece's logits, up to one number a row. None where there
-            are none, or where float32 sums of the product would be too inexact.
-        features: for a piece that is linear in features of the key: returns [B, H, N, e] and [B, H|Hkv, M, e] whose
-            plain product is the piece's logits, for what takes means of keys. The dot product needs none.
+            [B|1, H|1, M, c] and numbers a row [B|1, H|1, N]; the logits are the factors' product over c plus the
+            row's number. None where there are none, or where float32 sums of the product would be too inexact.
     """
 
     term: Term
@@ -141,7 +139,7 @@ class Piece:
     column: tuple[Tensor, ...] = ()
     head: tuple[Tensor, ...] = ()
     gate: Tensor | None = None
-    columns: Callable[[], tuple[Tensor, Tensor]] | None = None
+    columns: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     features: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 

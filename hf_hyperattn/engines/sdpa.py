@@ -8,7 +8,9 @@ therefore split into pieces that add up to it, and the products of pieces that m
     float16            x1·y1 + x1·y2 + x2·y1                              3 columns
     bfloat16           x1·y1 + x1·y2 + x2·y1 + x2·y2 + x1·y3 + x3·y1      6 columns
 
-V is padded with zeros to the width of Q and K, since kernels are slow, or missing, where the widths differ.
+A number that is the same for a whole row is a product with 1, and takes a column for each of its pieces. Softmax does
+not see it, but it keeps the log-sum-exp of the row small, which the backward pass needs in all its digits. V is
+padded with zeros to the width of Q and K, since kernels are slow, or missing, where the widths differ.
 """
 
 from __future__ import annotations
@@ -160,8 +162,8 @@ def dense(extra: tuple[Piece, ...], mask: Tensor | None, bias: Tensor | None) ->
 
 def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tuple[Piece, ...]):
     """Query and key with the columns of the extra pieces, the value with zeros, all of one width."""
-    columns = [split(*factors(piece, scale), query.dtype) for piece in extra]
-    left, right = (torch.cat(side, -1) for side in zip(*columns, strict=True))
+    columns = [columns_of(piece, scale, query.dtype) for piece in extra]
+    left, right = (joined(sides) for sides in zip(*columns, strict=True))
     if right.shape[1] not in (1, key.shape[1]):
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     width = max(query.shape[-1] + left.shape[-1], value.shape[-1])
@@ -181,21 +183,26 @@ def with_columns(x: Tensor, columns: Tensor, width: int) -> Tensor:
     return torch.cat([x, columns, zeros], -1)
 
 
-def factors(piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
-    """The piece's factors with its gate, over the scale that the kernel multiplies with."""
-    left, right = piece.columns()
-    gate = 1.0 if piece.gate is None else piece.gate.to(left.dtype)[:, None, None]
-    return left * gate / scale, right
+def joined(sides: tuple[Tensor, ...]) -> Tensor:
+    """Columns side by side, [B|1, H|1, L, c]."""
+    batch, heads = (max(t.shape[axis] for t in sides) for axis in (0, 1))
+    return torch.cat([t.expand(batch, heads, -1, -1) for t in sides], -1)
 
 
-def split(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float64 factors as columns of `dtype` whose products add up to theirs."""
+def columns_of(piece: Piece, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The columns of queries and keys, of `dtype`, whose product times the scale is the piece with its gate."""
+    left, right, row = piece.columns()
+    gate = (1.0 if piece.gate is None else piece.gate.to(left.dtype)[:, None, None]) / scale
+    left, row, ones = left * gate, row[..., None] * gate, right.new_ones(*right.shape[:-1], 1)
     if dtype not in MEETINGS:
-        return left.to(dtype), right.to(dtype)
-    count = 1 + max(i for i, _ in MEETINGS[dtype])
-    left, right = pieces_of(left / BALANCE, dtype, count), pieces_of(right * BALANCE, dtype, count)
-    pairs = MEETINGS[dtype]
-    return torch.cat([left[i] for i, _ in pairs], -1), torch.cat([right[j] for _, j in pairs], -1)
+        return torch.cat([left, row], -1).to(dtype), torch.cat([right, ones], -1).to(dtype)
+    pairs, count = MEETINGS[dtype], 1 + max(i for i, _ in MEETINGS[dtype])
+    lefts, rows = (pieces_of(x / BALANCE, dtype, count) for x in (left, row))
+    rights, ones = pieces_of(right * BALANCE, dtype, count), (ones * BALANCE).to(dtype)
+    return (
+        torch.cat([*(lefts[i] for i, _ in pairs), *rows], -1),
+        torch.cat([*(rights[j] for _, j in pairs), *[ones] * count], -1),
+    )
 
 
 def pieces_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -1,0 +1,383 @@
+"""`hype_bias` and `hype_attention` against mpmath and float64 loops: values, sign, limits, gradients, refusals."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hyperattn.functional import hype_attention, hype_bias
+from hf_hyperattn.mechanisms.hype.config import alibi_slopes
+from tests.oracles import hype as loops
+from tests.oracles.cases import (
+    BACKENDS,
+    DTYPES,
+    TOLERANCE,
+    assert_close,
+    assert_gradients,
+    qkv,
+    tensor,
+)
+
+WAYS = [*BACKENDS, "sdpa", "auto"]
+every_way = pytest.mark.parametrize("backend", WAYS)
+every_form = pytest.mark.parametrize("form", ["sinh", "cosh"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+LONG = 20  # queries; up to 16 sdpa takes the bias as a mask, from 17 on as columns
+NAMES = ("query", "key", "value", "mu", "tau")
+
+
+def per_head(heads, dtype=torch.float64):
+    """(mu, tau), one value per head, all different."""
+    mu = torch.linspace(0.02, 0.11, heads, dtype=torch.float64)
+    return mu.to(dtype), torch.linspace(9.0, 2.0, heads, dtype=torch.float64).to(dtype)
+
+
+# The bias itself.
+
+
+@every_form
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-14), (torch.float32, 5e-7)])
+def test_the_bias_is_that_of_forty_digits(form, dtype, rtol):
+    """Equal places, neighbours, both directions, far ends; gentle and steep heads."""
+    places = torch.tensor([0, 1, 2, 3, 7, 100, 1000, 4095, 8191]).to(dtype)
+    mu = torch.tensor([1 / 8192, 1e-9, 1 / 3000, 1e-3], dtype=dtype)
+    tau = torch.tensor([8192.0, 5e8, 40.0, 0.25], dtype=dtype)
+    got = hype_bias(places, places, mu=mu, tau=tau, form=form)
+    exact = torch.from_numpy(loops.biases([places], [places], mu, tau, form))
+    error = (got.double() - exact).abs() / exact.abs().clamp_min(1.0)
+    assert got.dtype == dtype and got.shape == (1, 4, 9, 9)
+    assert error.max() <= rtol
+
+
+def test_the_past_is_penalised_by_sinh_and_both_sides_by_cosh():
+    """A secondary source prints sinh with the opposite sign: the past would then be rewarded, and this fails."""
+    i, j = torch.tensor([10]), torch.arange(21)
+    sinh = hype_bias(i, j, mu=0.1, tau=2.0, form="sinh")[0, 0, 0]
+    cosh = hype_bias(i, j, mu=0.1, tau=2.0, form="cosh")[0, 0, 0]
+    assert sinh[10] == 0 and cosh[10] == 0
+    assert (sinh[:10] < 0).all() and (sinh.diff() > 0).all()
+    assert (cosh[:10] < 0).all() and (cosh[11:] < 0).all() and torch.equal(cosh, cosh.flip(0))
+    assert sinh[0].item() == pytest.approx(-2 * math.sinh(1.0), rel=1e-6)
+
+
+@every_way
+def test_the_nearest_key_gets_the_most_weight(backend):
+    """With equal dot products the bias decides alone."""
+    zeros = torch.zeros(1, 1, LONG, 4)
+    value = torch.eye(LONG)[None, None]
+    weights = hype_attention(zeros, zeros, value, is_causal=True, mu=0.05, tau=6.0, backend=backend)[0, 0]
+    for row in range(2, LONG):
+        assert (weights[row, : row + 1].diff() > 0).all()
+
+
+def test_alibi_is_the_first_order():
+    """At mu = 1/L the deviation from slope·distance is 1 % at L/4 and 17.5 % at L."""
+    length, slope = 4096, 0.25
+    bias = hype_bias(
+        torch.tensor([length], dtype=torch.float64),
+        torch.tensor([length - 1, length - length // 4, 0]),
+        mu=1 / length,
+        tau=slope * length,
+        form="sinh",
+    ).flatten()
+    ratio = bias / (-slope * torch.tensor([1.0, length / 4, length], dtype=torch.float64))
+    assert ratio[0].item() == pytest.approx(1, abs=1e-7)
+    assert ratio[1].item() == pytest.approx(1.0105, abs=2e-4)
+    assert ratio[2].item() == pytest.approx(1.1752, abs=2e-4)
+
+
+def test_slopes_for_any_number_of_heads():
+    assert alibi_slopes(8) == tuple(2.0**-h for h in range(1, 9))
+    for heads in (1, 3, 9, 12, 25):
+        slopes = alibi_slopes(heads)
+        assert len(slopes) == heads and slopes[-1] == 2**-8
+        ratios = [b / a for a, b in zip(slopes, slopes[1:], strict=False)]
+        assert all(r == pytest.approx(2 ** (-8 / heads)) for r in ratios)
+
+
+# Attention.
+
+
+@every_way
+@every_form
+@pytest.mark.parametrize("lq, lk", [(6, 8), (LONG, 23), (23, LONG)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_output_is_the_definition(backend, form, lq, lk, causal):
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=lq, lk=lk, d=3, dv=5)
+    mu, tau = per_head(4)
+    expected = loops.attention(q, k, v, None, causal, mu=mu, tau=tau, form=form)
+    got = hype_attention(
+        q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
+    )
+    assert_close(got, expected, 1e-9, "output")
+
+
+@every_way
+@every_form
+@every_dtype
+@pytest.mark.parametrize("lq", [3, 40])
+def test_output_in_every_dtype(backend, form, dtype, lq):
+    dtype = DTYPES[dtype]
+    q, k, v = qkv(batch=1, heads=2, lq=lq, lk=40, d=16, dtype=dtype, seed=5)
+    mu, tau = torch.tensor([1 / 40, 1 / 300]), torch.tensor([40.0, 3.0])
+    got = hype_attention(q, k, v, mu=mu, tau=tau, form=form, backend=backend)
+    assert got.dtype == dtype
+    expected = loops.attention(*(t.double() for t in (q, k, v)), mu=mu, tau=tau, form=form)
+    assert_close(got, expected, TOLERANCE[dtype], "output")
+
+
+@every_way
+@every_form
+def test_positions_are_the_callers(backend, form):
+    """Integers or not, per batch row or for all, out of order, and far from zero: only differences matter."""
+    q, k, v = qkv(batch=2, heads=2, lq=LONG, lk=21, d=4)
+    at = torch.randperm(60)[:LONG], torch.stack([torch.randperm(60)[:21], torch.arange(21) * 2 + 5])
+    setting = dict(mu=torch.tensor([0.03, 0.01]), tau=torch.tensor([4.0, 9.0]), form=form)
+    expected = loops.attention(q, k, v, query_positions=at[0].numpy(), key_positions=at[1].numpy(), **setting)
+    for shift in (0, 10**15, 0.5):
+        got = hype_attention(
+            q, k, v, query_positions=at[0] + shift, key_positions=at[1] + shift, backend=backend, **setting
+        )
+        assert_close(got, expected, 1e-9 if shift != 0.5 else 1e-7, f"shift {shift}")
+
+
+@every_way
+@pytest.mark.parametrize("lq", [5, LONG])
+def test_masks(backend, lq):
+    """Bool and additive, for all and per head, beside causality; a row without keys gives zeros."""
+    q, k, v = qkv(batch=2, heads=2, lq=lq, lk=24, d=4)
+    keep = tensor(2, 2, lq, 24, seed=3) > -0.4
+    keep[:, :, 3] = False
+    added = tensor(1, 2, lq, 24, seed=4).masked_fill(tensor(1, 1, lq, 24, seed=5) > 0.5, -torch.inf)
+    mu, tau = per_head(2)
+    for mask in (keep, keep[:, :1], added):
+        for causal in (False, True):
+            got = hype_attention(q, k, v, mask, is_causal=causal, mu=mu, tau=tau, backend=backend)
+            expected = loops.attention(q, k, v, mask, causal, mu=mu, tau=tau, form="sinh")
+            assert_close(got, expected, 1e-9, "output")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_a_mask_of_keys_beside_causality(backend):
+    q, k, v = qkv(batch=2, heads=2, lq=LONG, d=4)
+    mask = (torch.arange(LONG) > 2)[None, None, None].repeat(2, 1, 1, 1)
+    got = hype_attention(q, k, v, mask, is_causal=True, mu=0.1, tau=3.0, backend=backend)
+    expected = loops.attention(q, k, v, mask, True, mu=0.1, tau=3.0, form="sinh")
+    assert_close(got, expected, 1e-9, "output")
+
+
+@every_way
+def test_tau_zero_is_plain_attention(backend):
+    q, k, v = qkv(lq=LONG, d=8)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert_close(hype_attention(q, k, v, is_causal=True, mu=0.1, tau=0.0, backend=backend), plain, 1e-12)
+
+
+@every_way
+def test_scale_is_of_the_dot_product_alone(backend):
+    q, k, v = qkv(lq=LONG, d=4)
+    got = hype_attention(q, k, v, scale=0.3, mu=0.1, tau=3.0, backend=backend)
+    assert_close(got, hype_attention(q * 0.6, k, v, mu=0.1, tau=3.0, backend="reference"), 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_form
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("mu, tau", [(30.0, 1e4), (1e3, 1e10), (1e-30, 1e30), (0.1, -2.0)])
+def test_extreme_heads_stay_finite(backend, form, dtype, mu, tau):
+    q, k, v = (t.requires_grad_() for t in qkv(lq=LONG, d=4, dtype=DTYPES[dtype]))
+    mu, tau = torch.tensor(mu, requires_grad=True), torch.tensor(tau, requires_grad=True)
+    out = hype_attention(q, k, v, is_causal=True, mu=mu, tau=tau, form=form, backend=backend)
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v, mu, tau))
+    assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
+    auto = hype_attention(q, k, v, is_causal=True, mu=mu, tau=tau, form=form)
+    assert_close(auto, out, 1e-3, "auto")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_dropout_keeps_the_expectation(backend):
+    q, k, v = qkv(batch=1, heads=1, lq=200, d=4, dtype=torch.float32)
+    plain = hype_attention(q, k, v, mu=0.01, tau=1.0, backend=backend)
+    dropped = hype_attention(q, k, v, dropout_p=0.3, mu=0.01, tau=1.0, backend=backend)
+    assert not torch.equal(plain, dropped)
+    assert (dropped - plain).mean().abs() < 5e-3
+
+
+# Gradients.
+
+
+@every_way
+@every_form
+@pytest.mark.parametrize("lq", [3, 17])
+def test_gradcheck(backend, form, lq):
+    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=lq, lk=lq + 1, d=2, dv=2, seed=40)
+    mu, tau = per_head(2)
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, mu, tau)]
+
+    def run(q, k, v, mu, tau):
+        return hype_attention(
+            q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
+        )
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@every_form
+@pytest.mark.parametrize("backend", [*BACKENDS[1:], "sdpa", "auto"])
+@pytest.mark.parametrize("dtype, rtol", [("float64", 1e-9), ("float32", 2e-3)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_over_many_blocks(backend, form, dtype, rtol, causal):
+    """Against the reference in float64, at the bend that a long model would have."""
+    q, k, v = qkv(1, 4, 2, 701, 703, d=4, seed=44)
+    mu, tau = torch.tensor([1 / 700, 1 / 500, 1 / 900, 1 / 700]), torch.tensor([350.0, 90, 20, 3])
+    weight = tensor(1, 4, 701, 4, seed=45)
+
+    def grads(backend, dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v, mu, tau)]
+        rest = dict(mu=inputs[3], tau=inputs[4], form=form, is_causal=causal, enable_gqa=True)
+        out = hype_attention(*inputs[:3], backend=backend, **rest)
+        return torch.autograd.grad((out * weight.to(dtype)).sum(), inputs)
+
+    assert_gradients(grads(backend, DTYPES[dtype]), grads("reference", torch.float64), rtol, NAMES)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_gradients_take_the_way_that_is_exact_enough(form, dtype):
+    """Columns are refused where mu and tau learn in half precision; `auto` evaluates the bias instead."""
+    q, k, v = qkv(1, 2, lq=300, d=16, dtype=DTYPES[dtype])
+    mu, tau = torch.tensor([1 / 300, 1 / 500]), torch.tensor([150.0, 20.0])
+
+    def grads(dtype, backend):
+        wide = torch.promote_types(dtype, torch.float32)
+        inputs = [t.detach().clone().to(dtype) for t in (q, k, v)] + [t.clone().to(wide) for t in (mu, tau)]
+        inputs = [t.requires_grad_() for t in inputs]
+        out = hype_attention(
+            *inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend
+        )
+        return torch.autograd.grad(out.double().square().sum(), inputs)
+
+    exact = grads(torch.float64, "reference")
+    assert_gradients(grads(DTYPES[dtype], "auto"), exact, 6e-2, NAMES)
+    with pytest.raises(ValueError, match="half precision is too coarse for the gradients"):
+        grads(DTYPES[dtype], "sdpa")
+    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = hype_attention(*inputs, is_causal=True, mu=mu, tau=tau, form=form, backend="sdpa")
+    got = torch.autograd.grad(out.double().square().sum(), inputs)
+    assert_gradients(got, exact[:3], 6e-2, NAMES[:3])
+
+
+@every_form
+@given(seed=st.integers(0, 10_000), lq=st.integers(1, 30), lk=st.integers(1, 30), causal=st.booleans())
+def test_all_ways_agree(form, seed, lq, lk, causal):
+    q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=lq, lk=lk, d=5, seed=seed)
+    mu, tau = (t.abs() + 0.01 for t in (tensor(2, seed=seed) * 0.1, tensor(2, seed=seed + 1) * 5))
+    outs = [
+        hype_attention(q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
+        for backend in WAYS
+    ]
+    for out in outs[1:]:
+        assert_close(out, outs[0], 1e-9, "output")
+
+
+# Compiled.
+
+
+class Module(torch.nn.Module):
+    """Causal attention with HyPE and learned numbers, as a model would hold them."""
+
+    def __init__(self, backend, form):
+        super().__init__()
+        self.mu, self.tau = (torch.nn.Parameter(t) for t in per_head(4, torch.float32))
+        self.setting = dict(backend=backend, form=form, is_causal=True, enable_gqa=True)
+
+    def forward(self, q, k, v):
+        return hype_attention(q, k, v, mu=self.mu, tau=self.tau, **self.setting)
+
+
+@pytest.mark.parametrize("backend, form", [("reference", "cosh"), ("blockwise", "sinh"), ("auto", "cosh")])
+def test_compiles_into_one_graph_and_exports(backend, form):
+    torch._dynamo.reset()
+    model = Module(backend, form)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (9, 30):
+        inputs = qkv(1, 4, 2, length, d=8, dtype=torch.float32)
+        leaves = [t.requires_grad_() for t in inputs] + [model.mu, model.tau]
+        eager, traced = model(*inputs), compiled(*inputs)
+        assert_close(traced, eager, 1e-5, "compiled output")
+        expected, got = (torch.autograd.grad(o.square().sum(), leaves) for o in (eager, traced))
+        assert_gradients(got, expected, 1e-4, NAMES)
+    length = torch.export.Dim("length", min=2, max=4096)
+    with torch.no_grad():
+        inputs = tuple(t.detach() for t in qkv(1, 4, 2, 12, d=8, dtype=torch.float32))
+        program = torch.export.export(model, inputs, dynamic_shapes={n: {2: length} for n in "qkv"})
+        longer = qkv(1, 4, 2, 300, d=8, dtype=torch.float32)
+        assert_close(program.module()(*longer), model(*longer), 1e-4, "exported output")
+
+
+# What is refused.
+
+Q, K, V = qkv(batch=2, heads=4, lq=5, lk=6, d=3, dtype=torch.float32)
+BAD = {
+    "mu zero": ({"mu": 0.0}, ["mu", "0.0", "above 0"]),
+    "mu negative": ({"mu": -0.5}, ["mu", "-0.5", "above 0"]),
+    "mu NaN": ({"mu": math.nan}, ["mu", "nan"]),
+    "mu for three heads": ({"mu": torch.ones(3)}, ["mu", "(3,)", "(4,)"]),
+    "mu negative in one head": ({"mu": torch.tensor([1.0, 1, 1, -1])}, ["mu", "-1.0", "above 0"]),
+    "tau infinite": ({"tau": math.inf}, ["tau", "inf", "finite"]),
+    "tau NaN in one head": ({"tau": torch.tensor([0.0, 1, math.nan, 1])}, ["tau", "nan", "finite"]),
+    "tau for two heads": ({"tau": torch.ones(2)}, ["tau", "(2,)", "(4,)"]),
+    "tau a word": ({"tau": "steep"}, ["tau", "steep"]),
+    "unknown form": ({"form": "tanh"}, ["form", "tanh", "sinh", "cosh"]),
+    "unknown backend": ({"backend": "warp"}, ["backend", "warp", "sdpa"]),
+    "too few positions": ({"key_positions": torch.arange(5)}, ["key_positions", "(5,)", "(6,)"]),
+    "positions of another batch": (
+        {"query_positions": torch.zeros(3, 5)},
+        ["query_positions", "(3, 5)", "(2, 5)"],
+    ),
+    "positions true or false": (
+        {"query_positions": torch.ones(5, dtype=torch.bool)},
+        ["query_positions", "bool"],
+    ),
+    "positions not a tensor": ({"query_positions": [0, 1, 2, 3, 4]}, ["query_positions", "list"]),
+    "positions NaN": ({"query_positions": torch.full((5,), math.nan)}, ["query_positions", "finite"]),
+    "positions that learn": (
+        {"query_positions": torch.zeros(5, requires_grad=True)},
+        ["query_positions", "gradient", "detach"],
+    ),
+    "dropout of one": ({"dropout_p": 1.0}, ["dropout_p", "1.0"]),
+    "grouped heads unasked": ({"key": K[:, :2], "value": V[:, :2]}, ["enable_gqa"]),
+    "too steep for columns": ({"mu": 5.0, "tau": 1e5, "backend": "sdpa"}, ["sdpa", "columns", "auto"]),
+    "columns and a mask that learns": (
+        {"attn_mask": torch.zeros(5, 6, requires_grad=True), "backend": "sdpa"},
+        ["sdpa", "mask", "auto"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_are_refused_in_one_line(what):
+    changes, fragments = BAD[what]
+    good = {"query": Q, "key": K, "value": V, "mu": 0.1, "tau": 1.0}
+    with pytest.raises(ValueError) as caught:
+        hype_attention(**(good | changes))
+    message = str(caught.value)
+    assert "\n" not in message and all(f in message for f in fragments), message
+
+
+def test_the_bias_refuses_what_attention_refuses():
+    at = torch.arange(4)
+    for changes in (
+        {"mu": 0.0},
+        {"tau": math.nan},
+        {"form": "tanh"},
+        {"mu": torch.ones(2), "tau": torch.ones(3)},
+    ):
+        with pytest.raises(ValueError):
+            hype_bias(at, at, **({"mu": 0.1, "tau": 1.0, "form": "sinh"} | changes))
+    with pytest.raises(ValueError, match="key_positions"):
+        hype_bias(at, at[None, None], mu=0.1, tau=1.0, form="sinh")
+    with pytest.raises(ValueError, match="query_positions"):
+        hype_bias(at.expand(2, 4), at.expand(3, 4), mu=0.1, tau=1.0, form="sinh")
