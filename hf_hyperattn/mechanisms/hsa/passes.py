@@ -119,10 +119,10 @@ def mean(group: Group, children: Tensor) -> Tensor:
 def go_up(means: Means, setting: Setting, extras: list[Tensor | None]) -> None:
     """Means, ρ, log Z and messages of all nodes, written into `means`."""
     slots = setting.slots
-    query, value = slots.leaves(means.query), slots.leaves(means.value)
-    means.rho = slots.store(query.new_zeros(query.shape[:4]))
-    means.log_z = slots.store(query.new_zeros(query.shape[:4]))
-    means.message = slots.store(value.new_zeros((1,)).expand(*query.shape[:4], value.shape[-1]))
+    query, width = slots.leaves(means.query), slots.leaves(means.value).shape[-1]
+    means.rho = slots.store(query.new_zeros(()).expand(query.shape[:4]))
+    means.log_z = slots.blank(query[..., 0])
+    means.message = slots.blank(query.new_empty(()).expand(*query.shape[:4], width))
     for group, extra in zip(slots.groups, extras, strict=True):
         q, k, v, rho = (slots.children(s, group) for s in (means.query, means.key, means.value, means.rho))
         log_z, message = _family(group, q, k, v, rho, extra, setting)
@@ -156,9 +156,8 @@ def _family(group: Group, q, k, v, rho, extra, setting: Setting) -> tuple[Tensor
 def go_down(means: Means, setting: Setting):
     """Stores of a, [R, K, nodes, G, dv], and of p, [R, K, nodes, G]."""
     slots = setting.slots
-    message, zero = slots.leaves(means.message), slots.leaves(means.rho).new_zeros(())
-    a = slots.store(zero.expand(message.shape))
-    p = slots.store(zero.expand(message.shape[:4]))
+    message = slots.leaves(means.message)
+    a, p = slots.blank(message), slots.blank(message[..., 0])
     for group in reversed(slots.groups):
         above, share = slots.parents(a, group), slots.parents(p, group).exp()
         m = slots.children(means.message, group)
@@ -188,10 +187,7 @@ def go_back(
     """Gradients of a call, from those of the output [R, K, leaves, G, dv] and of ρ(root) [batch, K, G]."""
     slots = setting.slots
     a, t = _deltas(means, p, grad_out, setting)
-    stores = [
-        slots.store(torch.zeros_like(slots.leaves(s)))
-        for s in (means.query, means.key, means.value, means.rho)
-    ]
+    stores = [slots.blank(slots.leaves(s)) for s in (means.query, means.key, means.value, means.rho)]
     slots.put_roots(stores[3], grad_root.to(grad_out.dtype))
     found: list[Tensor | None] = []
     for group, extra in zip(reversed(slots.groups), reversed(extras), strict=True):
@@ -210,8 +206,7 @@ def _deltas(means: Means, p, grad_out: Tensor, setting: Setting):
     """The way up of the backward pass: stores of g_a [R, K, nodes, G, dv] and of t [R, K, nodes, G]."""
     slots = setting.slots
     a = slots.store(grad_out)
-    zeros = grad_out.new_zeros(()).expand(grad_out.shape[:4])
-    g_p, t = slots.store(zeros), slots.store(zeros)
+    g_p, t = slots.store(grad_out.new_zeros(()).expand(grad_out.shape[:4])), slots.blank(grad_out[..., 0])
     for group in slots.groups:
         g_a = slots.children(a, group)
         share = slots.parents(p, group).exp()[:, :, :, None]

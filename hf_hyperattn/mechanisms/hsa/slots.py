@@ -32,7 +32,8 @@ class Group:
             families of leaves without filling.
         all_fixed: whether all children are such.
         kind: int64 [F], numbers of `Slots.kind_names`.
-        level: place of the children in a store: a number of a level, or their slots, int64 [F · b].
+        level: place of the children in a store: a number of a level, or their slots, int64 [F · b], or a slice where
+            they stand in a line.
         parents: place of the parents in a store: a number of a level, or their first slot.
     """
 
@@ -41,7 +42,7 @@ class Group:
     fixed: Tensor | None
     all_fixed: bool
     kind: Tensor
-    level: int | Tensor
+    level: int | Tensor | slice
     parents: int
 
     @property
@@ -81,7 +82,14 @@ class Slots:
         raise NotImplementedError
 
     def store(self, leaves: Tensor):
-        """A store that holds these numbers of the leaves, [R, K, leaves, ...], and 0 elsewhere."""
+        """A store that holds these numbers of the leaves, [R, K, leaves, ...], and 0 for the roots and at filling.
+
+        The other nodes have no numbers before they are put there.
+        """
+        raise NotImplementedError
+
+    def blank(self, like: Tensor):
+        """A store for numbers of the shape that `like`, [R, K, leaves, ...], has; 0 for the roots and at filling."""
         raise NotImplementedError
 
     def leaves(self, store) -> Tensor:
@@ -186,6 +194,9 @@ class WindowSlots(Slots):
 
     def store(self, leaves):
         return [leaves] + [None] * len(self.groups)
+
+    def blank(self, like):
+        return self.store(like.new_zeros(()).expand(like.shape))
 
     def leaves(self, store):
         return store[0]

@@ -60,6 +60,7 @@ class TreeSlots(Slots):
                 next_slot += len(found.parent)
             self.groups.append(self._group(trees, steps[key], slot, start, device))
         self._roots = torch.stack([mine[-1] for mine in slot]).to(device)
+        self._zero = torch.cat([self._roots, self._roots.new_tensor([self.slots])])
 
     def _group(self, trees, entries, slot, start: int, device) -> Group:
         """One group from the families of several trees, filled up to a common width."""
@@ -81,7 +82,7 @@ class TreeSlots(Slots):
             fixed=fixed.to(device) if bool(fixed.any()) else None,
             all_fixed=bool(fixed.all()),
             kind=torch.cat(kinds).to(device),
-            level=torch.cat(places).flatten().to(device),
+            level=_line(torch.cat(places).flatten().to(device)),
             parents=start,
         )
 
@@ -103,21 +104,31 @@ class TreeSlots(Slots):
         return out.transpose(1, 2)
 
     def store(self, leaves):
-        store = leaves.new_zeros(*leaves.shape[:2], self.slots + 1, *leaves.shape[3:])
+        store = self.blank(leaves)
         store[:, :, : self.leaf_slots] = leaves
+        return store
+
+    def blank(self, like):
+        store = like.new_empty(*like.shape[:2], self.slots + 1, *like.shape[3:])
+        store[:, :, self._zero] = 0
         return store
 
     def leaves(self, store):
         return store[:, :, : self.leaf_slots]
 
     def children(self, store, group):
-        return store.index_select(2, group.level).unflatten(2, (group.families, group.width))
+        line = isinstance(group.level, slice)
+        x = store[:, :, group.level] if line else store.index_select(2, group.level)
+        return x.unflatten(2, (group.families, group.width))
 
     def parents(self, store, group):
         return store[:, :, group.parents : group.parents + group.families]
 
     def put_children(self, store, group, x):
-        store.index_copy_(2, group.level, x.flatten(2, 3))
+        if isinstance(group.level, slice):
+            store[:, :, group.level] = x.flatten(2, 3)
+        else:
+            store.index_copy_(2, group.level, x.flatten(2, 3))
 
     def put_parents(self, store, group, x):
         store[:, :, group.parents : group.parents + group.families] = x
@@ -128,6 +139,13 @@ class TreeSlots(Slots):
 
     def put_roots(self, store, x):
         store[:, :, self._roots] = x[:, :, None] if self.one else x.transpose(0, 1)[None]
+
+
+def _line(places: Tensor) -> Tensor | slice:
+    """A slice where the places follow each other."""
+    first = int(places[0])
+    follow = torch.equal(places, torch.arange(first, first + len(places), device=places.device))
+    return slice(first, first + len(places)) if follow else places
 
 
 def _all_equal(trees: Sequence[Tree], tokens: Sequence[Tensor]) -> bool:
