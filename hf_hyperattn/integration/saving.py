@@ -2,7 +2,8 @@
 
 Transformers writes straight into the target, so that a save which is killed leaves neither the old checkpoint nor
 the new one. For patched models `save_pretrained` writes into a folder inside the target, and only when everything is
-there, and on the disk, are the files moved to their places, one rename each.
+there, and on the disk, are the files moved to their places, one rename each. The weights' index, or their one file,
+goes first and comes last: a kill between two renames leaves a folder that fails to load, and no mixture of two saves.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .guard import wrap
 from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
 
 STAGE = ".hyperattn-saving-"
-WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
+VARIANT = r"(?P<variant>\.\w+)?"
+WEIGHTS = re.compile(rf"(?P<of>(adapter_)?model){VARIANT}(?P<shard>-\d+-of-\d+)?\.safetensors")
+INDEX = re.compile(rf"(?P<of>(adapter_)?model)\.safetensors\.index{VARIANT}\.json")
 
 
 def card_facts(published: object) -> dict | None:
@@ -101,25 +104,43 @@ def staged(target: Path):
     stage = Path(tempfile.mkdtemp(dir=target, prefix=STAGE))
     try:
         yield stage
-        _move(stage, target)
-    finally:
+    except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
+        raise
+    _move(stage, target)  # where this fails, what was not moved stays in the folder
+    shutil.rmtree(stage, ignore_errors=True)
 
 
 def _move(stage: Path, target: Path) -> None:
-    """Weights first, their index and the configs after them; weights of an older save that had more files go last."""
-    files = sorted((p for p in stage.rglob("*") if p.is_file()), key=lambda p: (p.suffix == ".json", p.name))
-    for file in files:
+    """Every file to its place, so that a load at any moment finds the old checkpoint, the new one, or no weights.
+
+    What a load of weights looks for goes away before anything is moved, and comes last.
+    """
+    files = {file.relative_to(stage): file for file in sorted(stage.rglob("*")) if file.is_file()}
+    for file in files.values():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
-    names = {file.relative_to(stage) for file in files}
-    for file in files:
-        place = target / file.relative_to(stage)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, place)
-    if any(WEIGHTS.fullmatch(str(name)) for name in names):
-        kinds = {name.name.startswith("adapter_") for name in names if WEIGHTS.fullmatch(str(name))}
-        for old in target.iterdir():
-            stale = WEIGHTS.fullmatch(old.name) and old.name.startswith("adapter_") in kinds
-            if stale and Path(old.name) not in names:
-                old.unlink()
+    entries = [name for name in files if is_entry(str(name))]
+    kinds = {kind(str(name)) for name in files} - {None}
+    there = [old for old in target.iterdir() if kind(old.name) in kinds]
+    for old in (old for old in there if is_entry(old.name)):
+        old.unlink()
+    for name in (name for name in files if name not in entries):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(files[name], target / name)
+    for old in (old for old in there if Path(old.name) not in files):
+        old.unlink(missing_ok=True)  # a shard of an older save that had more of them
+    for name in entries:
+        os.replace(files[name], target / name)
+
+
+def kind(name: str) -> tuple | None:
+    """Which weights a file is part of: the model's or an adapter's, and their variant. None for other files."""
+    found = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
+    return found and (found["of"], found["variant"])
+
+
+def is_entry(name: str) -> bool:
+    """Whether a load of weights looks for this file: all in one, or the index of the shards."""
+    whole = WEIGHTS.fullmatch(name)
+    return bool(INDEX.fullmatch(name) or (whole and not whole["shard"]))

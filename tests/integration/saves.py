@@ -40,6 +40,6 @@ def save_file(tensors, filename, *args, **kwargs):
 if moment == "write":
     modeling_utils.safe_save_file = save_file
 else:
-    saving.os.replace = die
+    saving.os.fsync = die
 model.save_pretrained(directory, max_shard_size="10KB")
 print("not killed")
