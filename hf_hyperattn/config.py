@@ -85,6 +85,8 @@ class HyperAttnConfig(PushToHubMixin):
             self._refuse("hosts", "every name once")
         overrides = checked_overrides(self.overrides, self.mechanisms, self.hosts)
         object.__setattr__(self, "overrides", overrides)
+        for host in overrides or ():
+            check_stages(self.mechanisms_at(host))
 
     def _refuse(self, name: str, allowed: str):
         raise ValueError(
@@ -92,20 +94,13 @@ class HyperAttnConfig(PushToHubMixin):
         )
 
     def _check_mechanisms(self):
-        taken: dict[str, str] = {}
         for config in self.mechanisms:
             if not isinstance(config, MechanismConfig):
                 raise ValueError(
                     f"HyperAttnConfig.mechanisms holds {short(config)}; allowed: mechanism configs such as "
                     "ConeConfig()"
                 )
-            stage = get_mechanism(config.mechanism).stage
-            if stage in taken:
-                raise ValueError(
-                    f"{taken[stage]} and {config.mechanism} both change the {stage} of attention; allowed: "
-                    "one mechanism a stage, leave one out"
-                )
-            taken[stage] = config.mechanism
+        check_stages(self.mechanisms)
         order = sorted(self.mechanisms, key=lambda c: STAGES.index(get_mechanism(c.mechanism).stage))
         object.__setattr__(self, "mechanisms", tuple(order))
 
@@ -191,6 +186,19 @@ class HyperAttnConfig(PushToHubMixin):
                 f"cannot read {path}: {error}; allowed: a JSON file written by save_pretrained"
             ) from error
         return cls.from_dict(data)
+
+
+def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
+    """Raise where two mechanisms change the same stage of attention; the message names both."""
+    taken: dict[str, str] = {}
+    for config in mechanisms:
+        for stage in config.stages:
+            if stage in taken:
+                raise ValueError(
+                    f"{taken[stage]} and {config.mechanism} both change the {stage} of attention; allowed: "
+                    "one mechanism a stage, leave one out"
+                )
+            taken[stage] = config.mechanism
 
 
 def write_atomically(path: Path, text: str) -> None:

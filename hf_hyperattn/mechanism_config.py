@@ -24,6 +24,11 @@ class MechanismConfig:
         """Plain JSON values, with the mechanism's name first."""
         return {"mechanism": self.mechanism, **{f.name: plain(getattr(self, f.name)) for f in fields(self)}}
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What of attention it changes, out of `registry.STAGES`: its mechanism's stage, and as configured, others."""
+        return (get_mechanism(self.mechanism).stage,)
+
     def for_model(self, config: object) -> MechanismConfig:
         """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
         return self

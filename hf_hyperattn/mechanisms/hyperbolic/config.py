@@ -31,3 +31,8 @@ class HyperbolicConfig(MechanismConfig):
     aggregation: str = option(
         "einstein", "einstein: the Einstein midpoint of the values; mean: as usual", choices=AGGREGATIONS
     )
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The midpoint changes how values are averaged, beside the score."""
+        return (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
