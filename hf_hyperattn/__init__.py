@@ -1,6 +1,6 @@
 """Hierarchy-aware attention for any pretrained Transformers model. Importing this package registers its names."""
 
-from . import functional
+from . import functional, geometry
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -13,6 +13,7 @@ from .integration import (
     patch_model,
     unpatch_model,
 )
+from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
 
 __version__ = "0.1.0"
@@ -21,10 +22,12 @@ __all__ = [
     "Hierarchy",
     "HierarchyCollator",
     "HyperAttnConfig",
+    "HyperbolicAttention",
     "MechanismConfig",
     "describe",
     "freeze_base",
     "functional",
+    "geometry",
     "list_mechanisms",
     "lora_config",
     "parameter_groups",
