@@ -74,7 +74,7 @@ def test_windows_compile_into_one_graph_for_any_length():
         return hierarchical_attention(q, k, v, enable_gqa=True, hierarchy=(4, 16), tying="both")
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (9, 40, 70):
+    for length in (9, 40):
         inputs = [
             t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)
         ]

@@ -83,8 +83,8 @@ def test_long_products_of_inside_do_not_underflow(shift):
 
 
 def test_a_tree_as_deep_as_the_sequence_costs_no_square():
-    """Two thousand levels of two nodes: memory of the order of the nodes, forward and backward."""
-    n = 2048
+    """A thousand levels of two nodes: memory of the order of the nodes, forward and backward."""
+    n = 1024
     tree = Tree.from_parents([n, n, *range(n + 1, 2 * n - 1), *range(n + 1, 2 * n - 1), -1])
     hierarchy = Hierarchy.of_trees([tree])
     q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
@@ -92,7 +92,7 @@ def test_a_tree_as_deep_as_the_sequence_costs_no_square():
     assert sum(g.families * g.width for g in slots.groups) == 2 * (n - 1)
     with PeakMemory() as memory:
         both(q, k, v, hierarchy).sum().backward()
-    assert memory.added < 40 * 2**20
+    assert memory.added < 30 * 2**20
     with torch.no_grad():
         exact = both(q.double(), k.double(), v.double(), hierarchy)
     assert_close(both(q, k, v, hierarchy), exact, 2e-4, "output")
