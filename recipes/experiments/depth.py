@@ -5,6 +5,7 @@ partly named paths? Dot product, both cones and hyperbolic distance, at equal pa
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -33,42 +34,44 @@ SETTINGS = {
     "batch": 128,
     "test_pairs": 4000,
     "weight_decay": 0.01,
-    # The learning rate is chosen for every kind and size by itself, on a tree that is not used again.
-    "search": {"depth": 5, "seed": 100, "steps": 400, "learning_rates": [3e-3, 1e-2, 3e-2]},
+    # The learning rate is chosen for every kind and size by itself, on trees that are not used again.
+    "search": {"seed": 100, "steps": {"full": 400, "tenth": 800}, "learning_rates": [1e-2, 3e-2]},
 }
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
     """First the search for learning rates, then every kind, depth, size and seed."""
     search = settings["search"]
-    for size in settings["sizes"]:
-        for kind in settings["kinds"]:
-            for lr in search["learning_rates"]:
-                do = functools.partial(
-                    train, settings, kind, search["depth"], size, search["seed"], lr, search["steps"]
-                )
-                yield key_of_search(kind, size, lr), do
-    for seed in settings["seeds"]:
-        for depth in settings["depths"]:
-            for size in settings["sizes"]:
-                for kind in settings["kinds"]:
-                    lr = best_rate(settings, found, kind, size)
-                    do = functools.partial(train, settings, kind, depth, size, seed, lr, settings["steps"])
-                    yield key_of(kind, depth, size, seed), do
+    for size, kind, depth, rate in itertools.product(
+        settings["sizes"], settings["kinds"], settings["depths"], search["learning_rates"]
+    ):
+        do = functools.partial(
+            train, settings, kind, depth, size, search["seed"], rate, search["steps"][size]
+        )
+        yield key_of_search(kind, depth, size, rate), do
+    for seed, depth, size, kind in itertools.product(
+        settings["seeds"], settings["depths"], settings["sizes"], settings["kinds"]
+    ):
+        rate = best_rate(settings, found, kind, size)
+        do = functools.partial(train, settings, kind, depth, size, seed, rate, settings["steps"])
+        yield key_of(kind, depth, size, seed), do
 
 
 def key_of(kind: str, depth: int, size: str, seed: int) -> str:
     return f"depth {depth}, {size}, {kind}, seed {seed}"
 
 
-def key_of_search(kind: str, size: str, lr: float) -> str:
-    return f"search, {size}, {kind}, learning rate {lr:g}"
+def key_of_search(kind: str, depth: int, size: str, rate: float) -> str:
+    return f"search, depth {depth}, {size}, {kind}, learning rate {rate:g}"
 
 
 def best_rate(settings: dict, found: dict, kind: str, size: str) -> float:
-    """The learning rate with the best accuracy in the search."""
-    rates = settings["search"]["learning_rates"]
-    return max(rates, key=lambda lr: found[key_of_search(kind, size, lr)]["accuracy"])
+    """The learning rate with the best accuracy in the search, on the mean over depths."""
+
+    def accuracy(rate: float) -> float:
+        return sum(found[key_of_search(kind, d, size, rate)]["accuracy"] for d in settings["depths"])
+
+    return max(settings["search"]["learning_rates"], key=accuracy)
 
 
 @functools.cache

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from hf_hyperattn.engines import available_engines
-from hf_hyperattn.engines.sdpa import split
 from hf_hyperattn.functional import hype_attention, hype_bias
-from hf_hyperattn.mechanisms.hype.columns import factors
 
 from .store import Experiment
 
@@ -72,10 +71,9 @@ def bias_errors(length: int, dtypes: list[str]) -> dict:
     found: dict[str, dict[str, float]] = {}
     for name in dtypes:
         dtype = getattr(torch, name)
-        left, right = factors(queries[None, None], keys[None, None], mu, tau, "sinh")
-        rows, columns = split(left, right, dtype)
+        left, right = columns_of_the_engine(length, mu, tau, dtype)
         found[name] = {
-            "columns": error((rows.float() @ columns.float().mT)[0, 0]),
+            "columns": error(product(left[queries.long()], right)),
             PLAIN: error(product(*plain_columns(queries, keys, mu, tau, dtype))[0]),
             MASK: error(exact.to(dtype)),
             # Engines compute in float32 whatever the inputs are.
@@ -84,6 +82,26 @@ def bias_errors(length: int, dtypes: list[str]) -> dict:
             ),
         }
     return found
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps what is handed to SDPA, and hands back the value instead of computing."""
+
+    query = key = scale = None
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.query, self.key, self.scale = args[0], args[1], kwargs["scale"]
+        return args[2]
+
+
+def columns_of_the_engine(length: int, mu: Tensor, tau: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two [L, c] whose product is the bias: what `backend="sdpa"` hands to the kernel where q and k are zero."""
+    zeros = torch.zeros(1, 1, length, 8, dtype=dtype)
+    with Recorder() as seen:
+        hype_attention(zeros, zeros, zeros, is_causal=True, mu=mu, tau=tau, backend="sdpa")
+    return seen.query[0, 0].float() * seen.scale, seen.key[0, 0]
 
 
 def plain_columns(queries: Tensor, keys: Tensor, mu: Tensor, tau: Tensor, dtype: torch.dtype):
