@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,9 +84,17 @@ def load(name: str, *sources: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(built(name, sources)))
     except Exception as error:  # whatever a compiler, a file system or a loader can do wrong
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("hf_hyperattn: %s is not compiled (%s); the plain torch way is used", name, reason[0])
+        logger.warning(
+            "hf_hyperattn: %s is not compiled (%s); the plain torch way is used", name, reason(error)
+        )
         return None
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one short line: the compiler's own first error where there is one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    found = next((line for line in lines if " error: " in line), lines[0])
+    return found if len(found) <= 200 else found[:200] + "..."
 
 
 def built(name: str, sources: Sequence[Path]) -> Path:
@@ -110,10 +119,14 @@ def _build(full: str, sources: list[str], library: Path) -> None:
     """Build in a directory of its own, and move the result in place in one step."""
     from torch.utils import cpp_extension  # slow to import
 
+    if not cpp_extension.is_ninja_available():
+        raise RuntimeError("no ninja; pip install ninja")
+    if shutil.which(compiler := cpp_extension.get_cxx_compiler()) is None:
+        raise RuntimeError(f"no C++ compiler {compiler!r}; install one, or set CXX")
     with tempfile.TemporaryDirectory(dir=library.parent) as place:
         made = cpp_extension.load(
             full, sources, extra_cflags=flags(), extra_ldflags=["-fopenmp"], build_directory=place,
-            is_python_module=False, is_standalone=False, verbose=False,
+            is_python_module=False, verbose=False,
         )  # fmt: skip
         os.replace(made or Path(place) / f"{full}.so", library)
 

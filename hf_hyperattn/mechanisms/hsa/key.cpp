@@ -21,8 +21,10 @@ namespace {
 typedef float Vec __attribute__((vector_size(64)));
 typedef float LooseVec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef int32_t LooseIntVec __attribute__((vector_size(64), aligned(4), may_alias));
 
 constexpr int kLanes = 16;
+constexpr IntVec kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int64_t kChunk = 512;  // token rows between two corrections of the running maximum
 constexpr float kInf = std::numeric_limits<float>::infinity();
 #ifdef __AVX512F__
@@ -140,49 +142,61 @@ inline Vec sums_of(Vec* r) {
 }
 #endif
 
-// The products of one query with `count` rows, 16 at a time.
-void dots(const float* query, const float* const* rows, int64_t count, int64_t dim, float* out) {
-  int64_t c = 0;
+// The products of one query with the rows `ids` of a table, 16 at a time; `out` has room for whole vectors.
+void dots(const float* query, const float* table, int64_t step, const int32_t* ids, int64_t count, int64_t dim,
+          float* out) {
 #ifdef __AVX512F__
-  for (; c < count; c += kLanes) {
-    const float* row[kLanes];
-    for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(c + i, count - 1)];
-    Vec sum[kLanes] = {};
-    for (int64_t e = 0; e < dim; e += kLanes) {
-      const Vec q = load(query + e);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) sum[i] += q * load(row[i] + e);
+  for (int64_t c = 0; c < count; c += kLanes) {
+    Vec sum[kLanes];
+#pragma GCC unroll 2
+    for (int half = 0; half < kLanes; half += 8) {
+      const float* row[8];
+      Vec part[8] = {};
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) row[i] = table + ids[c + half + i] * step;
+      for (int64_t e = 0; e < dim; e += kLanes) {
+        const Vec q = load(query + e);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) part[i] += q * load(row[i] + e);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) sum[half + i] = part[i];
     }
-    store(out + c, sums_of(sum));  // `out` has room for a whole vector
+    store(out + c, sums_of(sum));
   }
 #else
-  for (; c < count; ++c) {
+  for (int64_t c = 0; c < count; ++c) {
+    const float* row = table + ids[c] * step;
     float sum = 0;
-    for (int64_t e = 0; e < dim; ++e) sum += query[e] * rows[c][e];
+    for (int64_t e = 0; e < dim; ++e) sum += query[e] * row[e];
     out[c] = sum;
   }
 #endif
 }
 
-// out += sum over c of weights[c] row[c], of one query.
-void add_rows(const float* weights, const float* const* rows, int64_t count, float* out, int64_t width) {
-  for (int64_t w = 0; w < width;) {
-    const int64_t step = w + 64 <= width ? 64 : 16;
-    Vec sum[2][4] = {};
-    for (int v = 0; v * 16 < step; ++v) sum[0][v] = load(out + w + v * 16);
-    int64_t c = 0;
-    if (step == 64) {
-      for (; c + 2 <= count; c += 2)
+// out += sum over c of weights[c] times row ids[c] of a table, for one query and 16 * `Width` columns.
+template <int Width>
+inline void add_columns(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count,
+                        float* out) {
+  Vec sum[2][Width] = {};
+  int64_t c = 0;
+  for (; c + 2 <= count; c += 2)
 #pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < 2; ++i) {
+      const float* row = table + ids[c + i] * step;
 #pragma GCC unroll 4
-          for (int v = 0; v < 4; ++v) sum[i][v] += weights[c + i] * load(rows[c + i] + w + v * 16);
+      for (int v = 0; v < Width; ++v) sum[i][v] += weights[c + i] * load(row + v * kLanes);
     }
-    for (; c < count; ++c)
-      for (int v = 0; v * 16 < step; ++v) sum[0][v] += weights[c] * load(rows[c] + w + v * 16);
-    for (int v = 0; v * 16 < step; ++v) store(out + w + v * 16, sum[0][v] + sum[1][v]);
-    w += step;
-  }
+  for (int v = 0; c < count && v < Width; ++v)
+    sum[0][v] += weights[c] * load(table + ids[c] * step + v * kLanes);
+  for (int v = 0; v < Width; ++v) store(out + v * kLanes, load(out + v * kLanes) + (sum[0][v] + sum[1][v]));
+}
+
+void add_rows(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count, float* out,
+              int64_t width) {
+  int64_t w = 0;
+  for (; w + 64 <= width; w += 64) add_columns<4>(weights, table + w, step, ids, count, out + w);
+  for (; w < width; w += kLanes) add_columns<1>(weights, table + w, step, ids, count, out + w);
 }
 
 // Numbers in the order of the floats they come from.
@@ -192,32 +206,60 @@ inline uint32_t sortable(float x) {
   return static_cast<uint32_t>(i ^ ((i >> 31) & 0x7fffffff)) ^ 0x80000000u;
 }
 
-// Marks the `k` largest of `scores`; of equal ones those with the lower id. `count` > k > 0.
-void choose(const float* scores, const int32_t* ids, int32_t count, int32_t k, uint32_t* order, uint8_t* chosen) {
+// The largest number that `k` of `count` > k numbers reach; `reach` becomes how many do, more than `k` at ties only.
+uint32_t bound_of(const uint32_t* order, int32_t count, int32_t k, int32_t& reach) {
   uint32_t most = 0, least = 0xffffffffu;
   for (int32_t i = 0; i < count; ++i) {
-    order[i] = sortable(scores[i]);
     most = std::max(most, order[i]);
     least = std::min(least, order[i]);
   }
-  // the bits in which the scores differ, from the highest down: the largest bound that `k` of them reach
+  // bit by bit, from the highest one in which they differ; or less exactly, as soon as just `k` reach it
   const int top = most == least ? 0 : 32 - __builtin_clz(most ^ least);
   uint32_t bound = top == 32 ? 0 : (most >> top) << top;
-  int32_t reach = count;
+  reach = count;
   for (int bit = top - 1; bit >= 0 && reach != k; --bit) {
     const uint32_t next = bound | (1u << bit);
     int32_t found = 0;
     for (int32_t i = 0; i < count; ++i) found += order[i] >= next;
     if (found >= k) bound = next, reach = found;
   }
-  for (int32_t i = 0; i < count; ++i) chosen[i] = order[i] >= bound;
-  for (; reach > k; --reach) {  // ties at the bound: the highest ids go
-    int32_t last = -1;
-    for (int32_t i = 0; i < count; ++i)
-      if (chosen[i] && order[i] == bound && (last < 0 || ids[i] > ids[last])) last = i;
-    chosen[last] = 0;
-  }
+  return bound;
 }
+
+// The candidates of one level for one query, in any order, and which of them are chosen.
+struct Candidates {
+  std::vector<int32_t> ids;
+  std::vector<float> scores;
+  std::vector<uint32_t> order;
+  int32_t count = 0;
+
+  void reserve(size_t most) {
+    if (ids.size() >= most) return;
+    ids.resize(most);
+    scores.resize(most);
+    order.resize(most);
+  }
+
+  // Sets order[i] to 1 for the `k` largest scores and to 0 for the others; equal scores go to the lower ids.
+  void choose(int32_t k) {
+    uint32_t* o = order.data();
+    if (count <= k) {
+      std::fill(o, o + count, 1u);
+      return;
+    }
+    const float* from = scores.data();
+    for (int32_t i = 0; i < count; ++i) o[i] = sortable(from[i]);
+    int32_t reach;
+    const uint32_t bound = bound_of(o, count, k, reach);
+    for (; reach > k; --reach) {  // ties at the bound: the highest ids go
+      int32_t last = -1;
+      for (int32_t i = 0; i < count; ++i)
+        if (o[i] == bound && (last < 0 || ids[i] > ids[last])) last = i;
+      o[last] = bound - 1;
+    }
+    for (int32_t i = 0; i < count; ++i) o[i] = o[i] >= bound;
+  }
+};
 
 // The call, as its caller lays it out.
 struct Call {
@@ -243,16 +285,25 @@ struct Segment {
   int64_t level, first, last;
 };
 
+// What refinement laid open to one query: rows of several levels, one after the other, and their logits.
+struct Opened {
+  std::vector<int32_t> ids;
+  std::vector<float> logits;
+  int64_t count = 0;
+  std::vector<int64_t> ends;  // of each level, top first
+
+  void reserve(size_t most) {
+    if (ids.size() >= most) return;
+    ids.resize(most);
+    logits.resize(most);
+  }
+};
+
 // What one thread keeps between tiles.
 struct Buffers {
-  std::vector<float> blocks, tokens, weights, scores, queries;
-  std::vector<float> opened[kLanes];                // logits of what refinement opened
-  std::vector<const float*> opened_rows[kLanes];    // and the rows of their values
-  std::vector<int32_t> ids, next_ids;
-  std::vector<float> found;
-  std::vector<const float*> rows;
-  std::vector<uint32_t> order;
-  std::vector<uint8_t> chosen;
+  std::vector<float> blocks, tokens, queries, logits;
+  std::vector<Opened> opened = std::vector<Opened>(kLanes);
+  Candidates here, next;
   std::vector<Segment> closed, plain;
 };
 
@@ -355,79 +406,88 @@ class Tile {
     for (const Segment& s : b_.closed) {
       const Table& t = tables_[s.level];
       logits_of(t.k(s.first), t.key_step, s.last - s.first, across_, c_.dim, to);
-      for (int64_t block = s.first; block < s.last; ++block, to += kLanes)
-        store(to, load(to) + std::log(static_cast<float>(members(s.level, block))));
+      const float whole = std::log(static_cast<float>(c_.widths[s.level]));
+      for (int64_t block = s.first; block < s.last; ++block, to += kLanes) {
+        const int64_t size = members(s.level, block);
+        store(to, load(to) + (size == c_.widths[s.level] ? whole : std::log(static_cast<float>(size))));
+      }
     }
   }
 
   // Opens the best blocks of every level for one query: they leave `blocks`, their children go to `opened`.
   void refine(int q) {
-    auto& logits = b_.opened[q];
-    auto& rows = b_.opened_rows[q];
-    logits.clear();
-    rows.clear();
-    b_.next_ids.clear();
-    b_.found.clear();
+    const int32_t k = static_cast<int32_t>(std::min(c_.top_k[head_], blocks(1) + 1));
+    Opened& opened = b_.opened[q];
+    Candidates &here = b_.here, &next = b_.next;
+    size_t most = b_.blocks.size() / kLanes + kLanes, all = kLanes;
+    for (int64_t level = c_.levels; level > 0; --level) {
+      const size_t children = k * (c_.widths[level] / c_.widths[level - 1]) + kLanes;
+      most = std::max(most, b_.blocks.size() / kLanes + children + kLanes);
+      all += children;
+    }
+    here.reserve(most);
+    next.reserve(most);
+    opened.reserve(all);
+    opened.ends.clear();
+    opened.count = 0;
+    next.count = 0;
     float* block = b_.blocks.data();
     auto segment = b_.closed.begin();
     for (int64_t level = c_.levels; level > 0; --level) {
-      b_.ids.assign(b_.next_ids.begin(), b_.next_ids.end());  // laid open by the level above
-      b_.scores.assign(b_.found.begin(), b_.found.end());
-      const int32_t laid = static_cast<int32_t>(b_.ids.size());
+      std::swap(here, next);  // what the level above laid open, then what stands
+      const int32_t laid = here.count;
       float* standing = block;
       for (; segment != b_.closed.end() && segment->level == level; ++segment)
-        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes) {
-          b_.ids.push_back(static_cast<int32_t>(id));
-          b_.scores.push_back(block[q]);
+        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes, ++here.count) {
+          here.ids[here.count] = static_cast<int32_t>(id);
+          here.scores[here.count] = block[q];
         }
-      pick(static_cast<int32_t>(c_.top_k[head_]));
-      const int32_t count = static_cast<int32_t>(b_.ids.size());
-      const Table& table = tables_[level];
-      for (int32_t i = 0; i < laid; ++i)
-        if (!b_.chosen[i]) {
-          logits.push_back(b_.scores[i] + (members(level, b_.ids[i]) > 1 ? bias_ : 0.0f));
-          rows.push_back(table.v(b_.ids[i]));
-        }
-      for (int32_t i = laid; i < count; ++i)
-        if (b_.chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
+      here.choose(k);
+      const uint32_t* chosen = here.order.data();
+      for (int32_t i = laid; i < here.count; ++i)
+        if (chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
+      for (int32_t i = 0; i < laid; ++i) {  // what stays closed; an entry that does not stay is written over
+        opened.ids[opened.count] = here.ids[i];
+        opened.logits[opened.count] = here.scores[i] + bias_;  // never a single token: the caller sees to it
+        opened.count += !chosen[i];
+      }
+      opened.ends.push_back(opened.count);
       open(level, q);
     }
-    for (size_t i = 0; i < b_.next_ids.size(); ++i) rows.push_back(tables_[0].v(b_.next_ids[i]));
-    logits.insert(logits.end(), b_.found.begin(), b_.found.end());
+    std::copy_n(next.ids.begin(), next.count, opened.ids.begin() + opened.count);
+    std::copy_n(next.scores.begin(), next.count, opened.logits.begin() + opened.count);
+    opened.count += next.count;
+    opened.ends.push_back(opened.count);
   }
 
-  // Sets `chosen` for the best `k` of `ids` by `scores`.
-  void pick(int32_t k) {
-    const int32_t count = static_cast<int32_t>(b_.ids.size());
-    b_.chosen.assign(count, 1);
-    b_.order.resize(count);
-    if (count > k) choose(b_.scores.data(), b_.ids.data(), count, k, b_.order.data(), b_.chosen.data());
-  }
-
-  // Lists the children of the chosen blocks of `level` in `next_ids`, and in `found` their logits, with log|B|.
+  // Lists the children of the chosen blocks of `level` in `next`, their logits with log|B|.
   void open(int64_t level, int q) {
-    const int64_t children = c_.widths[level] / c_.widths[level - 1];
-    const int64_t limit = level > 1 ? blocks(level - 1) : tokens_;
+    Candidates &here = b_.here, &next = b_.next;
+    const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
+    const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
     const Table& table = tables_[level - 1];
-    b_.next_ids.clear();
-    b_.rows.clear();
-    for (size_t i = 0; i < b_.ids.size(); ++i)
-      if (b_.chosen[i])
-        for (int64_t id = b_.ids[i] * children; id < std::min(limit, (b_.ids[i] + 1) * children); ++id) {
-          b_.next_ids.push_back(static_cast<int32_t>(id));
-          b_.rows.push_back(table.k(id));
-        }
-    const int64_t count = static_cast<int64_t>(b_.rows.size());
-    b_.found.resize(count + kLanes);
-    dots(along_ + q * c_.dim, b_.rows.data(), count, c_.dim, b_.found.data());
-    b_.found.resize(count);
-    if (level > 1) {
-      const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t size = members(level - 1, b_.next_ids[i]);
-        b_.found[i] += size == c_.widths[level - 1] ? whole : std::log(static_cast<float>(size));
-      }
+    int32_t chosen = 0;
+    for (int32_t i = 0; i < here.count; ++i) {
+      here.ids[chosen] = here.ids[i];
+      chosen += here.order[i];
     }
+    next.count = 0;
+    for (int32_t i = 0; i < chosen; ++i) {
+      const int32_t first = here.ids[i] * children;
+      for (int32_t j = 0; j < children; j += kLanes)  // whole vectors; the next block writes over what is too much
+        *reinterpret_cast<LooseIntVec*>(next.ids.data() + next.count + j) = kCount + (first + j);
+      next.count += std::min(children, limit - first);
+    }
+    if (!next.count) return;
+    std::fill_n(next.ids.data() + next.count, kLanes, next.ids[next.count - 1]);  // `dots` reads whole vectors
+    dots(along_ + q * c_.dim, table.key, table.key_step, next.ids.data(), next.count, c_.dim, next.scores.data());
+    if (level == 1) return;
+    const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
+    for (int32_t i = 0; i < next.count; ++i) next.scores[i] += whole;
+    const int64_t rest = tokens_ % c_.widths[level - 1];
+    if (!c_.is_causal && rest)
+      for (int32_t i = 0; i < next.count; ++i)
+        if (next.ids[i] == limit - 1) next.scores[i] += std::log(static_cast<float>(rest)) - whole;
   }
 
   // Takes `count` more rows of logits into the running softmax; they become weights.
@@ -486,20 +546,21 @@ class Tile {
   }
 
   void attend_opened(int q) {
-    auto& logits = b_.opened[q];
-    const int64_t count = static_cast<int64_t>(logits.size());
+    Opened& opened = b_.opened[q];
+    const int64_t count = opened.count, whole = (count + kLanes - 1) / kLanes * kLanes;
     if (!count) return;
-    logits.resize((count + kLanes - 1) / kLanes * kLanes, -kInf);
+    float* logits = opened.logits.data();
+    std::fill(logits + count, logits + whole, -kInf);
     Vec most = splat(top_[q]);
-    for (size_t i = 0; i < logits.size(); i += kLanes) most = larger(most, load(logits.data() + i));
+    for (int64_t i = 0; i < whole; i += kLanes) most = larger(most, load(logits + i));
     float peak = -kInf;
     for (int i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]);
     const float base = peak == -kInf ? 0.0f : peak;
     const float factor = exponential(splat(top_[q] - base))[0];
     Vec sum = {};
-    for (size_t i = 0; i < logits.size(); i += kLanes) {
-      const Vec w = exponential(load(logits.data() + i) - base);
-      store(logits.data() + i, w);
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const Vec w = exponential(load(logits + i) - base);
+      store(logits + i, w);
       sum += w;
     }
     float all = 0;
@@ -507,7 +568,14 @@ class Tile {
     total_[q] = total_[q] * factor + all;
     top_[q] = peak;
     rescale(q, factor);
-    add_rows(logits.data(), b_.opened_rows[q].data(), count, out_ + q * c_.value_dim, c_.value_dim);
+    int64_t from = 0;
+    for (int64_t level = c_.levels; level >= 0; --level) {
+      const int64_t to = opened.ends[c_.levels - level];
+      const Table& t = tables_[level];
+      add_rows(logits + from, t.value, t.value_step, opened.ids.data() + from, to - from, out_ + q * c_.value_dim,
+               c_.value_dim);
+      from = to;
+    }
   }
 
   void finish() {

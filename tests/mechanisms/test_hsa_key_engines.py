@@ -1,0 +1,212 @@
+"""Key-tied attention: the ways of computing it agree, in full, in chunks and step by step, and so do gradients."""
+
+import random
+
+import pytest
+import torch
+
+from hf_hyperattn.mechanisms.hsa import native, windows
+from hf_hyperattn.mechanisms.hsa.key import Levels, attend, key_tied, pool
+from tests.oracles.cases import assert_close, tensor
+
+compiled = pytest.param(
+    "native", marks=pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+)
+every_way = pytest.mark.parametrize("backend", ["torch", compiled])
+BIAS = torch.tensor([0.0, 1.0, -2.0, float("-inf")])
+
+
+def some_call(seed):
+    """Random shapes, strides, padding and rules, one per head; float32."""
+    rng = random.Random(seed)
+    n, kv_heads = rng.choice([1, 2, 15, 16, 17, 33, 100, 130, 257, 300]), rng.choice([1, 2, 4])
+    d = rng.choice([5, 16, 64, 80])
+    dv, queries = rng.choice([d, 16, 33, 64]), rng.choice([n, n, 1, max(1, n // 3)])
+    q = tensor(2, 4, queries, d, seed=seed, scale=2, dtype=torch.float32)
+    k = tensor(2, n, kv_heads, d, seed=seed + 1, scale=2, dtype=torch.float32).transpose(1, 2)
+    v = tensor(2, kv_heads, n, dv, seed=seed + 2, dtype=torch.float32)
+    start = min(3, n - 1)
+    rule = {
+        "starts": torch.tensor([0, start]),
+        "is_causal": rng.random() < 0.7,
+        "offset": n - queries,
+        "near": [rng.choice([0, 1, 5, 20, 64, 1000]) for _ in range(4)],
+        "sinks": [rng.choice([0, 1, 4, 20]) for _ in range(4)],
+        "refine_top_k": [rng.choice([0, 1, 2, 5, 16]) for _ in range(4)],
+        "block_bias": BIAS,
+    }
+    if not rule["is_causal"]:
+        rule["stops"] = torch.tensor([n, max(n - 2, start + 1)])
+        rule["refine_top_k"] = 0 if rng.random() < 0.7 else rule["refine_top_k"]
+    if rng.random() < 0.3:
+        rule["sink_logit"] = tensor(4, seed=seed + 3, dtype=torch.float32)
+    if rng.random() < 0.3:
+        rule["column"] = tensor(2, kv_heads, n, seed=seed + 4, dtype=torch.float32)
+    if seed % 6 == 0:
+        k = torch.zeros_like(k)
+    sizes = [(16,), (16, 64), (16, 64, 256), (8, 32), (4, 8, 16), (32, 64), (20, 40), ()]
+    return q, k, v, rng.choice(sizes), rule
+
+
+def settled(q, k, v, sizes, rule, exact):
+    """Bool [B, H, N]: rows that rounding of the keys does not throw over to another choice of blocks; nearly all."""
+    close = torch.ones(exact.shape[:3], dtype=torch.bool)
+    for seed in range(4):
+        moved = k * (1 + 3e-7 * tensor(*k.shape, seed=seed))
+        close &= (key_tied(q, moved, v, sizes, **rule)[0] - exact).abs().amax(-1) < 1e-5
+    assert close.float().mean() > 0.99 or not k.any()
+    return close
+
+
+@every_way
+@pytest.mark.parametrize("seed", range(40))
+def test_float32_near_float64(backend, seed):
+    q, k, v, sizes, rule = some_call(seed)
+    double = [t.double() for t in (q, k, v)]
+    exact, _ = key_tied(*double, sizes, **rule)
+    try:
+        out, _ = key_tied(q, k, v, sizes, **rule, backend=backend)
+    except ValueError as error:
+        assert "single child" in str(error)
+        out, _ = key_tied(q, k, v, sizes, **rule)
+    assert out.dtype == torch.float32
+    if (out - exact).abs().max() > 5e-6:
+        same = settled(*double, sizes, rule, exact)[..., None]
+        out, exact = torch.where(same, out, 0), torch.where(same, exact, 0)
+    assert_close(out, exact, 5e-6, f"{sizes}, {rule}")
+
+
+@every_way
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("sizes", [(4, 8, 16), (4,), ()])
+def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
+    """Left padding in one row; steps read means that are kept as a cache would keep them."""
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    q, k, v = (tensor(2, h, 71, 16, seed=i, scale=2, dtype=dtype) for i, h in enumerate((4, 2, 2)))
+    rule = {"near": [3, 0, 9, 500], "sinks": [2, 0, 5, 0], "refine_top_k": top_k, "is_causal": True}
+    rule |= {"block_bias": BIAS, "backend": backend}
+    where = {"starts": torch.tensor([0, 6])}
+    full, _ = key_tied(q, k, v, sizes, **where, **rule)
+    parts = []
+    for a, b in ((0, 3), (3, 29), (29, 60)):
+        parts.append(key_tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0])
+    for a in range(60, 71):
+        fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
+        whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
+        kept = [
+            (t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole, strict=True)))
+            for t in (fresh.keys, fresh.values)
+        ]
+        levels = Levels(sizes, *kept, **where)
+        parts.append(attend(q[:, :, a : a + 1], levels, offset=a, **rule))
+    assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")
+
+
+@every_way
+def test_ties_go_to_the_first_block(backend):
+    """All scores equal: of five closed blocks, refinement opens the first two, whatever their values."""
+    k = torch.zeros(1, 1, 24, 16)
+    q, v = torch.ones(1, 1, 24, 16), torch.eye(24)[None, None]
+    out, _ = key_tied(q, k, v, (4,), refine_top_k=2, block_bias=-1.0, is_causal=True, backend=backend)
+    last = out[0, 0, -1]
+    assert_close(last[:8], last[20].expand(8), 1e-7, "tokens")
+    assert_close(last[8:20] / last[0], torch.full((12,), 1 / torch.e), 1e-6, "blocks")
+
+
+@pytest.mark.parametrize("elements", [2**20, 500], ids=["one tile", "many tiles"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top_k):
+    """That way is differentiated by autograd, and itself checked against brute force."""
+    monkeypatch.setattr(windows, "TILE_ELEMENTS", elements)
+    leaves = [tensor(2, h, 47, e, seed=i) for i, (h, e) in enumerate(((4, 5), (2, 5), (2, 3)))]
+    leaves += [tensor(4, seed=4), tensor(4, seed=5), tensor(2, 2, 47, seed=6)]
+    q, k, v, bias, sink, column = (t.requires_grad_() for t in leaves)
+    rule = {"near": [3, 5, 3, 100], "sinks": [1, 0, 1, 2], "refine_top_k": [top_k, top_k, 0, top_k // 2]}
+    rule |= {"starts": torch.tensor([0, 1]), "is_causal": causal, "column": column}
+    grad = tensor(2, 4, 47, 3, seed=7)
+    found = []
+    for backend in ("torch", "rows"):
+        out, _ = key_tied(q, k, v, (4, 8, 16), block_bias=bias, sink_logit=sink, **rule, backend=backend)
+        found.append((out, *torch.autograd.grad(out, leaves, grad)))
+    names = ("output", "query", "key", "value", "block bias", "sink", "column")
+    for name, a, b in zip(names, *found, strict=True):
+        assert_close(a, b, 1e-11, name)
+
+
+def test_gradients_after_the_compiled_forward():
+    """The kernel's log-sum-exp serves the backward pass in torch."""
+    leaves = [
+        tensor(1, h, 90, 16, seed=i, dtype=torch.float32).requires_grad_() for i, h in enumerate((2, 1, 1))
+    ]
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        out, _ = key_tied(
+            *(t.to(dtype) for t in leaves), (8, 32), near=5, sinks=1, refine_top_k=1, is_causal=True
+        )
+        grads.append(torch.autograd.grad(out.double().square().sum(), leaves))
+    for name, a, b in zip("qkv", *grads, strict=True):
+        assert_close(a, b, 2e-5, name)
+
+
+def test_gradcheck():
+    q, k, v = (tensor(1, 2, 13, 3, seed=i).requires_grad_() for i in range(3))
+    call = lambda *t: key_tied(*t, (2, 4), near=2, sinks=1, refine_top_k=1, is_causal=True)[0]
+    assert torch.autograd.gradcheck(call, (q, k, v))
+
+
+@every_way
+def test_half_precision_is_computed_in_float32(backend):
+    q, k, v, *_ = some_call(8)
+    low = [t.bfloat16() for t in (q, k, v)]
+    rule = {"near": 5, "refine_top_k": 2, "is_causal": True, "backend": backend}
+    out, _ = key_tied(*low, (8, 32), **rule, offset=k.shape[2] - q.shape[2])
+    same, _ = key_tied(*(t.float() for t in low), (8, 32), **rule, offset=k.shape[2] - q.shape[2])
+    assert out.dtype == torch.float32 and torch.equal(out, same)
+
+
+@every_way
+def test_one_operator_for_the_compiler(backend):
+    q, k, v = (tensor(1, 2, 40, 16, seed=i, dtype=torch.float32) for i in range(3))
+    rule = {"near": 5, "sinks": 1, "refine_top_k": 1, "is_causal": True, "backend": backend}
+    call = lambda *t: key_tied(*t, (8, 16), **rule)[0]
+    run = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_close(run(q, k, v), call(q, k, v), 1e-6, "compiled")
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+def test_threads_and_runs_agree_to_the_bit():
+    q, k, v, _, _ = some_call(4)
+    rule = {"near": 5, "sinks": 1, "refine_top_k": 3, "is_causal": True, "offset": k.shape[2] - q.shape[2]}
+    first, _ = key_tied(q, k, v, (16, 64), **rule)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        second, _ = key_tied(q, k, v, (16, 64), **rule)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(first, second)
+
+
+@every_way
+def test_memory_grows_with_the_length_not_its_square(backend):
+    """The largest buffer at 8,192 tokens, forward and backward, is far below one matrix of all pairs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    leaves = [tensor(1, 1, 8192, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        out, _ = key_tied(*leaves, (16, 64, 256), near=64, sinks=4, is_causal=True, backend=backend)
+        torch.autograd.grad(out.sum(), leaves)
+    sizes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert max(sizes) < 8192 * 8192 * 4 / 16
+
+
+def test_the_kernel_reaches_only_what_it_may():
+    """NaN in padding, in the future, and in blocks that are dropped do not leak."""
+    q, k, v = (tensor(1, 1, 64, 16, seed=i, dtype=torch.float32) for i in range(3))
+    clean, _ = key_tied(
+        q[:, :, :40], k[:, :, :40], v[:, :, :40], (8, 16), near=8, refine_top_k=1, is_causal=True
+    )
+    k[:, :, 40:] = v[:, :, 40:] = float("nan")
+    out, _ = key_tied(q[:, :, :40], k, v, (8, 16), near=8, refine_top_k=1, is_causal=True)
+    assert_close(out, clean, 1e-6, "with NaN behind")
