@@ -79,16 +79,16 @@ def generation_methods(stock: type) -> dict:
 
     The hierarchy stays at the length of the prompt: attention extends it to the keys there are.
     """
-    generation, prepare, candidates = (getattr(stock, name) for name in GENERATION)
+    generation, prepare, candidates = (getattr(stock, name, None) for name in GENERATION)
 
     @functools.wraps(generation)
     def generate(self, *args, **kwargs):
         if kwargs.get(NAME) is None:
             return generation(self, *args, **kwargs)
         check_hierarchy(self, kwargs[NAME])
-        return with_heard(
-            kwargs[NAME], generation, self, *args, **kwargs
-        )  # for encoders, which it calls itself
+        # Noted for all of it, since it calls encoders itself; a family's own `generate` knows no such keyword.
+        heard = kwargs[NAME] if prepare else kwargs.pop(NAME)
+        return with_heard(heard, generation, self, *args, **kwargs)
 
     @functools.wraps(prepare)
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -104,9 +104,8 @@ def generation_methods(stock: type) -> dict:
             kwargs["model_kwargs"] = {k: v for k, v in kwargs["model_kwargs"].items() if k != NAME}
         return candidates(self, *args, **kwargs)
 
-    return dict(
-        zip(GENERATION, (generate, prepare_inputs_for_generation, _get_candidate_generator), strict=True)
-    )
+    changed = (generate, prepare_inputs_for_generation, _get_candidate_generator)
+    return {name: new for name, new in zip(GENERATION, changed, strict=True) if hasattr(stock, name)}
 
 
 def told(model: PreTrainedModel, heard, original, /, *args, **kwargs):
