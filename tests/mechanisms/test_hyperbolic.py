@@ -15,11 +15,11 @@ from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from hf_hyperattn.mechanisms.hyperbolic.midpoint import midpoint, midpoint_columns
 from tests.oracles import hyperbolic as oracle
 from tests.oracles.cases import DTYPES, assert_close, assert_gradients, qkv, tensor
+from tests.oracles.marks import both_dtypes
 
 QUICK = settings(max_examples=10, deadline=None, derandomize=True)
 DISTANCES = ("geodesic", "squared_lorentz")
 every_distance = pytest.mark.parametrize("distance", DISTANCES)
-both_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
 
 
 def per_head(heads, dtype=torch.float64):

@@ -12,7 +12,6 @@ from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from tests.oracles import dense, softmax
 from tests.oracles import hyperbolic as oracle
 from tests.oracles.cases import (
-    BACKENDS,
     DTYPES,
     FAST,
     MANY_BLOCKS,
@@ -21,13 +20,12 @@ from tests.oracles.cases import (
     qkv,
     tensor,
 )
+from tests.oracles.marks import both_dtypes, every_backend
 
 from .test_hyperbolic import at_radius, per_head
 
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_fast_engine = pytest.mark.parametrize("backend", FAST)
 every_distance = pytest.mark.parametrize("distance", ["geodesic", "squared_lorentz"])
-both_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
 
 
 def alone(q, k, distance, c=1.0, tau=1.0, scale=None):
