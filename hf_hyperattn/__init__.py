@@ -4,6 +4,7 @@ from . import functional, geometry
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
+    HierarchicalCache,
     HierarchyCollator,
     describe,
     freeze_base,
@@ -19,6 +20,7 @@ from .registry import MECHANISMS
 __version__ = "0.1.0"
 
 __all__ = [
+    "HierarchicalCache",
     "Hierarchy",
     "HierarchyCollator",
     "HyperAttnConfig",

@@ -3,6 +3,7 @@
 from . import adapters, guard, saving  # noqa: F401  wrap a method of PEFT's and five of PreTrainedModel
 from .collator import HierarchyCollator
 from .describe import describe, list_mechanisms
+from .hierarchical_cache import HierarchicalCache
 from .names import register_names
 from .patching import patch_model, unpatch_model
 from .training import freeze_base, lora_config, parameter_groups
@@ -10,6 +11,7 @@ from .training import freeze_base, lora_config, parameter_groups
 register_names()
 
 __all__ = [
+    "HierarchicalCache",
     "HierarchyCollator",
     "describe",
     "freeze_base",

@@ -14,8 +14,10 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from .both import both
 from .config import Rule
-from .key import key_tied
+from .key import attend, key_tied
+from .levels import Levels
 from .padding import real_tokens
+from .store import Store
 
 #: What `real_tokens` and `last_seen` said of masks that are alive: all layers of a model share one.
 _SEEN, _STOPS = WeakIdKeyDictionary(), WeakIdKeyDictionary()
@@ -31,6 +33,7 @@ def hierarchical(
     is_causal: bool,
     backend: str = "auto",
     weights: bool = False,
+    store: Store | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(S')·V with logits tied over blocks of the hierarchy.
 
@@ -43,6 +46,7 @@ def hierarchical(
         is_causal: whether queries see only earlier keys, also where a mask says it.
         backend: "auto", or with tying="key" one of `key.BACKENDS`.
         weights: also return the attention weights [B, H, N, M].
+        store: the cache's, where keys and values come from one; its means are used where the call allows it.
 
     Returns:
         The output [B, H, N, dv], and the weights or None, in the working dtype.
@@ -66,6 +70,15 @@ def hierarchical(
     if rule.tying == "both":
         return tied_both(query, key, value, options, hierarchy, rule, real, weights)
     mask = mask if real is None else None
+    offset = offset_of(options, query.shape[2], key.shape[2], real is not None, is_causal)
+    if store is not None and not weights and mask is None and backend != "rows":
+        levels = kept_levels(store, score, options, hierarchy, real, offset)
+        if levels is not None:
+            asked = dict(
+                near=rule.near, sinks=rule.sinks, refine_top_k=rule.refine_top_k, block_bias=rule.block_bias
+            )
+            asked |= dict(is_causal=True, offset=offset, scale=1.0, sink_logit=options.sinks, backend=backend)
+            return attend(query, levels, **asked), None
     return key_tied(
         query,
         key,
@@ -76,7 +89,7 @@ def hierarchical(
         refine_top_k=rule.refine_top_k,
         block_bias=rule.block_bias,
         is_causal=is_causal and mask is None,
-        offset=offset_of(options, query.shape[2], key.shape[2], real is not None, is_causal),
+        offset=offset,
         scale=1.0,
         sink_logit=options.sinks,
         window=options.window,
@@ -86,6 +99,27 @@ def hierarchical(
         weights=weights,
         backend=backend,
     )
+
+
+def kept_levels(
+    store: Store, score: PairScore, options: Options, hierarchy: Hierarchy, real: Tensor | None, offset: int
+) -> Levels | None:
+    """The means that a cache keeps, where they are what this call is about: None for scores with further features,
+    other trees than windows, and everything that windows do not know.
+    """
+    length, queries = store.exact[0].length, score.query.shape[2]
+    plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
+    windowed = options.window is not None and options.window < length
+    if not plain or windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
+        return None
+    if score.key.shape[2] != length or offset + queries != length or torch.is_grad_enabled():
+        return None
+    starts = None
+    if real is not None and not bool(real.all()):
+        starts = real.int().argmax(1)
+        if bool((real.sum(1) != length - starts).any()):
+            return None
+    return store.levels(hierarchy.sizes, starts)
 
 
 def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, rule: Rule, real, weights: bool):

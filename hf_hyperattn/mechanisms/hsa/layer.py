@@ -11,6 +11,7 @@ from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
 from .attention import hierarchical
 from .config import HsaConfig, Rule
+from .store import STORE
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
 EVERYTHING = 2**31
@@ -53,7 +54,14 @@ class HsaLayer(MechanismLayer):
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
         tied = hierarchical(
-            score, value, options, hierarchy=hierarchy, rule=rule, is_causal=call.is_causal, weights=weights
+            score,
+            value,
+            options,
+            hierarchy=hierarchy,
+            rule=rule,
+            is_causal=call.is_causal,
+            weights=weights,
+            store=getattr(call.key, STORE, None),
         )
         if gate is None:
             return tied
