@@ -8,6 +8,7 @@ import torch
 from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.definition import definition_key
 from hf_hyperattn.mechanisms.hsa.key import key_tied
+from hf_hyperattn.mechanisms.hsa.pairs import attended
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 
@@ -182,3 +183,21 @@ def test_what_is_refused():
         key_tied(q, k, v, (4, 6))
     with pytest.raises(ValueError, match="32 tokens, the keys 1 of 33"):
         key_tied(q, k, v, Hierarchy.windows(32, (4,)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_counted_pairs(seed):
+    """The count of `pairs` is that of covers built one by one."""
+    count, sizes, _, _, causal, rule = some_setting(100 + seed)
+    top_k = rule.pop("refine_top_k") if causal else rule.pop("refine_top_k") * 0
+    last = count if not (causal and sizes) else (-(-count // sizes[-1]) + 1) * sizes[-1]
+    tree, row = key_tying.collapse(key_tying.windows(0, last, sizes)), tensor(last, seed=seed)
+    expected = 0
+    for i in range(count):
+        seen, group = (
+            set(range(i + 1 if causal else count)),
+            key_tying.bottom_window(i, 0, last, (*sizes, 1)[0]),
+        )
+        cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
+        expected += len(key_tying.refine(cover, row, top_k))
+    assert attended(count, sizes, **rule, refine_top_k=top_k, is_causal=causal) == expected

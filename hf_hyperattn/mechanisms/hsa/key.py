@@ -17,8 +17,8 @@ from ...engines import working_dtype
 from ...hierarchy import Hierarchy, Tree
 from ...hierarchy.windows import checked_sizes, windows_tree
 from . import operator, rows
+from .cover import Cover
 from .levels import Levels, pool, spans
-from .windows import Rule
 
 __all__ = ["BACKENDS", "Levels", "attend", "key_tied", "pool"]
 
@@ -130,7 +130,7 @@ def why_general(hierarchy, top_k, is_causal, window, mask, bias, dropout_p, weig
     if is_causal or not any(top_k):
         return None
     for start, stop in spans(len(key), key.shape[2], hierarchy.starts, hierarchy.stops):
-        if Rule(hierarchy.sizes, 0, 0, 0, False, stop - start).has_chains():
+        if Cover(hierarchy.sizes, 0, 0, 0, False, stop - start).has_chains():
             return "refinement where the last window of a level has a single child"
     return None
 

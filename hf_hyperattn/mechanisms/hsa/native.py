@@ -41,7 +41,8 @@ class Call(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where there is no compiler or it is turned off."""
     here = Path(__file__).parent
-    return native.load("hsa_key", here / "key.cpp")
+    headers = (here / f"key_{part}.h" for part in ("tile", "choice", "vectors"))
+    return native.load("hsa_key", here / "key.cpp", *headers)
 
 
 def serves(t: Tensor) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import native, windows
+from .cover import Cover
 from .levels import span_lists, spans
-from .windows import Gradients, Rows, Rule
+from .windows import Gradients, Rows
 
 
 @dataclass
@@ -43,12 +44,12 @@ class Part:
     """Rows of a batch and heads that are computed alike, and which of the queries stand at real tokens.
 
     Args:
-        rule: what is open, for queries and keys counted from `start`.
+        cover: what is open, for queries and keys counted from `start`.
         rows, heads: of the batch and of the query heads.
         start, stop: the real tokens of these rows. queries: slice of those that are real.
     """
 
-    rule: Rule
+    cover: Cover
     rows: list[int]
     heads: list[int]
     start: int
@@ -90,8 +91,8 @@ def parts(
             continue
         for (close, front, opened), which in settings.items():
             flat = close >= stop - start
-            rule = Rule(() if flat else tuple(sizes), close, front, opened, is_causal, stop - start)
-            yield Part(rule, together, which, start, stop, queries, offset)
+            cover = Cover(() if flat else tuple(sizes), close, front, opened, is_causal, stop - start)
+            yield Part(cover, together, which, start, stop, queries, offset)
 
 
 def select(t: Tensor, rows: list[int], heads: list[int]) -> Tensor:
@@ -113,7 +114,7 @@ def rows_of(part: Part, call: Call, scale: float) -> tuple[Rows, list[Tensor], T
     kv, group = grouped(part, call.query.shape[1], call.keys[0].shape[1])
     query = select(call.query, part.rows, part.heads)[:, :, part.queries] * scale
     query = query.unflatten(1, (len(kv), group)).flatten(0, 1)
-    levels = len(part.rule.sizes) + 1
+    levels = len(part.cover.sizes) + 1
     keys, values = (
         [select(t, part.rows, kv)[:, :, span].flatten(0, 1) for t, span in zip(tables[:levels], _spans(part))]
         for tables in (call.keys, call.values)
@@ -122,11 +123,11 @@ def rows_of(part: Part, call: Call, scale: float) -> tuple[Rows, list[Tensor], T
         None if t is None else t[part.heads].view(len(kv), group).repeat(len(part.rows), 1)
         for t in (call.extras.get("block_bias"), call.extras.get("sink_logit"))
     )
-    return Rows(part.rule, part.first, query, keys, bias), values, sink
+    return Rows(part.cover, part.first, query, keys, bias), values, sink
 
 
 def _spans(part: Part) -> list[slice]:
-    return [slice(part.start, part.stop), *[slice(None)] * len(part.rule.sizes)]
+    return [slice(part.start, part.stop), *[slice(None)] * len(part.cover.sizes)]
 
 
 @torch.library.custom_op("hf_hyperattn::key_tied", mutates_args=())

@@ -1,0 +1,365 @@
+// One tile of key-tied attention: up to 16 queries of one bottom window and one head.
+//
+// The queries lie across the 16 lanes of a vector, so keys and values are read as they stand, row by row, and the softmax
+// runs down the columns without sums across lanes. Closed blocks first (refinement needs all their logits), then
+// refinement query by query, then the tokens near by and the sinks in chunks, with a running maximum. What refinement
+// opens differs from query to query; its rows are read straight from the tables.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "key_choice.h"
+#include "key_vectors.h"
+
+namespace {
+
+constexpr int64_t kChunk = 512;  // token rows between two corrections of the running maximum
+
+// Rows of one level for one (batch row, key head).
+struct Table {
+  const float* key;
+  const float* value;
+  int64_t key_step, value_step;
+  const float* k(int64_t row) const { return key + row * key_step; }
+  const float* v(int64_t row) const { return value + row * value_step; }
+};
+
+// The call, as its caller lays it out.
+struct Call {
+  float *out, *lse;  // [B, H, N, dv], [B, H, N], contiguous
+  const float* query;
+  int64_t query_steps[3];
+  int64_t levels;              // above the tokens
+  const float* const* keys;    // levels + 1 tables
+  const float* const* values;
+  const int64_t* key_steps;    // 3 for each table: batch, head, row
+  const int64_t* value_steps;
+  const int64_t* widths;       // levels + 1: 1, then the sizes
+  int64_t batch, heads, kv_heads, queries, dim, value_dim;
+  const int64_t *near, *sinks, *top_k;  // per head
+  const float *block_bias, *sink_logit;  // per head, or null
+  const int64_t *starts, *stops;         // per batch row
+  int64_t is_causal, offset;
+  float scale;
+};
+
+// Some rows of one level, all attended to.
+struct Segment {
+  int64_t level, first, last;
+};
+
+// What refinement laid open to one query: rows of several levels, one after the other, and their logits.
+struct Opened {
+  std::vector<int32_t> ids;
+  std::vector<float> logits;
+  int64_t count = 0;
+  std::vector<int64_t> ends;  // of each level, top first
+
+  void reserve(size_t most) {
+    if (ids.size() >= most) return;
+    ids.resize(most);
+    logits.resize(most);
+  }
+};
+
+// What one thread keeps between tiles.
+struct Buffers {
+  std::vector<float> blocks, tokens, queries, logits;
+  std::vector<Opened> opened = std::vector<Opened>(kLanes);
+  Candidates here, next;
+  std::vector<Segment> closed, plain;
+};
+
+class Tile {
+ public:
+  // Queries at positions [first, first + lanes), counted from the row's first real token, of bottom window `window`.
+  Tile(const Call& call, Buffers& buffers, int64_t row, int64_t head, int64_t window, int64_t first, int lanes)
+      : c_(call), b_(buffers), row_(row), head_(head), first_(first), lanes_(lanes) {
+    tokens_ = c_.stops[row] - c_.starts[row];
+    const int64_t kv = head / (c_.heads / c_.kv_heads);
+    for (int64_t l = 0; l <= c_.levels; ++l) {
+      const int64_t skip = l ? 0 : c_.starts[row];
+      const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
+      tables_.push_back({c_.keys[l] + row * ks[0] + kv * ks[1] + skip * ks[2],
+                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2]});
+    }
+    size_ = c_.levels ? c_.widths[1] : kLanes;
+    const int64_t spare = std::min(std::max<int64_t>(c_.near[head], 1), tokens_ + size_) - 1;
+    low_ = std::max<int64_t>(0, window * size_ - spare);
+    high_ = window * size_ + size_ - 1 + (c_.is_causal ? 0 : spare);
+    sinks_ = std::min(c_.sinks[head], tokens_);
+    bias_ = c_.block_bias ? c_.block_bias[head] : 0.0f;
+  }
+
+  void run() {
+    start();
+    place();
+    read_blocks();
+    const bool refined = c_.top_k[head_] > 0 && c_.levels;
+    if (refined)
+      for (int q = 0; q < lanes_; ++q) refine(q);
+    attend_blocks();
+    attend_tokens();
+    if (refined)
+      for (int q = 0; q < lanes_; ++q) attend_opened(q);
+    finish();
+  }
+
+ private:
+  int64_t blocks(int64_t level) const {
+    return (tokens_ + (c_.is_causal ? 0 : c_.widths[level] - 1)) / c_.widths[level];
+  }
+  int64_t members(int64_t level, int64_t block) const {
+    return std::min(c_.widths[level], tokens_ - block * c_.widths[level]);
+  }
+
+  void start() {
+    query_row_ = first_ + c_.starts[row_] - c_.offset;
+    b_.queries.assign(c_.dim * kLanes + lanes_ * c_.dim, 0.0f);
+    across_ = b_.queries.data();
+    along_ = across_ + c_.dim * kLanes;
+    const float* q = c_.query + row_ * c_.query_steps[0] + head_ * c_.query_steps[1] + query_row_ * c_.query_steps[2];
+    for (int lane = 0; lane < lanes_; ++lane)
+      for (int64_t e = 0; e < c_.dim; ++e) {
+        const float x = q[lane * c_.query_steps[2] + e] * c_.scale;
+        across_[e * kLanes + lane] = x;
+        along_[lane * c_.dim + e] = x;
+      }
+    const float sink = c_.sink_logit ? c_.sink_logit[head_] : -kInf;
+    top_ = splat(sink);
+    total_ = splat(sink == -kInf ? 0.0f : 1.0f);
+    out_ = c_.out + ((row_ * c_.heads + head_) * c_.queries + query_row_) * c_.value_dim;
+    std::fill(out_, out_ + lanes_ * c_.value_dim, 0.0f);
+  }
+
+  // The closed blocks of every level and the tokens, before refinement.
+  void place() {
+    b_.closed.clear();
+    b_.plain.clear();
+    for (int64_t l = c_.levels; l >= 0; --l) {
+      const int64_t width = c_.widths[l], count = l ? blocks(l) : tokens_;
+      int64_t parts[2][2] = {{0, count}, {0, 0}};  // whose parents are open
+      if (l < c_.levels) {
+        const int64_t parent = c_.widths[l + 1], children = parent / width;
+        parts[0][1] = (sinks_ + parent - 1) / parent * children;
+        parts[1][0] = std::max(parts[0][1], low_ / parent * children);
+        parts[1][1] = (high_ / parent + 1) * children;
+      }
+      for (auto& part : parts) {
+        const int64_t last = std::min(part[1], count);
+        if (!l) {
+          if (part[0] < last) b_.plain.push_back({0, part[0], last});
+          continue;
+        }
+        const int64_t front = std::max(part[0], (sinks_ + width - 1) / width);
+        const int64_t left = std::min(last, low_ / width), right = std::max(front, high_ / width + 1);
+        if (front < left) b_.closed.push_back({l, front, left});
+        if (!c_.is_causal && right < last) b_.closed.push_back({l, right, last});
+      }
+    }
+  }
+
+  // Logits of all closed blocks with log|B|, [block][lane].
+  void read_blocks() {
+    int64_t count = 0;
+    for (const Segment& s : b_.closed) count += s.last - s.first;
+    b_.blocks.resize(count * kLanes);
+    float* to = b_.blocks.data();
+    for (const Segment& s : b_.closed) {
+      const Table& t = tables_[s.level];
+      logits_of(t.k(s.first), t.key_step, s.last - s.first, across_, c_.dim, to);
+      const float whole = std::log(static_cast<float>(c_.widths[s.level]));
+      for (int64_t block = s.first; block < s.last; ++block, to += kLanes) {
+        const int64_t size = members(s.level, block);
+        store(to, load(to) + (size == c_.widths[s.level] ? whole : std::log(static_cast<float>(size))));
+      }
+    }
+  }
+
+  // Opens the best blocks of every level for one query: they leave `blocks`, their children go to `opened`.
+  void refine(int q) {
+    const int32_t k = static_cast<int32_t>(std::min(c_.top_k[head_], blocks(1) + 1));
+    Opened& opened = b_.opened[q];
+    Candidates &here = b_.here, &next = b_.next;
+    size_t most = b_.blocks.size() / kLanes + kLanes, all = kLanes;
+    for (int64_t level = c_.levels; level > 0; --level) {
+      const size_t children = k * (c_.widths[level] / c_.widths[level - 1]) + kLanes;
+      most = std::max(most, b_.blocks.size() / kLanes + children + kLanes);
+      all += children;
+    }
+    here.reserve(most);
+    next.reserve(most);
+    opened.reserve(all);
+    opened.ends.clear();
+    opened.count = 0;
+    next.count = 0;
+    float* block = b_.blocks.data();
+    auto segment = b_.closed.begin();
+    for (int64_t level = c_.levels; level > 0; --level) {
+      std::swap(here, next);  // what the level above laid open, then what stands
+      const int32_t laid = here.count;
+      float* standing = block;
+      for (; segment != b_.closed.end() && segment->level == level; ++segment)
+        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes, ++here.count) {
+          here.ids[here.count] = static_cast<int32_t>(id);
+          here.scores[here.count] = block[q];
+        }
+      here.choose(k);
+      const uint32_t* chosen = here.order.data();
+      for (int32_t i = laid; i < here.count; ++i)
+        if (chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
+      for (int32_t i = 0; i < laid; ++i) {  // what stays closed; an entry that does not stay is written over
+        opened.ids[opened.count] = here.ids[i];
+        opened.logits[opened.count] = here.scores[i] + bias_;  // never a single token: the caller sees to it
+        opened.count += !chosen[i];
+      }
+      opened.ends.push_back(opened.count);
+      open(level, q);
+    }
+    std::copy_n(next.ids.begin(), next.count, opened.ids.begin() + opened.count);
+    std::copy_n(next.scores.begin(), next.count, opened.logits.begin() + opened.count);
+    opened.count += next.count;
+    opened.ends.push_back(opened.count);
+  }
+
+  // Lists the children of the chosen blocks of `level` in `next`, their logits with log|B|.
+  void open(int64_t level, int q) {
+    Candidates &here = b_.here, &next = b_.next;
+    const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
+    const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
+    const Table& table = tables_[level - 1];
+    int32_t chosen = 0;
+    for (int32_t i = 0; i < here.count; ++i) {
+      here.ids[chosen] = here.ids[i];
+      chosen += here.order[i];
+    }
+    next.count = 0;
+    for (int32_t i = 0; i < chosen; ++i) {
+      const int32_t first = here.ids[i] * children;
+      for (int32_t j = 0; j < children; j += kLanes)  // whole vectors; the next block writes over what is too much
+        *reinterpret_cast<LooseIntVec*>(next.ids.data() + next.count + j) = kCount + (first + j);
+      next.count += std::min(children, limit - first);
+    }
+    if (!next.count) return;
+    std::fill_n(next.ids.data() + next.count, kLanes, next.ids[next.count - 1]);  // `dots` reads whole vectors
+    dots(along_ + q * c_.dim, table.key, table.key_step, next.ids.data(), next.count, c_.dim, next.scores.data());
+    if (level == 1) return;
+    const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
+    for (int32_t i = 0; i < next.count; ++i) next.scores[i] += whole;
+    const int64_t rest = tokens_ % c_.widths[level - 1];
+    if (!c_.is_causal && rest)
+      for (int32_t i = 0; i < next.count; ++i)
+        if (next.ids[i] == limit - 1) next.scores[i] += std::log(static_cast<float>(rest)) - whole;
+  }
+
+  // Takes `count` more rows of logits into the running softmax; they become weights.
+  void take(float* logits, int64_t count) {
+    Vec most = top_;
+    for (int64_t r = 0; r < count; ++r) most = larger(most, load(logits + r * kLanes));
+    const Vec base = most == -kInf ? Vec{} : most, factor = exponential(top_ - base);
+    Vec sum = {};
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec w = exponential(load(logits + r * kLanes) - base);
+      store(logits + r * kLanes, w);
+      sum += w;
+    }
+    total_ = total_ * factor + sum;
+    top_ = most;
+    for (int q = 0; q < lanes_; ++q) rescale(q, factor[q]);
+  }
+
+  void rescale(int q, float factor) {
+    if (factor == 1.0f) return;
+    float* o = out_ + q * c_.value_dim;
+    for (int64_t e = 0; e < c_.value_dim; e += kLanes) store(o + e, load(o + e) * factor);
+  }
+
+  void attend_blocks() {
+    float* at = b_.blocks.data();
+    if (bias_ != 0.0f)
+      for (const Segment& s : b_.closed)
+        for (int64_t block = s.first; block < s.last; ++block, at += kLanes)
+          if (members(s.level, block) > 1) store(at, load(at) + bias_);
+    at = b_.blocks.data();
+    take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
+    for (const Segment& s : b_.closed) {
+      const Table& t = tables_[s.level];
+      add_values(at, t.v(s.first), t.value_step, s.last - s.first, lanes_, out_, c_.value_dim);
+      at += (s.last - s.first) * kLanes;
+    }
+  }
+
+  void attend_tokens() {
+    const Table& t = tables_[0];
+    b_.tokens.resize(kChunk * kLanes);
+    for (const Segment& s : b_.plain) {
+      const int64_t end = c_.is_causal ? std::min(s.last, first_ + lanes_) : s.last;
+      for (int64_t from = s.first; from < end; from += kChunk) {
+        const int64_t count = std::min(kChunk, end - from);
+        float* logits = b_.tokens.data();
+        logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
+        if (c_.is_causal)
+          for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
+            for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
+        take(logits, count);
+        add_values(logits, t.v(from), t.value_step, count, lanes_, out_, c_.value_dim);
+      }
+    }
+  }
+
+  void attend_opened(int q) {
+    Opened& opened = b_.opened[q];
+    const int64_t count = opened.count, whole = (count + kLanes - 1) / kLanes * kLanes;
+    if (!count) return;
+    float* logits = opened.logits.data();
+    std::fill(logits + count, logits + whole, -kInf);
+    Vec most = splat(top_[q]);
+    for (int64_t i = 0; i < whole; i += kLanes) most = larger(most, load(logits + i));
+    float peak = -kInf;
+    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]);
+    const float base = peak == -kInf ? 0.0f : peak;
+    const float factor = exponential(splat(top_[q] - base))[0];
+    Vec sum = {};
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const Vec w = exponential(load(logits + i) - base);
+      store(logits + i, w);
+      sum += w;
+    }
+    float all = 0;
+    for (int i = 0; i < kLanes; ++i) all += sum[i];
+    total_[q] = total_[q] * factor + all;
+    top_[q] = peak;
+    rescale(q, factor);
+    int64_t from = 0;
+    for (int64_t level = c_.levels; level >= 0; --level) {
+      const int64_t to = opened.ends[c_.levels - level];
+      const Table& t = tables_[level];
+      add_rows(logits + from, t.value, t.value_step, opened.ids.data() + from, to - from, out_ + q * c_.value_dim,
+               c_.value_dim);
+      from = to;
+    }
+  }
+
+  void finish() {
+    float* lse = c_.lse + (row_ * c_.heads + head_) * c_.queries + query_row_;
+    for (int q = 0; q < lanes_; ++q) {
+      lse[q] = total_[q] > 0 ? top_[q] + std::log(total_[q]) : kInf;
+      rescale(q, total_[q] > 0 ? 1.0f / total_[q] : 0.0f);
+    }
+  }
+
+  const Call& c_;
+  Buffers& b_;
+  int64_t row_, head_, first_;
+  int lanes_;
+  int64_t tokens_, size_, low_, high_, sinks_, query_row_;
+  float bias_;
+  std::vector<Table> tables_;
+  float *across_, *along_, *out_;
+  Vec top_, total_;
+};
+
+}  // namespace
