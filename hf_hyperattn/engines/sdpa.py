@@ -8,9 +8,10 @@ therefore split into pieces that add up to it, and the products of pieces that m
     float16            x1·y1 + x1·y2 + x2·y1                              3 columns
     bfloat16           x1·y1 + x1·y2 + x2·y1 + x2·y2 + x1·y3 + x3·y1      6 columns
 
-A number that is the same for a whole row is a product with 1, and takes a column for each of its pieces. Softmax does
-not see it, but it keeps the log-sum-exp of the row small, which the backward pass needs in all its digits. V is
-padded with zeros to the width of Q and K, since kernels are slow, or missing, where the widths differ.
+A number that is the same for a whole row is not seen by softmax and left out, unless the bias's parameters are learned:
+their gradients need the log-sum-exp of the row in all its digits, and the number keeps that small. It is a product with
+1, one more column. V is padded with zeros to the width of Q and K, since kernels are slow, or missing, where the widths
+differ.
 """
 
 from __future__ import annotations
@@ -97,10 +98,14 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
         return "there are no keys"
     if n > FEW and not simply_hidden(options) and not (given and given[0].shape[-2:] == (n, m)):
         return "windows, offsets and causality beside a mask of keys need a mask of all pairs"
-    numbers = [t for p in rest for t in (*p.head, *([] if p.gate is None else [p.gate]))]
-    if dtype in MEETINGS and needs_grad(numbers):
+    if dtype in MEETINGS and needs_grad(numbers_of(rest)):
         return "half precision is too coarse for the gradients of the bias's parameters"
     return None
+
+
+def numbers_of(pieces) -> list[Tensor]:
+    """Head parameters and gates, through which gradients reach what is learned of these pieces."""
+    return [t for p in pieces for t in (*p.head, p.gate) if t is not None]
 
 
 def needs_grad(tensors: list[Tensor]) -> bool:
@@ -162,13 +167,13 @@ def dense(extra: tuple[Piece, ...], mask: Tensor | None, bias: Tensor | None) ->
 
 def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tuple[Piece, ...]):
     """Query and key with the columns of the extra pieces, the value with zeros, all of one width."""
-    columns = [columns_of(piece, scale, query.dtype) for piece in extra]
+    learned = needs_grad(numbers_of(extra))
+    columns = [columns_of(piece, scale, query.dtype, learned) for piece in extra]
     left, right = (joined(sides) for sides in zip(*columns, strict=True))
     if right.shape[1] not in (1, key.shape[1]):
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     width = max(query.shape[-1] + left.shape[-1], value.shape[-1])
-    if query.is_cuda or query.dtype in MEETINGS:  # what kernels are fast, or defined, for
-        width += -width % 8
+    width += -width % (8 if query.is_cuda or query.dtype in MEETINGS else 2)  # what kernels are fast for
     return (
         with_columns(query, left, width),
         with_columns(key, right, width),
@@ -189,20 +194,23 @@ def joined(sides: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([t.expand(batch, heads, -1, -1) for t in sides], -1)
 
 
-def columns_of(piece: Piece, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The columns of queries and keys, of `dtype`, whose product times the scale is the piece with its gate."""
+def columns_of(piece: Piece, scale: float, dtype: torch.dtype, with_row: bool) -> tuple[Tensor, Tensor]:
+    """The columns of queries and keys, of `dtype`, whose product times the scale is the piece with its gate.
+
+    Args:
+        with_row: whether the numbers of the rows are in it.
+    """
     left, right, row = piece.columns()
     gate = (1.0 if piece.gate is None else piece.gate.to(left.dtype)[:, None, None]) / scale
-    left, row, ones = left * gate, row[..., None] * gate, right.new_ones(*right.shape[:-1], 1)
+    if with_row:
+        left = torch.cat([left, row[..., None]], -1)
+        right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
+    left = left * gate
     if dtype not in MEETINGS:
-        return torch.cat([left, row], -1).to(dtype), torch.cat([right, ones], -1).to(dtype)
+        return left.to(dtype), right.to(dtype)
     pairs, count = MEETINGS[dtype], 1 + max(i for i, _ in MEETINGS[dtype])
-    lefts, rows = (pieces_of(x / BALANCE, dtype, count) for x in (left, row))
-    rights, ones = pieces_of(right * BALANCE, dtype, count), (ones * BALANCE).to(dtype)
-    return (
-        torch.cat([*(lefts[i] for i, _ in pairs), *rows], -1),
-        torch.cat([*(rights[j] for _, j in pairs), *[ones] * count], -1),
-    )
+    lefts, rights = pieces_of(left / BALANCE, dtype, count), pieces_of(right * BALANCE, dtype, count)
+    return torch.cat([lefts[i] for i, _ in pairs], -1), torch.cat([rights[j] for _, j in pairs], -1)
 
 
 def pieces_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -103,8 +103,8 @@ def test_columns_are_added_to_the_product(n, gate, pieces):
 def test_pieces_add_up_to_the_columns(dtype, size):
     """Products of the pieces keep 20 bits and more of what 8 or 11 bits would round."""
     piece = low_rank(N, M, scale=size)
-    left, right = columns_of(piece, 0.125, dtype)
-    assert left.dtype == right.dtype == dtype and left.shape[-1] == right.shape[-1] <= 16
+    left, right = columns_of(piece, 0.125, dtype, with_row=True)
+    assert left.dtype == right.dtype == dtype and left.shape[-1] == right.shape[-1] <= 18
     got = left.double() @ right.double().mT * 0.125
     assert_close(got, piece.definition(), 4e-6 * max(1.0, size**2), "logits")
 
