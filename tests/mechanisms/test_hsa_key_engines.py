@@ -134,19 +134,25 @@ def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top
         assert_close(a, b, 1e-11, name)
 
 
-def test_gradients_after_the_compiled_forward():
-    """The kernel's log-sum-exp serves the backward pass in torch."""
-    leaves = [
-        tensor(1, h, 90, 16, seed=i, dtype=torch.float32).requires_grad_() for i, h in enumerate((2, 1, 1))
-    ]
-    grads = []
-    for dtype in (torch.float32, torch.float64):
-        out, _ = key_tied(
-            *(t.to(dtype) for t in leaves), (8, 32), near=5, sinks=1, refine_top_k=1, is_causal=True
-        )
-        grads.append(torch.autograd.grad(out.double().square().sum(), leaves))
-    for name, a, b in zip("qkv", *grads, strict=True):
-        assert_close(a, b, 2e-5, name)
+@every_way
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_in_float32_near_float64(backend, seed):
+    q, k, v, sizes, rule = some_call(seed)
+    rule |= {"sink_logit": tensor(4, seed=1), "column": tensor(2, *k.shape[1:3], seed=2), "refine_top_k": 0}
+    if rule["is_causal"]:
+        rule["refine_top_k"] = [0, 1, 3, 16]
+    names = {
+        "block_bias": torch.tensor([0.0, 1.0, -2.0, 0.5]),
+        **{n: rule[n] for n in ("sink_logit", "column")},
+    }
+    grad, found = tensor(*q.shape[:3], v.shape[-1], seed=3), []
+    for dtype, way in ((torch.float64, "torch"), (torch.float32, backend)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v, *names.values())]
+        given = rule | dict(zip(names, leaves[3:], strict=True))
+        out, _ = key_tied(*leaves[:3], sizes, **given, backend=way)
+        found.append(torch.autograd.grad(out, leaves, grad.to(dtype)))
+    for name, exact, own in zip(("query", "key", "value", *names), *found, strict=True):
+        assert_close(own, exact, 1e-5 * (1 + float(exact.abs().max())), f"{name}: {sizes}, {rule}")
 
 
 def test_gradcheck():

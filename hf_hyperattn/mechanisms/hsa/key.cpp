@@ -1,5 +1,6 @@
-// Key-tied attention over windows on the CPU, float32, forward (math.md A4), and the means that it reads. Agrees with
-// windows.py; cover.py says in words what is open and what is closed. A task is one tile (key_tile.h).
+// Key-tied attention over windows on the CPU, float32, forward and backward (arXiv 2509.15448), and the means that it
+// reads. Agrees with windows.py; cover.py says in words what is open and what is closed. Work goes tile by tile
+// (key_tile.h, key_backward.h).
 
 #include <ATen/Parallel.h>
 
@@ -7,51 +8,86 @@
 #include <cstdint>
 #include <vector>
 
-#include "key_tile.h"
+#include "key_backward.h"
 
 namespace {
 
-// Tiles of one batch row: queries [from, to) are real.
+// The tiles of one batch row: queries [from, to) are real, and stand in `windows` bottom windows from `first` on.
 struct RowPlan {
-  int64_t from, to, window, tiles;
+  int64_t from, to, first, tiles;
 };
+
+int64_t bottom(const Call& c) { return c.levels ? c.widths[1] : kLanes; }
+int64_t tiles_per_window(const Call& c) { return (bottom(c) + kLanes - 1) / kLanes; }
+
+RowPlan plan_of(const Call& c, int64_t row) {
+  RowPlan p;
+  p.from = std::min(c.queries, std::max<int64_t>(0, c.starts[row] - c.offset));
+  p.to = std::max(p.from, std::min(c.queries, c.stops[row] - c.offset));
+  const int64_t place = c.offset - c.starts[row], size = bottom(c);
+  p.first = (p.from + place) / size;
+  p.tiles = p.to > p.from ? ((p.to + place - 1) / size - p.first + 1) * tiles_per_window(c) : 0;
+  return p;
+}
+
+// Calls `run(window, first position, queries)` for tile number `tile` of a row, if there are queries in it.
+template <class Run>
+void with_tile(const Call& c, const RowPlan& p, int64_t row, int64_t tile, Run run) {
+  const int64_t groups = tiles_per_window(c), size = bottom(c), place = c.offset - c.starts[row];
+  const int64_t window = p.first + tile / groups, start = window * size + tile % groups * kLanes;
+  const int64_t low = std::max(start, p.from + place);
+  const int64_t high = std::min({start + kLanes, (window + 1) * size, p.to + place});
+  if (low < high) run(window, low, static_cast<int>(high - low));
+}
+
+void clear_padding(const Call& c, const RowPlan& p, int64_t row) {
+  for (int64_t h = 0; h < c.heads; ++h)
+    for (int64_t i = 0; i < c.queries; ++i)
+      if (i < p.from || i >= p.to) {
+        const int64_t at = (row * c.heads + h) * c.queries + i;
+        std::fill(c.out + at * c.value_dim, c.out + (at + 1) * c.value_dim, 0.0f);
+        c.lse[at] = kInf;
+      }
+}
 
 }  // namespace
 
 extern "C" void hsa_key_forward(const Call* call) {
   const Call& c = *call;
-  const int64_t size = c.levels ? c.widths[1] : kLanes, groups = (size + kLanes - 1) / kLanes;
   std::vector<RowPlan> plans;
   std::vector<int64_t> first_task = {0};
   for (int64_t row = 0; row < c.batch; ++row) {
-    RowPlan p;
-    p.from = std::min(c.queries, std::max<int64_t>(0, c.starts[row] - c.offset));
-    p.to = std::max(p.from, std::min(c.queries, c.stops[row] - c.offset));
-    const int64_t position = p.from + c.offset - c.starts[row], end = p.to + c.offset - c.starts[row];
-    p.window = position / size;
-    p.tiles = p.to > p.from ? ((end - 1) / size - p.window + 1) * groups : 0;
-    plans.push_back(p);
-    first_task.push_back(first_task.back() + c.heads * p.tiles);
-    for (int64_t h = 0; h < c.heads; ++h)  // padding
-      for (int64_t i = 0; i < c.queries; ++i)
-        if (i < p.from || i >= p.to) {
-          const int64_t at = (row * c.heads + h) * c.queries + i;
-          std::fill(c.out + at * c.value_dim, c.out + (at + 1) * c.value_dim, 0.0f);
-          c.lse[at] = kInf;
-        }
+    plans.push_back(plan_of(c, row));
+    first_task.push_back(first_task.back() + c.heads * plans[row].tiles);
+    clear_padding(c, plans[row], row);
   }
   at::parallel_for(0, first_task.back(), 1, [&](int64_t begin, int64_t end) {
     Buffers buffers;
     int64_t row = 0;
     for (int64_t task = begin; task < end; ++task) {
       while (task >= first_task[row + 1]) ++row;
-      const RowPlan& p = plans[row];
-      const int64_t head = (task - first_task[row]) / p.tiles, tile = (task - first_task[row]) % p.tiles;
-      const int64_t window = p.window + tile / groups, place = c.offset - c.starts[row];
-      int64_t low = window * size + tile % groups * kLanes;
-      const int64_t high = std::min({low + kLanes, (window + 1) * size, p.to + place});
-      low = std::max(low, p.from + place);
-      if (low < high) Tile(c, buffers, row, head, window, low, static_cast<int>(high - low)).run();
+      const int64_t place = task - first_task[row], head = place / plans[row].tiles;
+      with_tile(c, plans[row], row, place % plans[row].tiles, [&](int64_t window, int64_t first, int lanes) {
+        Tile(c, buffers, row, head, window, first, lanes).run();
+      });
+    }
+  });
+}
+
+// Every task owns the gradients of one key head, so nothing is added twice at once and the order is always the same.
+extern "C" void hsa_key_backward(const Call* call, const Slopes* slopes) {
+  const Call& c = *call;
+  const int64_t group = c.heads / c.kv_heads;
+  at::parallel_for(0, c.batch * c.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    Buffers buffers;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / c.kv_heads;
+      const RowPlan p = plan_of(c, row);
+      for (int64_t tile = 0; tile < p.tiles; ++tile)
+        for (int64_t head = task % c.kv_heads * group; head < (task % c.kv_heads + 1) * group; ++head)
+          with_tile(c, p, row, tile, [&](int64_t window, int64_t first, int lanes) {
+            BackwardTile(c, *slopes, buffers, row, head, window, first, lanes).run();
+          });
     }
   });
 }

@@ -2,8 +2,8 @@
 
 `key_tied` does both. `pool` and `attend` are the two halves, for callers that keep the means of earlier windows, such
 as a cache: a new token changes one mean of every level, and `attend` reads only what the query's cover holds. Two
-implementations agree: plain torch (windows.py), and for CPU a compiled kernel (native.py, key.cpp), which leaves the
-backward pass to the first. What is not of windows, and what windows.py does not know, goes row by row (rows.py).
+implementations agree, forward and backward: plain torch (windows.py), and for CPU a compiled kernel (native.py,
+key.cpp). What is not of windows, and what these do not know, goes row by row (rows.py).
 """
 
 from __future__ import annotations

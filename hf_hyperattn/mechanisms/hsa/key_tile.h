@@ -67,7 +67,7 @@ struct Opened {
 
 // What one thread keeps between tiles.
 struct Buffers {
-  std::vector<float> blocks, tokens, queries, logits;
+  std::vector<float> blocks, tokens, queries, grads, weights;
   std::vector<Opened> opened = std::vector<Opened>(kLanes);
   Candidates here, next;
   std::vector<Segment> closed, plain;
@@ -95,20 +95,27 @@ class Tile {
   }
 
   void run() {
+    cover();
     start();
-    place();
-    read_blocks();
-    const bool refined = c_.top_k[head_] > 0 && c_.levels;
-    if (refined)
-      for (int q = 0; q < lanes_; ++q) refine(q);
     attend_blocks();
     attend_tokens();
-    if (refined)
+    if (refined())
       for (int q = 0; q < lanes_; ++q) attend_opened(q);
     finish();
   }
 
- private:
+ protected:
+  // Everything that stands in the cover, with the logits of its blocks.
+  void cover() {
+    read_queries();
+    place();
+    read_blocks();
+    if (refined())
+      for (int q = 0; q < lanes_; ++q) refine(q);
+    bias_blocks();
+  }
+
+  bool refined() const { return c_.top_k[head_] > 0 && c_.levels; }
   int64_t blocks(int64_t level) const {
     return (tokens_ + (c_.is_causal ? 0 : c_.widths[level] - 1)) / c_.widths[level];
   }
@@ -116,7 +123,7 @@ class Tile {
     return std::min(c_.widths[level], tokens_ - block * c_.widths[level]);
   }
 
-  void start() {
+  void read_queries() {
     query_row_ = first_ + c_.starts[row_] - c_.offset;
     b_.queries.assign(c_.dim * kLanes + lanes_ * c_.dim, 0.0f);
     across_ = b_.queries.data();
@@ -128,6 +135,9 @@ class Tile {
         across_[e * kLanes + lane] = x;
         along_[lane * c_.dim + e] = x;
       }
+  }
+
+  void start() {
     const float sink = c_.sink_logit ? c_.sink_logit[head_] : -kInf;
     top_ = splat(sink);
     total_ = splat(sink == -kInf ? 0.0f : 1.0f);
@@ -277,13 +287,16 @@ class Tile {
     for (int64_t e = 0; e < c_.value_dim; e += kLanes) store(o + e, load(o + e) * factor);
   }
 
+  void bias_blocks() {
+    float* at = b_.blocks.data();
+    if (bias_ == 0.0f) return;
+    for (const Segment& s : b_.closed)
+      for (int64_t block = s.first; block < s.last; ++block, at += kLanes)
+        if (members(s.level, block) > 1) store(at, load(at) + bias_);
+  }
+
   void attend_blocks() {
     float* at = b_.blocks.data();
-    if (bias_ != 0.0f)
-      for (const Segment& s : b_.closed)
-        for (int64_t block = s.first; block < s.last; ++block, at += kLanes)
-          if (members(s.level, block) > 1) store(at, load(at) + bias_);
-    at = b_.blocks.data();
     take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
     for (const Segment& s : b_.closed) {
       const Table& t = tables_[s.level];
@@ -300,14 +313,20 @@ class Tile {
       for (int64_t from = s.first; from < end; from += kChunk) {
         const int64_t count = std::min(kChunk, end - from);
         float* logits = b_.tokens.data();
-        logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
-        if (c_.is_causal)
-          for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
-            for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
+        read_tokens(from, count, logits);
         take(logits, count);
         add_values(logits, t.v(from), t.value_step, count, lanes_, out_, c_.value_dim);
       }
     }
+  }
+
+  // Logits of tokens [from, from + count), hidden ones at -inf.
+  void read_tokens(int64_t from, int64_t count, float* logits) const {
+    const Table& t = tables_[0];
+    logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
+    if (!c_.is_causal) return;
+    for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
+      for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
   }
 
   void attend_opened(int q) {

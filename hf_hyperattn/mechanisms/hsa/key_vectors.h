@@ -104,6 +104,38 @@ void add_values(const float* weights, const float* value, int64_t step, int64_t 
   for (; w < width; w += kLanes) values_columns<1>(weights, value + w, step, count, lanes, out + w, width);
 }
 
+// rows[c] += sum over q of weights[c][q] vectors[q], for `Rows` rows and 16 * `Width` columns: `add_values` transposed.
+template <int Rows, int Width>
+inline void spread_columns(const float* weights, const float* vectors, int64_t dim, int lanes, float* rows) {
+  Vec sum[Rows][Width];
+  for (int c = 0; c < Rows; ++c)
+    for (int w = 0; w < Width; ++w) sum[c][w] = load(rows + c * dim + w * kLanes);
+  for (int q = 0; q < lanes; ++q)
+#pragma GCC unroll 4
+    for (int w = 0; w < Width; ++w) {
+      const Vec v = load(vectors + q * dim + w * kLanes);
+#pragma GCC unroll 4
+      for (int c = 0; c < Rows; ++c) sum[c][w] += weights[c * kLanes + q] * v;
+    }
+  for (int c = 0; c < Rows; ++c)
+    for (int w = 0; w < Width; ++w) store(rows + c * dim + w * kLanes, sum[c][w]);
+}
+
+template <int Width>
+void spread_block(const float* weights, const float* vectors, int64_t dim, int lanes, int64_t count, float* rows) {
+  int64_t c = 0;
+  for (; c + 4 <= count; c += 4)
+    spread_columns<4, Width>(weights + c * kLanes, vectors, dim, lanes, rows + c * dim);
+  for (; c < count; ++c) spread_columns<1, Width>(weights + c * kLanes, vectors, dim, lanes, rows + c * dim);
+}
+
+// `rows` and `vectors` stand one after the other, `dim` numbers each.
+void spread(const float* weights, const float* vectors, int64_t dim, int lanes, int64_t count, float* rows) {
+  int64_t w = 0;
+  for (; w + 64 <= dim; w += 64) spread_block<4>(weights, vectors + w, dim, lanes, count, rows + w);
+  for (; w < dim; w += kLanes) spread_block<1>(weights, vectors + w, dim, lanes, count, rows + w);
+}
+
 #ifdef __AVX512F__
 // Lane i of the result is the sum over the lanes of rows[i].
 inline Vec sums_of(Vec* r) {

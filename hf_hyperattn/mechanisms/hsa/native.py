@@ -1,4 +1,4 @@
-"""The compiled kernel of key-tied attention (key.cpp): float32 on the CPU, forward only."""
+"""The compiled kernel of key-tied attention (key.cpp): float32 on the CPU, forward and backward."""
 
 from __future__ import annotations
 
@@ -38,10 +38,19 @@ class Call(ctypes.Structure):
     ]
 
 
+class Slopes(ctypes.Structure):
+    """`struct Slopes` of key_backward.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("grad", "query", "keys", "values", "rows", "block_bias", "sink_logit")
+    ]
+
+
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where there is no compiler or it is turned off."""
     here = Path(__file__).parent
-    headers = (here / f"key_{part}.h" for part in ("tile", "choice", "vectors"))
+    headers = (here / f"key_{part}.h" for part in ("backward", "tile", "choice", "vectors"))
     return native.load("hsa_key", here / "key.cpp", *headers)
 
 
@@ -72,17 +81,13 @@ def ready(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def forward(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], block_bias: Tensor | None,
-    sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int], near: list[int],
-    sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N] of a call, as `key.attend` takes it apart."""
-    width = values[0].shape[-1]
-    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
+def call_of(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
+    block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
+    near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
+) -> tuple[Call, list]:  # fmt: skip
+    """The structure that the kernel reads, and what must live as long as it."""
     extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
-    out = query.new_empty(*query.shape[:3], values[0].shape[-1])
-    lse = query.new_empty(query.shape[:3])
     arrays = [longs(v) for v in ([1, *sizes], near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
@@ -92,8 +97,51 @@ def forward(
         query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
         *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[4:]), is_causal, offset, scale,
     )  # fmt: skip
+    return call, [extras, arrays, tables]
+
+
+def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N]; `rest` as in `call_of`."""
+    width = values[0].shape[-1]
+    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
+    out = query.new_empty(*query.shape[:3], values[0].shape[-1])
+    lse = query.new_empty(query.shape[:3])
+    call, kept = call_of(query, keys, values, out, lse, *rest)
     library().hsa_key_forward(ctypes.byref(call))
+    del kept
     return out if width == out.shape[-1] else out[..., :width].contiguous(), lse
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *rest,
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
+    widths = query.shape[-1], values[0].shape[-1]
+    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
+    grad, out, lse = ready(grad).contiguous(), ready(out).contiguous(), lse.contiguous()
+    call, kept = call_of(query, keys, values, out, lse, *rest)
+    found = [query.new_zeros(t.shape) for t in (query, *keys, *values)]
+    heads = query.new_zeros(2, *query.shape[:2])
+    key_slopes, value_slopes = found[1 : 1 + len(keys)], found[1 + len(keys) :]
+    tables = [pointers(key_slopes), pointers(value_slopes), longs([t.shape[2] for t in keys])]
+    slopes = Slopes(
+        grad.data_ptr(), found[0].data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
+    )
+    library().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
+    del kept
+    cut = lambda t, width: t if t.shape[-1] == width else t[..., :width].contiguous()
+    return (
+        cut(found[0], widths[0]),
+        [cut(t, widths[0]) for t in key_slopes],
+        [cut(t, widths[1]) for t in value_slopes],
+        *heads.sum(1),
+    )
 
 
 def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:

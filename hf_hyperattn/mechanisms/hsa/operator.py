@@ -192,9 +192,18 @@ def backward(
     is_causal: bool,
     offset: int,
     scale: float,
+    backend: str,
 ) -> list[Tensor]:
-    """Gradients of all tensors, by computing every tile again in plain torch."""
+    """Gradients of all tensors, by computing every tile again."""
     call = Call.parse(tensors, extras, sizes)
+    if compiled(call.query, backend):
+        limits = span_lists(len(call.query), call.keys[0].shape[2], starts, stops)
+        query, keys, values, *heads = native.backward(
+            grad, out, lse, call.query, call.keys, call.values, call.extras.get("block_bias"),
+            call.extras.get("sink_logit"), limits, sizes, near, sinks, top_k, is_causal, offset, scale,
+        )  # fmt: skip
+        named = dict(zip(("block_bias", "sink_logit"), heads))
+        return [query, *keys, *values, *(named[name].clone() for name in call.extras)]
     buffers = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
     whole = Call.parse(buffers, extras, sizes)
     length = call.keys[0].shape[2]
@@ -239,14 +248,16 @@ def _(grad, out, lse, tensors, *_):
 
 def _save(ctx, inputs, output):
     tensors, ctx.extras, starts, stops, *rest = inputs
-    ctx.rest, ctx.starts, ctx.stops = rest[:-1], starts, stops
+    ctx.rest, ctx.starts, ctx.stops = rest, starts, stops
     ctx.save_for_backward(*output, *tensors)
 
 
 def _pullback(ctx, grad, _grad_lse):
     out, lse, *tensors = ctx.saved_tensors
     grads = backward(grad.contiguous(), out, lse, tensors, ctx.extras, ctx.starts, ctx.stops, *ctx.rest)
-    return grads, *[None] * (4 + len(ctx.rest))
+    sizes, *rest = ctx.rest
+    none = [] if not sizes else None  # the dispatcher takes an empty list for one of tensors
+    return grads, None, None, None, none, *[None] * len(rest)
 
 
 forward.register_autograd(_pullback, setup_context=_save)
