@@ -1,6 +1,7 @@
 """Hyperbolic scores inside the engines, beside what a host may bring, and where engines turn to differences."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,3 +231,37 @@ def test_float32_gradients_far_out(backend, radius, rtol):
     want = dense.softmax_average(oracle.dense_scores(*plain, scale=1.0), v)
     grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))]
     assert_gradients(*grads, rtol, ("query", "key"))
+
+
+def logits_of(score, keys, reference):
+    """The logits an engine computes, from its weights of one-hot values, given the first one of each row."""
+    weights, _ = attention(score, torch.eye(keys)[None, None], backend="blockwise")
+    logits = weights.double().log()
+    return logits - logits[..., :1] + reference[..., :1]
+
+
+def neighbours(radius, spacing, count=40):
+    """float32 points of one sphere around one direction, c = 1, scale 1."""
+    towards = tensor(16, seed=111) + tensor(count, 16, seed=112) * spacing / math.sinh(radius)
+    return at_radius(towards, radius).float()[None, None]
+
+
+def test_without_differences_the_product_is_useless_at_radius_eight():
+    """Why engines must ask: the same score, not watched."""
+    x = neighbours(8.0, 1.0)
+    exact = torch.tensor(oracle.scores(x, x, scale=1.0))
+    watched = alone(x, x, "geodesic", scale=1.0)
+    assert_close(logits_of(watched, 40, exact), exact, 1e-3, "logits")
+    assert (logits_of(replace(watched, watch=False), 40, exact) - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("radius", [4.0, 8.0])
+@pytest.mark.parametrize("spacing", [1e-3, 0.3, 2.0, 20.0])
+def test_float32_squared_lorentz_far_out(radius, spacing):
+    """Logits as far as weights tell them apart: the temperature brings the largest to 30."""
+    x = neighbours(radius, spacing)
+    exact = torch.tensor(oracle.scores(x, x, scale=1.0, distance_name="squared_lorentz"))
+    tau = max(1.0, float(exact.abs().max()) / 30)
+    got = logits_of(alone(x, x, "squared_lorentz", scale=1.0, tau=tau), 40, exact / tau) * tau
+    size = exact.abs() + exact[..., :1].abs()  # each is read beside the first one of its row
+    assert ((got - exact).abs() <= 1e-3 + 1e-5 * size + 1e-5 * tau).all()
