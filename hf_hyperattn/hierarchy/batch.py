@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .ids import checked_ids, deepened_ids, extended_ids, ids_of_tree, levels_of, tree_of_ids
-from .shapes import around, joined_tree, quadtree_ids, span_parents
-from .text import Level, checked_levels, kinds_of, text_ids
+from .growth import Growing
+from .ids import checked_ids, checked_mask, ids_of_tree, levels_of, tree_of_ids
+from .shapes import around, joined, quadtree_ids, span_parents
+from .text import Level, checked_levels, outlined
 from .tree import Tree
 from .windows import checked_sizes, window_ids, windows_tree
 
 
 @dataclass(frozen=True, eq=False)
-class Hierarchy:
+class Hierarchy(Growing):
     """Trees over the tokens of a batch. Make one with `windows`, `from_parents`, `from_segment_ids`, ...
 
     Either `trees` and `tokens` hold one entry a row, or one entry for all rows; or `sizes` says that the groups are
@@ -164,23 +165,7 @@ class Hierarchy:
         Raises:
             ValueError: an unknown level, offsets beyond the text, numbers of rows that differ.
         """
-        levels = checked_levels(levels)
-        text = [text] if isinstance(text, str) else list(text)
-        offsets = torch.as_tensor(offsets).long().cpu()
-        offsets = offsets[None] if offsets.dim() == 2 else offsets
-        if offsets.dim() != 3 or offsets.shape[2] != 2 or len(offsets) != len(text):
-            raise ValueError(
-                f"offsets have shape {tuple(offsets.shape)} for {len(text)} texts; allowed: [batch, length, 2], one "
-                "row a text"
-            )
-        length = offsets.shape[1]
-        real = torch.ones(len(text), length, dtype=torch.bool)
-        real = real if attention_mask is None else checked_mask(attention_mask, length)
-        sequence_ids = [None] * len(text) if sequence_ids is None else sequence_ids
-        rows = zip(text, offsets, real, sequence_ids, strict=True)
-        ids = [text_ids(words, places, levels, mask, numbers) for words, places, mask, numbers in rows]
-        most = max(row.shape[1] for row in ids)
-        return cls.from_ids(torch.stack([deepened_ids(row, most) for row in ids]), kinds_of(levels))
+        return cls.from_ids(*outlined(text, offsets, checked_levels(levels), attention_mask, sequence_ids))
 
     @classmethod
     def quadtree(
@@ -212,22 +197,7 @@ class Hierarchy:
         Raises:
             ValueError: no hierarchy, or numbers of rows that differ.
         """
-        found = [p if isinstance(p, int) else p.materialised for p in parts]
-        rows = sorted({p.rows for p in found if not isinstance(p, int)} - {1}) or [1]
-        if all(isinstance(p, int) for p in found) or len(rows) > 1:
-            raise ValueError(
-                f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
-            )
-        starts = [0]
-        for part in found:
-            starts.append(starts[-1] + (part if isinstance(part, int) else part.length))
-        trees, tokens = [], []
-        for row in range(rows[0]):
-            own = [p if isinstance(p, int) else p.tree(row) for p in found]
-            trees.append(joined_tree(own, kind))
-            places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in found]
-            tokens.append(torch.cat([start + place for start, place in zip(starts, places, strict=False)]))
-        return cls.of_trees(trees, tokens, starts[-1])
+        return cls.of_trees(*joined(parts, kind))
 
     @property
     def is_windows(self) -> bool:
@@ -279,56 +249,6 @@ class Hierarchy:
         ]
         return torch.stack(rows)
 
-    def fitted(self, batch: int, length: int, growing: bool = True) -> Hierarchy:
-        """The same for a call of so many rows and keys.
-
-        Rows are repeated one by one where the batch holds several of each (beams, several answers to a prompt). With
-        `growing`, new tokens at the end continue the windows, or are siblings of the last token, and slots beyond are
-        cut off: a causal host that generates has more keys than the prompt, and in chunks it has less.
-
-        Raises:
-            ValueError: the batch is no multiple of the rows, or the length differs where nothing grows.
-        """
-        if (batch, length) == (self.rows, self.length) or (self.rows == 1 and length == self.length):
-            return self
-        last = self.__dict__.get("_last_fitted")
-        if last is not None and last[0] == (batch, length):
-            return last[1]
-        if self.rows != 1 and batch % self.rows:
-            raise ValueError(
-                f"the hierarchy has {self.rows} rows, the batch {batch}; allowed: 1, or a number that divides the "
-                "batch"
-            )
-        if length != self.length and not growing:
-            raise ValueError(
-                f"the hierarchy covers {self.length} tokens, attention has {length}; allowed: equal numbers, padding "
-                "and special tokens included"
-            )
-        found = self if length == self.length else self.resized(length)
-        found = found if found.rows in (1, batch) else found.repeated(batch // found.rows)
-        self.__dict__["_last_fitted"] = ((batch, length), found)
-        return found
-
-    def repeated(self, times: int) -> Hierarchy:
-        """Every row so many times in succession."""
-        index = [row for row in range(self.rows) for _ in range(times)]
-        pick = lambda t: None if t is None else t[index]
-        if self.is_windows:
-            return replace(self, starts=pick(self.starts), stops=pick(self.stops))
-        return replace(
-            self, trees=tuple(self.trees[i] for i in index), tokens=tuple(self.tokens[i] for i in index)
-        )
-
-    def resized(self, length: int) -> Hierarchy:
-        """With so many tokens: new ones continue the last windows or groups, missing ones are cut off."""
-        if self.is_windows:
-            stops = self.stops
-            if stops is not None:
-                stops = torch.where(stops == self.length, length, stops.clamp(max=length))
-            return replace(self, length=length, stops=stops)
-        ids = self.to_ids()[:, :length]
-        return Hierarchy.from_ids(extended_ids(ids, length - self.length), self.kind_names)
-
     @property
     def kind_names(self) -> tuple[str, ...]:
         """Names of the kinds of families, "" first."""
@@ -337,17 +257,6 @@ class Hierarchy:
     def to(self, *_, **__) -> Hierarchy:
         """Itself: a hierarchy lives on the CPU, and what it gives to attention is moved there."""
         return self
-
-
-def checked_mask(mask: Tensor, length: int) -> Tensor:
-    """A padding mask as bool [B, length]."""
-    mask = torch.as_tensor(mask)
-    if mask.dim() != 2 or mask.shape[1] != length:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; allowed: [batch, {length}]")
-    real = (mask != 0).cpu()
-    if not bool(real.any(1).all()):
-        raise ValueError("attention_mask has a row without real tokens; allowed: at least one in every row")
-    return real
 
 
 def checked_tokens(tokens, tree: Tree) -> Tensor:
@@ -375,9 +284,10 @@ def as_hierarchy(value: Hierarchy | Tensor) -> Hierarchy:
             f"hierarchy is a {type(value).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
             "[batch, length, levels]"
         )
-    version = None if value.is_inference() else value._version
     known = _READ.get(value)
-    if known is None or known[0] != version:
+    # Tensors made in inference mode count no versions: those are compared with what was read.
+    version = value.clone() if value.is_inference() else value._version
+    if known is None or not (torch.equal(known[0], version) if value.is_inference() else known[0] == version):
         known = _READ[value] = (version, Hierarchy.from_ids(value))
     return known[1]
 

@@ -40,6 +40,17 @@ def checked_ids(ids: Tensor) -> Tensor:
     return ids
 
 
+def checked_mask(mask: Tensor, length: int) -> Tensor:
+    """A padding mask as bool [B, length]."""
+    mask = torch.as_tensor(mask)
+    if mask.dim() != 2 or mask.shape[1] != length:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; allowed: [batch, {length}]")
+    real = (mask != 0).cpu()
+    if not bool(real.any(1).all()):
+        raise ValueError("attention_mask has a row without real tokens; allowed: at least one in every row")
+    return real
+
+
 def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree, Tensor]:
     """The tree over the tokens of one row, ids [length, levels], that are no padding; and their indices [leaves].
 

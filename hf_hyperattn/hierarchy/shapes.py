@@ -98,3 +98,23 @@ def joined_tree(parts: Sequence[Tree | int], kind: str) -> Tree:
         kinds[place] = own[part.kinds]
         first += part.nodes - part.leaves
     return Tree.from_parents(parents, kinds, names)
+
+
+def joined(parts: Sequence, kind: str) -> tuple[list[Tree], list[Tensor], int]:
+    """Trees, tokens and length of hierarchies that follow each other; arguments as in `Hierarchy.join`."""
+    found = [p if isinstance(p, int) else p.materialised for p in parts]
+    rows = sorted({p.rows for p in found if not isinstance(p, int)} - {1}) or [1]
+    if all(isinstance(p, int) for p in found) or len(rows) > 1:
+        raise ValueError(
+            f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
+        )
+    starts = [0]
+    for part in found:
+        starts.append(starts[-1] + (part if isinstance(part, int) else part.length))
+    trees, tokens = [], []
+    for row in range(rows[0]):
+        own = [p if isinstance(p, int) else p.tree(row) for p in found]
+        trees.append(joined_tree(own, kind))
+        places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in found]
+        tokens.append(torch.cat([start + place for start, place in zip(starts, places, strict=False)]))
+    return trees, tokens, starts[-1]

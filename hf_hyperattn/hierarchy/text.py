@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .ids import KIND
+from .ids import KIND, checked_mask, deepened_ids
 from .outlines import OUTLINES
 
 #: What `levels` of `Hierarchy.from_text` holds: names of outlines, or functions as `outlines` has them.
@@ -86,6 +86,25 @@ def text_ids(
         own = torch.where(special, alone, group) if columns else torch.zeros_like(group)
         columns.append(own + KIND * kinds.index(kind))
     return torch.where(real[:, None], torch.stack(columns, 1), -1)
+
+
+def outlined(text, offsets, levels: tuple[Level, ...], attention_mask, sequence_ids) -> tuple[Tensor, tuple]:
+    """Group ids [batch, length, levels] and names of kinds; arguments as in `Hierarchy.from_text`."""
+    text = [text] if isinstance(text, str) else list(text)
+    offsets = torch.as_tensor(offsets).long().cpu()
+    offsets = offsets[None] if offsets.dim() == 2 else offsets
+    if offsets.dim() != 3 or offsets.shape[2] != 2 or len(offsets) != len(text):
+        raise ValueError(
+            f"offsets have shape {tuple(offsets.shape)} for {len(text)} texts; allowed: [batch, length, 2], one row a "
+            "text"
+        )
+    real = torch.ones(offsets.shape[:2], dtype=torch.bool)
+    real = real if attention_mask is None else checked_mask(attention_mask, offsets.shape[1])
+    sequence_ids = [None] * len(text) if sequence_ids is None else sequence_ids
+    rows = zip(text, offsets, real, sequence_ids, strict=True)
+    ids = [text_ids(words, places, levels, mask, numbers) for words, places, mask, numbers in rows]
+    most = max(row.shape[1] for row in ids)
+    return torch.stack([deepened_ids(row, most) for row in ids]), kinds_of(levels)
 
 
 def checked_second(text: Sequence[str], sequence_ids, length: int) -> Tensor:

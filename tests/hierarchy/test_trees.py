@@ -261,7 +261,11 @@ def test_a_tensor_is_read_once():
     ids[0, :3] = 0
     assert as_hierarchy(ids) is as_hierarchy(ids) and before is not as_hierarchy(ids).tree().parents
     with torch.inference_mode():
-        assert as_hierarchy(torch.zeros(1, 3, dtype=torch.long)).length == 3
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        before = as_hierarchy(ids)
+        assert as_hierarchy(ids) is before
+        ids[0, 2] = 1
+        assert as_hierarchy(ids).tree().nodes == before.tree().nodes + 1
 
 
 def test_deep_and_long_trees():
