@@ -34,7 +34,7 @@ SETTINGS = {
     "batch": 128,
     "test_pairs": 4000,
     "weight_decay": 0.01,
-    # The learning rate is chosen for every kind and size by itself, on trees that are not used again.
+    # The learning rate is chosen for every kind, depth and size by itself, on trees that are not used again.
     "search": {"seed": 100, "steps": {"full": 400, "tenth": 800}, "learning_rates": [1e-2, 3e-2]},
 }
 
@@ -52,7 +52,7 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for seed, depth, size, kind in itertools.product(
         settings["seeds"], settings["depths"], settings["sizes"], settings["kinds"]
     ):
-        rate = best_rate(settings, found, kind, size)
+        rate = best_rate(settings, found, kind, depth, size)
         do = functools.partial(train, settings, kind, depth, size, seed, rate, settings["steps"])
         yield key_of(kind, depth, size, seed), do
 
@@ -65,13 +65,10 @@ def key_of_search(kind: str, depth: int, size: str, rate: float) -> str:
     return f"search, depth {depth}, {size}, {kind}, learning rate {rate:g}"
 
 
-def best_rate(settings: dict, found: dict, kind: str, size: str) -> float:
-    """The learning rate with the best accuracy in the search, on the mean over depths."""
-
-    def accuracy(rate: float) -> float:
-        return sum(found[key_of_search(kind, d, size, rate)]["accuracy"] for d in settings["depths"])
-
-    return max(settings["search"]["learning_rates"], key=accuracy)
+def best_rate(settings: dict, found: dict, kind: str, depth: int, size: str) -> float:
+    """The learning rate with the best accuracy in the search."""
+    rates = settings["search"]["learning_rates"]
+    return max(rates, key=lambda rate: found[key_of_search(kind, depth, size, rate)]["accuracy"])
 
 
 @functools.cache

@@ -25,7 +25,7 @@ matplotlib.rcParams.update(
         "figure.facecolor": "white",
     }
 )
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#333333")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -103,23 +103,25 @@ def length(results: dict) -> Figure:
     figure, left, right = pair()
     runs, settings = results["runs"], results["settings"]
     lengths = settings["lengths"]
-    for colour, name in zip(COLOURS, settings["positions"]):
+    # Shapes and dashes: some curves lie on each other.
+    shapes = "oooXsD^"
+    for colour, shape, name in zip(COLOURS, shapes, settings["positions"]):
         of_seeds = [runs[length_experiment.key_of(name, s)]["perplexity"] for s in settings["seeds"]]
         values = [[p[str(n)] for p in of_seeds] for n in lengths]
         mean, deviation = map(statistics.mean, values), map(statistics.stdev, values)
         mean, deviation = list(mean), list(deviation)
         for axes in (left, right):
-            axes.errorbar(
-                lengths, mean, deviation, color=colour, label=name, marker="o", markersize=3, capsize=2
-            )
+            dashes = "--" if "learned" in name else "-"
+            axes.errorbar(lengths, mean, deviation, color=colour, label=name, marker=shape, markersize=4,
+                          linestyle=dashes, linewidth=1, capsize=2)  # fmt: skip
     for axes in (left, right):
         axes.set(xscale="log", xticks=lengths, xticklabels=lengths, xlabel="tokens read")
         axes.minorticks_off()
-    left.set(yscale="log", ylabel="perplexity of a byte")
+    left.set(yscale="log", ylabel="perplexity of a byte", yticks=(5, 10, 20, 30), yticklabels=(5, 10, 20, 30))
     best = [min(p.values()) for p in (runs[k]["perplexity"] for k in runs)]
     right.set_ylim(min(best) - 0.1, 1.35 * min(best))
     right.set_title("the same, cut", fontsize=9)
-    left.legend(fontsize=8)
+    right.legend(fontsize=7, loc="upper right")
     return figure
 
 

@@ -27,6 +27,7 @@ SETTINGS = {
         "ALiBi": {"alibi": True},
         "HyPE fixed, max_length 2048": {"hype": 2048, "learned": False},
         "HyPE fixed, max_length 128": {"hype": 128, "learned": False},
+        "HyPE learned, from max_length 2048": {"hype": 2048, "learned": True},
         "HyPE learned, from max_length 128": {"hype": 128, "learned": True},
     },
     "seeds": [0, 1, 2],

@@ -113,12 +113,12 @@ def depth(results: dict) -> str:
 def depth_rates(results: dict) -> str:
     """The learning rates that the search chose."""
     settings, found = results["settings"], results["runs"]
-    rows = [
-        [size]
-        + [f"{depth_experiment.best_rate(settings, found, kind, size):g}" for kind in settings["kinds"]]
-        for size in settings["sizes"]
-    ]
-    return table(["size", *settings["kinds"]], rows)
+    rows = []
+    for level in settings["depths"]:
+        for size in settings["sizes"]:
+            chosen = [depth_experiment.best_rate(settings, found, k, level, size) for k in settings["kinds"]]
+            rows.append([f"{level}, {size}", *(f"{rate:g}" for rate in chosen)])
+    return table(["depth, size", *settings["kinds"]], rows)
 
 
 def circumstances(results: dict) -> str:
