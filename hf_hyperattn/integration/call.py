@@ -12,7 +12,7 @@ from transformers.utils import output_capturing
 
 from ..engines import Options
 from ..mechanisms.base import HostCall
-from .families import is_causal_host, position_hides, reads_weights, scaling_already_applied
+from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
 from .heard import hierarchy_of
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
@@ -53,6 +53,7 @@ def host_call(
     """
     refuse_keywords(module, attention_mask, keywords)
     keywords["hierarchy"] = hierarchy_of(module, keywords)
+    first = first_key(module, attention_mask, sliding_window, query.shape[2], key.shape[2])
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
     causal = is_causal_host(module) if is_causal is None else bool(is_causal)
     hidden = causal and position_hides(module)
@@ -70,7 +71,7 @@ def host_call(
         **visibility(attention_mask, hidden, sliding_window, query.shape[2], key.shape[2]),
     )
     query = query if applied == 1.0 else query / applied
-    return HostCall(query, key, value, scale * applied, causal, options, keywords)
+    return HostCall(query, key, value, scale * applied, causal, options, keywords, first)
 
 
 def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:
@@ -129,6 +130,8 @@ def wants_weights(module: nn.Module, keywords: dict) -> bool:
         return True
     collector = getattr(output_capturing, "_active_collector", None)
     if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
-        return False  # the model's own forward does not collect, and the compiler cannot read a context variable
+        return (
+            False  # the model's own forward does not collect, and the compiler cannot read a context variable
+        )
     collected = collector.get() if collector is not None else None
     return any(key.endswith("attentions") for key in collected or ())

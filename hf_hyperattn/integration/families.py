@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
+
+from ..mechanisms.base import FirstKey
 
 #: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
 #: exceptions: the rule does not hold, or query and key share the factor.
@@ -16,6 +19,9 @@ RETURNING_WEIGHTS = ("BridgeTower",)
 
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()
+
+#: Set on masks made here: a `FirstKey`.
+FIRST = "_hyperattn_first"
 
 
 def note_masks(model: PreTrainedModel) -> None:
@@ -35,10 +41,33 @@ def family_mask(*args, config=None, **kwargs):
     """The mask that the family's stock attention gets.
 
     Bool, True = take part, or None where position says it all; for families with eager attention alone additive, and
-    None only where nothing is hidden.
+    None only where nothing is hidden. Masks say where the keys begin; where a cache has dropped some, there is one.
     """
     make = eager_mask if type(config) in MASK_SAYS_ALL else sdpa_mask
-    return make(*args, config=config, **kwargs)
+    if torch.compiler.is_compiling():
+        return make(*args, config=config, **kwargs)
+    dropped = int(kwargs.get("kv_offset", 0))
+    if dropped:
+        kwargs["allow_is_causal_skip"] = False
+    mask = make(*args, config=config, **kwargs)
+    if mask is not None:
+        setattr(mask, FIRST, FirstKey(dropped, kwargs.get("attention_mask")))
+    return mask
+
+
+def first_key(
+    module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int
+) -> FirstKey:
+    """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
+    said = None if torch.compiler.is_compiling() else getattr(mask, FIRST, None)
+    if said is not None:
+        return said
+    window = window or getattr(module, "sliding_window", None)
+    compiling = torch.compiler.is_compiling()
+    unclear = (
+        isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
+    )
+    return FirstKey(None if unclear else 0)
 
 
 def is_causal_host(module: nn.Module) -> bool:

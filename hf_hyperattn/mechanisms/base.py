@@ -39,6 +39,23 @@ class Host:
 
 
 @dataclass(frozen=True)
+class FirstKey:
+    """Which token of its row key 0 is: the cache of a sliding window drops those before.
+
+    Args:
+        index: tokens dropped; None where that cannot be told.
+        attention_mask: the model's padding mask [B, tokens so far], as far as it is known.
+    """
+
+    index: int | None = 0
+    attention_mask: Tensor | None = None
+
+
+#: Nothing is dropped.
+START = FirstKey()
+
+
+@dataclass(frozen=True)
 class HostCall:
     """One call of a host's attention.
 
@@ -50,6 +67,7 @@ class HostCall:
         is_causal: whether the host's queries see only earlier keys.
         options: masks and the rest.
         keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
+        first: where the keys begin.
     """
 
     query: Tensor
@@ -59,6 +77,7 @@ class HostCall:
     is_causal: bool
     options: Options
     keywords: dict = field(default_factory=dict)
+    first: FirstKey = START
 
 
 @dataclass(frozen=True)

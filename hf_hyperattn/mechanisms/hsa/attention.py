@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import DOT, Options, PairScore, Piece, repeat_heads
 from ...hierarchy import Hierarchy
-from ...hierarchy.batch import as_hierarchy
+from ..base import START, FirstKey
 from .both import both
 from .config import Rule
 from .key import attend, key_tied
 from .levels import Levels
-from .padding import real_tokens
+from .masks import (
+    hierarchy_for,
+    last_seen,
+    padding_of,
+    real_of,
+    restricted,
+    says_all,
+    without_first,
+)
 from .store import Store
 
-#: What `real_tokens` and `last_seen` said of masks that are alive: all layers of a model share one.
-_SEEN, _STOPS = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks besides its score, values and masks; arguments of `hierarchical`."""
+
+    hierarchy: Hierarchy | Tensor | tuple[int, ...]
+    rule: Rule
+    is_causal: bool
+    backend: str = "auto"
+    weights: bool = False
+    store: Store | None = None
+    first: FirstKey = START
 
 
 def hierarchical(
@@ -34,6 +50,7 @@ def hierarchical(
     backend: str = "auto",
     weights: bool = False,
     store: Store | None = None,
+    first: FirstKey = START,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(S')·V with logits tied over blocks of the hierarchy.
 
@@ -47,72 +64,99 @@ def hierarchical(
         backend: "auto", or with tying="key" one of `key.BACKENDS`.
         weights: also return the attention weights [B, H, N, M].
         store: the cache's, where keys and values come from one; its means are used where the call allows it.
+        first: which token key 0 is, where the cache of a sliding window has dropped some.
 
     Returns:
         The output [B, H, N, dv], and the weights or None, in the working dtype.
 
     Raises:
-        ValueError: a score, softcap, mask, or dropout that the tying does not allow.
+        ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
     """
     query, key = linear_features(score)
     if options.softcap is not None:
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
         )
-    stop = last_seen(options.mask, key.shape[2], is_causal)
+    if first.index is None:
+        raise ValueError(
+            "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
+            "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
+        )
+    asked = Asked(hierarchy, rule, is_causal, backend, weights, store, first)
+    if torch.compiler.is_compiling():
+        from . import compiled  # it calls this module
+
+        if compiled.wanted(options, asked):
+            return compiled.run(query, key, value, options, asked)
+    plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
+    return tied(query, key, value, options, asked if plain else replace(asked, store=None))
+
+
+def tied(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, asked: Asked
+) -> tuple[Tensor, Tensor | None]:
+    """`hierarchical` for features whose plain product is the score."""
+    rule, n, causal, dropped = asked.rule, query.shape[2], asked.is_causal, asked.first.index
+    stop = last_seen(options.mask, key.shape[2], causal)
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
-    mask = mask if mask is None or stop == options.mask.shape[-1] else mask[..., :stop]
-    options = replace(options, mask=mask)
-    hierarchy = hierarchy_for(hierarchy, len(query), stop, is_causal)
-    real = None if mask is None else padding_of(mask, query.shape[2], is_causal)
-    if real is not None:
-        hierarchy = restricted(hierarchy, real)
+    mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
+    hierarchy = hierarchy_for(asked.hierarchy, len(query), dropped + stop, causal)
+    says = says_all(options, causal)
+    real = None if mask is None or dropped else padding_of(mask, n, says)
+    outside = real_of(asked.first, dropped + stop) if real is None and mask is not None else None
+    if real is not None or outside is not None:
+        hierarchy = restricted(hierarchy, outside if real is None else real)
     if rule.tying == "both":
-        return tied_both(query, key, value, options, hierarchy, rule, real, weights)
+        return tied_both(query, key, value, replace(options, mask=mask), hierarchy, rule, real, asked.weights)
+    if dropped:
+        hierarchy, without_sinks = without_first(hierarchy, dropped, _most(rule.sinks))
+        rule = replace(rule, sinks=0) if without_sinks else rule
     mask = mask if real is None else None
-    offset = offset_of(options, query.shape[2], key.shape[2], real is not None, is_causal)
-    if store is not None and not weights and mask is None and backend != "rows":
-        levels = kept_levels(store, score, options, hierarchy, real, offset)
+    offset = stop - n if says else options.offset
+    ask = dict(near=rule.near, sinks=rule.sinks, refine_top_k=rule.refine_top_k, block_bias=rule.block_bias)
+    ask |= dict(offset=offset, scale=1.0, sink_logit=options.sinks, backend=asked.backend)
+    if (
+        asked.store is not None
+        and mask is None
+        and not (dropped or asked.weights)
+        and asked.backend != "rows"
+    ):
+        levels = kept_levels(asked.store, options, hierarchy, key, real, offset + n)
         if levels is not None:
-            asked = dict(
-                near=rule.near, sinks=rule.sinks, refine_top_k=rule.refine_top_k, block_bias=rule.block_bias
-            )
-            asked |= dict(is_causal=True, offset=offset, scale=1.0, sink_logit=options.sinks, backend=backend)
-            return attend(query, levels, **asked), None
+            return attend(query, levels, is_causal=True, **ask), None
     return key_tied(
         query,
         key,
         value,
         hierarchy,
-        near=rule.near,
-        sinks=rule.sinks,
-        refine_top_k=rule.refine_top_k,
-        block_bias=rule.block_bias,
-        is_causal=is_causal and mask is None,
-        offset=offset,
-        scale=1.0,
-        sink_logit=options.sinks,
+        is_causal=causal and (mask is None or options.is_causal),
         window=options.window,
         mask=mask,
-        bias=options.bias,
+        bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
         dropout_p=options.dropout_p,
-        weights=weights,
-        backend=backend,
+        weights=asked.weights,
+        **ask,
     )
 
 
+def _most(value) -> int:
+    return max(value) if isinstance(value, tuple) else value
+
+
 def kept_levels(
-    store: Store, score: PairScore, options: Options, hierarchy: Hierarchy, real: Tensor | None, offset: int
+    store: Store, options: Options, hierarchy: Hierarchy, key: Tensor, real: Tensor | None, end: int
 ) -> Levels | None:
-    """The means that a cache keeps, where they are what this call is about: None for scores with further features,
-    other trees than windows, and everything that windows do not know.
+    """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
+    everything that windows do not know.
+
+    Args:
+        end: one past the last query's token.
     """
-    length, queries = store.exact[0].length, score.query.shape[2]
-    plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
+    length = store.exact[0].length
     windowed = options.window is not None and options.window < length
-    if not plain or windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
+    if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
         return None
-    if score.key.shape[2] != length or offset + queries != length or torch.is_grad_enabled():
+    if key.shape[2] != length or end != length or torch.is_grad_enabled():
         return None
     starts = None
     if real is not None and not bool(real.all()):
@@ -178,72 +222,3 @@ def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
     if piece.gate is not None:
         left = left * piece.gate.to(left.dtype)[:, None, None]
     return left.to(dtype).expand(-1, heads, -1, -1), right.to(dtype)
-
-
-def hierarchy_for(
-    hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
-) -> Hierarchy:
-    """What the caller gave, for a call of so many rows and keys."""
-    if isinstance(hierarchy, tuple):
-        return windows(keys, hierarchy)
-    return as_hierarchy(hierarchy).fitted(batch, keys, growing=is_causal)
-
-
-@lru_cache(maxsize=16)
-def windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
-    """Windows without padding; one object for all layers, since what is worked out for it is kept with it."""
-    return Hierarchy.windows(length, sizes)
-
-
-def last_seen(mask: Tensor | None, keys: int, is_causal: bool) -> int:
-    """How many keys there are so far; behind them a static cache has slots that are not filled yet."""
-    if mask is None or not is_causal or mask.shape[-1] != keys:
-        return keys
-    known = _STOPS.get(mask)
-    if known is None:
-        seen = (
-            (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-            .flatten(0, 2)
-            .any(0)
-        )
-        known = _STOPS[mask] = int((seen * torch.arange(1, keys + 1, device=mask.device)).max()) or keys
-    return known
-
-
-def padding_of(mask: Tensor, queries: int, is_causal: bool) -> Tensor | None:
-    """Bool [B, M], the keys that are no padding; None where the mask hides something else too."""
-    known = _SEEN.get(mask)
-    if known is None or known[:2] != (queries, is_causal):
-        try:
-            real = real_tokens(mask, queries, is_causal)
-        except ValueError:
-            real = None
-        known = _SEEN[mask] = (queries, is_causal, real)
-    return known[2]
-
-
-def restricted(hierarchy: Hierarchy, real: Tensor) -> Hierarchy:
-    """The hierarchy over the real tokens alone; one that was made for this padding is kept as it is."""
-    last = hierarchy.__dict__.get("_last_restricted")
-    if last is not None and last[0] is real:
-        return last[1]
-    real_cpu = real.cpu()
-    if hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None:
-        whole = bool(real_cpu.all())
-        found = hierarchy if whole else Hierarchy.windows(hierarchy.length, hierarchy.sizes, real_cpu)
-    else:
-        ids = hierarchy.to_ids()
-        ids = ids.expand(len(real_cpu), -1, -1) if len(ids) == 1 else ids
-        padded = (ids[..., 0] < 0) != ~real_cpu
-        found = hierarchy
-        if bool(padded.any()):
-            found = Hierarchy.from_ids(ids.masked_fill(~real_cpu[..., None], -1), hierarchy.kind_names)
-    hierarchy.__dict__["_last_restricted"] = (real, found)
-    return found
-
-
-def offset_of(options: Options, queries: int, keys: int, padded: bool, is_causal: bool) -> int:
-    """Which token query 0 is: without a mask the first, as in SDPA, except for a single step, which is the last."""
-    if padded or (is_causal and queries == 1 and not options.is_causal):
-        return keys - queries
-    return options.offset

@@ -61,7 +61,8 @@ class HsaLayer(MechanismLayer):
             rule=rule,
             is_causal=call.is_causal,
             weights=weights,
-            store=getattr(call.key, STORE, None),
+            store=None if torch.compiler.is_compiling() else getattr(call.key, STORE, None),
+            first=call.first,
         )
         if gate is None:
             return tied
