@@ -352,6 +352,21 @@ def test_under_autocast_the_columns_stay_float32():
     torch.testing.assert_close(got.float(), exact, atol=3e-2, rtol=0)
 
 
+def test_patched_models_compile_into_one_graph_and_export():
+    """Positions come out of the mask without a look at its values."""
+    torch._dynamo.reset()
+    model = patch_model(llama(num_hidden_layers=1), HypeConfig(max_length=64))
+    perturb(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for inputs in (FAMILIES["llama"][1](), {"input_ids": ids_of(model, length=17)}):
+        inputs["use_cache"] = False
+        assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
+    length = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}, "use_cache": None}
+    given = {"input_ids": ids_of(model), "use_cache": False}
+    exported = torch.export.export(model, (), given, dynamic_shapes=length).module()
+    assert difference(run(model, inputs), run(exported, inputs)) <= 1e-5
+
+
 # Beside other mechanisms.
 
 SCORES = {
