@@ -74,8 +74,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
 
 def suits(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether `auto` takes this engine: it can, and with a kernel that stores no N x M matrix."""
-    on_cpu = value.device.type == "cpu"
-    return hindrance(score, value, options) is None and not (on_cpu and options.dropout_p)
+    device = value.device.type
+    lean = device == "cuda" or (device == "cpu" and not options.dropout_p)
+    return lean and hindrance(score, value, options) is None
 
 
 def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:

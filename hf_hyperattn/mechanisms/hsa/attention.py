@@ -213,7 +213,9 @@ def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
     elif piece.features is not None:
         left, right = piece.features()
     elif piece.columns is not None:
-        left, right = piece.columns()
+        left, right, row = piece.columns()
+        left = torch.cat([left, row[..., None]], -1)
+        right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
     else:
         raise ValueError(
             f"hsa cannot be composed with the score {piece.term.name!r}, which is not linear in features of the key; "

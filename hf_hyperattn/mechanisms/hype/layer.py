@@ -45,15 +45,12 @@ class HypeLayer(MechanismLayer):
 
     def start(self, form: str, heads: int, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
         """mu and tau as they stand, [H] or, where they are one number and not learned, [1]."""
+        starts = (torch.tensor(x, dtype=dtype, device=device) for x in self.config.start(form, heads))
+        logs = self.log_mu, self.log_tau
         mu, tau = (
-            torch.tensor(numbers, dtype=torch.float64, device=device)
-            for numbers in self.config.start(form, heads)
+            x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True)
         )
-        mu, tau = (
-            x if log is None else x * torch.exp(log.double())
-            for x, log in ((mu, self.log_mu), (tau, self.log_tau))
-        )
-        return mu.to(dtype), tau.to(dtype)
+        return mu, tau
 
     def identical(self) -> bool:
         return self.mode == "blend" and not bool(self.gate.any())
