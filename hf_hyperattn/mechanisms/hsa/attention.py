@@ -73,6 +73,7 @@ def hierarchical(
         ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
     """
     query, key = linear_features(score)
+    value = repeat_heads(value, key.shape[1])  # a piece may have keys of its own for every query head
     if options.softcap is not None:
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
