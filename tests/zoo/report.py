@@ -3,6 +3,8 @@
 import collections
 import re
 
+from tests.zoo.patched import PATCHES
+
 VERDICTS = {
     "works": "loads by name, and every check that applies holds",
     "patched only": "refused by name for a part out of reach; `patch_model` changes the rest, and those checks hold",
@@ -17,18 +19,20 @@ ORDINARY = ("does not generate",)  # not worth a note
 HEAD = """# Compatibility
 
 Written by `make zoo`, which builds a tiny random model of every model type of the installed Transformers and checks
-it with cone attention: transformers {transformers}, torch {torch}, Python {python}, on a CPU, in float32.
+it with {patches}, each by itself: transformers {transformers}, torch {torch}, Python {python}, on a CPU, in float32.
 
 {columns}
 
 `-` means that the check does not apply; the note says why unless the model just does not generate. Composite models
 that accept text alone are checked with text alone; "2 of 4 hosts ran" then tells that some attention modules, such
-as those of a vision tower, were patched but not run. "as before" lists attention modules inside a model that works
-which compute what they always did: pooling heads, linear and deformable attention, and the like.
+as those of a vision tower, were patched but not run. "refused" names a mechanism that says of itself, in one line, that
+it has no meaning for such a module, as Hierarchical Self-Attention says of logits with a softcap; that tying both
+sides ("hsa, both") is for bidirectional attention alone is not noted. "as before" lists attention modules inside a
+model that works which compute what they always did: pooling heads, linear and deformable attention, and the like.
 """
 COLUMNS = {
     "by name": '`from_config(..., attn_implementation="cone")` works, our function is called, outputs are finite',
-    "identity": "right after `patch_model`, with each mechanism, outputs are the stock ones to 1e-5 of their "
+    "identity": "right after `patch_model` outputs are the stock ones to 1e-5 of their "
     "magnitude, with and without gradients",
     "gradients": "every added parameter of an attention module that ran gets a finite gradient",
     "unpatch": "`unpatch_model` restores classes, state-dict keys and values, configs and hooks; outputs are bitwise "
@@ -55,7 +59,7 @@ def page(results, versions):
     """The whole page, as Markdown."""
     kinds = list(dict.fromkeys(kind for kind, _ in results))
     lines = [
-        HEAD.format(columns=columns(), **versions),
+        HEAD.format(columns=columns(), patches=", ".join(PATCHES), **versions),
         "## Totals",
         "",
         "| | " + " | ".join(AUTO[k] for k in kinds) + " | meaning |",
