@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..mechanisms.hsa.store import STORE, Store
+from ..mechanisms.hsa.layer import HsaLayer
+from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
+from .records import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `Store`, which attention finds on the key tensor that `update` returns."""
+    """The cache of one layer: a `Store`, which attention finds on the key tensor that `update` returns.
+
+    Args:
+        keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
+            returns are placeholders, NaN, of the length that masks are made for.
+    """
+
+    def __init__(self, keep: Keep | None = None):
+        super().__init__()
+        self.keep = keep
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = Store(key_states, value_states)
+        self.store = Store(key_states, value_states, self.keep)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -31,9 +42,15 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (grown.view() for grown in self.store.tokens)
+        self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
         setattr(self.keys, STORE, self.store)
         return self.keys, self.values
+
+    def _shown(self, grown: Growing) -> Tensor:
+        if self.keep is None:
+            return grown.view()
+        room = grown.room
+        return room.new_full((), float("nan")).expand(*room.shape[:2], grown.length, room.shape[3])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""
@@ -79,10 +96,54 @@ class HierarchicalCache(DynamicCache):
 
     Args:
         config: of the model, or the model itself; needed where layers are not all alike.
+        evict: forget keys that no later token can see, so that memory is O(near + windows of the largest size). For a
+            model all of whose layers are patched with HSA alone, mode="replace", and refine_top_k=0.
+
+    Raises:
+        ValueError: `evict` for a model that would read what is forgotten.
     """
 
-    def __init__(self, config=None):
+    def __init__(self, config=None, evict: bool = False):
         super().__init__(config=getattr(config, "config", config))
+        if evict:
+            if self.layer_class_to_replicate is not None:
+                raise ValueError(
+                    f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
+                )
+            kept = keeps(config, [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer])
+            self.layers = [HierarchicalLayer(kept[i]) if i in kept else x for i, x in enumerate(self.layers)]
+            return
         self.layers = [HierarchicalLayer() if type(x) is DynamicLayer else x for x in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = HierarchicalLayer
+
+
+def keeps(model, layers: list[int]) -> dict[int, Keep]:
+    """What each of these layers of a patched model has to keep.
+
+    Raises:
+        ValueError: one that reads all keys.
+    """
+    hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
+    found = {getattr(host, "layer_idx", None): _keep(inner(host.hyper), host) for _, host in hosts}
+    for index in layers:
+        if found.get(index) is None:
+            raise ValueError(
+                f"HierarchicalCache(evict=True) cannot serve layer {index}, which reads all keys; allowed: a model all "
+                "of whose layers are patched with HsaConfig(refine_top_k=0) alone, tying='key', mode='replace'"
+            )
+    return {index: found[index] for index in layers}
+
+
+def _keep(hyper, host) -> Keep | None:
+    """What a host needs; None for one that reads all keys."""
+    layers = hyper.layers()
+    if len(layers) != 1 or not isinstance(layers[0], HsaLayer):
+        return None
+    (layer,) = layers
+    most = lambda x: max(x) if isinstance(x, tuple) else x
+    rule = layer.config.rule(True, hyper.heads, type(host).__name__) if layer.config.tying != "both" else None
+    alone = layer.mode == "replace" and layer.heads is None and layer.config.windows
+    if rule is None or not alone or most(rule.refine_top_k):
+        return None
+    return Keep(layer.config.windows, most(rule.near), most(rule.sinks))

@@ -12,6 +12,7 @@ from ...hierarchy import Hierarchy
 from ..base import START, FirstKey
 from .both import both
 from .config import Rule
+from .kept import attend_kept
 from .key import attend, key_tied
 from .levels import Levels
 from .masks import (
@@ -28,7 +29,10 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks besides its score, values and masks; arguments of `hierarchical`."""
+    """What a call asks besides its score, values and masks; arguments of `hierarchical`.
+
+    `forgets`: whether the cache has not kept all keys; those of the call then are placeholders.
+    """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
     rule: Rule
@@ -37,6 +41,7 @@ class Asked:
     weights: bool = False
     store: Store | None = None
     first: FirstKey = START
+    forgets: bool = False
 
 
 def hierarchical(
@@ -90,7 +95,8 @@ def hierarchical(
         if compiled.wanted(options, asked):
             return compiled.run(query, key, value, options, asked)
     plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
-    return tied(query, key, value, options, asked if plain else replace(asked, store=None))
+    forgets = store is not None and store.keep is not None
+    return tied(query, key, value, options, replace(asked, store=store if plain else None, forgets=forgets))
 
 
 def tied(
@@ -123,8 +129,16 @@ def tied(
         and asked.backend != "rows"
     ):
         levels = kept_levels(asked.store, options, hierarchy, key, real, offset + n)
+        if levels is not None and asked.store.forgetful:
+            del ask["backend"], ask["refine_top_k"]
+            return attend_kept(query, asked.store, **ask), None
         if levels is not None:
             return attend(query, levels, is_causal=True, **ask), None
+    if asked.forgets:
+        raise ValueError(
+            "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
+            "mask, no gradients, no attention weights; or evict=False"
+        )
     return key_tied(
         query,
         key,
@@ -158,6 +172,8 @@ def kept_levels(
     if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
         return None
     if key.shape[2] != length or end != length or torch.is_grad_enabled():
+        return None
+    if store.keep is not None and store.keep.sizes != hierarchy.sizes:
         return None
     starts = None
     if real is not None and not bool(real.all()):

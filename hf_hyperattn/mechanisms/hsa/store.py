@@ -6,6 +6,8 @@ means up to date costs O(1) a token, and no tensor is copied whole for each.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,37 +17,76 @@ from .levels import Levels
 #: Set on the key tensor that a cache hands to attention: the `Store` it comes from.
 STORE = "_hyperattn_store"
 
+#: How many tokens can be taken back from a cache that forgets, as assisted decoding does.
+TAKEN_BACK = 64
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a cache that forgets has to keep, for heads that refine nothing.
+
+    Args:
+        sizes: windows, bottom first, at least one.
+        near, sinks: the most that a head asks for.
+    """
+
+    sizes: tuple[int, ...]
+    near: int
+    sinks: int
+
 
 class Growing:
-    """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token."""
+    """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token.
+
+    Once some are forgotten it holds the first few, `head`, and those from `base` on.
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
-        self.length = 0
+        self.length = self.base = 0
         self.room = like.new_empty((*like.shape[:2], 0, like.shape[3]), dtype=dtype or like.dtype)
+        self.head = self.room
 
     def view(self) -> Tensor:
-        """What there is so far."""
-        return self.room[:, :, : self.length]
+        """What there is so far, from `base` on."""
+        return self.room[:, :, : self.length - self.base]
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """All that is held [B, H, n, e], and the place of each, int64 [n]."""
+        first = torch.arange(self.head.shape[2], device=self.room.device)
+        rest = torch.arange(self.base, self.length, device=self.room.device)
+        return torch.cat([self.head, self.view()], 2), torch.cat([first, rest])
 
     def extend(self, length: int) -> None:
         """Make it so long; what is new holds nothing in particular."""
-        if length > self.room.shape[2]:
-            grown = self.room.new_empty(
-                (*self.room.shape[:2], max(length, 2 * self.length), self.room.shape[3])
-            )
-            grown[:, :, : self.length] = self.view()
-            self.room = grown
+        held = length - self.base
+        if held > self.room.shape[2]:
+            now = self.view()
+            room = max(held, 2 * now.shape[2])
+            self.room = now.new_empty((*now.shape[:2], room, now.shape[3]))
+            self.room[:, :, : now.shape[2]] = now
         self.length = length
 
     def append(self, new: Tensor) -> None:
         """Add tokens [B, H, n, e]."""
-        start = self.length
-        self.extend(start + new.shape[2])
-        self.room[:, :, start : self.length] = new
+        start = self.length - self.base
+        self.extend(self.length + new.shape[2])
+        self.room[:, :, start : start + new.shape[2]] = new
+
+    def forget(self, first: int, head: int) -> None:
+        """Forget those before `first` but the first `head`, if that frees half of the room or more."""
+        gone = first - self.base
+        if 2 * gone < self.length - self.base:
+            return
+        keep = max(0, min(head, first) - self.base)
+        if keep:
+            self.head = torch.cat([self.head, self.room[:, :, :keep]], 2)
+        self.room = self.room[:, :, gone : self.length - self.base].clone()
+        self.base = first
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch."""
-        self.room = self.view()[rows.to(self.room.device)]
+        rows = rows.to(self.room.device)
+        self.room, self.head = self.view()[rows], self.head[rows]
 
 
 class Store:
@@ -54,11 +95,15 @@ class Store:
     Args:
         key: [B, Hkv, n, d] and
         value: [B, Hkv, n, dv]: what the first tokens look like; nothing is added yet.
+        keep: what to keep where the rest may be forgotten; None: all.
     """
 
-    def __init__(self, key: Tensor, value: Tensor):
-        self.tokens = Growing(key), Growing(value)
+    def __init__(self, key: Tensor, value: Tensor, keep: Keep | None = None):
+        self.keep, self.safe = keep, 0  # no less than `safe` tokens may be left of them
         half = working_dtype(key) != key.dtype
+        dtype = working_dtype(key) if keep is not None else None
+        self.tokens = Growing(key, dtype), Growing(value, dtype)
+        half = half and keep is None
         # means and logits are float32: half precision is kept in both, so that no step converts what it has converted
         self.exact = (Growing(key, torch.float32), Growing(value, torch.float32)) if half else self.tokens
         self.sizes: tuple[int, ...] = ()
@@ -66,8 +111,15 @@ class Store:
         self.means: list[tuple[Growing, Growing]] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
 
+    @property
+    def forgetful(self) -> bool:
+        """Whether something is forgotten already."""
+        return any(t.base for pair in (self.tokens, *self.means) for t in pair)
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
+        if self.keep is not None and self.counts:
+            self._forget()
         for pair in {id(p): p for p in (self.tokens, self.exact)}.values():
             for grown, new in zip(pair, (key, value), strict=True):
                 grown.append(new)
@@ -93,25 +145,44 @@ class Store:
         keys, values = ((t.view(), *(m[i].view() for m in self.means)) for i, t in enumerate(self.exact))
         return Levels(sizes, keys, values, starts)
 
+    def _forget(self) -> None:
+        """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
+
+        What such a query sees below the top level has a parent that is open, which is a range round it, or holds one
+        of the first tokens.
+        """
+        safe = self.exact[0].length - TAKEN_BACK
+        starts = [0] if self.starts is None else self.starts.tolist()
+        levels = list(zip((self.exact, *self.means), (1, *self.sizes), self.sizes, strict=False))
+        for level, (pair, width, parent) in enumerate(levels):
+            first, head = [], []
+            for start in starts:
+                window = max(0, safe - start) // self.sizes[0] * self.sizes[0]
+                open_from = max(0, window - max(self.keep.near, 1) + 1) // parent * parent
+                front = -(-self.keep.sinks // parent) * parent
+                shift = start if level == 0 else 0
+                first.append(shift + open_from // width)
+                head.append(shift + front // width)
+            if safe > max(starts):
+                self.safe = max(self.safe, safe)
+                for grown in pair:
+                    grown.forget(min(first), max(head))
+
     def _complete(self, level: int, below: tuple[Growing, Growing], width: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""
         counts = self._counts(self.sizes[level])
         before, self.counts[level] = self.counts[level], counts
         if counts == before:
             return
-        branching = self.sizes[level] // width
+        branching, base = self.sizes[level] // width, below[0].base
         first = [0] * len(counts) if width > 1 or self.starts is None else self.starts.tolist()
         for mean, parts in zip(self.means[level], below, strict=True):
             mean.extend(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
-                inside = slice(start + done * branching, start + count * branching)
-                new = (
-                    parts.room[row, :, inside].unflatten(1, (count - done, branching))
-                    if count > done
-                    else None
-                )
-                if new is not None:
-                    mean.room[row, :, done:count] = new.mean(2)
+                inside = slice(start + done * branching - base, start + count * branching - base)
+                if count > done:
+                    new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
+                    mean.room[row, :, done - mean.base : count - mean.base] = new.mean(2)
 
     def _counts(self, size: int) -> list[int]:
         rows, length = len(self.exact[0].room), self.exact[0].length
@@ -119,7 +190,16 @@ class Store:
         return [max(0, length - start) // size for start in starts]
 
     def crop(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
+        """Forget all tokens but the first `length`.
+
+        Raises:
+            ValueError: more is to be taken back than a cache that forgets can.
+        """
+        if length < self.safe:
+            raise ValueError(
+                f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.safe}; allowed: at "
+                f"most {TAKEN_BACK} tokens at once, or evict=False"
+            )
         for grown in (*self.tokens, *self.exact):
             grown.length = min(grown.length, length)
         for level, size in enumerate(self.sizes):
