@@ -400,6 +400,25 @@ def test_it_is_added_to_any_score(other, mode, causal):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_key_tied_attention_takes_its_columns(family):
+    """With everything near it is HyPE alone; with windows, caches and padding make no difference."""
+    near, tied = (
+        patch_model(
+            model_of(family, "eager"), HypeConfig(**STEEP), ha.HsaConfig(windows=(2,), **how), mode="replace"
+        )
+        for how in (dict(near=100), dict(near=2, sinks=1, refine_top_k=1))
+    )
+    inputs = {"input_ids": ids_of(near)}
+    torch.testing.assert_close(logits(near, **inputs), logits(steep(family), **inputs), atol=1e-5, rtol=0)
+    assert (logits(tied, **inputs) - logits(near, **inputs)).abs().max() > 1e-4
+    plain = generate(tied, inputs, use_cache=False)
+    assert torch.equal(generate(tied, inputs), plain)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), inputs["input_ids"]], 1)
+    mask = (torch.arange(12) >= 3).long().repeat(2, 1)
+    assert torch.equal(generate(tied, {"input_ids": padded, "attention_mask": mask})[:, 3:], plain)
+
+
 def test_softcap_and_sinks_come_before_the_bias_and_stay():
     """gemma2's cap is on the dot product alone; gpt_oss's sinks take part in the softmax."""
     host = Host("host", heads=4, kv_heads=4, is_causal=True, is_cross=False, layer_index=0)
