@@ -21,7 +21,7 @@ def number(value: float | None) -> str:
     """Three digits that matter, "-" for none."""
     if value is None:
         return "-"
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and not 1e-2 <= abs(value) < 1e5:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
     digits = max(0, 2 - len(str(int(abs(value)))) + (abs(value) < 1) + 1)
     return f"{value:,.{digits}f}"
