@@ -1,7 +1,7 @@
 // Gradients of one tile: the cover and its logits are computed again, the weights come from the saved log-sum-exp.
 //
-// With P the weights, g the output's gradient and delta = g·out: dV = Pᵀ·g, dS = P (g·Vᵀ - delta), dQ = dS·K, dK = dSᵀ·Q.
-// Which blocks are closed has no gradient.
+// With P the weights, g the output's gradient and delta = g·out: dV = Pᵀ·g, dS = P (g·Vᵀ - delta), dQ = dS·K,
+// dK = dSᵀ·Q. Which blocks are closed has no gradient.
 #pragma once
 
 #include "key_tile.h"

@@ -1,9 +1,9 @@
 // One tile of key-tied attention: up to 16 queries of one bottom window and one head.
 //
-// The queries lie across the 16 lanes of a vector, so keys and values are read as they stand, row by row, and the softmax
-// runs down the columns without sums across lanes. Closed blocks first (refinement needs all their logits), then
-// refinement query by query, then the tokens near by and the sinks in chunks, with a running maximum. What refinement
-// opens differs from query to query; its rows are read straight from the tables.
+// The queries lie across the 16 lanes of a vector, so keys and values are read as they stand, row by row, and the
+// softmax runs down the columns without sums across lanes. Closed blocks first (refinement needs all their logits),
+// then refinement query by query, then the tokens near by and the sinks in chunks, with a running maximum. What
+// refinement opens differs from query to query; its rows are read straight from the tables.
 #pragma once
 
 #include <algorithm>

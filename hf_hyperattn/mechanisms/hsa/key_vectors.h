@@ -16,12 +16,20 @@ typedef int32_t LooseIntVec __attribute__((vector_size(64), aligned(4), may_alia
 constexpr int kLanes = 16;
 constexpr IntVec kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr float kInf = std::numeric_limits<float>::infinity();
-#ifdef __AVX512F__
-constexpr int kKeys = 16;  // accumulators of the product with keys: one register each
+// One register, and the sums that the products keep in registers at once: keys, or rows by columns.
+#if defined(__AVX512F__)
+constexpr int kReg = 16, kKeys = 16, kRows = 4, kWide = 4;
+#elif defined(__AVX__)
+constexpr int kReg = 8, kKeys = 4, kRows = 4, kWide = 2;
 #else
-constexpr int kKeys = 4;
+constexpr int kReg = 4, kKeys = 2, kRows = 4, kWide = 2;
 #endif
+constexpr int kParts = kLanes / kReg;
+typedef float Reg __attribute__((vector_size(4 * kReg)));
+typedef float LooseReg __attribute__((vector_size(4 * kReg), aligned(4), may_alias));
 
+inline Reg load_reg(const float* p) { return *reinterpret_cast<const LooseReg*>(p); }
+inline void store_reg(float* p, Reg v) { *reinterpret_cast<LooseReg*>(p) = v; }
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec splat(float x) { return Vec{} + x; }
@@ -50,90 +58,78 @@ inline Vec exponential(Vec x) {
 // logits[c][lane] for `Keys` rows of a table.
 template <int Keys>
 inline void keys_times_queries(const float* key, int64_t step, const float* queries, int64_t dim, float* logits) {
-  Vec sum[Keys] = {};
-  for (int64_t e = 0; e < dim; ++e) {
-    const Vec q = load(queries + e * kLanes);
+  Reg sum[Keys][kParts] = {};
+  for (int64_t e = 0; e < dim; ++e)
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      const Reg q = load_reg(queries + e * kLanes + p * kReg);
 #pragma GCC unroll 16
-    for (int c = 0; c < Keys; ++c) sum[c] += key[c * step + e] * q;
-  }
+      for (int c = 0; c < Keys; ++c) sum[c][p] += key[c * step + e] * q;
+    }
 #pragma GCC unroll 16
-  for (int c = 0; c < Keys; ++c) store(logits + c * kLanes, sum[c]);
+  for (int c = 0; c < Keys; ++c)
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) store_reg(logits + c * kLanes + p * kReg, sum[c][p]);
 }
 
 void logits_of(const float* key, int64_t step, int64_t count, const float* queries, int64_t dim, float* logits) {
   int64_t c = 0;
-  for (; c + kKeys <= count; c += kKeys) keys_times_queries<kKeys>(key + c * step, step, queries, dim, logits + c * kLanes);
-  for (; c + 4 <= count; c += 4) keys_times_queries<4>(key + c * step, step, queries, dim, logits + c * kLanes);
+  for (; c + kKeys <= count; c += kKeys)
+    keys_times_queries<kKeys>(key + c * step, step, queries, dim, logits + c * kLanes);
+  for (; c + 2 <= count; c += 2)
+    keys_times_queries<2>(key + c * step, step, queries, dim, logits + c * kLanes);
   for (; c < count; ++c) keys_times_queries<1>(key + c * step, step, queries, dim, logits + c * kLanes);
 }
 
-// out[q] += sum over c of weights[c][q] value[c], for `Rows` queries and 16 * `Width` columns.
+// to[r] += sum over c of weights[c · major + r · minor] from[c], for `Rows` rows and `Width` registers of columns.
 template <int Rows, int Width>
-inline void weights_times_values(const float* weights, const float* value, int64_t step, int64_t count, float* out,
-                                 int64_t out_step) {
-  Vec sum[Rows][Width];
-  for (int q = 0; q < Rows; ++q)
-    for (int w = 0; w < Width; ++w) sum[q][w] = load(out + q * out_step + w * kLanes);
+inline void product(const float* weights, int64_t major, int64_t minor, const float* from, int64_t from_step,
+                    int64_t count, float* to, int64_t to_step) {
+  Reg sum[Rows][Width];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Width; ++w) sum[r][w] = load_reg(to + r * to_step + w * kReg);
   for (int64_t c = 0; c < count; ++c) {
-    Vec v[Width];
+    Reg v[Width];
 #pragma GCC unroll 4
-    for (int w = 0; w < Width; ++w) v[w] = load(value + c * step + w * kLanes);
+    for (int w = 0; w < Width; ++w) v[w] = load_reg(from + c * from_step + w * kReg);
 #pragma GCC unroll 4
-    for (int q = 0; q < Rows; ++q)
+    for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-      for (int w = 0; w < Width; ++w) sum[q][w] += weights[c * kLanes + q] * v[w];
+      for (int w = 0; w < Width; ++w) sum[r][w] += weights[c * major + r * minor] * v[w];
   }
-  for (int q = 0; q < Rows; ++q)
-    for (int w = 0; w < Width; ++w) store(out + q * out_step + w * kLanes, sum[q][w]);
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Width; ++w) store_reg(to + r * to_step + w * kReg, sum[r][w]);
 }
 
 template <int Width>
-void values_columns(const float* weights, const float* value, int64_t step, int64_t count, int lanes, float* out,
-                    int64_t out_step) {
-  int q = 0;
-  for (; q + 4 <= lanes; q += 4)
-    weights_times_values<4, Width>(weights + q, value, step, count, out + q * out_step, out_step);
-  for (; q < lanes; ++q)
-    weights_times_values<1, Width>(weights + q, value, step, count, out + q * out_step, out_step);
+void columns(const float* weights, int64_t major, int64_t minor, const float* from, int64_t from_step, int64_t count,
+             float* to, int64_t to_step, int64_t rows) {
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    product<kRows, Width>(weights + r * minor, major, minor, from, from_step, count, to + r * to_step, to_step);
+  for (; r < rows; ++r)
+    product<1, Width>(weights + r * minor, major, minor, from, from_step, count, to + r * to_step, to_step);
 }
 
+// out[q] += sum over c of weights[c][q] value[c], for `lanes` queries.
 void add_values(const float* weights, const float* value, int64_t step, int64_t count, int lanes, float* out,
                 int64_t width) {
   int64_t w = 0;
-  for (; w + 64 <= width; w += 64) values_columns<4>(weights, value + w, step, count, lanes, out + w, width);
-  for (; w < width; w += kLanes) values_columns<1>(weights, value + w, step, count, lanes, out + w, width);
+  for (; w + kWide * kReg <= width; w += kWide * kReg)
+    columns<kWide>(weights, kLanes, 1, value + w, step, count, out + w, width, lanes);
+  for (; w < width; w += kReg) columns<1>(weights, kLanes, 1, value + w, step, count, out + w, width, lanes);
 }
 
-// rows[c] += sum over q of weights[c][q] vectors[q], for `Rows` rows and 16 * `Width` columns: `add_values` transposed.
-template <int Rows, int Width>
-inline void spread_columns(const float* weights, const float* vectors, int64_t dim, int lanes, float* rows) {
-  Vec sum[Rows][Width];
-  for (int c = 0; c < Rows; ++c)
-    for (int w = 0; w < Width; ++w) sum[c][w] = load(rows + c * dim + w * kLanes);
-  for (int q = 0; q < lanes; ++q)
-#pragma GCC unroll 4
-    for (int w = 0; w < Width; ++w) {
-      const Vec v = load(vectors + q * dim + w * kLanes);
-#pragma GCC unroll 4
-      for (int c = 0; c < Rows; ++c) sum[c][w] += weights[c * kLanes + q] * v;
-    }
-  for (int c = 0; c < Rows; ++c)
-    for (int w = 0; w < Width; ++w) store(rows + c * dim + w * kLanes, sum[c][w]);
-}
-
-template <int Width>
-void spread_block(const float* weights, const float* vectors, int64_t dim, int lanes, int64_t count, float* rows) {
-  int64_t c = 0;
-  for (; c + 4 <= count; c += 4)
-    spread_columns<4, Width>(weights + c * kLanes, vectors, dim, lanes, rows + c * dim);
-  for (; c < count; ++c) spread_columns<1, Width>(weights + c * kLanes, vectors, dim, lanes, rows + c * dim);
-}
-
-// `rows` and `vectors` stand one after the other, `dim` numbers each.
+// rows[c] += sum over q of weights[c][q] vectors[q]: `add_values` transposed. Both have `dim` numbers a row.
 void spread(const float* weights, const float* vectors, int64_t dim, int lanes, int64_t count, float* rows) {
   int64_t w = 0;
-  for (; w + 64 <= dim; w += 64) spread_block<4>(weights, vectors + w, dim, lanes, count, rows + w);
-  for (; w < dim; w += kLanes) spread_block<1>(weights, vectors + w, dim, lanes, count, rows + w);
+  for (; w + kWide * kReg <= dim; w += kWide * kReg)
+    columns<kWide>(weights, 1, kLanes, vectors + w, dim, lanes, rows + w, dim, count);
+  for (; w < dim; w += kReg) columns<1>(weights, 1, kLanes, vectors + w, dim, lanes, rows + w, dim, count);
 }
 
 #ifdef __AVX512F__
@@ -186,29 +182,29 @@ void dots(const float* query, const float* table, int64_t step, const int32_t* i
 #endif
 }
 
-// out += sum over c of weights[c] times row ids[c] of a table, for one query and 16 * `Width` columns.
+// out += sum over c of weights[c] times row ids[c] of a table, for one query and `Width` registers of columns.
 template <int Width>
 inline void add_columns(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count,
                         float* out) {
-  Vec sum[2][Width] = {};
+  Reg sum[2][Width] = {};
   int64_t c = 0;
   for (; c + 2 <= count; c += 2)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
       const float* row = table + ids[c + i] * step;
 #pragma GCC unroll 4
-      for (int v = 0; v < Width; ++v) sum[i][v] += weights[c + i] * load(row + v * kLanes);
+      for (int w = 0; w < Width; ++w) sum[i][w] += weights[c + i] * load_reg(row + w * kReg);
     }
-  for (int v = 0; c < count && v < Width; ++v)
-    sum[0][v] += weights[c] * load(table + ids[c] * step + v * kLanes);
-  for (int v = 0; v < Width; ++v) store(out + v * kLanes, load(out + v * kLanes) + (sum[0][v] + sum[1][v]));
+  for (int w = 0; c < count && w < Width; ++w)
+    sum[0][w] += weights[c] * load_reg(table + ids[c] * step + w * kReg);
+  for (int w = 0; w < Width; ++w) store_reg(out + w * kReg, load_reg(out + w * kReg) + (sum[0][w] + sum[1][w]));
 }
 
 void add_rows(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count, float* out,
               int64_t width) {
   int64_t w = 0;
-  for (; w + 64 <= width; w += 64) add_columns<4>(weights, table + w, step, ids, count, out + w);
-  for (; w < width; w += kLanes) add_columns<1>(weights, table + w, step, ids, count, out + w);
+  for (; w + 4 * kReg <= width; w += 4 * kReg) add_columns<4>(weights, table + w, step, ids, count, out + w);
+  for (; w < width; w += kReg) add_columns<1>(weights, table + w, step, ids, count, out + w);
 }
 
 }  // namespace
