@@ -8,6 +8,7 @@ import torch
 
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.engines.tiles import Tile
+from hf_hyperattn.functional import hyperbolic_scores
 from hf_hyperattn.mechanisms.hyperbolic.features import hyperbolic_piece, hyperbolic_score, with_own_keys
 from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from tests.oracles import dense, softmax
@@ -265,3 +266,45 @@ def test_float32_squared_lorentz_far_out(radius, spacing):
     got = logits_of(alone(x, x, "squared_lorentz", scale=1.0, tau=tau), 40, exact / tau) * tau
     size = exact.abs() + exact[..., :1].abs()  # each is read beside the first one of its row
     assert ((got - exact).abs() <= 1e-3 + 1e-5 * size + 1e-5 * tau).all()
+
+
+@pytest.mark.parametrize("blended", [False, True])
+@pytest.mark.parametrize("radius", [0.6, 4.0, 8.0])
+def test_pairs_that_differ_by_rounding_get_the_gradient_of_equal_ones(radius, blended):
+    """And no gradient is steeper than the distance can be, 2 sinh(r)/r a unit of the tangent vector."""
+    q = at_radius(tensor(1, 1, 200, 16, seed=113), radius).float()
+    gate, eye = torch.ones(1), torch.eye(200)[None, None]
+    pull = tensor(
+        1, 1, 200, 200, seed=115
+    ).float()  # at most 1: a row's logits get gradients of at most 2 together
+
+    def gradients(k):
+        leaves = [t.clone().requires_grad_() for t in (q, k)]
+        score = (blend(*leaves, "geodesic", gate, 1.0, 1.0, 1e-9, own=1.0) if blended
+                 else alone(*leaves, "geodesic", scale=1.0))  # fmt: skip
+        out, _ = attention(score, eye, backend="blockwise")
+        return torch.autograd.grad((out * pull).sum(), leaves)
+
+    up, down = torch.tensor(9.0), torch.tensor(-9.0)
+    equal, moved = (
+        gradients(q),
+        gradients(torch.nextafter(q, torch.where(tensor(*q.shape, seed=114) > 0, up, down))),
+    )
+    steepest = 2 * max(1.0, math.sinh(radius) / radius)
+    assert equal[0].norm(dim=-1).max() <= 2 * steepest
+    assert_gradients(moved, [g.double() for g in equal], 1e-2, ("query", "key"))
+
+
+@every_fast_engine
+@pytest.mark.parametrize("apart", [2e-4, 5e-4])
+def test_float32_gradients_of_near_pairs(backend, apart):
+    """Every query has a key so near that the product cannot tell how near, though it errs little in the logit."""
+    q = at_radius(tensor(1, 1, 300, 16, seed=116), 0.8).float()
+    k = (q + torch.nn.functional.normalize(tensor(*q.shape, seed=117), dim=-1).float() * apart).detach()
+    q, k = (t.clone().requires_grad_() for t in (q, k))
+    plain = [t.detach().double().requires_grad_() for t in (q, k)]
+    eye, pull = torch.eye(300)[None, None], tensor(1, 1, 300, 300, seed=118)
+    out, _ = attention(alone(q, k, "geodesic", scale=1.0), eye, backend=backend)
+    want = dense.softmax_average(hyperbolic_scores(*plain, scale=1.0), eye.double())
+    grads = [torch.autograd.grad((o.double() * pull).sum(), t) for o, t in ((out, (q, k)), (want, plain))]
+    assert_gradients(*grads, 1e-2, ("query", "key"))
