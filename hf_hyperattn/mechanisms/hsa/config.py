@@ -81,6 +81,8 @@ class HsaConfig(MechanismConfig):
 
     def __post_init__(self):
         object.__setattr__(self, "block_bias", _numbers(self.block_bias))
+        if self.block_bias == math.inf:
+            self._refuse("block_bias", "a finite number, or -inf")
         for f in fields(self):
             if f.name != "block_bias" or self.block_bias != -math.inf:  # the one infinite number allowed
                 check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)

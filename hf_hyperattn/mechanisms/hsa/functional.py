@@ -9,9 +9,11 @@ from torch import Tensor
 from ...engines import Options, dot_score
 from ...engines.options import check_broadcast
 from ...hierarchy import Hierarchy
+from ...hierarchy.windows import checked_sizes
 from ..checks import check_choice, check_dropout, check_qkv
 from .attention import hierarchical
 from .config import TYINGS, HsaConfig
+from .key import BACKENDS
 
 
 def hierarchical_attention(
@@ -69,6 +71,7 @@ def hierarchical_attention(
     check_qkv(query, key, value, enable_gqa)
     check_dropout(dropout_p)
     check_choice("tying", tying, TYINGS)
+    hierarchy = checked_hierarchy(hierarchy)
     listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
     learned = isinstance(block_bias, Tensor)
     config = HsaConfig(
@@ -81,13 +84,39 @@ def hierarchical_attention(
         None if learned else block_bias,
     )
     rule = config.rule(is_causal, query.shape[1], "this call")
+    check_choice("backend", backend, BACKENDS)
+    if tying == "both" and (learned or backend != "auto"):
+        given, allowed = (
+            ("block_bias=a tensor", "None") if learned else (f"backend={backend!r}", "backend='auto'")
+        )
+        raise ValueError(f"{given} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
     if learned:
+        check_heads(block_bias, query.shape[1])
         rule = type(rule)(**{**vars(rule), "block_bias": block_bias})
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    hierarchy = hierarchy if isinstance(hierarchy, Hierarchy | Tensor) else tuple(hierarchy)
     out, _ = hierarchical(
         dot_score(query, key, scale), value, options, hierarchy=hierarchy, rule=rule, is_causal=is_causal,
         backend=backend,
     )  # fmt: skip
     return out.to(query.dtype)
+
+
+def checked_hierarchy(hierarchy) -> Hierarchy | Tensor | tuple[int, ...]:
+    """The hierarchy as it came, or window sizes as a tuple."""
+    if isinstance(hierarchy, Hierarchy | Tensor):
+        return hierarchy
+    if not isinstance(hierarchy, list | tuple):
+        raise ValueError(
+            f"hierarchy is of type {type(hierarchy).__name__}; allowed: a Hierarchy, group ids [batch, keys, levels], "
+            "or a tuple of window sizes, bottom first"
+        )
+    return checked_sizes(hierarchy)
+
+
+def check_heads(block_bias: Tensor, heads: int) -> None:
+    """Raise for a block bias that is not one number, or one a head."""
+    if block_bias.numel() != 1 and block_bias.shape != (heads,):
+        raise ValueError(
+            f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"
+        )
