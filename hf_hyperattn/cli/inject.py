@@ -1,0 +1,84 @@
+"""Tie the attention of a pretrained model without training, as far as a budget of quality allows.
+
+Measures on a little text what every head loses under many settings of hierarchical attention, chooses windows, near,
+refinement and block bias for each head at the lowest cost within the budget, verifies the choice on text that had no
+part in it, and writes the patched checkpoint with its card. Each text is cut in three parts: one to measure on, one to
+choose the cost on, one to verify on. Where verification exceeds the budget nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "tie a pretrained model's attention within a budget of quality"
+SETTLED = ("hsa",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `hyperattn inject`."""
+    parser.add_argument("model", metavar="MODEL", help="directory or Hub id of a causal LM or a text encoder")
+    add = parser.add_argument
+    add("--mechanism", required=True, help="what to inject: hsa")
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 texts, of the kinds the model is to serve",
+    )
+    add("--budget", type=float, default=0.02, metavar="X",
+        help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
+    add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
+    add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
+    add("--force", action="store_true", help="replace what is in DIR")
+    add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
+    add("--rows", type=int, default=384, metavar="N", help="queries measured a text (default: 384)")
+    add("--seed", type=int, default=0, help="of the sampled queries (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
+    check(args)
+    from .inject_setting import prepare
+
+    setting = prepare(args)
+    print(setting.title(), flush=True)
+    if setting.encoder:
+        from .inject_encoder import inject
+    else:
+        from .inject_causal import inject
+    return inject(setting)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong in itself, before anything is read."""
+    if args.mechanism not in SETTLED:
+        raise ValueError(
+            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {', '.join(SETTLED)}"
+        )
+    if not 0 < args.budget < 1:
+        raise ValueError(
+            f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02"
+        )
+    if args.pairs is not None and not 0 < args.pairs <= 1:
+        raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
+    for name, least in (("length", 64), ("rows", 16)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value} is not allowed; allowed: {least} or more")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
+    if args.output is not None:
+        check_output(Path(args.output), args.force)
+
+
+def check_output(folder: Path, force: bool) -> None:
+    """Refuse a target that would be lost or cannot be made."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder}: a file; allowed: a folder, absent or empty")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ValueError(f"--output {folder}: not empty; allowed: an absent or empty folder, or --force")
+    above = folder.absolute().parent
+    if not above.is_dir():
+        raise ValueError(f"--output {folder}: {above} is no folder; allowed: a place in an existing folder")

@@ -1,0 +1,83 @@
+"""Writes what `hyperattn inject` found: the patched checkpoint, its card, and the report, whole or not at all."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import hub_cards
+
+from ..analysis.frontier import Selection
+from .inject_setting import Setting as Task
+
+REPORT = "hyperattn_inject.json"
+
+
+def write(task: Task, model, selection: Selection | None, report: dict) -> None:
+    """Write the folder beside its place and rename it; without --output nothing is written."""
+    if task.args.output is None:
+        print("\nnothing is written: no --output")
+        return
+    target = Path(task.args.output)
+    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
+    try:
+        model.to(task.dtype).save_pretrained(stage)
+        task.tokenizer.save_pretrained(stage)
+        (stage / REPORT).write_text(json.dumps(said(task, selection, report), indent=1) + "\n")
+        hub_cards.write_card(
+            stage, base_model=hub_cards.hub_id_or_none(task.path), results=results(task, report)
+        )
+        stage.chmod(0o755)
+        publish(stage, target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    print(f"\nwritten: {target}")
+
+
+def said(task: Task, selection: Selection | None, report: dict) -> dict:
+    """The report with what was asked."""
+    names = ("mechanism", "budget", "pairs", "rows", "seed")
+    return {"asked": {n: getattr(task.args, n) for n in names} | {"texts": list(task.texts)}, **report}
+
+
+def results(task: Task, report: dict) -> list[dict]:
+    """What the card says was measured."""
+    texts = " ".join(task.args.text)
+    command = f"hyperattn inject {task.path} --mechanism {task.args.mechanism} --text {texts} --seed {task.args.seed}"
+    common = {
+        "command": f"{command} --length {task.length} --budget {task.args.budget:g}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "date": datetime.date.today().isoformat(),
+        "metric": report["metric"],
+    }
+    notes = f"{task.length} tokens, {report['pairs']:.1%} of the attended pairs."
+    return [
+        {
+            **common,
+            "value": r["after"],
+            "base_value": r["before"],
+            "dataset": f"{name}, held-out part",
+            "notes": notes,
+        }
+        for name, r in report["texts"].items()
+    ]
+
+
+def publish(stage: Path, target: Path) -> None:
+    """Put the finished folder in its place; what was there (--force) goes away last."""
+    if not target.exists():
+        stage.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}.old."))
+    target.rename(old / "replaced")
+    stage.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
