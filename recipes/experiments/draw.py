@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_hyperattn.config import write_atomically
@@ -30,11 +31,25 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
 
     plots.mkdir(exist_ok=True)
     for name, figure in figures.FIGURES.items():
-        figures.save(figure(load(name, folder)), plots / f"{name}.svg")
+        figures.save(made(figure, name, folder), plots / f"{name}.svg")
     text = page.read_text()
     for name, table in TABLES.items():
-        text = put(text, name, table(load(name.split("-")[0], folder)))
+        text = put(text, name, made(table, name.split("-")[0], folder))
     write_atomically(page, text)
+
+
+def made(make: Callable, name: str, folder: Path):
+    """What is made of an experiment's results.
+
+    Raises:
+        ValueError: a run is missing.
+    """
+    try:
+        return make(load(name, folder))
+    except KeyError as error:
+        raise ValueError(
+            f"{name}.json lacks the run {error}; run: python recipes/experiments {name}"
+        ) from error
 
 
 def put(text: str, name: str, table: str) -> str:

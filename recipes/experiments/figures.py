@@ -116,11 +116,12 @@ def length(results: dict) -> Figure:
         for axes in (left, right):
             dashes = "--" if "learned" in name else "-"
             axes.errorbar(lengths, mean, deviation, color=colour, label=name, marker=shape, markersize=4,
-                          linestyle=dashes, linewidth=1, capsize=2)  # fmt: skip
+                          linestyle=dashes, linewidth=3 if name == "ALiBi" else 1, capsize=2)  # fmt: skip
     for axes in (left, right):
         axes.set(xscale="log", xticks=lengths, xticklabels=lengths, xlabel="tokens read")
-        axes.minorticks_off()
     left.set(yscale="log", ylabel="perplexity of a byte", yticks=(5, 10, 20, 30), yticklabels=(5, 10, 20, 30))
+    left.minorticks_off()
+    right.minorticks_off()
     best = [min(p.values()) for p in (runs[k]["perplexity"] for k in runs)]
     right.set_ylim(min(best) - 0.1, 1.35 * min(best))
     right.set_title("the same, cut", fontsize=9)
