@@ -115,10 +115,10 @@ def tied(
         hierarchy = restricted(hierarchy, outside if real is None else real)
     if rule.tying == "both":
         return tied_both(query, key, value, replace(options, mask=mask), hierarchy, rule, real, asked.weights)
-    if dropped:
+    mask = mask if real is None else None
+    if mask is not None and says:
         hierarchy, without_sinks = without_first(hierarchy, dropped, _most(rule.sinks))
         rule = replace(rule, sinks=0) if without_sinks else rule
-    mask = mask if real is None else None
     offset = stop - n if says else options.offset
     ask = dict(near=rule.near, sinks=rule.sinks, refine_top_k=rule.refine_top_k, block_bias=rule.block_bias)
     ask |= dict(offset=offset, scale=1.0, sink_logit=options.sinks, backend=asked.backend)

@@ -25,7 +25,8 @@ def hierarchy_for(
 ) -> Hierarchy:
     """What the caller gave, for a call of so many rows and keys."""
     if isinstance(hierarchy, tuple):
-        return windows(keys, hierarchy)
+        make = Hierarchy.windows if torch.compiler.is_compiling() else windows
+        return make(keys, hierarchy)
     return as_hierarchy(hierarchy).fitted(batch, keys, growing=is_causal)
 
 
@@ -118,10 +119,11 @@ def real_of(first: FirstKey, keys: int) -> Tensor | None:
 
 
 def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:
-    """A hierarchy without the tokens that a cache has dropped: their leaves stay, and nobody sees them.
+    """The trees of causal queries under a mask, without the tokens that a cache has dropped.
 
-    So every block keeps its place, and one that is cut through is not wholly visible. Whole windows of the top level
-    that are gone are left out, so that the cost does not grow with what is gone.
+    Leaves of dropped tokens stay, and nobody sees them: so every block keeps its place, and one that is cut through is
+    not wholly visible. Whole windows of the top level that are gone are left out, so that the cost does not grow with
+    what is gone. Windows are continued to the right.
 
     Args:
         hierarchy: of the row from its beginning.
