@@ -1,10 +1,12 @@
 """Key-tied attention: the ways of computing it agree, in full, in chunks and step by step, and so do gradients."""
 
+import platform
 import random
 
 import pytest
 import torch
 
+from hf_hyperattn.engines import native as build
 from hf_hyperattn.mechanisms.hsa import native, windows
 from hf_hyperattn.mechanisms.hsa.key import Levels, attend, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
@@ -216,3 +218,22 @@ def test_the_kernel_reaches_only_what_it_may():
     k[:, :, 40:] = v[:, :, 40:] = float("nan")
     out, _ = key_tied(q[:, :, :40], k, v, (8, 16), near=8, refine_top_k=1, is_causal=True)
     assert_close(out, clean, 1e-6, "with NaN behind")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other instructions")
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
+def test_the_kernel_without_avx512(monkeypatch, tmp_path, instructions):
+    """Built for older CPUs: other registers, another way of single products; forward and backward."""
+    own = [f for f in build.flags() if not f.startswith(("-march", "-DCPU"))]
+    monkeypatch.setattr(build, "flags", lambda: [*own, f"-march={instructions}"])
+    monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
+    build.load.cache_clear()
+    try:
+        for seed in range(8):
+            test_float32_near_float64("native", seed)
+            test_gradients_in_float32_near_float64("native", seed)
+        assert len(list(tmp_path.glob("*.so"))) == 1
+    finally:
+        build.load.cache_clear()
