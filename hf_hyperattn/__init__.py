@@ -14,6 +14,7 @@ from .integration import (
     patch_model,
     unpatch_model,
 )
+from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
 
@@ -23,6 +24,9 @@ __all__ = [
     "HierarchicalCache",
     "Hierarchy",
     "HierarchyCollator",
+    "HsaEncoder",
+    "HsaEncoderConfig",
+    "HsaEncoderForSequenceClassification",
     "HyperAttnConfig",
     "HyperbolicAttention",
     "MechanismConfig",

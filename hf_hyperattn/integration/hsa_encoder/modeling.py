@@ -1,0 +1,307 @@
+"""HsaEncoder: text and image in one sequence, under one tree, with attention tied over it (arXiv 2509.15448).
+
+The tree's root joins the signals that there are: a text, flat or with the hierarchy that the call brings, and an image,
+the quad-tree of its patches. Families of every kind have sibling embeddings, one table a layer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+
+from ...hierarchy import Hierarchy
+from ...mechanisms.hsa.both import both
+from ...mechanisms.hsa.siblings import SiblingEmbeddings
+from .configuration import HsaEncoderConfig
+
+
+@cache
+def image_tree(side: int) -> Hierarchy:
+    """The quad-tree of side x side patches."""
+    return Hierarchy.quadtree(side, side)
+
+
+@cache
+def flat_tree(length: int) -> Hierarchy:
+    """One family of all tokens."""
+    return Hierarchy.windows(length, ())
+
+
+#: Joins of texts and images, while the text's hierarchy lives.
+_JOINED: WeakKeyDictionary[Hierarchy, dict[int, Hierarchy]] = WeakKeyDictionary()
+
+
+def joined_tree(text: Hierarchy, side: int) -> Hierarchy:
+    """A root over a text and an image."""
+    known = _JOINED.setdefault(text, {})
+    if side not in known:
+        known[side] = Hierarchy.join([text, image_tree(side)])
+    return known[side]
+
+
+class HsaAttention(nn.Module):
+    """Self-attention [B, N, width] to the same: tied over a hierarchy, or, where that is None, among all tokens."""
+
+    def __init__(self, config: HsaEncoderConfig):
+        super().__init__()
+        self.heads, self.keep_diagonal = config.num_attention_heads, config.keep_diagonal
+        width = config.hidden_size
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.siblings = None
+        if config.attention == "tree" and config.sibling_positions:
+            positions = dict(sorted(config.sibling_positions.items()))  # config.json keeps no order
+            self.siblings = SiblingEmbeddings(
+                positions, self.heads, config.sibling_size, config.initializer_range
+            )
+
+    def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if hierarchy is None:
+            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            found = both(q, k, v, hierarchy, keep_diagonal=self.keep_diagonal, siblings=self.siblings)
+        return self.out(found.to(x.dtype).transpose(1, 2).flatten(2))
+
+
+class HsaBlock(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then the same with two linear layers."""
+
+    def __init__(self, config: HsaEncoderConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
+        self.attention = HsaAttention(config)
+        self.up, self.down = (
+            nn.Linear(width, config.intermediate_size),
+            nn.Linear(config.intermediate_size, width),
+        )
+        self.act, self.dropout = ACT2FN[config.hidden_act], nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), hierarchy, mask))
+        return x + self.dropout(self.down(self.act(self.up(self.mlp_norm(x)))))
+
+
+class HsaEncoderPreTrainedModel(PreTrainedModel):
+    """How models of this type are made and loaded."""
+
+    config_class = HsaEncoderConfig
+    config: HsaEncoderConfig
+    base_model_prefix = "encoder"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # The tables of sibling embeddings; Transformers passes over modules that hold no parameters themselves.
+        if isinstance(module, nn.ParameterList):
+            for table in module:
+                init.normal_(table, std=self.config.initializer_range)
+
+
+class HsaEncoder(HsaEncoderPreTrainedModel):
+    """Text, image or both to vectors: `last_hidden_state` [B, N, hidden_size], text first, then patches in raster
+    order; `pooler_output` [B, hidden_size], the mean over the signals of the mean over their tokens.
+    """
+
+    def __init__(self, config: HsaEncoderConfig):
+        super().__init__(config)
+        width, places = config.hidden_size, config.max_position_embeddings
+        self.words = (
+            nn.Embedding(config.vocab_size, width, config.pad_token_id) if config.vocab_size else None
+        )
+        self.places = nn.Embedding(places, width) if config.vocab_size and places else None
+        self.side = config.image_size // config.patch_size
+        self.patches = self.patch_places = None
+        if self.side:
+            patch = config.patch_size
+            self.patches = nn.Conv2d(config.num_channels, width, patch, patch)
+            self.patch_places = nn.Embedding(self.side**2, width) if places else None
+        self.signals = nn.Embedding(2, width)
+        self.layers = nn.ModuleList([HsaBlock(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def set_input_embeddings(self, value):
+        self.words = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        hierarchy: Hierarchy | Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """Encode a batch.
+
+        Args:
+            input_ids: int64 [B, L], or None where there is no text.
+            attention_mask: [B, L], 0 at padding, which may lie on either side; every row has real tokens.
+            pixel_values: [B, channels, image_size, image_size], or None where there is no image.
+            hierarchy: of the L tokens of the text: a `Hierarchy` of 1 or B rows, or group ids [B, L, levels] as
+                `HierarchyCollator` makes them; None: the text is one flat family. Padding is in no group.
+            output_hidden_states: whether to return the input of every layer and the output of the last.
+            return_dict: False for a tuple.
+
+        Raises:
+            ValueError: neither signal, one that the model was not made for, or shapes that do not fit.
+        """
+        self._check(input_ids, pixel_values, hierarchy)
+        parts = []
+        if input_ids is not None:
+            parts.append(self._embedded_text(input_ids, attention_mask))
+        if pixel_values is not None:
+            parts.append(self._embedded_image(pixel_values))
+        x, real = torch.cat([part for part, _ in parts], 1), torch.cat([mask for _, mask in parts], 1)
+        tree = mask = None
+        if self.config.attention == "tree":
+            tree = self._tree(input_ids, attention_mask, pixel_values, hierarchy)
+        elif not bool(real.all()):
+            mask = real[:, None, None]
+        states = [x]
+        for layer in self.layers:
+            x = layer(x, tree, mask)
+            states.append(x)
+        x = self.norm(x) * real[..., None]
+        starts = [0, parts[0][0].shape[1], x.shape[1]] if len(parts) == 2 else [0, x.shape[1]]
+        means = [x[:, a:b].sum(1) / real[:, a:b].sum(1, keepdim=True) for a, b in zip(starts, starts[1:])]
+        pooled = torch.stack(means).mean(0)
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        found = BaseModelOutputWithPooling(
+            last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if asked else None
+        )
+        return (
+            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        )
+
+    def _check(self, input_ids, pixel_values, hierarchy) -> None:
+        """Raise for signals that there are not, and a hierarchy that nothing would look at."""
+        for name, given, own in (
+            ("input_ids", input_ids, self.words),
+            ("pixel_values", pixel_values, self.patches),
+        ):
+            if given is not None and own is None:
+                field = "vocab_size" if name == "input_ids" else "image_size"
+                raise ValueError(
+                    f"{name} was given to a model made with {field}=0; allowed: None, or another model"
+                )
+        if input_ids is None and pixel_values is None:
+            raise ValueError(
+                "HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both"
+            )
+        if hierarchy is not None and input_ids is None:
+            raise ValueError("hierarchy was given without input_ids, whose tokens it is about; allowed: None")
+        if hierarchy is not None and self.config.attention == "flat":
+            raise ValueError(
+                "hierarchy was given to a model with attention='flat', which has none; allowed: None"
+            )
+
+    def _embedded_text(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+        if real.shape != input_ids.shape or not bool(real.any(1).all()):
+            raise ValueError(
+                f"attention_mask has shape {tuple(real.shape)}; allowed: {tuple(input_ids.shape)} with a real token in "
+                "every row"
+            )
+        x = self.words(input_ids) + self.signals.weight[0]
+        if self.places is not None:
+            most = int(real.sum(1).max())
+            if most > self.places.num_embeddings:
+                raise ValueError(
+                    f"a text has {most} tokens; allowed: at most max_position_embeddings="
+                    f"{self.places.num_embeddings}"
+                )
+            x = x + self.places((real.cumsum(1) - 1).clamp_min(0))
+        return x, real
+
+    def _embedded_image(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        size, channels = self.config.image_size, self.config.num_channels
+        if pixel_values.shape[1:] != (channels, size, size):
+            raise ValueError(
+                f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: [B, {channels}, {size}, {size}]"
+            )
+        x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
+        x = x + self.signals.weight[1]
+        if self.patch_places is not None:
+            x = x + self.patch_places.weight
+        return x, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+    def _tree(self, input_ids, attention_mask, pixel_values, hierarchy) -> Hierarchy:
+        """One tree over all tokens."""
+        if input_ids is None:
+            return image_tree(self.side)
+        text = self._text_tree(input_ids, attention_mask, hierarchy)
+        return text if pixel_values is None else joined_tree(text, self.side)
+
+    def _text_tree(self, input_ids: Tensor, attention_mask: Tensor | None, hierarchy) -> Hierarchy:
+        length = input_ids.shape[1]
+        padded = attention_mask is not None and not bool((attention_mask != 0).all())
+        if hierarchy is None:
+            return Hierarchy.windows(length, (), attention_mask) if padded else flat_tree(length)
+        if isinstance(hierarchy, Tensor):
+            hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds)
+        if hierarchy.length != length or hierarchy.rows not in (1, len(input_ids)):
+            raise ValueError(
+                f"hierarchy is over {hierarchy.length} tokens in {hierarchy.rows} rows; allowed: the {length} tokens "
+                f"of the text, in 1 or {len(input_ids)} rows"
+            )
+        self._check_padding(hierarchy, attention_mask, length)
+        return hierarchy
+
+    def _check_padding(self, hierarchy: Hierarchy, attention_mask: Tensor | None, length: int) -> None:
+        """Raise where the tokens of the hierarchy are not those that the mask shows."""
+        found = torch.zeros(hierarchy.rows, length, dtype=torch.bool)
+        for row in range(hierarchy.rows):
+            found[row, hierarchy.tokens_of(row)] = True
+        real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
+        if bool((found != (real != 0)).any()):
+            raise ValueError(
+                "hierarchy and attention_mask disagree about which tokens are padding; allowed: the same in both"
+            )
+
+
+class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
+    """`HsaEncoder` with a linear head on `pooler_output`: `logits` [B, num_labels], and the cross-entropy `loss`."""
+
+    def __init__(self, config: HsaEncoderConfig):
+        super().__init__(config)
+        self.encoder = HsaEncoder(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        hierarchy: Hierarchy | Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple:
+        """Classify a batch; arguments as in `HsaEncoder.forward`, and `labels` int64 [B]."""
+        encoded = self.encoder(
+            input_ids, attention_mask, pixel_values, hierarchy, output_hidden_states, return_dict=True
+        )
+        logits = self.classifier(self.dropout(encoded.pooler_output))
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        found = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+        return (
+            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        )
