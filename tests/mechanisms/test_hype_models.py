@@ -487,13 +487,13 @@ UNEQUAL = {"is_causal": False, "key": torch.zeros(1, 4, 11, 8), "value": torch.z
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"keywords": {"indices": torch.zeros(1, 9, 2)}}, "an indexer chooses the keys"),
-        (UNEQUAL, "9 queries among 11 keys"),
+        ({"keywords": {"indices": torch.zeros(1, 9, 2)}}, "in that.host, where an indexer chooses the keys"),
+        (UNEQUAL, "9 queries among 11 keys in that.host"),
     ],
     ids=["indexer", "two lengths"],
 )
 def test_calls_without_an_order_are_refused(changes, message):
-    host = Host("host", heads=4, kv_heads=4, is_causal=True, is_cross=False, layer_index=0)
+    host = Host("that.host", heads=4, kv_heads=4, is_causal=True, is_cross=False, layer_index=0)
     hyper = Hyper(ha.HyperAttnConfig([HypeConfig(mu=0.1)], mode="replace"), host)
     x = torch.randn(1, 4, 9, 8)
     call = dict(query=x, key=x, value=x, scale=1.0, is_causal=True, options=Options(), keywords={}) | changes

@@ -25,6 +25,7 @@ class HypeLayer(MechanismLayer):
 
     def __init__(self, config: HypeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
+        self.host = "this layer" if host is None else host.name
         if host is not None:
             self.config = config.for_model(host.config)
             self.config.start("sinh", host.heads)
@@ -40,7 +41,7 @@ class HypeLayer(MechanismLayer):
         mu, tau = self.start(form, call.query.shape[1], dtype, call.query.device)
         gate = chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen
         gate = None if gate is None else gate.to(dtype)
-        score = with_hype(score, of_call(call), mu, tau, form, reach=call.key.shape[2], gate=gate)
+        score = with_hype(score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate)
         return plan.change(score=score)
 
     def start(self, form: str, heads: int, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:

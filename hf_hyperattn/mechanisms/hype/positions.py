@@ -11,12 +11,15 @@ from ..base import HostCall
 HIDDEN = -9_999.0
 
 
-def of_call(call: HostCall) -> tuple[Tensor, Tensor]:
+def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
     """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
     what a sliding window has left behind shifts all positions alike. Queries that are not all of the sequence stand
     where the last key stands that they see, which in causal attention is their own.
+
+    Args:
+        host: its name, for the error.
 
     Raises:
         ValueError: the call does not tell where its queries stand.
@@ -24,12 +27,13 @@ def of_call(call: HostCall) -> tuple[Tensor, Tensor]:
     n, m = call.query.shape[2], call.key.shape[2]
     if call.keywords.get("indices") is not None:
         raise ValueError(
-            "hype cannot tell the positions of tokens where an indexer chooses the keys; leave these layers out"
+            f"hype cannot tell the positions of tokens in {host}, where an indexer chooses the keys; allowed: layers "
+            "without an indexer, choose them with layers=..."
         )
     if n != m and not call.is_causal:
         raise ValueError(
-            f"hype cannot tell the positions of {n} queries among {m} keys where attention is not causal; allowed: "
-            "self-attention over one sequence, leave these layers out"
+            f"hype cannot tell the positions of {n} queries among {m} keys in {host}, which is not causal; allowed: "
+            "self-attention over one sequence, choose such layers with layers=..."
         )
     if call.options.mask is None:
         keys = torch.arange(m, device=call.query.device)[None, None]
