@@ -1,5 +1,7 @@
 """Hierarchical Self-Attention in hosts: by patch and by name, padded, cached, generated, saved, composed, compiled."""
 
+import copy
+
 import pytest
 import torch
 import transformers as hf
@@ -356,6 +358,48 @@ def test_assisted_decoding_takes_tokens_back(family, evict):
     for way in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
         cache = HierarchicalCache(model, evict=evict)
         assert torch.equal(generate(model, inputs, past_key_values=cache, pad_token_id=0, **way), plain)
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_prompts_in_chunks_copies_and_longer_chats(evict):
+    model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
+    ids = ids_of(model, length=30)
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, use_cache=False, **how)
+    cache = HierarchicalCache(model, evict=evict)
+    assert torch.equal(model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **how), plain)
+    more = torch.cat([plain, ids[:, :5]], 1)
+    again = copy.deepcopy(cache)
+    expected = model.generate(more, use_cache=False, **how)
+    for one in (cache, again):
+        assert torch.equal(model.generate(more, past_key_values=one, **how), expected)
+    cache.reset()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **how), plain)
+
+
+def test_beams_with_a_cache_that_forgets(monkeypatch):
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
+    inputs = {"input_ids": ids_of(model, length=20)}
+    plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
+    cache = HierarchicalCache(model, evict=True)
+    assert torch.equal(generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain)
+    assert cache.layers[0].store.forgetful
+
+
+def test_blends_and_decoders_of_pairs_use_the_cache():
+    config = HsaConfig((2, 4), near=1, refine_top_k=1)
+    model = patched("llama", config, mode="blend")
+    perturb(model)
+    inputs = {"input_ids": ids_of(model, length=9)}
+    plain = generate(model, inputs, use_cache=False, pad_token_id=0)
+    assert torch.equal(
+        generate(model, inputs, past_key_values=HierarchicalCache(model), pad_token_id=0), plain
+    )
+    model = patched("bart", config)
+    both = hf.EncoderDecoderCache(HierarchicalCache(model), hf.DynamicCache())
+    plain = generate(model, inputs, use_cache=False)
+    assert torch.equal(generate(model, inputs, past_key_values=both), plain)
 
 
 def test_the_cache_computes_no_mean_twice(monkeypatch):
