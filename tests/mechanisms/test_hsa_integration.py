@@ -452,6 +452,53 @@ def test_what_the_cache_refuses():
         HierarchicalCache(evict=True)
 
 
+def test_a_cache_that_forgets_wants_the_same_padding(monkeypatch):
+    """Rows that are left when others go keep theirs."""
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
+    inputs = padded(ids_of(model), 5)
+    part = lambda a, b, rows: {"input_ids": inputs["input_ids"][rows, a:b], "attention_mask": inputs["attention_mask"][
+        rows, :b], "position_ids": inputs["position_ids"][rows, a:b]}  # fmt: skip
+    caches = [HierarchicalCache(model, evict=True) for _ in range(2)]
+    for cache in caches:
+        for a, b in ((0, 30), (30, 36)):
+            logits(model, **part(a, b, slice(None)), past_key_values=cache)
+    expected = logits(model, **inputs, use_cache=False)
+    for row, cache in enumerate(caches):
+        cache.batch_select_indices(torch.tensor([row]))
+        got = logits(model, **part(36, 41, slice(row, row + 1)), past_key_values=cache)
+        assert_close(got, expected[row : row + 1, 36:], 1e-4, f"row {row}")
+    with pytest.raises(ValueError, match="padding at another place"):
+        logits(model, input_ids=inputs["input_ids"][:1], past_key_values=caches[1])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_attention_weights_with_a_cache(kind):
+    model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=1), sharp=1.0)
+    ids, cache = ids_of(model, length=12), caches(model)[kind]
+    logits(model, input_ids=ids[:, :11], past_key_values=cache)
+    with torch.no_grad():
+        last = model(input_ids=ids[:, 11:], past_key_values=cache, output_attentions=True).attentions[0]
+        full = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
+    assert_close(last[..., :12], full[:, :, 11:], 1e-5, "weights")
+    assert last.shape[3] == (64 if kind == "static" else 12) and (last[..., 12:] == 0).all()
+
+
+def test_a_hierarchy_that_leaves_out_tokens_which_no_mask_hides():
+    """The means that the cache keeps follow the hierarchy."""
+    model = patched("llama", HsaConfig((2, 4), near=1, sinks=0, refine_top_k=1))
+    ids, mask = ids_of(model, length=20), torch.ones(2, 20, dtype=torch.long)
+    mask[:, :3] = 0
+    own = Hierarchy.windows(20, (2, 4), mask)
+    expected = logits(model, input_ids=ids, hierarchy=own, use_cache=False)
+    cache = HierarchicalCache(model)
+    got = [
+        logits(model, input_ids=ids[:, a:b], hierarchy=own, past_key_values=cache)
+        for a, b in ((0, 15), (15, 20))
+    ]
+    assert_close(torch.cat(got, 1), expected, 1e-4, "logits")
+
+
 def test_a_cut_cache_with_a_mask_of_the_users_is_refused():
     """Nothing then says which token the first key is."""
     model = patched("mistral", sliding_window=6)

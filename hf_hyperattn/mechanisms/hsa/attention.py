@@ -96,7 +96,11 @@ def hierarchical(
             return compiled.run(query, key, value, options, asked)
     plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
     forgets = store is not None and store.keep is not None
-    return tied(query, key, value, options, replace(asked, store=store if plain else None, forgets=forgets))
+    asked = replace(asked, store=store if plain else None, forgets=forgets)
+    out, found = tied(query, key, value, options, asked)
+    if found is None or found.shape[3] == key.shape[2]:
+        return out, found
+    return out, torch.nn.functional.pad(found, (0, key.shape[2] - found.shape[3]))
 
 
 def tied(
@@ -128,7 +132,7 @@ def tied(
         and not (dropped or asked.weights)
         and asked.backend != "rows"
     ):
-        levels = kept_levels(asked.store, options, hierarchy, key, real, offset + n)
+        levels = kept_levels(asked.store, options, hierarchy, key, offset + n)
         if levels is not None and asked.store.forgetful:
             del ask["backend"], ask["refine_top_k"]
             return attend_kept(query, asked.store, **ask), None
@@ -158,9 +162,7 @@ def _most(value) -> int:
     return max(value) if isinstance(value, tuple) else value
 
 
-def kept_levels(
-    store: Store, options: Options, hierarchy: Hierarchy, key: Tensor, real: Tensor | None, end: int
-) -> Levels | None:
+def kept_levels(store: Store, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
     """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
     everything that windows do not know.
 
@@ -175,11 +177,10 @@ def kept_levels(
         return None
     if store.keep is not None and store.keep.sizes != hierarchy.sizes:
         return None
-    starts = None
-    if real is not None and not bool(real.all()):
-        starts = real.int().argmax(1)
-        if bool((real.sum(1) != length - starts).any()):
-            return None
+    starts, stops = hierarchy.starts, hierarchy.stops
+    if stops is not None and bool((stops != length).any()):
+        return None
+    starts = starts if starts is None else starts.expand(key.shape[0])
     return store.levels(hierarchy.sizes, starts)
 
 

@@ -131,10 +131,16 @@ class Store:
             sizes: window sizes, bottom first.
             starts: int64 [B], the first real token of every row, where windows start; None: 0.
         """
+        starts = somewhere(starts)
         same = (starts is None) == (self.starts is None) and (
             starts is None or torch.equal(starts, self.starts)
         )
         if not (same and sizes == self.sizes and len(self.means) == len(sizes)):
+            if self.forgetful:
+                raise ValueError(
+                    "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
+                    "attention_mask of the earlier calls, continued"
+                )
             self.sizes, self.starts = sizes, starts
             self.means = [tuple(Growing(t.room, t.room.dtype) for t in self.exact) for _ in sizes]
             self.counts = [[0] * len(self.exact[0].room) for _ in sizes]
@@ -213,5 +219,10 @@ class Store:
         """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
         for grown in {id(g): g for pair in (self.tokens, self.exact, *self.means) for g in pair}.values():
             grown.pick(rows)
-        self.starts = None if self.starts is None else self.starts[rows.to(self.starts.device)]
+        self.starts = None if self.starts is None else somewhere(self.starts[rows.to(self.starts.device)])
         self.counts = [[counts[r] for r in rows.tolist()] for counts in self.counts]
+
+
+def somewhere(starts: Tensor | None) -> Tensor | None:
+    """Where rows start, None where all do at 0."""
+    return starts if starts is not None and bool(starts.any()) else None
