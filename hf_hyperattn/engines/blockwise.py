@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .options import Options, position_mask
+from .options import Options, full_precision, position_mask
 from .score import PairScore, Term
 from .tiles import Call, Tensors, Tile
 
@@ -109,8 +109,9 @@ def _backward(
     grads = Call.parse(buffers, spec, extras, call.options, wanted).tensors
     group = call.tensors.query.shape[1:3]
     grad, out, lse = (x.unflatten(1, group) for x in (grad, out, lse))
-    for tile in call.tiles(BACKWARD_ELEMENTS):
-        backward(tile, grads, tile.of_query(grad), tile.of_query(out), tile.of_row(lse))
+    with full_precision(grad.device):  # backward may be called under autocast
+        for tile in call.tiles(BACKWARD_ELEMENTS):
+            backward(tile, grads, tile.of_query(grad), tile.of_query(out), tile.of_row(lse))
     return buffers
 
 

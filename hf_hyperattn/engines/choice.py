@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import blockwise, reference, sdpa
-from .options import Options, check_broadcast
+from .options import Options, check_broadcast, full_precision
 from .score import PairScore
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
@@ -76,7 +76,8 @@ def attention(
     name = choose(score, value, options, weights) if backend == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
-    out, found = ENGINES[name](score, value, options)
+    with full_precision(score.query.device):
+        out, found = ENGINES[name](score, value, options)
     return out, found if weights else None
 
 

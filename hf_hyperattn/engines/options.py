@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +76,10 @@ def key_range(options: Options, rows: range, keys: int) -> range:
     if options.is_causal:
         stop = min(keys, rows.stop + options.offset)
     return range(min(start, keys), max(stop, min(start, keys)))
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """Autocast switched off where it is on: it rounds products, and a midpoint's columns leave float16's range."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..engines import Options, PairScore, attention, dot_score
+from ..engines.options import full_precision
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Plan:
 
     def run(self, backend: str = "auto", weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """The output [B, H, N, dv] in the query's dtype, and the weights where asked for."""
-        out, found = self.attend(self.score, self.value, self.options, backend=backend, weights=weights)
+        with full_precision(self.value.device):
+            out, found = self.attend(self.score, self.value, self.options, backend=backend, weights=weights)
         for step in self.after:
             out = step(out)
         return out.to(self.call.query.dtype), found
