@@ -255,6 +255,33 @@ def test_bad_input_is_refused_in_one_line(name):
     assert "\n" not in message and [p for p in parts if p not in message] == [], message
 
 
+# The compiler.
+
+PADDED = torch.ones(2, 1, 1, N, dtype=torch.bool)
+PADDED[1, ..., :3] = False
+CALLS = {
+    "both": {},
+    "both, padding": {"attn_mask": PADDED},
+    "both, ids": {"hierarchy": Hierarchy.windows(N, SIZES).to_ids()},
+    "key": {**KEY, "near": 2, "refine_top_k": 1},
+    "key, causal": {**KEY, "is_causal": True, "near": (1, 2, 0, 3), "block_bias": torch.ones(4)},
+    "key, padding": {**KEY, "is_causal": True, "attn_mask": PADDED},
+    "key, ids": {**KEY, "hierarchy": Hierarchy.windows(N, SIZES).to_ids()},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_into_one_graph(name):
+    q, k, v = (t.clone().requires_grad_() for t in (Q, K, V))
+    call = lambda *t: hierarchical_attention(*t, **{"hierarchy": SIZES, **CALLS[name]})
+    torch._dynamo.reset()
+    got, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v)
+    assert_close(got, expected, 1e-6, "output")
+    grads = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, expected))
+    for one, other in zip(*grads):
+        assert_close(one, other, 1e-5, "gradient")
+
+
 # Storage of the cache.
 
 

