@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..integration.patching import base_model
 from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall
+from .hsa_certificate import evaluating
 
 #: Called with a host's name, its call, what its attention gave [B, H, N, dv], and the gradient of that.
 Listener = Callable[[str, HostCall, Tensor, Tensor], None]
@@ -27,7 +29,7 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def listen_to_gradients(
-    model: nn.Module, ids: Tensor, listener: Listener, teacher: Tensor | None = None
+    model: nn.Module, ids: Tensor, listener: Listener, teacher: Tensor | None = None, last: int | None = None
 ) -> float:
     """Run a patched model forward and backward on one text, and hand every host's gradient to `listener`.
 
@@ -37,6 +39,8 @@ def listen_to_gradients(
         listener: called once a host, the last layer first.
         teacher: final hidden states [N, e] of the model that this one should agree with: the loss is then the KL
             from its predictions to those of this model, else the negative log-likelihood of the text.
+        last: only so many tokens at the end are predicted and have queries; the others are read into a cache first,
+            which is much cheaper for long texts. None: all.
 
     Returns:
         The loss a token, in nats.
@@ -45,17 +49,30 @@ def listen_to_gradients(
     head = head_of(base, ids)
     with ExitStack() as stack:
         stack.enter_context(frozen(base))
-        stack.enter_context(checkpointed(base))
+        if last is None or last >= len(ids):
+            cache, read = None, 0
+            stack.enter_context(checkpointed(base))
+        else:
+            cache, read = prefix_cache(base, ids[:-last]), len(ids) - last
         stack.enter_context(heard(base, listener))
-        hidden = final_hidden(base, ids)
-        loss, slope = loss_and_slope(head, hidden, ids, teacher)
+        hidden = final_hidden(base, ids[read:], cache)
+        loss, slope = loss_and_slope(head, hidden, ids[read:], teacher)
         hidden.backward(slope)
     return loss
 
 
-def final_hidden(model: nn.Module, ids: Tensor) -> Tensor:
+def final_hidden(model: nn.Module, ids: Tensor, cache=None) -> Tensor:
     """What the model's head reads, [N, e]."""
-    return model.base_model(ids[None], use_cache=False).last_hidden_state[0]
+    found = model.base_model(ids[None], past_key_values=cache, use_cache=cache is not None)
+    return found.last_hidden_state[0]
+
+
+def prefix_cache(model: nn.Module, ids: Tensor) -> DynamicCache:
+    """A cache that has read `ids` [N]."""
+    cache = DynamicCache(config=model.config)
+    with evaluating(model):
+        model.base_model(ids[None], past_key_values=cache, use_cache=True)
+    return cache
 
 
 def head_of(model: nn.Module, ids: Tensor) -> Callable[[Tensor], Tensor]:
@@ -80,7 +97,7 @@ def head_of(model: nn.Module, ids: Tensor) -> Callable[[Tensor], Tensor]:
 def loss_and_slope(
     head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, teacher: Tensor | None, slope: bool = True
 ) -> tuple[float, Tensor | None]:
-    """The loss a token, and where wanted the gradient of the sum over tokens with respect to the final hidden states."""
+    """The loss a token, and where wanted the gradient of its sum over tokens by the final hidden states."""
     leaf, total = hidden.detach().requires_grad_(True), 0.0
     for start in range(0, len(ids) - 1, PIECE):
         stop = min(start + PIECE, len(ids) - 1)

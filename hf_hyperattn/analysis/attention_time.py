@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
 from torch import Tensor, nn
 
 from ..integration.patching import base_model
@@ -13,7 +12,7 @@ from .hsa_certificate import evaluating
 
 
 def attention_times(model: nn.Module, ids: Tensor) -> tuple[float, float]:
-    """Seconds over all patched layers in one pass over `ids` [N]: of their own attention, and of the patched one."""
+    """Seconds over all patched layers in one pass over `ids` [N] or [B, N]: of their own attention, and of the patched one."""
     base, own, patched = base_model(model), [], []
 
     def hook(module, arguments):
@@ -28,7 +27,7 @@ def attention_times(model: nn.Module, ids: Tensor) -> tuple[float, float]:
     handles = [inner(host.hyper).register_forward_pre_hook(hook) for _, host in patched_hosts(base)]
     try:
         with evaluating(base):
-            base.base_model(ids[None])
+            base.base_model(ids if ids.dim() == 2 else ids[None])
     finally:
         for handle in handles:
             handle.remove()

@@ -82,9 +82,7 @@ def choose(
     Args:
         settings: the candidates by layer. losses: what they cost, [H, C].
     """
-    tables = [
-        (name, by_windows(settings[name], losses[name], length), losses[name].shape[0]) for name in settings
-    ]
+    tables = [(name, by_windows(settings[name], losses[name], length)) for name in settings]
     low, high = 1e-12, 1e3
     best = select(tables, high, length)
     for _ in range(HALVINGS):
@@ -113,7 +111,7 @@ def by_windows(
 def select(tables, price: float, length: int) -> Selection:
     """The best settings at a price of `price` for all pairs of a head."""
     heads = {}
-    for name, kinds, count in tables:
+    for name, kinds in tables:
         best = None
         for candidates, loss, share in kinds:
             cost, index = (loss + price * share).min(1)

@@ -87,6 +87,7 @@ def measure(
     rows: int = 384,
     seed: int = 0,
     teacher: Tensor | None = None,
+    last: int | None = None,
     on_layer: Callable[[str], None] | None = None,
 ) -> Sensitivity:
     """Measure settings of every head of a causal model on one text.
@@ -96,13 +97,14 @@ def measure(
         ids: token ids [N].
         settings: the candidates of a layer, by its name.
         rows: how many queries are sampled.
-        teacher: see `listen_to_gradients`.
+        teacher, last: see `listen_to_gradients`. With `last`, queries are sampled among that many at the end.
     """
     found = Sensitivity([], {}, {}, {}, 0.0)
-    starts = sampled(len(ids), rows, seed)
+    read = max(0, len(ids) - (last or len(ids)))
+    starts = sampled(len(ids) - read, rows, seed)
 
     def listener(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
-        if tieable(call, len(ids)):
+        if tieable(call, len(ids), read):
             candidates = list(settings(name))
             slopes, kl = compare(call, out, gradient, candidates, starts)
             found.settings[name], found.slopes[name], found.kl[name] = candidates, slopes, kl
@@ -114,19 +116,20 @@ def measure(
     if not patched:
         patch_model(model, HsaConfig(), mode="blend")  # gates at 0: the attention is the model's own
     try:
-        found.loss = listen_to_gradients(model, ids, listener, teacher)
+        found.loss = listen_to_gradients(model, ids, listener, teacher, last)
     finally:
         if not patched:
             unpatch_model(model)
     return found
 
 
-def tieable(call: HostCall, length: int) -> bool:
+def tieable(call: HostCall, length: int, read: int = 0) -> bool:
     """Whether the attention is causal over the whole text, with nothing that tied attention does not have."""
     options = call.options
     windowed = options.window is not None and options.window < length
-    plain = options.mask is None and options.bias is None and options.softcap is None and not windowed
-    return plain and call.is_causal and call.query.shape[2] == call.key.shape[2] == length
+    masked = options.mask is not None and not read  # after what a cache has read, a mask says what is causal
+    plain = not masked and options.bias is None and options.softcap is None and not windowed
+    return plain and call.is_causal and call.query.shape[2] + read == call.key.shape[2] == length
 
 
 def compare(
@@ -150,13 +153,14 @@ def compare(
 
 
 def tied(query: Tensor, levels, setting: Setting, call: HostCall, start: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a chunk of queries."""
+    """Output and log-sum-exp of a chunk of queries, which are those of the last tokens."""
     heads = query.shape[1]
+    offset = levels.keys[0].shape[2] - query.shape[2]
     bias = query.new_full((heads,), setting.block_bias)
     tensors = [query[:, :, start : start + CHUNK], *levels.keys, *levels.values, bias]
     extras = "block_bias"
     if call.options.sinks is not None:
         tensors, extras = [*tensors, call.options.sinks.float()], "block_bias sink_logit"
     rule = [[x] * heads for x in (setting.near, setting.sinks, setting.refine_top_k)]
-    return operator.forward(tensors, extras, None, None, list(setting.windows), *rule, True, start,
+    return operator.forward(tensors, extras, None, None, list(setting.windows), *rule, True, start + offset,
                             float(call.scale), "auto")  # fmt: skip

@@ -20,7 +20,7 @@ from .console import progress, table
 from .inject_output import write
 from .inject_setting import Setting as Task
 
-#: What every head may be given: windows by layer, near in powers of two and between, refinement, blocks kept or dropped.
+#: What every head may be given: windows (one kind a layer), near, refinement, and blocks kept or dropped.
 WINDOWS = ((16,), (8, 64), (16, 128))
 NEAR = (32, 96, 192, 384, 768, 1536, 3072)
 TOP_K = (8, 16, 32, 64)
@@ -154,7 +154,7 @@ def measure_all(task: Task, model: nn.Module, bar) -> list[Sensitivity]:
         )
     if not found[0].names:
         raise ValueError(
-            f"{task.path}: no layer attends causally to the whole text of {task.length} tokens; allowed: models without "
+            f"{task.path}: no layer attends causally to all of {task.length} tokens; allowed: models without "
             "sliding windows as short, soft caps or position biases"
         )
     return found
@@ -234,7 +234,7 @@ def show_verified(task: Task, report: dict) -> None:
     """The table before and after, on the third part of each text."""
     print("\nHeld-out text, before and after:")
     rows = [
-        [f"perplexity, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", f"{r['loss']:+.2%}"]
+        [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", f"{r['loss']:+.2%}"]
         for name, r in report["texts"].items()
     ]
     rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from .text import encode, read_text
 
 CHARACTERS = 16  # of a text are read for a token wanted; texts have about 4
+PASSAGES = 8  # of `length` tokens in each part of a text for an encoder
 PARTS = 3  # to measure on, to choose on, to verify on
 
 
@@ -22,7 +23,7 @@ class Setting:
     """What `hyperattn inject` was asked for.
 
     Args:
-        path: of the model. texts: by name, `PARTS` pieces of token ids [N] each.
+        path: of the model. texts: by name, `PARTS` pieces of token ids each.
         encoder: whether the model reads both ways.
         dtype: of the checkpoint.
     """
@@ -68,19 +69,20 @@ def prepare(args: argparse.Namespace) -> Setting:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or args.length or 2048
     if args.length and args.length > limit:
         raise ValueError(f"--length {args.length} exceeds what the model reads; allowed: up to {limit}")
-    length = args.length or min(2048, limit)
+    length = args.length or min(128 if encoder else 2048, limit)
+    piece = length * (PASSAGES if encoder else 1)  # tokens of a part
     texts = {}
     for path in args.text:
-        text, name = read_text(path, CHARACTERS * PARTS * length)
+        text, name = read_text(path, CHARACTERS * PARTS * piece)
         if name in texts:
             raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
-        ids = torch.tensor(encode(tokenizer, text, PARTS * length, name))
-        if len(ids) < PARTS * length:
+        ids = torch.tensor(encode(tokenizer, text, PARTS * piece, name))
+        if len(ids) < PARTS * piece:
             raise ValueError(
-                f"--text {path}: {len(ids)} tokens; allowed: {PARTS * length} or more ({PARTS} parts of {length}); use "
+                f"--text {path}: {len(ids)} tokens; allowed: {PARTS * piece} or more ({PARTS} parts of {piece}); use "
                 "a longer text or a smaller --length"
             )
-        texts[name] = list(ids.split(length))
+        texts[name] = list(ids.split(piece))
     dtype = getattr(config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     return Setting(args, str(args.model), tokenizer, texts, length, encoder, dtype)

@@ -1,0 +1,264 @@
+"""`hyperattn inject` on tiny models: what is measured, chosen, verified and written; and what stands behind it."""
+
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
+
+import hf_hyperattn
+from hf_hyperattn.analysis import frontier, hsa_pairs, sensitivity
+from hf_hyperattn.analysis.attention_gradients import listen_to_gradients
+from hf_hyperattn.analysis.sensitivity import Setting
+from hf_hyperattn.cli import main
+from hf_hyperattn.mechanisms.hsa.key import key_tied
+from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+
+from . import tiny
+
+WORDS = "the quick brown fox jumps over a lazy dog and then goes home to sleep near its own red barn".split()
+
+
+def prose(seed: int, words: int = 700) -> str:
+    choose = random.Random(seed).choice
+    return " ".join(choose(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inject")
+    for name, seed in (("one", 1), ("two", 2)):
+        (folder / f"{name}.txt").write_text(prose(seed))
+    tiny.save(folder / "model", max_position_embeddings=256)
+    return folder
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+
+
+def inject(capsys, folder, *more) -> tuple[int, str, str]:
+    texts = [str(folder / "one.txt"), str(folder / "two.txt")]
+    arguments = ["--mechanism", "hsa", "--length", "192", "--rows", "32", "--text", *texts]
+    code = main(["inject", str(folder / "model"), *arguments, *map(str, more)])
+    return code, *capsys.readouterr()
+
+
+def brute_pairs(n, sizes, near, sinks, top, dropped) -> int:
+    """Pairs by walking down the windows query by query, with one drawn score for every block."""
+    draw, total = random.Random(n), 0
+    for i in range(n):
+        own = i // sizes[0] * sizes[0]
+        stand = {}  # open parents' closed children, level by level
+        queue = [b for b in range(0, i // sizes[-1] * sizes[-1], sizes[-1])]
+        inside = [i // sizes[-1] * sizes[-1]]
+        for level in range(len(sizes) - 1, -1, -1):
+            size = sizes[level]
+            forced = [b for b in queue if own - (b + size - 1) < near or b < sinks]
+            free = sorted((b for b in queue if b not in forced), key=lambda _: draw.random())
+            total += len(free) if top or not dropped else 0
+            opened = forced + free[:top]
+            below = sizes[level - 1] if level else 1
+            queue = [c for b in opened for c in range(b, b + size, below)]
+            if level:
+                start, end = inside[0], i // below * below
+                queue += list(range(start, end, below))
+                inside = [end]
+        stand[i] = queue
+        total += len(queue) + i - own + 1
+    return total
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 16), (2, 8, 32)])
+@pytest.mark.parametrize("rule", [(0, 0, 0), (5, 3, 2), (17, 0, 1), (9, 4, 0)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_pairs_are_those_of_a_walk_down_the_windows(sizes, rule, dropped):
+    for n in (1, 31, 70):
+        assert hsa_pairs.pairs(n, sizes, *rule, dropped) == brute_pairs(n, sizes, *rule, dropped)
+
+
+def test_near_as_long_as_the_text_is_every_pair():
+    assert hsa_pairs.share(50, (4,), 50, 0, 0) == 1
+
+
+def test_gradients_are_those_of_plain_autograd(model):
+    """By a change of the value projection: o is linear in it, so d loss / d W_o meets both."""
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
+    seen = {}
+    hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
+    loss = listen_to_gradients(model, ids, lambda name, call, out, g: seen.update({name: (out, g)}))
+    hf_hyperattn.unpatch_model(model)
+    assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    logits = model(ids[None]).logits[0, :-1]
+    F.cross_entropy(logits, ids[1:], reduction="sum").backward()
+    for i, layer in enumerate(model.model.layers):
+        out, g = seen[f"model.layers.{i}.self_attn"]
+        rows = out[0].transpose(0, 1).flatten(1)  # what o_proj reads; W_o.grad = Σ (d/d output) rowᵀ
+        slopes = g[0].transpose(0, 1).flatten(1)  # = (d/d output) W_o
+        weight = layer.self_attn.o_proj.weight
+        assert torch.allclose((slopes * rows).sum(), (weight.grad * weight).sum(), rtol=1e-3, atol=1e-4)
+
+
+def test_slopes_are_the_gradient_along_the_change(model):
+    """Against the torch way of the mechanism, at every query; and alike where most of the text comes from a cache."""
+    ids = torch.tensor(tiny.tokenizer()(prose(3)).input_ids[:128])
+    settings = [Setting((4,), EVERYTHING), Setting((4, 16), 8, 2, 1, -1.0)]
+    seen = {}
+    hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
+    listen_to_gradients(model, ids, lambda name, *rest: seen.update({name: rest}))
+    hf_hyperattn.unpatch_model(model)
+    measured = sensitivity.measure(model, ids, lambda _: settings, rows=128)
+    late = sensitivity.measure(model, ids, lambda _: settings, rows=128, last=48)
+    assert measured.names == late.names == list(seen)[::-1]
+    for name, (call, out, g) in seen.items():
+        rule = dict(near=8, sinks=2, refine_top_k=1, block_bias=-1.0)
+        tied, _ = key_tied(call.query, call.key, call.value, (4, 16), is_causal=True, scale=call.scale,
+                           backend="rows", **rule)  # fmt: skip
+        expected = (g * (tied - out)).sum(-1)[0].T
+        assert torch.allclose(measured.slopes[name][..., 0], torch.zeros(128, 4), atol=1e-4)
+        assert torch.allclose(measured.slopes[name][..., 1], expected, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(late.slopes[name], measured.slopes[name][-48:], rtol=1e-3, atol=1e-4)
+
+
+def test_the_certificate_is_that_of_the_weights(model):
+    ids = torch.tensor(tiny.tokenizer()(prose(4)).input_ids[:96])
+    from hf_hyperattn.analysis.hsa_certificate import certificate
+
+    setting = Setting((4, 16), 8, 2, 1, 0.0)
+    measured = sensitivity.measure(model, ids, lambda _: [setting], rows=96)
+    for loss in certificate(model, ids[None], frontier.layer_config([setting] * 4)):
+        assert measured.kl[loss.name][:, 0].tolist() == pytest.approx(loss.heads, abs=1e-4)
+
+
+def test_the_choice_is_the_cheapest_of_all():
+    """Against every combination, for two layers of two heads."""
+    settings = [Setting((4,), 8), Setting((4,), 16, refine_top_k=1), Setting((8,), 8)]
+    drawn = torch.Generator().manual_seed(0)
+    losses = {name: torch.rand(2, 3, generator=drawn, dtype=torch.float64) for name in "ab"}
+    chosen = frontier.choose({name: settings for name in "ab"}, losses, 64, 0.6)
+    cost = lambda s: sum(
+        losses[n][h, settings.index(x)].item() for n in "ab" for h, x in enumerate(s[n]) if not x.exact
+    )
+    kinds = [[Setting((4,), EVERYTHING, 0), *settings[:2]], [Setting((8,), EVERYTHING, 0), settings[2]]]
+    layers = [(x, y) for kind in kinds for x in kind for y in kind]
+    better = [
+        {"a": a, "b": b}
+        for a in layers
+        for b in layers
+        if frontier.Selection({"a": a, "b": b}, 64).pairs <= chosen.pairs
+    ]
+    assert chosen.pairs <= 0.6
+    assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
+
+
+def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
+    code, out, err = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "0.5")
+    assert code == 0, out + err
+    assert "KL of tied from own attention" in out and f"written: {tmp_path / 'out'}" in out
+    assert "verifying on held-out text" in err
+    report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
+    assert 0 < report["pairs"] < 1
+    assert re.search(rf"attended pairs +100 % +{report['pairs']:.1%}", out)
+    assert "perplexity" in (tmp_path / "out" / "README.md").read_text()
+    patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    for name in ("one", "two"):  # the third part of the text has the perplexity that was printed
+        ids = torch.tensor(tiny.tokenizer()((folder / f"{name}.txt").read_text()).input_ids[384:576])[None]
+        after = math.exp(patched(ids, labels=ids).loss.item())
+        assert after == pytest.approx(report["texts"][f"{name}.txt"]["after"], rel=1e-4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_seed_gives_one_result(capsys, folder, tmp_path):
+    for name in ("a", "b"):
+        assert inject(capsys, folder, "--pairs", "0.7", "--output", tmp_path / name, "--seed", "3")[0] == 0
+    configs = [(tmp_path / name / "config.json").read_text() for name in ("a", "b")]
+    assert configs[0] == configs[1]
+
+
+def test_over_the_budget_nothing_is_written(capsys, folder, tmp_path, monkeypatch):
+    from hf_hyperattn.cli import inject_causal
+
+    real = inject_causal.settle
+    monkeypatch.setattr(inject_causal, "MARGIN", 1e6)  # the second parts let everything through
+    code, out, _ = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "1e-9")
+    assert real and code == 1
+    assert "nothing is written" in out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatch, interrupt):
+    from hf_hyperattn.cli import inject_output
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+
+    def stop(*_, **__):
+        raise interrupt
+
+    monkeypatch.setattr(inject_output.hub_cards, "write_card", stop)
+    arguments = ["--pairs", "0.8", "--output", tmp_path / "out", "--force"]
+    if interrupt is KeyboardInterrupt:
+        assert inject(capsys, folder, *arguments)[0] == 130
+    else:
+        with pytest.raises(RuntimeError):
+            inject(capsys, folder, *arguments)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def refused(capsys, *arguments) -> str:
+    assert main(["inject", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("hyperattn inject: error: ") and err.count("\n") == 1
+    return err
+
+
+def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
+    start = [folder / "model", "--text", folder / "one.txt"]
+    hsa = [*start, "--mechanism", "hsa"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe" * 99)
+    for arguments, said in (
+        ([*start, "--mechanism", "collaborative"], "allowed: hsa"),
+        ([*hsa, "--budget", "0"], "--budget 0"),
+        ([*hsa, "--budget", "nan"], "--budget nan"),
+        ([*hsa, "--pairs", "1.5"], "--pairs 1.5"),
+        ([*hsa, "--length", "3"], "--length 3"),
+        ([*hsa, "--length", "4096"], "up to 256"),
+        ([*hsa, "--rows", "0"], "--rows 0"),
+        ([*hsa, "--seed", "-1"], "--seed -1"),
+        ([*hsa, "--output", tmp_path / "full"], "not empty"),
+        ([*hsa, "--output", tmp_path / "full" / "file"], "a file"),
+        ([*hsa, "--output", tmp_path / "no" / "where"], "is no folder"),
+        ([folder, "--mechanism", "hsa", "--text", folder / "one.txt"], "not a model"),
+        ([folder / "none", "--mechanism", "hsa", "--text", folder / "one.txt"], "no such folder"),
+        ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "none"], "No such file"),
+        ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "bytes"], "not UTF-8"),
+        ([*hsa, "--text", folder / "one.txt", folder / "one.txt", "--length", "64"], "a second text called"),
+    ):  # fmt: skip
+        assert said in refused(capsys, *arguments)
+    (tmp_path / "short.txt").write_text(prose(1, 60))
+    short = [folder / "model", "--mechanism", "hsa", "--text", tmp_path / "short.txt", "--length", "256"]
+    assert "768 or more" in refused(capsys, *short)
+
+
+def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+                        intermediate_size=48, max_position_embeddings=256)  # fmt: skip
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    tiny.tokenizer().save_pretrained(tmp_path / "bert")
+    arguments = ["--mechanism", "hsa", "--length", "96", "--text", folder / "one.txt", "--budget", "0.05"]
+    (folder / "one.txt").write_text(prose(1, 4000))
+    code = main(["inject", *map(str, [tmp_path / "bert", *arguments, "--output", tmp_path / "out"])])
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
+    assert report["metric"] == "cosine" and report["pairs"] < 1
