@@ -159,7 +159,7 @@ class Source:
     query: Tensor
     key: Tensor
     scale: float
-    features: tuple[Tensor, Tensor]  # the ones made from it, so that a score with other features is not taken for it
+    features: tuple[Tensor, Tensor]  # made from it: a score with others is not taken for it
 
 
 @dataclass(frozen=True)

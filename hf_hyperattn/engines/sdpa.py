@@ -28,9 +28,6 @@ MEETINGS = {
     torch.float16: ((0, 0), (0, 1), (1, 0)),
     torch.bfloat16: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
 }
-#: Moved from the factors of queries to those of keys in half precision, so that neither leaves float16's range.
-BALANCE = 2.0**8
-
 #: Up to this many queries the dense bias is no larger than the extra columns of the keys would be.
 FEW = 16
 
@@ -210,8 +207,17 @@ def columns_of(piece: Piece, scale: float, dtype: torch.dtype, with_row: bool) -
     if dtype not in MEETINGS:
         return left.to(dtype), right.to(dtype)
     pairs, count = MEETINGS[dtype], 1 + max(i for i, _ in MEETINGS[dtype])
-    lefts, rights = pieces_of(left / BALANCE, dtype, count), pieces_of(right * BALANCE, dtype, count)
+    balance = balance_of(left, right)
+    lefts, rights = pieces_of(left / balance, dtype, count), pieces_of(right * balance, dtype, count)
     return torch.cat([lefts[i] for i, _ in pairs], -1), torch.cat([rights[j] for _, j in pairs], -1)
+
+
+def balance_of(left: Tensor, right: Tensor) -> Tensor:
+    """Powers of 2, one a column, that make the largest factors on both sides alike: float16 then holds them."""
+    size_left, size_right = (
+        t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach())
+    )
+    return torch.exp2(torch.round(torch.log2(size_left / size_right) / 2))
 
 
 def pieces_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -130,6 +130,34 @@ def test_columns_are_offered_where_they_are_exact_enough(form):
 
 
 @every_form
+def test_a_gate_counts_as_a_part_of_the_bias(form):
+    """With weight 64 a sum of columns would be off by 0.06 where 2e-3 is allowed."""
+    places = torch.arange(LENGTH)[None, None]
+    q = torch.zeros(1, 2, LENGTH, 4)
+
+    def offered(gate):
+        mu, tau = numbers(form)
+        gate = torch.tensor([gate, 0.0])
+        score = with_hype(dot_score(q, q), (places, places), mu, tau, form, reach=LENGTH, gate=gate)
+        return score.pieces[1].columns is not None
+
+    assert offered(1.0) and offered(-1.0) and not offered(64.0) and not offered(-64.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_columns_of_a_long_range_stay_in_range(dtype):
+    """tau = 1e7 at mu = 1e-7 is a slope of 1 a token; its factor alone is beyond float16."""
+    q, k, v = (torch.randn(1, 2, 200, 32, dtype=torch.float64).to(dtype) for _ in range(3))
+    outs = [
+        hype_attention(
+            q.to(t), k.to(t), v.to(t), is_causal=True, mu=1e-7, tau=1e7, scale=0.01, backend=backend
+        )
+        for t, backend in ((dtype, "sdpa"), (torch.float64, "reference"))
+    ]
+    assert (outs[0].double() - outs[1]).abs().max() <= 2e-2
+
+
+@every_form
 @pytest.mark.parametrize("way, tolerance", [("blockwise", 2e-5), ("sdpa", 5e-3), ("auto", 5e-3)])
 def test_attention_at_full_length(form, way, tolerance):
     """Outputs of sampled rows against float64, one head as steep as they come and one that sees far."""

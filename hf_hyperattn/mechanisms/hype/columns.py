@@ -39,7 +39,8 @@ def fits(mu: Tensor, tau: Tensor, reach: float, form: str) -> bool:
     cosh τ·(cosh(μ reach) - 1)/2, half the largest bias.
 
     Args:
-        mu, tau: [H] or [1].
+        mu: [H] or [1].
+        tau: [H] or [1], times the gate where there is one.
         reach: the largest distance of two positions.
     """
     x = mu.detach().double() * reach

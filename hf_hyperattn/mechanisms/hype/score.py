@@ -35,8 +35,8 @@ def with_hype(
     """
     (batch, heads, n, _), (_, kv_heads, m, _) = score.query.shape, score.key.shape
     queries, keys = from_first(*positions, mu.dtype)
-    columns = None
-    if reach is not None and not torch.compiler.is_compiling() and fits(mu, tau, reach, form):
+    columns, weight = None, tau if gate is None else tau * gate
+    if reach is not None and not torch.compiler.is_compiling() and fits(mu, weight, reach, form):
         columns = partial(factors, queries, keys, mu, tau, form)
     piece = Piece(
         SINH if form == "sinh" else COSH,
