@@ -116,6 +116,10 @@ class DotTerm(Term):
 DOT = register_term(DotTerm())
 
 
+#: Set on keys that a cache hands out: the same in the working dtype.
+CONVERTED = "_hyperattn_converted"
+
+
 @dataclass(frozen=True)
 class Piece:
     """A term with its numbers, and the definition it must agree with.
@@ -225,10 +229,16 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def converted(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, without a copy where a cache keeps it in that one too."""
+    kept = None if torch.compiler.is_compiling() else getattr(t, CONVERTED, None)
+    return kept if kept is not None and kept.dtype == dtype else t.to(dtype)
+
+
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
     dtype = working_dtype(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k = query.to(dtype) * scale, key.to(dtype)
+    q, k = query.to(dtype) * scale, converted(key, dtype)
     piece = Piece(DOT, lambda: q @ repeat_heads(k, q.shape[1]).transpose(-1, -2))
     return PairScore(q, k, (piece,), source=Source(query, key, scale, (q, k)))

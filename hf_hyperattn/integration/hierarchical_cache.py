@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..engines.score import CONVERTED
 from ..mechanisms.hsa.layer import HsaLayer
 from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
 from .records import inner, patched_hosts
@@ -44,6 +45,8 @@ class HierarchicalLayer(DynamicLayer):
     def _show(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
         setattr(self.keys, STORE, self.store)
+        if self.store.exact is not self.store.tokens:
+            setattr(self.keys, CONVERTED, self.store.exact[0].view())
         return self.keys, self.values
 
     def _shown(self, grown: Growing) -> Tensor:

@@ -428,6 +428,17 @@ def test_half_precision_caches():
         assert_close(stepwise(model, inputs, cache).float(), expected, 0.03 * expected.abs().max(), name)
 
 
+def test_keys_in_half_precision_are_converted_once():
+    """A step reads the float32 copies that the cache keeps, and converts only the new key."""
+    cache = HierarchicalCache(None)
+    key, value = qkv(batch=1, heads=2, lq=6, d=4, dtype=torch.bfloat16)[1:]
+    cache.update(key[:, :, :5], value[:, :, :5], 0)
+    keys, values = cache.update(key[:, :, 5:], value[:, :, 5:], 0)
+    score = Plan.of(HostCall(key[:, :, 5:], keys, values, 1.0, True, Options())).score
+    assert torch.equal(keys, key) and torch.equal(score.key, key.float())
+    assert score.key.data_ptr() == cache.layers[0].store.exact[0].room.data_ptr()
+
+
 def test_what_the_cache_refuses():
     model = patched("llama", HsaConfig((2, 4), refine_top_k=0))
     ids = ids_of(model)
@@ -520,12 +531,11 @@ def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
     model = hf.AutoModelForCausalLM.from_pretrained(smollm2.smollm2(), dtype=torch.float32)
     top_k = 0 if evict else 2
     patch_model(model, HsaConfig((8, 32, 128), near=32, refine_top_k=top_k), mode="replace")
-    ids = torch.arange(300, 900)[None]
-    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids = torch.arange(300, 600)[None]
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, use_cache=False, **how)
     cache = HierarchicalCache(model, evict=evict)
     assert torch.equal(model.generate(ids, past_key_values=cache, **how), plain)
-    assert model.generate(ids, **how).equal(plain)
 
 
 # The compiler.
