@@ -170,13 +170,12 @@ def differences(tile: Tile, term: Term, dot: Tensor, row, column, head) -> Tenso
 
 
 def total(tile: Tile, found: list[tuple]) -> Tensor:
-    """The sum of the pieces, the first one capped; never the product itself, so that it may be overwritten."""
-    softcap = tile.call.options.softcap
-    (first, gate, _), *rest = found
-    logits = first if softcap is None else softcap * torch.tanh(first / softcap)
-    logits = logits if gate is None else logits * gate
-    for part, gate, _ in rest:
-        logits = logits + (part if gate is None else part * gate)
+    """The sum of the pieces, capped where they are to be; never the product itself, so that it may be overwritten."""
+    softcap, logits = tile.call.options.softcap, None
+    for (part, gate, _), capped in zip(found, tile.call.capped, strict=True):
+        part = softcap * torch.tanh(part / softcap) if capped and softcap is not None else part
+        part = part if gate is None else part * gate
+        logits = part if logits is None else logits + part
     return logits
 
 
@@ -261,7 +260,7 @@ def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Ten
     for index, (part, gate, pull) in enumerate(found):
         term = tile.call.terms[index][0]
         d_part = d_logits
-        if index == 0 and softcap is not None:
+        if tile.call.capped[index] and softcap is not None:
             capped = torch.tanh(part / softcap)
             d_part = d_logits * (1 - capped.square())
             part = softcap * capped

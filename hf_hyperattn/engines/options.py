@@ -19,7 +19,7 @@ class Options:
         is_causal: key j is visible to query i where j <= i (top-left, as in torch's SDPA).
         window: key j is visible to query i where i - j < window, and where not causal also j - i < window.
         offset: position of query 0 among the keys, for `is_causal` and `window`.
-        softcap: c · tanh(S / c) on the first piece of the score.
+        softcap: c · tanh(S / c) on the first piece of the score, and on those that take its place.
         sinks: one extra logit per query head [H] that takes part in the softmax and has no value.
         dropout_p: probability that a weight is dropped, in [0, 1).
     """

@@ -40,11 +40,11 @@ def visible_logits(score: PairScore, options: Options) -> Tensor:
 
 
 def total_logits(score: PairScore, softcap: float | None = None) -> Tensor:
-    """[B, H, N, M]: the first piece, capped by c·tanh(S/c) where asked, plus each further piece times its gate."""
+    """[B, H, N, M]: the pieces times their gates, the first one capped by c·tanh(S/c) where asked."""
     logits = 0.0
     for index, piece in enumerate(score.pieces):
         part = piece.definition()
-        if index == 0 and softcap is not None:
+        if (index == 0 or piece.capped) and softcap is not None:
             part = softcap * torch.tanh(part / softcap)
         logits = logits + (part if piece.gate is None else piece.gate[:, None, None] * part)
     return logits

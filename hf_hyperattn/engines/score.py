@@ -135,6 +135,8 @@ class Piece:
         columns: for a piece that reads no features and has low rank: returns float64 factors [B|1, H|1, N, c] and
             [B|1, H|1, M, c] and numbers a row [B|1, H|1, N]; the logits are the factors' product over c plus the
             row's number. None where there are none, or where float32 sums of the product would be too inexact.
+        capped: whether `softcap` acts on it, as it does on the first piece: where it takes that one's place in some
+            heads.
     """
 
     term: Term
@@ -145,6 +147,7 @@ class Piece:
     gate: Tensor | None = None
     columns: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     features: Callable[[], tuple[Tensor, Tensor]] | None = None
+    capped: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class PairScore:
     Args:
         query: features [B, H, N, d], float32 or float64.
         key: features [B, Hkv, M, d], not repeated for grouped queries.
-        pieces: the terms to add up; `softcap` acts on the first.
+        pieces: the terms to add up; `softcap` acts on the first, and on those that say so.
         points: returns the points whose gap the pieces are functions of, or None where there is no gap.
         watch: ask the terms on every tile whether, and for which pairs, the product form cancels there.
         source: what the features were made from, for engines that take half precision as it is.
@@ -188,8 +191,8 @@ class PairScore:
 
     @property
     def spec(self) -> str:
-        """The pieces as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate."""
-        return "+".join(("*" if p.gate is not None else "") + p.term.name for p in self.pieces)
+        """The pieces as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
+        return "+".join("*" * (p.gate is not None) + "^" * p.capped + p.term.name for p in self.pieces)
 
     def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """All row statistics, column statistics and head parameters, piece by piece; a gate ends its piece's."""
@@ -216,7 +219,12 @@ class PairScore:
 
 def parse_spec(spec: str) -> list[tuple[Term, bool]]:
     """The inverse of `PairScore.spec`: each term, and whether it has a gate."""
-    return [(TERMS[part.lstrip("*")], part.startswith("*")) for part in spec.split("+")]
+    return [(TERMS[part.lstrip("*^")], part.startswith("*")) for part in spec.split("+")]
+
+
+def capped_in(spec: str) -> list[bool]:
+    """Which pieces of a spec `softcap` acts on: the first, and those marked."""
+    return [not index or "^" in part for index, part in enumerate(spec.split("+"))]
 
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:

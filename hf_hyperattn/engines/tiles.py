@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .options import Options, key_range
-from .score import parse_spec
+from .score import capped_in, parse_spec
 
 #: Gathering the points of single pairs costs this many times as much a pair as the differences of a whole tile.
 FEW = 16
@@ -53,9 +53,10 @@ class Call:
     points: Tensors | None = None  # the points as query and key, their scale as the one head parameter
     seed: int = 0
     terms: list = field(init=False)
+    capped: list[bool] = field(init=False)
 
     def __post_init__(self):
-        self.terms = parse_spec(self.spec)
+        self.terms, self.capped = parse_spec(self.spec), capped_in(self.spec)
 
     @classmethod
     def parse(cls, flat: Sequence[Tensor], spec: str, extras: str, options: Options, wanted=None) -> Call:

@@ -7,9 +7,12 @@ is found.
 import pytest
 import torch
 
+from hf_hyperattn import ConeConfig
 from hf_hyperattn.engines import Options, attention, dot_score
+from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.mechanisms.cone.features import cone_piece, cone_score
 from hf_hyperattn.mechanisms.cone.functional import cone_space
+from hf_hyperattn.mechanisms.cone.layer import ConeLayer
 from tests.oracles import dense, softmax
 from tests.oracles.cases import (
     BACKENDS,
@@ -126,3 +129,20 @@ def test_gradients_of_a_blend_over_many_blocks(backend, pairing, dtype, rtol):
     ]
     names = ("query", "key", "value", "gate", "gamma", "radius")
     assert_gradients(*grads, rtol, names, stray=1e-3)
+
+
+@every_backend
+@pytest.mark.parametrize("pairing", CORE)
+def test_a_cap_acts_alike_on_all_heads_and_on_every_single_one(backend, pairing):
+    """Replaced one and all by number, heads are what they are where all are replaced; forward and gradient."""
+    q, k, v = (t.requires_grad_() for t in qkv(batch=2, heads=2, kv_heads=1, lq=7, lk=7, seed=93))
+    host = Host("x", 2, 1, True, False, 0)
+    call = HostCall(q, k, v, 0.5, True, Options(is_causal=True, softcap=0.7))
+    outs, grads = [], []
+    for heads in (None, (0, 1)):
+        layer = ConeLayer(ConeConfig(**PAIRINGS[pairing]), host, "replace", heads).double()
+        outs.append(layer(Plan.of(call)).run(backend)[0])
+        learned = (q, k, v, layer.log_gamma, layer.log_radius)
+        grads.append(torch.autograd.grad(outs[-1].square().sum(), learned))
+    assert_close(outs[1], outs[0], 1e-12, "output")
+    assert_gradients(grads[1], grads[0], 1e-9, [*"qkv", "gamma", "radius"])

@@ -101,15 +101,18 @@ def test_a_replacement_is_the_published_operator(name, asked):
 
 @every_config
 @pytest.mark.parametrize("mode", ["blend", "replace"])
-def test_heads_that_are_left_alone_stay_the_hosts(name, mode):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_heads_that_are_left_alone_stay_the_hosts(name, mode, softcap, backend):
+    """A cap acts on what takes the place of the host's logits, also where that is so in some heads only."""
     layer, c, tau = layer_of(name, mode, heads=(1, 2))
-    call = call_of(Options(is_causal=True))
+    call = call_of(Options(is_causal=True, softcap=softcap))
     chosen = torch.tensor([0.0, 1.0, 1.0, 0.0]).double()
     gate = chosen * layer.gate.detach() if mode == "blend" else chosen
     share = chosen
     if mode == "blend":
         share = chosen * layer.midpoint_gate.detach() if layer.midpoint_gate is not None else 0.0
-    out, _ = layer(Plan.of(call)).run()
+    out, _ = layer(Plan.of(call)).run(backend)
     assert_close(out, manual(call, name, c, tau, gate, share, mode), 1e-9, "output")
 
 

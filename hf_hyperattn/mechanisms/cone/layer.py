@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,10 @@ class ConeLayer(MechanismLayer):
             return plan.change(score=cone_score(call.query, call.key, space))
         gate = chosen if self.mode == "replace" else self.gate if chosen is None else self.gate * chosen
         piece, points = cone_piece(call.query, call.key, call.scale, space, gate.to(dtype))
-        score = plan.score if self.mode == "blend" else plan.score.weighted(1 - chosen.to(dtype))
-        return plan.change(score=score.plus(piece, points))
+        if self.mode == "blend":
+            return plan.change(score=plan.score.plus(piece, points))
+        score = plan.score.weighted(1 - chosen.to(dtype))
+        return plan.change(score=score.plus(replace(piece, capped=True), points))
 
     def space(self, dtype: torch.dtype, device) -> ConeSpace:
         """The cone's parameters as they stand, in the working dtype."""

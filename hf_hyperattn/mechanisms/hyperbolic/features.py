@@ -133,9 +133,3 @@ def with_own_keys(score: PairScore, heads: int) -> PairScore:
 def _definition(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Callable[[], Tensor]:
     parameters = space.curvature, space.temperature
     return partial(definition, query, key, *parameters, scale=space.scale, distance=space.distance)
-
-
-def _linear(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Callable | None:
-    return (
-        partial(squared_lorentz_features, query, key, space) if space.distance == "squared_lorentz" else None
-    )

@@ -4,6 +4,8 @@ configured values.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,9 @@ class HyperbolicLayer(MechanismLayer):
             return hyperbolic_score(call.query, call.key, space)
         gate = self.weight(self.gate, chosen).to(dtype)
         piece, points = hyperbolic_piece(call.query, call.key, call.scale, space, gate)
-        score = plan.score if self.mode == "blend" else plan.score.weighted(1 - gate)
-        return score.plus(piece, points, watch=True)
+        if self.mode == "blend":
+            return plan.score.plus(piece, points, watch=True)
+        return plan.score.weighted(1 - gate).plus(replace(piece, capped=True), points, watch=True)
 
     def aggregate(self, plan: Plan, space: HyperbolicSpace, chosen: Tensor | None, dtype: torch.dtype):
         """The plan with midpoints for means, or blended with them."""
