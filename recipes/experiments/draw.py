@@ -58,8 +58,8 @@ def put(text: str, name: str, table: str) -> str:
     Raises:
         ValueError: there are no such marks.
     """
-    marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
-    changed, count = marks.subn(lambda found: found[1] + table + found[2], text)
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    changed, count = marks.subn(lambda found: f"{found[1]}{table}\n{found[2]}", text)
     if count != 1:
         raise ValueError(
             f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one"

@@ -20,6 +20,7 @@ matplotlib.rcParams.update(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.color": "0.9",
         "legend.frameon": False,
         "figure.facecolor": "white",
@@ -159,7 +160,7 @@ def depth(results: dict) -> Figure:
             statistics.mean(names), g - 0.45, g + 0.45, color="0.3", linestyle="--", linewidth=1, **line
         )
     left.set(ylim=(0, 100), ylabel="accuracy, %", xticks=range(len(groups)))
-    left.set_xticklabels([f"depth {level}, {size}" for level, size in groups])
+    left.set_xticklabels([f"depth {level},\n{size}" for level, size in groups])
     left.legend(fontsize=7, ncols=2, loc="upper right")
     right.set(ylim=(0, 100), xlabel="depth of the lowest common ancestor", ylabel="accuracy, %")
     right.set_title(f"depth {deepest}, {full} size", fontsize=9)
