@@ -8,6 +8,8 @@ from typing import Any
 
 #: Numbers beyond this are infinite in float32, the least precise dtype that they are computed in.
 LARGEST = 3e38
+#: Positive numbers below this are 0, or lose digits, there.
+SMALLEST = 1.2e-38
 
 
 def option(
@@ -62,6 +64,8 @@ def check_field(owner: str, name: str, value: Any, rule: dict) -> None:
             refuse(f"a finite number, of at most {LARGEST:g}")
         if rule["above"] is not None and value <= rule["above"]:
             refuse(f"numbers above {rule['above']:g}")
+        if rule["above"] == 0 and value < SMALLEST:
+            refuse(f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full")
         if rule["least"] is not None and value < rule["least"]:
             refuse(f"numbers from {rule['least']:g}")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from ..fields import LARGEST, SMALLEST
+
+#: What is allowed of a positive parameter.
+POSITIVE = f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}"
 
 
 def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
@@ -72,9 +75,11 @@ def check_positive(name: str, value: float | Tensor, heads: int, like: Tensor) -
                 f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, "
                 f"({heads},)"
             )
-        if not torch.compiler.is_compiling() and not bool((value.isfinite() & (value > 0)).all()):
-            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: finite numbers above 0")
+        looked = not torch.compiler.is_compiling() and not value.is_complex()
+        if value.is_complex() or (looked and not bool(((value >= SMALLEST) & (value <= LARGEST)).all())):
+            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {POSITIVE}")
         return value.reshape(-1).to(like.device)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers above 0")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: {POSITIVE}")
     return torch.full((1,), float(value), dtype=torch.float64, device=like.device)

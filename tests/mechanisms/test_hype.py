@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_hyperattn.functional import hype_attention, hype_bias
 from hf_hyperattn.mechanisms.hype.config import alibi_slopes
+from hf_hyperattn.mechanisms.hype.positions import of_mask
 from tests.oracles import hype as loops
 from tests.oracles.cases import (
     BACKENDS,
@@ -381,3 +382,21 @@ def test_the_bias_refuses_what_attention_refuses():
         hype_bias(at, at[None, None], mu=0.1, tau=1.0, form="sinh")
     with pytest.raises(ValueError, match="query_positions"):
         hype_bias(at.expand(2, 4), at.expand(3, 4), mu=0.1, tau=1.0, form="sinh")
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, torch.tensor([1.0, 1e39], dtype=torch.float64)], ids=str)
+def test_a_tau_that_float32_does_not_hold_is_refused(value):
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(
+        ValueError, match=r"^tau=.* is not allowed; allowed: a finite number of at most 3e\+38"
+    ):
+        hype_attention(q, q, q, mu=1.0, tau=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_minus_ten_thousand_hides_in_every_dtype(dtype):
+    """bfloat16 makes it -9984, and a mask may be widened after that, or have a bias added."""
+    mask = torch.zeros(1, 1, 4, 4, dtype=dtype)
+    mask[..., :2] = -10_000.0
+    queries, _ = of_mask(mask.float() + 5.0, 4, 4)
+    assert queries.flatten().tolist() == [0, 0, 1, 2]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from hf_hyperattn import HyperbolicConfig
 from hf_hyperattn.functional import hyperbolic_attention, hyperbolic_scores
 from tests.oracles import hyperbolic as oracle
 from tests.oracles.cases import (
@@ -415,3 +416,18 @@ def test_argument_order_is_that_of_torch():
     F.scaled_dot_product_attention(q, k, v, mask, 0.0, False)
     positional = hyperbolic_attention(q, k, v, mask, 0.0, False, 0.5)
     assert_close(positional, hyperbolic_attention(q, k, v, attn_mask=mask, scale=0.5), 0.0, "output")
+
+
+@pytest.mark.parametrize(
+    "value", [1e-50, 1e39, True, torch.tensor([1.0, 1e-50], dtype=torch.float64)], ids=str
+)
+@pytest.mark.parametrize("name", ["curvature", "temperature"])
+def test_parameters_that_float32_does_not_hold_are_refused(name, value):
+    """They would be 0 or infinite there, and the output NaN."""
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=rf"^{name}=.* allowed: finite numbers above 0 .*1\.2e-38") as caught:
+        hyperbolic_attention(q, q, q, **{name: value})
+    assert "\n" not in str(caught.value)
+    if not isinstance(value, torch.Tensor):
+        with pytest.raises(ValueError, match=rf"^HyperbolicConfig\.{name}=.*; allowed: "):
+            HyperbolicConfig(**{name: value})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...engines import Options, attention, dot_score
+from ...fields import LARGEST
 from ..checks import check_choice, check_dropout, check_positive, check_qkv
 from .bias import FORMS, definition
 from .positions import from_first, given
@@ -120,14 +119,15 @@ def hype_bias(
 
 def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
     """A finite number, or one per query head, as a tensor [1] or [H]; tensors are not looked at while traced."""
-    allowed = f"a finite number, or a tensor of one per query head, ({heads},)"
+    allowed = f"a finite number of at most {LARGEST:g}, or a tensor of one per query head, ({heads},)"
     if isinstance(value, Tensor):
         if value.dim() > 1 or value.numel() not in (1, heads):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {allowed}")
-        if not torch.compiler.is_compiling() and not bool(value.isfinite().all()):
+        looked = not torch.compiler.is_compiling() and not value.is_complex()
+        if value.is_complex() or (looked and not bool((value.abs() <= LARGEST).all())):
             raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {allowed}")
         return value.reshape(-1).to(like.device)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
         raise ValueError(f"{name}={value!r} is not allowed; allowed: {allowed}")
     return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
 

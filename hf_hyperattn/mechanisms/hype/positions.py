@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..base import HostCall
 
-#: Additive masks hide a pair from here on: the smallest number of any dtype, and the -10000 of older models.
-HIDDEN = -9_999.0
+#: Additive masks hide a pair below this: the smallest number of any dtype, and the -10000 of older models, which is
+#: -9984 in bfloat16 and may have something added.
+HIDDEN = -9_900.0
 
 
 def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
