@@ -92,6 +92,8 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     dtype = working(*source(score)[:2], value)
     if options.bias is not None and not as_mask(n, dtype, value.device):
         return "it has a bias"
+    if dtype in MEETINGS and value.device.type != "cpu" and rounds(options.mask, dtype):
+        return "half precision would round the numbers of its mask"
     if m == 0:
         return "there are no keys"
     if n > FEW and not simply_hidden(options) and not (given and given[0].shape[-2:] == (n, m)):
@@ -99,6 +101,13 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     if dtype in MEETINGS and needs_grad(numbers_of(rest)):
         return "half precision is too coarse for the gradients of the bias's parameters"
     return None
+
+
+def rounds(mask: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether an additive mask holds numbers that this dtype does not, as biases of the caller's own."""
+    return (
+        mask is not None and mask.is_floating_point() and not torch.equal(mask.to(dtype).to(mask.dtype), mask)
+    )
 
 
 def numbers_of(pieces) -> list[Tensor]:

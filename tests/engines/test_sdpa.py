@@ -8,7 +8,7 @@ import torch
 from hf_hyperattn.engines import Options, Piece, attention, dot_score
 from hf_hyperattn.engines.choice import choose
 from hf_hyperattn.engines.score import DOT
-from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, hindrance, suits
+from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, hindrance, rounds, suits
 from tests.oracles.cases import TOLERANCE, assert_close, assert_gradients, qkv, tensor
 
 N, M = 40, 47  # more queries than go in as a mask
@@ -153,3 +153,11 @@ def test_nothing_visible_and_no_keys():
     assert not out.any() and not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
     out, _ = attention(dot_score(q, k[:, :, :0]), v[:, :, :0])
     assert out.shape == q.shape and not out.any()
+
+
+@pytest.mark.parametrize("dtype", MEETINGS)
+def test_a_mask_of_numbers_is_told_from_one_that_hides(dtype):
+    """Off the CPU kernels add masks in half precision: 4097 logits become 4096, or as much as 4112."""
+    hides = torch.tensor([0.0, -torch.inf, torch.finfo(dtype).min], dtype=dtype).float()
+    assert not rounds(None, dtype) and not rounds(hides == 0, dtype) and not rounds(hides, dtype)
+    assert rounds(torch.tensor([0.0, -4097.0]), dtype)
