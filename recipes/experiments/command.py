@@ -13,17 +13,24 @@ NAMES = {
     "length": "language models trained at 128 tokens, read at up to 2,048",
     "depth": "depth of the lowest common ancestor, by attention with four scores",
 }
+#: The same, in the order of docs/hsa_experiments.md.
+HSA = {
+    "hsa_minilm": "hierarchical attention injected into three of MiniLM's six layers",
+    "hsa_probe": "the same model read by a linear probe on IMDB",
+    "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    listing = "\n".join(f"  {name:8}{what}" for name, what in NAMES.items())
+    listing = "\n".join(f"  {name:11}{what}" for name, what in (NAMES | HSA).items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
-        "  all     all four, one after the other\n  draw    tables and plots of docs/experiments.md from the results",
+        "  all        the first four, one after the other\n"
+        "  draw       tables and plots of docs/experiments.md and docs/hsa_experiments.md from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, "all", "draw"])
+    parser.add_argument("what", choices=[*NAMES, *HSA, "all", "draw"])
     parser.add_argument(
         "--minutes", type=float, help="start no run after this long; the same command goes on"
     )
@@ -38,9 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def act(args: argparse.Namespace) -> int:
     if args.what == "draw":
+        from . import hsa_tables
         from .draw import draw
 
         draw()
+        hsa_tables.draw()
         return 0
     from .store import perform
 
