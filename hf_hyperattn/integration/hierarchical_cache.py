@@ -14,7 +14,7 @@ from .records import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `Store`, which attention finds on the key tensor that `update` returns.
+    """The cache of one layer: a `Store`, which attention finds on the tensors that `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
@@ -44,7 +44,8 @@ class HierarchicalLayer(DynamicLayer):
 
     def _show(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
-        setattr(self.keys, STORE, self.store)
+        for shown in (self.keys, self.values):
+            setattr(shown, STORE, self.store)
         if self.store.exact is not self.store.tokens:
             setattr(self.keys, CONVERTED, self.store.exact[0].view())
         return self.keys, self.values

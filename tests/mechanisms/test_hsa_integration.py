@@ -20,6 +20,7 @@ from tests.integration.test_families import AUTO, generate, inputs_of, logits, m
 from tests.oracles.cases import assert_close, qkv, tensor
 from tests.zoo.inputs import words
 from tests.zoo.probe import counted
+from tests.zoo.tiny import tiny_config
 
 SIZES = (2, 4, 16)
 SOME = HsaConfig(SIZES, near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=(0, 1, 2, 1))
@@ -437,6 +438,21 @@ def test_keys_in_half_precision_are_converted_once():
     score = Plan.of(HostCall(key[:, :, 5:], keys, values, 1.0, True, Options())).score
     assert torch.equal(keys, key) and torch.equal(score.key, key.float())
     assert score.key.data_ptr() == cache.layers[0].store.exact[0].room.data_ptr()
+
+
+def test_a_host_that_changes_its_values_does_not_get_those_of_the_cache():
+    """DiffLlama joins the values of pairs of heads after the cache."""
+    model = hf.AutoModelForCausalLM.from_config(tiny_config("diffllama")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    patch_model(model, HsaConfig((2, 4), near=1, refine_top_k=0), mode="replace")
+    inputs = {"input_ids": ids_of(model, length=20)}
+    expected = logits(model, **inputs, use_cache=False)
+    got = stepwise(model, inputs, HierarchicalCache(model), parts=(0, 17))
+    assert_close(got, expected, 1e-5 * expected.abs().max(), "logits")
+    with pytest.raises(ValueError, match="changes keys or values after they were cached"):
+        logits(model, **inputs, past_key_values=HierarchicalCache(model, evict=True))
 
 
 def test_what_the_cache_refuses():

@@ -11,7 +11,7 @@ from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
 from .attention import hierarchical
 from .config import HsaConfig, Rule
-from .store import STORE
+from .store import STORE, Store
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
 EVERYTHING = 2**31
@@ -61,7 +61,7 @@ class HsaLayer(MechanismLayer):
             rule=rule,
             is_causal=call.is_causal,
             weights=weights,
-            store=None if torch.compiler.is_compiling() else getattr(call.key, STORE, None),
+            store=store_of(call),
             first=call.first,
         )
         if gate is None:
@@ -91,3 +91,22 @@ class HsaLayer(MechanismLayer):
 
     def identical(self) -> bool:
         return self.mode == "blend" and not bool(self.gate.any())
+
+
+def store_of(call: HostCall) -> Store | None:
+    """The store of the cache that keys and values come from; None where there is none, or the host has changed them.
+
+    Raises:
+        ValueError: changed values, of which the cache has not kept all.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    store, other = (getattr(t, STORE, None) for t in (call.key, call.value))
+    if store is other:
+        return store
+    if (store or other).keep is not None:
+        raise ValueError(
+            "HierarchicalCache(evict=True) cannot serve a host that changes keys or values after they were cached; "
+            "allowed: evict=False"
+        )
+    return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...engines import working_dtype
 from .levels import Levels
 
-#: Set on the key tensor that a cache hands to attention: the `Store` it comes from.
+#: Set on the keys and on the values that a cache hands to attention: the `Store` it comes from.
 STORE = "_hyperattn_store"
 
 #: How many tokens can be taken back from a cache that forgets, as assisted decoding does.
