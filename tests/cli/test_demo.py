@@ -55,15 +55,17 @@ def test_rows_are_what_the_model_does(capsys, model, text):
     assert code == 0
     assert out.startswith(f"{model.name}, float32 on cpu, 1 threads\nText: fox.txt, 100 tokens, context 40\n")
     rows = shown(out)
-    assert list(rows) == ["stock (sdpa)", "cone, patched in", "cone, replaced"]
+    assert list(rows) == ["stock (sdpa)", "cone, patched in", "cone, replaced", "hsa, defaults"]
     ids = tiny.tokenizer()(TEXT).input_ids[:100]
-    for label, attention in zip(rows, ("sdpa", "sdpa", "cone")):
+    for label, attention in zip(rows, ("sdpa", "sdpa", "cone", "hsa")):
         expected = losses(model, attention, ids, 40)
         assert float(rows[label][0].replace(",", "")) == pytest.approx(expected, rel=2e-3)
     assert float(rows["cone, patched in"][4]) <= 1e-5
     assert float(rows["cone, replaced"][4]) > 1e-2
     assert "this loses the model's quality" in " ".join(out.split())
-    assert err.splitlines() == ["loading", "stock (sdpa)", "cone, patched in", "loading", "cone, replaced"]
+    assert err.splitlines() == [
+        "loading", "stock (sdpa)", "hsa, defaults", "cone, patched in", "loading", "cone, replaced"
+    ]  # fmt: skip
 
 
 def test_generation_is_shown(capsys, model, text):
@@ -84,7 +86,7 @@ def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, mo
     real = demo_rows.perplexity
     monkeypatch.setattr(demo_rows, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1])
     assert demo(capsys, "--model", tiny.save(tmp_path, bos=True), "--text", text, *ARGUMENTS)[0] == 0
-    assert seen == [[tiny.BOS]] * 3
+    assert seen == [[tiny.BOS]] * 4
 
 
 def test_defaults_fit_a_short_model(capsys, model):

