@@ -19,6 +19,8 @@ HSA = {
     "hsa_probe": "the same model read by a linear probe on IMDB",
     "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
 }
+#: The paper's experiment with any classifier of reviews; takes --model and --layers.
+CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,13 +29,16 @@ def main(argv: list[str] | None = None) -> int:
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
+        f"  {CLASSIFIER} --model ID --layers 7,9,11\n             the same in a classifier of reviews, on IMDB\n"
         "  all        the first four, one after the other\n"
         "  draw       tables and plots of docs/experiments.md and docs/hsa_experiments.md from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, *HSA, "all", "draw"])
+    parser.add_argument("what", choices=[*NAMES, *HSA, CLASSIFIER, "all", "draw"])
     parser.add_argument(
         "--minutes", type=float, help="start no run after this long; the same command goes on"
     )
+    parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
+    parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
     try:
@@ -55,7 +60,23 @@ def act(args: argparse.Namespace) -> int:
 
     names = NAMES if args.what == "all" else (args.what,)
     for name in names:
-        experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
-        if not perform(experiment, minutes=args.minutes, fresh=args.fresh):
+        if not perform(experiment_of(name, args), minutes=args.minutes, fresh=args.fresh):
             return 0
     return 0
+
+
+def experiment_of(name: str, args: argparse.Namespace):
+    """The experiment of a name.
+
+    Raises:
+        ValueError: --model and --layers are missing where they are needed, or given where nothing reads them.
+    """
+    module = importlib.import_module(f"experiments.{name}")
+    given = args.model is not None and args.layers is not None
+    if name != CLASSIFIER:
+        if args.model is not None or args.layers is not None:
+            raise ValueError(f"--model and --layers are for {CLASSIFIER}; leave them out with {name}")
+        return module.EXPERIMENT
+    if not given or not all(part.strip().isdigit() for part in args.layers.split(",")):
+        raise ValueError(f"{CLASSIFIER} needs --model ID and --layers, numbers from 0 such as 7,9,11")
+    return module.experiment(args.model, [int(part) for part in args.layers.split(",")])
