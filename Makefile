@@ -63,7 +63,7 @@ $(VENV)/.recipe: $(VENV)/.demo
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.base
-	$(PIP) -e ".[cpu,recipes,plots]"
+	$(PIP) -e ".[cpu,recipes,plots,experiments]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
