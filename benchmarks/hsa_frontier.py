@@ -45,6 +45,9 @@ ONE = (
 WINDOWS = ((8, 64), (16, 128), (16,))
 NEAR = (32, 96, 192, 384, 768, 1536)
 TOP_K = (8, 16, 32, 64)
+MEASURED = (
+    2048  # tokens; what is chosen for longer texts is counted at their length, and measured on this much
+)
 MEASURED_AT = 500_000  # characters into a text; held-out tokens are its first
 
 
@@ -87,13 +90,13 @@ def candidates(length: int) -> list[Setting]:
 
 
 def measured(model, length: int, name: str, ids: torch.Tensor) -> Sensitivity:
-    """What every setting costs on a text, kept in the cache; of long texts on their last 1,024 tokens."""
+    """What every setting costs on the first tokens of a text, kept in the cache."""
+    length = min(length, MEASURED)
     file = cache_directory() / "hsa_frontier" / f"{length}-{name}.pt"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         settings = candidates(length)
-        last = 1024 if length > 4096 else None
-        found = measure(model, ids, lambda _: settings, rows=384, last=last)
+        found = measure(model, ids[:length], lambda _: settings, rows=384)
         torch.save((found.names, {n: s.half() for n, s in found.slopes.items()}, found.kl, found.loss), file)
     names, slopes, kl, loss = torch.load(file)
     return Sensitivity(

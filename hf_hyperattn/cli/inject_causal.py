@@ -28,11 +28,12 @@ TOP_K = (8, 16, 32, 64)
 SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
-#: Shares of pairs that are tried, each halving what is left; a change of share below the last is not worth a pass.
+#: How many shares of pairs are tried.
 TRIES = 5
-LAYER_STEPS = (
-    10  # progress steps of the measurement of a layer; a pass over a text is as many as the model has layers
-)
+#: Tokens of a text that settings are measured on. For longer texts pairs are counted at their own length; a measurement
+#: on all of it takes as much longer as a forward and backward pass does.
+MEASURED = 2048
+LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
 
 
 def candidates(length: int) -> list[Setting]:
@@ -139,13 +140,13 @@ def inject(task: Task) -> int:
 
 def measure_all(task: Task, model: nn.Module, bar) -> list[Sensitivity]:
     """Sensitivities of every text's first part."""
-    found, settings = [], candidates(task.length)
+    found, settings = [], candidates(min(task.length, MEASURED))
     for name, ids in task.part(0).items():
         bar.describe(f"measuring on {name}")
         found.append(
             measure(
                 model,
-                ids,
+                ids[:MEASURED],
                 lambda _: settings,
                 rows=task.args.rows,
                 seed=task.args.seed,
