@@ -51,7 +51,12 @@ def family_mask(*args, config=None, **kwargs):
         kwargs["allow_is_causal_skip"] = False
     mask = make(*args, config=config, **kwargs)
     if mask is not None:
-        setattr(mask, FIRST, FirstKey(dropped, kwargs.get("attention_mask")))
+        stop = (
+            kwargs["q_offset"] + kwargs["q_length"] - dropped
+            if {"q_offset", "q_length"} <= {*kwargs}
+            else None
+        )
+        setattr(mask, FIRST, FirstKey(dropped, kwargs.get("attention_mask"), stop))
     return mask
 
 

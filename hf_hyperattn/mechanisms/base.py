@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,17 @@ class FirstKey:
     Args:
         index: tokens dropped; None where that cannot be told.
         attention_mask: the model's padding mask [B, tokens so far], as far as it is known.
+        stop: how many keys there are so far, as far as it is known: behind them a static cache has empty slots.
     """
 
     index: int | None = 0
     attention_mask: Tensor | None = None
+    stop: int | Tensor | None = None
+
+    @cached_property
+    def keys(self) -> int | None:
+        """`stop` as a number."""
+        return None if self.stop is None else int(self.stop)
 
 
 #: Nothing is dropped.

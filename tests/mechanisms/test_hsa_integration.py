@@ -275,6 +275,7 @@ def caches(model):
         "dynamic": hf.DynamicCache(config=model.config),
         "static": hf.StaticCache(config=model.config, max_cache_len=64),
         "hierarchical": HierarchicalCache(model),
+        "whole": hf.DynamicCache(),  # also where a window slides: the mask alone hides then
     }
 
 
@@ -323,6 +324,18 @@ def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
         assert store.forgetful and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
         with pytest.raises(ValueError, match="cannot go back to 10 tokens"):
             cache.crop(-60)
+
+
+def test_tokens_that_an_indexer_hides_are_no_padding():
+    """DeepSeek's indexer leaves each query a few keys: a single row of its mask looks like padding."""
+    config = tiny_config("deepseek_v32")
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    patch_model(model, HsaConfig((2, 4), near=1, sinks=1, refine_top_k=1), mode="replace")
+    inputs = {"input_ids": ids_of(model, length=24)}
+    expected = logits(model, **inputs, use_cache=False)
+    got = stepwise(model, inputs, hf.DynamicCache(config=model.config), parts=(0, 17))
+    assert_close(got, expected, 1e-4 * expected.abs().max(), "logits")
 
 
 @every_cached

@@ -108,13 +108,18 @@ def tied(
 ) -> tuple[Tensor, Tensor | None]:
     """`hierarchical` for features whose plain product is the score."""
     rule, n, causal, dropped = asked.rule, query.shape[2], asked.is_causal, asked.first.index
-    stop = last_seen(options.mask, key.shape[2], causal)
+    says = says_all(options, causal)
+    stop = asked.first.keys if says else None
+    stop = (
+        max(n, last_seen(options.mask, key.shape[2], causal)) if stop is None else min(stop, key.shape[2])
+    )
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(asked.hierarchy, len(query), dropped + stop, causal)
-    says = says_all(options, causal)
     real = None if mask is None or dropped else padding_of(mask, n, says)
-    outside = real_of(asked.first, dropped + stop) if real is None and mask is not None else None
+    outside = None if mask is None else real_of(asked.first, dropped + stop)
+    if real is not None and n < stop and asked.first.stop is not None and not _same(real, outside):
+        real = None  # hidden by a sliding window, or by an indexer
     if real is not None or outside is not None:
         hierarchy = restricted(hierarchy, outside if real is None else real)
     if rule.tying == "both":
@@ -155,6 +160,13 @@ def tied(
         dropout_p=options.dropout_p,
         weights=asked.weights,
         **ask,
+    )
+
+
+def _same(real: Tensor, outside: Tensor | None) -> bool:
+    """Whether what a mask shows of the keys are all real tokens that there are."""
+    return (
+        bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
     )
 
 
