@@ -16,6 +16,7 @@ from .kept import attend_kept
 from .key import attend, key_tied
 from .levels import Levels
 from .masks import (
+    cut,
     hierarchy_for,
     last_seen,
     padding_of,
@@ -111,7 +112,7 @@ def tied(
     says = says_all(options, causal)
     stop = asked.first.keys if says else None
     stop = (
-        max(n, last_seen(options.mask, key.shape[2], causal)) if stop is None else min(stop, key.shape[2])
+        max(n, last_seen(options.mask, n, key.shape[2], causal)) if stop is None else min(stop, key.shape[2])
     )
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
@@ -121,7 +122,8 @@ def tied(
     if real is not None and n < stop and asked.first.stop is not None and not _same(real, outside):
         real = None  # hidden by a sliding window, or by an indexer
     if real is not None or outside is not None:
-        hierarchy = restricted(hierarchy, outside if real is None else real)
+        hierarchy = restricted(hierarchy, outside if real is None else real, causal)
+    hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
         return tied_both(query, key, value, replace(options, mask=mask), hierarchy, rule, real, asked.weights)
     mask = mask if real is None else None

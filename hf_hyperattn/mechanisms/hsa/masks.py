@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...engines import Options
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
+from ...hierarchy.windows import windows_tree
 from ..base import FirstKey
 from .key import trees_of
 from .padding import real_tokens
@@ -23,11 +24,23 @@ _STOPS, _SEEN = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 def hierarchy_for(
     hierarchy: Hierarchy | Tensor | tuple[int, ...], batch: int, keys: int, is_causal: bool
 ) -> Hierarchy:
-    """What the caller gave, for a call of so many rows and keys."""
+    """What the caller gave, for a call of so many rows and keys; `cut` takes away what comes after them."""
     if isinstance(hierarchy, tuple):
         make = Hierarchy.windows if torch.compiler.is_compiling() else windows
         return make(keys, hierarchy)
-    return as_hierarchy(hierarchy).fitted(batch, keys, growing=is_causal)
+    found = as_hierarchy(hierarchy)
+    if (
+        is_causal and not found.is_windows
+    ):  # in a prompt that comes in chunks, groups do not change as it grows
+        keys = max(keys, found.length)
+    return found.fitted(batch, keys, growing=is_causal)
+
+
+def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
+    """Trees of which there are only the first `keys` tokens so far; leaves to come stay, and no query sees them."""
+    if hierarchy.length <= keys:
+        return hierarchy
+    return Hierarchy(keys, hierarchy.trees, tuple(places.clamp_max(keys) for places in hierarchy.tokens))
 
 
 @lru_cache(maxsize=16)
@@ -36,16 +49,23 @@ def windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
     return Hierarchy.windows(length, sizes)
 
 
-def last_seen(mask: Tensor | None, keys: int, is_causal: bool) -> int:
-    """How many keys there are so far; behind them a static cache has slots that are not filled yet."""
+def last_seen(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> int:
+    """How many keys there are so far; behind them a static cache has slots that are not filled yet.
+
+    The last of the queries is the last key there is; where it is padding in every row, nobody sees it.
+    """
     if mask is None or not is_causal or mask.shape[-1] != keys:
         return keys
-    known, version = _STOPS.get(mask), version_of(mask)
-    if known is None or version is None or known[0] != version:
+    asked, known = (queries, version_of(mask)), _STOPS.get(mask)
+    if known is None or None in asked or known[0] != asked:
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        seen = seen.flatten(0, 2).any(0)
-        stop = int((seen * torch.arange(1, keys + 1, device=mask.device)).max()) or keys
-        known = _STOPS[mask] = (version, stop)
+        seen = seen.flatten(0, 1).any(0).expand(queries, -1)
+        stop = keys
+        if not bool(seen[:, -1].any()) and bool(seen.any()):
+            ends = keys - seen.flip(-1).byte().argmax(-1)  # one past the last key that a query sees
+            ahead = ends.where(seen.any(-1), 0) - torch.arange(queries, device=mask.device)
+            stop = min(keys, int(ahead.max()) - 1 + queries)
+        known = _STOPS[mask] = (asked, stop)
     return known[1]
 
 
@@ -85,24 +105,43 @@ def _real(mask: Tensor, queries: int, is_causal: bool) -> Tensor | None:
     return real_tokens(mask, keys) if mask.shape[2] == 1 else None
 
 
-def restricted(hierarchy: Hierarchy, real: Tensor) -> Hierarchy:
-    """The hierarchy over the real tokens alone; one that was made for this padding is kept as it is."""
+def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
+    """The hierarchy over the real tokens alone; one that was made for this padding is kept as it is.
+
+    Args:
+        hierarchy: of these tokens, and perhaps of some to come.
+        real: bool [B, keys].
+        is_causal: then rows may be padding so far, such as the first chunk of a prompt with more of it at its left.
+    """
     last = hierarchy.__dict__.get("_last_restricted")
     if last is not None and last[0] is real:
         return last[1]
     real_cpu = real.cpu()
     if hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None:
-        whole = bool(real_cpu.all())
-        found = hierarchy if whole else Hierarchy.windows(hierarchy.length, hierarchy.sizes, real_cpu)
+        laid = real_cpu | ~real_cpu.any(1, keepdim=True) if is_causal else real_cpu
+        whole = bool(laid.all())
+        found = hierarchy if whole else Hierarchy.windows(hierarchy.length, hierarchy.sizes, laid)
+        found = found if found.is_windows or not is_causal else continued(found, hierarchy.sizes)
     else:
         ids = hierarchy.to_ids()
         ids = ids.expand(len(real_cpu), -1, -1) if len(ids) == 1 else ids
+        real_cpu = torch.cat([real_cpu, ids[:, real_cpu.shape[1] :, 0] >= 0], 1)
         padded = (ids[..., 0] < 0) != ~real_cpu
         found = hierarchy
         if bool(padded.any()):
             found = Hierarchy.from_ids(ids.masked_fill(~real_cpu[..., None], -1), hierarchy.kind_names)
     hierarchy.__dict__["_last_restricted"] = (real, found)
     return found
+
+
+def continued(hierarchy: Hierarchy, sizes: tuple[int, ...]) -> Hierarchy:
+    """Windows over tokens with padding between them, continued to the right until all of them are complete."""
+    trees, tokens = [], []
+    for places in hierarchy.tokens:
+        more = -len(places) % sizes[-1] if sizes else 0
+        trees.append(windows_tree(len(places) + more, sizes))
+        tokens.append(torch.nn.functional.pad(places, (0, more), value=hierarchy.length))
+    return Hierarchy(hierarchy.length, tuple(trees), tuple(tokens))
 
 
 def real_of(first: FirstKey, keys: int) -> Tensor | None:
