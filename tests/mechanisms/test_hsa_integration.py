@@ -133,6 +133,11 @@ def test_a_softcap_is_refused_in_one_line():
     with pytest.raises(ValueError, match="hsa was called with a softcap") as caught:
         model(input_ids=words(model.config))
     assert "\n" not in str(caught.value)
+    model = model_of("gemma2", "eager")
+    before = State(model)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn, whose logits have a softcap") as caught:
+        patch_model(model, SOME, mode="blend")
+    assert "\n" not in str(caught.value) and before.differences(State(model)) == []
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,18 @@ class HsaLayer(MechanismLayer):
     which is added to the configured one.
 
     Raises:
-        ValueError: tying="both" in a causal host, or numbers for another count of heads.
+        ValueError: tying="both" in a causal host, numbers for another count of heads, or a host with a softcap.
     """
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
+        softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
+        if softcap is not None:
+            raise ValueError(
+                f"hsa was given {host.name}, whose logits have a softcap (attn_logit_softcapping={softcap}), which is "
+                "not linear in the keys; allowed: hosts without softcap"
+            )
         self.gate = self.per_head(host) if mode == "blend" else None
         self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
 
