@@ -119,8 +119,10 @@ def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> H
     real_cpu = real.cpu()
     if hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None:
         laid = real_cpu | ~real_cpu.any(1, keepdim=True) if is_causal else real_cpu
-        whole = bool(laid.all())
+        whole = bool(real_cpu.all())
         found = hierarchy if whole else Hierarchy.windows(hierarchy.length, hierarchy.sizes, laid)
+        if is_causal and found.starts is not None:  # windows of such a row begin after all that there is
+            found = replace(found, starts=found.starts.where(real_cpu.any(1), hierarchy.length))
         found = found if found.is_windows or not is_causal else continued(found, hierarchy.sizes)
     else:
         ids = hierarchy.to_ids()
