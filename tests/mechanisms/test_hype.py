@@ -1,39 +1,17 @@
-"""`hype_bias` and `hype_attention` against mpmath and float64 loops: values, sign, limits, gradients, refusals."""
+"""`hype_bias` and `hype_attention` against mpmath and float64 loops: values, sign, limits, positions."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_hyperattn.functional import hype_attention, hype_bias
 from hf_hyperattn.mechanisms.hype.config import alibi_slopes
 from hf_hyperattn.mechanisms.hype.positions import of_mask
 from tests.oracles import hype as loops
-from tests.oracles.cases import (
-    BACKENDS,
-    DTYPES,
-    TOLERANCE,
-    assert_close,
-    assert_gradients,
-    qkv,
-    tensor,
-)
+from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, qkv, tensor
 
-WAYS = [*BACKENDS, "sdpa", "auto"]
-every_way = pytest.mark.parametrize("backend", WAYS)
-every_form = pytest.mark.parametrize("form", ["sinh", "cosh"])
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-LONG = 20  # queries; up to 16 sdpa takes the bias as a mask, from 17 on as columns
-NAMES = ("query", "key", "value", "mu", "tau")
-
-
-def per_head(heads, dtype=torch.float64):
-    """(mu, tau), one value per head, all different."""
-    mu = torch.linspace(0.02, 0.11, heads, dtype=torch.float64)
-    return mu.to(dtype), torch.linspace(9.0, 2.0, heads, dtype=torch.float64).to(dtype)
-
+from .hype_cases import LONG, every_dtype, every_form, every_way, per_head
 
 # The bias itself.
 
@@ -206,191 +184,7 @@ def test_dropout_keeps_the_expectation(backend):
     assert (dropped - plain).mean().abs() < 5e-3
 
 
-# Gradients.
-
-
-@every_way
-@every_form
-@pytest.mark.parametrize("lq", [3, 17])
-def test_gradcheck(backend, form, lq):
-    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=lq, lk=lq + 1, d=2, dv=2, seed=40)
-    mu, tau = per_head(2)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, mu, tau)]
-
-    def run(q, k, v, mu, tau):
-        return hype_attention(
-            q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
-        )
-
-    assert torch.autograd.gradcheck(run, inputs)
-
-
-@every_form
-@pytest.mark.parametrize("backend", [*BACKENDS[1:], "sdpa", "auto"])
-@pytest.mark.parametrize("dtype, rtol", [("float64", 1e-9), ("float32", 2e-3)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_gradients_over_many_blocks(backend, form, dtype, rtol, causal):
-    """Against the reference in float64, at the bend that a long model would have."""
-    q, k, v = qkv(1, 4, 2, 701, 703, d=4, seed=44)
-    mu, tau = torch.tensor([1 / 700, 1 / 500, 1 / 900, 1 / 700]), torch.tensor([350.0, 90, 20, 3])
-    weight = tensor(1, 4, 701, 4, seed=45)
-
-    def grads(backend, dtype):
-        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v, mu, tau)]
-        rest = dict(mu=inputs[3], tau=inputs[4], form=form, is_causal=causal, enable_gqa=True)
-        out = hype_attention(*inputs[:3], backend=backend, **rest)
-        return torch.autograd.grad((out * weight.to(dtype)).sum(), inputs)
-
-    assert_gradients(grads(backend, DTYPES[dtype]), grads("reference", torch.float64), rtol, NAMES)
-
-
-@every_form
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_gradients_take_the_way_that_is_exact_enough(form, dtype):
-    """Columns are refused where mu and tau learn in half precision; `auto` evaluates the bias instead."""
-    q, k, v = qkv(1, 2, lq=300, d=16, dtype=DTYPES[dtype])
-    mu, tau = torch.tensor([1 / 300, 1 / 500]), torch.tensor([150.0, 20.0])
-
-    def grads(dtype, backend):
-        wide = torch.promote_types(dtype, torch.float32)
-        inputs = [t.detach().clone().to(dtype) for t in (q, k, v)] + [t.clone().to(wide) for t in (mu, tau)]
-        inputs = [t.requires_grad_() for t in inputs]
-        out = hype_attention(
-            *inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend
-        )
-        return torch.autograd.grad(out.double().square().sum(), inputs)
-
-    exact = grads(torch.float64, "reference")
-    assert_gradients(grads(DTYPES[dtype], "auto"), exact, 6e-2, NAMES)
-    with pytest.raises(ValueError, match="half precision is too coarse for the gradients"):
-        grads(DTYPES[dtype], "sdpa")
-    inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = hype_attention(*inputs, is_causal=True, mu=mu, tau=tau, form=form, backend="sdpa")
-    got = torch.autograd.grad(out.double().square().sum(), inputs)
-    assert_gradients(got, exact[:3], 6e-2, NAMES[:3])
-
-
-@every_form
-@given(seed=st.integers(0, 10_000), lq=st.integers(1, 30), lk=st.integers(1, 30), causal=st.booleans())
-def test_all_ways_agree(form, seed, lq, lk, causal):
-    q, k, v = qkv(batch=2, heads=2, kv_heads=1, lq=lq, lk=lk, d=5, seed=seed)
-    mu, tau = (t.abs() + 0.01 for t in (tensor(2, seed=seed) * 0.1, tensor(2, seed=seed + 1) * 5))
-    outs = [
-        hype_attention(q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
-        for backend in WAYS
-    ]
-    for out in outs[1:]:
-        assert_close(out, outs[0], 1e-9, "output")
-
-
-# Compiled.
-
-
-class Module(torch.nn.Module):
-    """Causal attention with HyPE and learned numbers, as a model would hold them."""
-
-    def __init__(self, backend, form):
-        super().__init__()
-        self.mu, self.tau = (torch.nn.Parameter(t) for t in per_head(4, torch.float32))
-        self.setting = dict(backend=backend, form=form, is_causal=True, enable_gqa=True)
-
-    def forward(self, q, k, v):
-        return hype_attention(q, k, v, mu=self.mu, tau=self.tau, **self.setting)
-
-
-@pytest.mark.parametrize("backend, form", [("reference", "cosh"), ("blockwise", "sinh"), ("auto", "cosh")])
-def test_compiles_into_one_graph_and_exports(backend, form):
-    torch._dynamo.reset()
-    model = Module(backend, form)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for length in (9, 30):
-        inputs = qkv(1, 4, 2, length, d=8, dtype=torch.float32)
-        leaves = [t.requires_grad_() for t in inputs] + [model.mu, model.tau]
-        eager, traced = model(*inputs), compiled(*inputs)
-        assert_close(traced, eager, 1e-5, "compiled output")
-        expected, got = (torch.autograd.grad(o.square().sum(), leaves) for o in (eager, traced))
-        assert_gradients(got, expected, 1e-4, NAMES)
-    length = torch.export.Dim("length", min=2, max=4096)
-    with torch.no_grad():
-        inputs = tuple(t.detach() for t in qkv(1, 4, 2, 12, d=8, dtype=torch.float32))
-        program = torch.export.export(model, inputs, dynamic_shapes={n: {2: length} for n in "qkv"})
-        longer = qkv(1, 4, 2, 300, d=8, dtype=torch.float32)
-        assert_close(program.module()(*longer), model(*longer), 1e-4, "exported output")
-
-
-# What is refused.
-
-Q, K, V = qkv(batch=2, heads=4, lq=5, lk=6, d=3, dtype=torch.float32)
-BAD = {
-    "mu zero": ({"mu": 0.0}, ["mu", "0.0", "above 0"]),
-    "mu negative": ({"mu": -0.5}, ["mu", "-0.5", "above 0"]),
-    "mu NaN": ({"mu": math.nan}, ["mu", "nan"]),
-    "mu for three heads": ({"mu": torch.ones(3)}, ["mu", "(3,)", "(4,)"]),
-    "mu negative in one head": ({"mu": torch.tensor([1.0, 1, 1, -1])}, ["mu", "-1.0", "above 0"]),
-    "tau infinite": ({"tau": math.inf}, ["tau", "inf", "finite"]),
-    "tau NaN in one head": ({"tau": torch.tensor([0.0, 1, math.nan, 1])}, ["tau", "nan", "finite"]),
-    "tau for two heads": ({"tau": torch.ones(2)}, ["tau", "(2,)", "(4,)"]),
-    "tau a word": ({"tau": "steep"}, ["tau", "steep"]),
-    "unknown form": ({"form": "tanh"}, ["form", "tanh", "sinh", "cosh"]),
-    "unknown backend": ({"backend": "warp"}, ["backend", "warp", "sdpa"]),
-    "too few positions": ({"key_positions": torch.arange(5)}, ["key_positions", "(5,)", "(6,)"]),
-    "positions of another batch": (
-        {"query_positions": torch.zeros(3, 5)},
-        ["query_positions", "(3, 5)", "(2, 5)"],
-    ),
-    "positions true or false": (
-        {"query_positions": torch.ones(5, dtype=torch.bool)},
-        ["query_positions", "bool"],
-    ),
-    "positions not a tensor": ({"query_positions": [0, 1, 2, 3, 4]}, ["query_positions", "list"]),
-    "positions NaN": ({"query_positions": torch.full((5,), math.nan)}, ["query_positions", "finite"]),
-    "positions that learn": (
-        {"query_positions": torch.zeros(5, requires_grad=True)},
-        ["query_positions", "gradient", "detach"],
-    ),
-    "dropout of one": ({"dropout_p": 1.0}, ["dropout_p", "1.0"]),
-    "grouped heads unasked": ({"key": K[:, :2], "value": V[:, :2]}, ["enable_gqa"]),
-    "too steep for columns": ({"mu": 5.0, "tau": 1e5, "backend": "sdpa"}, ["sdpa", "columns", "auto"]),
-    "columns and a mask that learns": (
-        {"attn_mask": torch.zeros(5, 6, requires_grad=True), "backend": "sdpa"},
-        ["sdpa", "mask", "auto"],
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_arguments_are_refused_in_one_line(what):
-    changes, fragments = BAD[what]
-    good = {"query": Q, "key": K, "value": V, "mu": 0.1, "tau": 1.0}
-    with pytest.raises(ValueError) as caught:
-        hype_attention(**(good | changes))
-    message = str(caught.value)
-    assert "\n" not in message and all(f in message for f in fragments), message
-
-
-def test_the_bias_refuses_what_attention_refuses():
-    at = torch.arange(4)
-    for changes in (
-        {"mu": 0.0},
-        {"tau": math.nan},
-        {"form": "tanh"},
-        {"mu": torch.ones(2), "tau": torch.ones(3)},
-    ):
-        with pytest.raises(ValueError):
-            hype_bias(at, at, **({"mu": 0.1, "tau": 1.0, "form": "sinh"} | changes))
-    with pytest.raises(ValueError, match="key_positions"):
-        hype_bias(at, at[None, None], mu=0.1, tau=1.0, form="sinh")
-    with pytest.raises(ValueError, match="query_positions"):
-        hype_bias(at.expand(2, 4), at.expand(3, 4), mu=0.1, tau=1.0, form="sinh")
-
-
-@pytest.mark.parametrize("value", [1e39, -1e39, torch.tensor([1.0, 1e39], dtype=torch.float64)], ids=str)
-def test_a_tau_that_float32_does_not_hold_is_refused(value):
-    q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(
-        ValueError, match=r"^tau=.* is not allowed; allowed: a finite number of at most 3e\+38"
-    ):
-        hype_attention(q, q, q, mu=1.0, tau=value)
+# Positions read from a mask.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
