@@ -13,18 +13,10 @@ from hf_hyperattn.mechanisms.hyperbolic.features import hyperbolic_piece, hyperb
 from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from tests.oracles import dense, softmax
 from tests.oracles import hyperbolic as oracle
-from tests.oracles.cases import (
-    DTYPES,
-    FAST,
-    MANY_BLOCKS,
-    assert_close,
-    assert_gradients,
-    qkv,
-    tensor,
-)
+from tests.oracles.cases import DTYPES, FAST, MANY_BLOCKS, assert_close, assert_gradients, qkv, tensor
 from tests.oracles.marks import both_dtypes, every_backend
 
-from .test_hyperbolic import at_radius, per_head
+from .hyperbolic_cases import at_radius, per_head
 
 every_fast_engine = pytest.mark.parametrize("backend", FAST)
 every_distance = pytest.mark.parametrize("distance", ["geodesic", "squared_lorentz"])
