@@ -51,6 +51,7 @@ class Setting:
 
     @property
     def exact(self) -> bool:
+        """Whether every key is looked at by itself."""
         return self.near >= EVERYTHING
 
 

@@ -26,6 +26,7 @@ class HierarchicalLayer(DynamicLayer):
         self.keep = keep
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.store = Store(key_states, value_states, self.keep)
         self.is_initialized = True
@@ -72,20 +73,29 @@ class HierarchicalLayer(DynamicLayer):
             self._show()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows of the chosen beams, int64 [B]."""
         self._pick(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch: int64 or bool [B]."""
         self._pick(torch.arange(len(self.keys))[indices] if self.is_initialized else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
         if self.is_initialized:
             self._pick(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def reset(self) -> None:
+        """Forget all tokens, and free what held them."""
         self.keys = self.values = self.store = None
         self.is_initialized = False
 
     def offload(self) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always; the means are needed on the device at every token.
+        """
         raise ValueError(
             "HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower"
         )

@@ -106,6 +106,7 @@ class Plan:
         return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
 
     def change(self, **changes) -> Plan:
+        """The plan with these fields in place of its own."""
         return replace(self, **changes)
 
     def run(self, backend: str = "auto", weights: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -141,6 +142,7 @@ class MechanismLayer(nn.Module):
         return plan if self.idle() else self.change(plan)
 
     def change(self, plan: Plan) -> Plan:
+        """The plan with the mechanism in it, whether or not it changes anything."""
         raise NotImplementedError
 
     def identical(self) -> bool:

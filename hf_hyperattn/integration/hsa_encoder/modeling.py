@@ -64,6 +64,7 @@ class HsaAttention(nn.Module):
             )
 
     def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
+        """[B, N, width] to the same; `mask`, bool, broadcastable to [B, H, N, N], is read where `hierarchy` is None."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if hierarchy is None:
             found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -87,6 +88,7 @@ class HsaBlock(GradientCheckpointingLayer):
         self.act, self.dropout = ACT2FN[config.hidden_act], nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
+        """[B, N, width] to the same; arguments as in `HsaAttention`."""
         x = x + self.dropout(self.attention(self.attention_norm(x), hierarchy, mask))
         return x + self.dropout(self.down(self.act(self.up(self.mlp_norm(x)))))
 
@@ -133,9 +135,11 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self):
+        """The table of words; None in a model of images alone."""
         return self.words
 
     def set_input_embeddings(self, value):
+        """Put another table of words in its place."""
         self.words = value
 
     def forward(

@@ -29,6 +29,13 @@ class Call:
 
     @classmethod
     def parse(cls, tensors: Sequence[Tensor], extras: str, sizes: Sequence[int]) -> Call:
+        """From the flat tensors that autograd hands over.
+
+        Args:
+            tensors: query, keys and values of every level, then the extras.
+            extras: names of the extras, with spaces between them.
+            sizes: of the windows, one a level above the tokens.
+        """
         levels, names = len(sizes) + 1, extras.split()
         found = list(tensors)
         return cls(

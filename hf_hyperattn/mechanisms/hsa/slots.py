@@ -47,10 +47,12 @@ class Group:
 
     @property
     def families(self) -> int:
+        """F, the number of families."""
         return self.share.shape[2]
 
     @property
     def width(self) -> int:
+        """b, the children that a family has room for."""
         return self.share.shape[3]
 
     @cached_property
@@ -105,9 +107,11 @@ class Slots:
         raise NotImplementedError
 
     def put_children(self, store, group: Group, x: Tensor) -> None:
+        """Put [R, K, F, b, ...] into a store."""
         raise NotImplementedError
 
     def put_parents(self, store, group: Group, x: Tensor) -> None:
+        """Put [R, K, F, ...] into a store."""
         raise NotImplementedError
 
     def roots(self, store) -> Tensor:
@@ -115,6 +119,7 @@ class Slots:
         raise NotImplementedError
 
     def put_roots(self, store, x: Tensor) -> None:
+        """Put [batch, K, ...] into a store, as the numbers of the roots."""
         raise NotImplementedError
 
 

@@ -125,6 +125,7 @@ class Tile:
         return hidden | (index > self.positions[:, :, None]) if self.cover.is_causal else hidden
 
     def piece(self, level: int, index: int | Tensor, hidden: Tensor) -> Piece:
+        """Logits of the tile for the blocks `index` of a level, -inf where `hidden`."""
         logits = product(self.query, self.keys[level], index)
         return Piece(level, index, logits.masked_fill_(hidden, float("-inf")))
 
@@ -163,6 +164,7 @@ class Tile:
         return children.flatten(-2), void.flatten(-2)
 
     def full_index(self, piece: Piece) -> Tensor:
+        """A piece's blocks by number, int64, broadcastable to its logits."""
         if isinstance(piece.index, int):
             return torch.arange(piece.index, device=self.query.device)
         return piece.index[:, None] if piece.index.dim() == 2 else piece.index

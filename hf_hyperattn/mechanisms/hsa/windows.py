@@ -70,6 +70,9 @@ class Rows:
             at = stop
 
     def tile(self, heads: slice, start: int, stop: int) -> tuple[slice, slice, slice, Tile]:
+        """The queries at positions [start, stop): the slice of heads, of queries, of the rows of the tile that they
+        fill, and the tile.
+        """
         size, device = self.cover.bottom(), self.query.device
         low = start if stop - start == 1 else start // size * size
         rows = 1 if stop - start == 1 else size

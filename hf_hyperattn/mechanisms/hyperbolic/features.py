@@ -36,6 +36,7 @@ class HyperbolicSpace:
         return torch.sinh(a), torch.cosh(a)
 
     def to(self, dtype: torch.dtype) -> HyperbolicSpace:
+        """The space with curvature and temperature in this dtype, and of one shape."""
         c, tau = torch.broadcast_tensors(self.curvature.to(dtype), self.temperature.to(dtype))
         return replace(self, curvature=c, temperature=tau)
 

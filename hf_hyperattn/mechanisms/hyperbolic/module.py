@@ -133,6 +133,7 @@ class HyperbolicAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """What `print` says of it."""
         return f"dim={self.dim}, heads={self.heads}, curvature={self.curvature}"
 
 
