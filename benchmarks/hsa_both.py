@@ -90,6 +90,7 @@ def error(leaves, hierarchy: Hierarchy | None) -> float:
 
 
 def main() -> None:
+    """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -168,6 +168,7 @@ def table(result: dict) -> str:
 
 
 def label(point: str) -> str:
+    """What the table calls a point."""
     kind, number = point.split()
     if kind == "chosen":
         return "chosen by head"
@@ -215,6 +216,7 @@ def draw(files: list[Path]) -> None:
 
 
 def main() -> None:
+    """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

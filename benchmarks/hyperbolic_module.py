@@ -53,6 +53,7 @@ def error(module, points) -> float:
 
 
 def main() -> None:
+    """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--dim", type=int, default=64)

@@ -38,6 +38,7 @@ LARGEST = 60.0
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     grid = np.logspace(*settings["log10_mu"][:2], settings["log10_mu"][2]).tolist()
     for length in settings["lengths"]:
         chosen = [x / length for x in settings["mu_times_length"]]
@@ -134,6 +135,7 @@ def total_variation(length: int, slope: float, mu: float) -> float:
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
+    """Over the only axis."""
     e = np.exp(x - x.max())
     return e / e.sum()
 

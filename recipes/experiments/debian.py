@@ -92,4 +92,5 @@ def cache() -> Path:
 
 
 def advice(packages: tuple[str, ...]) -> str:
+    """The command that installs the packages."""
     return f"on Debian or Ubuntu: apt-get update && apt-get install {' '.join(packages)}"

@@ -58,10 +58,12 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
 
 
 def key_of(kind: str, depth: int, size: str, seed: int) -> str:
+    """The name of a run."""
     return f"depth {depth}, {size}, {kind}, seed {seed}"
 
 
 def key_of_search(kind: str, depth: int, size: str, rate: float) -> str:
+    """The name of a run of the search for a learning rate."""
     return f"search, depth {depth}, {size}, {kind}, learning rate {rate:g}"
 
 
@@ -73,6 +75,7 @@ def best_rate(settings: dict, found: dict, kind: str, depth: int, size: str) -> 
 
 @functools.cache
 def task_of(depth: int, leaves: int, named: int, seed: int) -> LcaTask:
+    """The task over paths of WordNet, drawn with this seed."""
     return LcaTask(sample_paths(read_parents(wordnet_nouns()), depth, leaves, seed), named)
 
 
@@ -101,6 +104,7 @@ def train(settings: dict, kind: str, depth: int, size: str, seed: int, rate: flo
 
 
 def model_of(settings: dict, task: LcaTask, kind: str, width: int) -> Encoder:
+    """An untrained encoder of this kind and width."""
     return Encoder(
         kind, task.vocabulary, task.length, task.depth, width, settings["heads"], settings["layers"]
     )

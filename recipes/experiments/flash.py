@@ -52,6 +52,7 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
 
 
 def key_of(device: str, dtype: str, length: int) -> str:
+    """The name of a run."""
     return f"{device}, {dtype}, L = {length}"
 
 
@@ -114,10 +115,12 @@ def plain_columns(queries: Tensor, keys: Tensor, mu: Tensor, tau: Tensor, dtype:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
+    """The bias that columns give, [..., N, M] in float32."""
     return left.float() @ right.float().mT
 
 
 def slopes_of(heads: int) -> Tensor:
+    """ALiBi's slopes, [H]."""
     return torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)])
 
 

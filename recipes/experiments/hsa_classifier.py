@@ -44,6 +44,7 @@ def experiment(model: str, layers: list[int]) -> Experiment:
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     yield "stock", functools.partial(accuracy, settings, None)
     for way in settings["ways"]:
         yield way, functools.partial(accuracy, settings, way)

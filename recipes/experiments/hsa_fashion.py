@@ -37,6 +37,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def words(text: str) -> list[str]:
+    """Words and punctuation marks, in order."""
     return WORD.findall(text)
 
 

@@ -42,12 +42,14 @@ MEAN, DEVIATION = 0.286, 0.353
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     for seed in settings["seeds"]:
         for name in settings["models"]:
             yield f"{name}, seed {seed}", functools.partial(train, settings, name, seed)
 
 
 def model_of(settings: dict, name: str) -> ha.HsaEncoderForSequenceClassification:
+    """An untrained classifier, of the name that the settings give it."""
     kind, width = settings["models"][name], settings["width"]
     config = ha.HsaEncoderConfig(
         vocab_size=len(VOCABULARY) if kind["text"] else 0,
@@ -98,6 +100,7 @@ def train(settings: dict, name: str, seed: int) -> dict:
 
 @torch.no_grad()
 def accuracy(settings: dict, name: str, model) -> float:
+    """The share of test images that the model names rightly."""
     images, labels = (x[: settings["test"]] for x in fashion("t10k"))
     draw, right = torch.Generator().manual_seed(12345), 0
     for rows in torch.arange(len(labels)).split(200):

@@ -49,6 +49,7 @@ CHOSEN, READ = 1, 2
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     for way in settings["ways"]:
         for layer in range(6):
             yield f"{way}; layer {layer}", functools.partial(fidelity, settings, way, [layer], "chosen_on")
@@ -67,6 +68,7 @@ def best_layers(settings: dict, found: dict, way: str) -> list[int]:
 
 @functools.cache
 def encoder():
+    """The tokenizer and the model, loaded once."""
     torch.manual_seed(0)
     folder = minilm_folder()
     return AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
@@ -91,6 +93,7 @@ def windows_beside(mask: Tensor, sizes: list[int]) -> Tensor:
 
 
 def hierarchy_of(way: dict, texts: list[str], encoding) -> Tensor | ha.Hierarchy | None:
+    """What the model is given for these texts; None where the config says it."""
     if "beside" in way:
         return windows_beside(encoding["attention_mask"], way["beside"])
     if "text" in way:
@@ -121,6 +124,7 @@ def embeddings(settings: dict, texts: list[str], way: dict | None) -> Tensor:
 
 
 def patched_embeddings(settings: dict, texts: list[str], way: dict, layers: list[int]) -> Tensor:
+    """`embeddings` with these layers patched; the model is left as it was."""
     model = encoder()[1]
     ha.patch_model(model, config_of(way), mode="replace", layers=layers)
     try:

@@ -25,6 +25,7 @@ SETTINGS = {
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     yield "stock", functools.partial(probe, settings, None)
     for way in settings["ways"]:
         yield way, functools.partial(probe, settings, way)

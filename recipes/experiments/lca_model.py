@@ -39,6 +39,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, L, width] to the same."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         learned = {name: log.exp() for name, log in self.logs.items()}
         return self.out(self.attend(q, k, v, **self.fixed, **learned).transpose(1, 2).flatten(2))
@@ -60,6 +61,7 @@ class Encoder(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Tokens, int64 [B, L], to logits [B, classes]."""
         x = self.tokens(ids) + self.places.weight
         for norm_a, attention, norm_m, mlp in self.blocks:
             x = x + attention(norm_a(x))

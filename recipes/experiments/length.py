@@ -46,12 +46,14 @@ SETTINGS = {
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
     for name in settings["positions"]:
         for seed in settings["seeds"]:
             yield key_of(name, seed), functools.partial(train, settings, name, seed)
 
 
 def key_of(name: str, seed: int) -> str:
+    """The name of a run."""
     return f"{name}, seed {seed}"
 
 
