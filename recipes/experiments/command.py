@@ -18,6 +18,7 @@ HSA = {
     "hsa_minilm": "hierarchical attention injected into three of MiniLM's six layers",
     "hsa_probe": "the same model read by a linear probe on IMDB",
     "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
+    "hsa_imdb": "HsaEncoder of one layer on reviews, from scratch",
 }
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"

@@ -57,8 +57,8 @@ def probe(results: dict) -> str:
     return table(["model", "layers", "accuracy", "points", "reviews judged otherwise"], rows)
 
 
-def joined(results: dict) -> str:
-    """Accuracy over seeds, a row for each model."""
+def trained(results: dict) -> str:
+    """Accuracy over seeds, a row for each model, of models trained from scratch."""
     settings, runs, rows = results["settings"], results["runs"], []
     for name in settings["models"]:
         found = [runs[key] for seed in settings["seeds"] if (key := f"{name}, seed {seed}") in runs]
@@ -76,7 +76,8 @@ TABLES = {
     "hsa_minilm": ("hsa_minilm", minilm),
     "hsa_minilm-layers": ("hsa_minilm", layers),
     "hsa_probe": ("hsa_probe", probe),
-    "hsa_joined": ("hsa_joined", joined),
+    "hsa_joined": ("hsa_joined", trained),
+    "hsa_imdb": ("hsa_imdb", trained),
 }
 
 

@@ -13,6 +13,7 @@ from experiments import (
     command,
     hsa_classifier,
     hsa_fashion,
+    hsa_imdb,
     hsa_joined,
     hsa_minilm,
     hsa_probe,
@@ -263,6 +264,47 @@ def test_models_train_on_what_their_name_says(name, monkeypatch):
     hsa_joined.inputs_of(small, name, images[:3], labels[:3], draws[0])
     hsa_joined.inputs_of(small, "joined, tree", images[:3], labels[:3], draws[1])
     assert torch.equal(draws[0].get_state(), draws[1].get_state())
+
+
+# --- reviews from scratch ------------------------------------------------------------------------------------------
+
+ENTRY = {"a": 2, "b": 3, ".": 4}
+
+
+def test_words_that_are_frequent_have_numbers():
+    rows = [("A b a.", 1), ("a, b.", 0), ("B. c", 0)]
+    assert hsa_imdb.vocabulary(rows, 3) == {".": 2, "a": 3, "b": 4}
+    assert hsa_imdb.vocabulary(rows, 4) == {}
+
+
+def test_reviews_become_numbers_and_places():
+    ids, mask, offsets = hsa_imdb.encode(["a  B. xy", "b"], ENTRY, 3)
+    assert ids.tolist() == [[2, 3, 4], [3, 0, 0]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert offsets.tolist() == [[[0, 1], [3, 4], [4, 5]], [[0, 1], [0, 0], [0, 0]]]
+
+
+def test_reviews_have_paragraphs_and_sentences():
+    text = "A bb. B aa.\n\nA a aa. B bb."
+    tree = hsa_imdb.inputs_of(hsa_imdb.SETTINGS, "tree", [text, "a"], ENTRY)["hierarchy"].tree(0)
+    groups = sorted(
+        [i for i in range(tree.leaves) if node in ancestors(tree, i)]
+        for node in range(tree.leaves, tree.nodes - 1)
+    )
+    spans = [range(0, 3), range(0, 6), range(3, 6), range(6, 10), range(6, 13), range(10, 13)]
+    assert tree.leaves == 13 and groups == sorted(map(list, spans))
+
+
+@pytest.mark.parametrize("name", hsa_imdb.SETTINGS["models"])
+def test_models_of_reviews_train(name, monkeypatch):
+    rows = [(f"a{' b' * i}. A" + "\n\nb x" * (i % 3), i % 2) for i in range(12)]
+    monkeypatch.setattr(hsa_imdb, "data", lambda *_: (rows, rows[:5], ENTRY))
+    small = hsa_imdb.SETTINGS | {"steps": 2, "batch": 4, "width": 16, "length": 12}
+    found = hsa_imdb.train(small, name, 0)
+    assert 0 <= found["accuracy"] <= 1 and found == hsa_imdb.train(small, name, 0)
+    assert ("hierarchy" in hsa_imdb.inputs_of(small, name, ["a b"], ENTRY)) == ("tree" in name)
+    model = hsa_imdb.model_of(small, name, 3)
+    assert len(model.encoder.layers) == (name != "no layer")
+    assert model.config.keep_diagonal == (name != "tree, diagonal masked")
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
