@@ -33,7 +33,7 @@ from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = (0.6, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 INF = math.inf
-#: One setting for all heads: those of math.md B4, and two without refinement.
+#: One setting for all heads, with and without refinement.
 ONE = (
     Setting((16,), 64, 4, 0, 0.0),
     Setting((16,), 64, 4, 0, -INF),
@@ -151,19 +151,19 @@ def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
     return True
 
 
-def table(result: dict) -> str:
-    """A Markdown table: pairs, time and the increase of perplexity of every text."""
+def table(result: dict, times: bool) -> str:
+    """A Markdown table: pairs, time where it is wanted, and the increase of perplexity of every text."""
     own, lines = result["points"]["own"]["texts"], []
-    lines.append(
-        "| setting | pairs | time | " + " | ".join(own) + " |\n| --- | --- | --- |" + " --- |" * len(own)
-    )
+    columns = ["setting", "pairs", *(["time"] if times else []), *own]
+    lines.append("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for point, found in sorted(result["points"].items(), key=lambda item: -item[1]["pairs"]):
         if point == "own" or set(found["texts"]) != set(own):
             continue
         each = found["texts"]
         seconds = [sum(t[name]["seconds"] for name in own) for t in (each, own)]
         rise = " | ".join(f"{math.expm1(each[n]['loss'] - own[n]['loss']):+.2%}" for n in own)
-        lines.append(f"| {label(point)} | {found['pairs']:.1%} | {seconds[0] / seconds[1]:.2f} | {rise} |")
+        time = f" {seconds[0] / seconds[1]:.2f} |" if times else ""
+        lines.append(f"| {label(point)} | {found['pairs']:.1%} |{time} {rise} |")
     return "\n".join(lines)
 
 
@@ -177,8 +177,8 @@ def label(point: str) -> str:
     return f"one for all: windows {s.windows}, near {s.near}, top {s.refine_top_k}, blocks {kept}"
 
 
-def draw(files: list[Path]) -> None:
-    """The tables into docs/inject.md, and docs/plots/hsa_frontier.svg."""
+def draw(files: list[Path], times: bool) -> None:
+    """The tables into docs/inject.md, and docs/plots/hsa_frontier.svg; times where the machine was quiet."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -186,12 +186,12 @@ def draw(files: list[Path]) -> None:
 
     page = ROOT / "docs" / "inject.md"
     text = page.read_text()
-    figure, axes = plt.subplots(len(files), 2, figsize=(10, 4 * len(files)), squeeze=False)
-    for file, (left, right) in zip(files, axes):
+    figure, axes = plt.subplots(len(files), 1 + times, figsize=(5 + 5 * times, 4 * len(files)), squeeze=False)
+    for file, panels in zip(files, axes):
         result = json.loads(file.read_text())
         begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))
         before, after = text.split(begin)[0], text.split(end)[1]
-        text = f"{before}{begin}\n{table(result)}\n{end}{after}"
+        text = f"{before}{begin}\n{table(result, times)}\n{end}{after}"
         own = result["points"]["own"]["texts"]
         for name in own:
             for kind, style in (("chosen", "o-"), ("one", "x")):
@@ -201,15 +201,15 @@ def draw(files: list[Path]) -> None:
                     for point, p in result["points"].items() if point.startswith(kind) and name in p["texts"]
                 )  # fmt: skip
                 color = f"C{list(own).index(name)}"
-                for axis, x in ((left, 0), (right, 2)):
+                for axis, x in zip(panels, (0, 2)):
                     axis.plot([r[x] for r in rows], [100 * r[1] for r in rows], style if x == 0 else style[0],
                               color=color, label=f"{name}, {kind}")  # fmt: skip
-        for axis, what in ((left, "share of pairs"), (right, "time of the model, its own = 1")):
+        for axis, what in zip(panels, ("share of pairs", "time of the model, its own = 1")):
             axis.axhline(2, color="grey", linewidth=0.8)
             axis.set(
                 xlabel=what, ylabel="perplexity, % more", ylim=(-0.5, 12), title=f"{result['length']} tokens"
             )
-        left.legend(fontsize=7)
+        panels[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None})
     page.write_text(text)
@@ -224,14 +224,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--only", metavar="POINT", help="one point, such as 'chosen 0.2'")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--draw", action="store_true", help="the table and the plot, from the results")
+    parser.add_argument("--times", action="store_true", help="draw times too; for results of a quiet machine")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     if args.draw:
-        return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)))
+        return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)), args.times)
     done = work(args.length, args.minutes, folder / f"hsa_frontier_{args.length}.json", args.only)
     print("all is done" if done else "stopped; the same command goes on from here")
 

@@ -1,4 +1,4 @@
-"""How many pairs key-tied attention over windows looks at, counted without computing any (math.md A4)."""
+"""How many pairs key-tied attention over windows looks at, counted without computing any (docs/hsa.md)."""
 
 from __future__ import annotations
 

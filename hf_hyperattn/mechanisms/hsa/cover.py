@@ -1,4 +1,4 @@
-"""What of a row of windows is open before refinement, as arithmetic on positions (math.md A4; arXiv 2509.15448).
+"""What of a row of windows is open before refinement, as arithmetic on positions (docs/hsa.md; arXiv 2509.15448).
 
 Positions count from a row's first real token; level 0 are the tokens. A query's cover consists of
   - on the top level all blocks, below it the blocks whose parent is open because of `near`, the query's own place

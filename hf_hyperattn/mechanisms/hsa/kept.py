@@ -1,6 +1,6 @@
 """Key-tied attention to what a cache that forgets has kept: one softmax over all of it, where nothing is refined.
 
-Whether a query sees an entry follows from their places alone (math.md A4): an entry of a level stands in the cover if
+Whether a query sees an entry follows from their places alone (docs/hsa.md): an entry of a level stands in the cover if
 its parent is open and it is not, and what is open holds one of the first `sinks` tokens or lies round the query.
 """
 

@@ -1,4 +1,4 @@
-"""Key-tied attention (math.md A4; arXiv 2509.15448): over windows pool keys and values once, then attend.
+"""Key-tied attention (docs/hsa.md; arXiv 2509.15448): over windows pool keys and values once, then attend.
 
 `key_tied` does both. `pool` and `attend` are the two halves, for callers that keep the means of earlier windows, such
 as a cache: a new token changes one mean of every level, and `attend` reads only what the query's cover holds. Two
