@@ -5,8 +5,9 @@ import torch
 
 from hf_hyperattn import HierarchicalCache, HsaConfig
 from tests.integration.test_families import logits
-from tests.mechanisms.test_hsa_integration import caches, ids_of, padded, patched, stepwise
 from tests.oracles.cases import assert_close
+
+from .hsa_models import caches, ids_of, padded, patched, stepwise
 
 WINDOWED = {"mistral": {"sliding_window": 10}, "gpt_oss": {"sliding_window": 10}}
 FAMILIES = ("llama", "gpt2", "mistral", "gpt_oss")
