@@ -8,6 +8,7 @@ came out into FOLDER/results.pt: for each way the losses of rank 0 and the whole
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -75,3 +76,7 @@ def main(rank: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # all is written; at the interpreter's end threads of the process group may still run, and abort it
