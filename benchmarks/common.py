@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -57,6 +58,43 @@ def environment() -> dict[str, str | int]:
         "hf_hyperattn": hf_hyperattn.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def options(description: str, lengths: list[int], rounds: int) -> argparse.ArgumentParser:
+    """A parser with what every benchmark of attention over lengths takes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="also write the result here")
+    return parser
+
+
+def report(args: argparse.Namespace, dtype: str, what: str, measure: Callable) -> None:
+    """Measure every length, print a table of ratios to SDPA as it grows, write JSON where asked to.
+
+    Args:
+        dtype, what: of the inputs and the calls, for the line above the table.
+        measure: `measure(length, args)` returns the rows of one length.
+    """
+    torch.set_num_threads(args.threads)
+    where = environment()
+    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; {dtype}, 1 x {args.heads} heads, "
+          f"d {args.dim}, {what}")  # fmt: skip
+    print(
+        f"{'length':>7} {'what':15} {'kind':17} {'x SDPA':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} {'error':>8}"
+    )
+    found = []
+    for length in args.lengths:
+        for r in measure(length, args):
+            found.append(r)
+            print(f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
+                  f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
+    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
 
 
 def write_json(path: str | None, result: dict) -> None:

@@ -8,10 +8,8 @@ python benchmarks/hype.py --lengths 1024 8192 --dtype float32 --json benchmarks/
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from common import environment, interleaved, ratios, write_json
+from common import interleaved, options, ratios, report
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.functional import hype_attention, hype_bias
@@ -102,34 +100,13 @@ def measure(length: int, args) -> list[dict]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
+    parser = options(__doc__, [1024, 4096, 8192], rounds=5)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--causal", action="store_true", help="causal attention with sinh, else cosh")
     parser.add_argument("--forward-only", action="store_true")
     parser.add_argument("--dense-up-to", type=int, default=4096, help="longest length with a dense bias")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; {args.dtype}, 1 x {args.heads} "
-          f"heads, d {args.dim}, {'causal, sinh' if args.causal else 'not causal, cosh'}")  # fmt: skip
-    print(
-        f"{'length':>7} {'what':14} {'kind':17} {'x SDPA':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} {'error':>8}"
-    )
-    found = []
-    for length in args.lengths:
-        for r in measure(length, args):
-            found.append(r)
-            print(f"{r['length']:7d} {r['what']:14} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
-                  f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
-    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
+    report(args, args.dtype, "causal, sinh" if args.causal else "not causal, cosh", measure)
 
 
 if __name__ == "__main__":

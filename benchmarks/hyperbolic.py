@@ -6,10 +6,8 @@ python benchmarks/hyperbolic.py --lengths 1024 8192 --json benchmarks/results/hy
 
 from __future__ import annotations
 
-import argparse
-
 import torch
-from common import environment, interleaved, ratios, write_json
+from common import interleaved, options, ratios, report
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.functional import hyperbolic_attention
@@ -90,32 +88,12 @@ def measure(length: int, args) -> list[dict]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
+    parser = options(__doc__, [1024, 4096, 8192], rounds=3)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--backend", default="blockwise")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    where = environment()
-    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, 1 x {args.heads} heads, "
-          f"d {args.dim}, {'causal' if args.causal else 'not causal'}, backend {args.backend}")  # fmt: skip
-    print(
-        f"{'length':>7} {'what':15} {'kind':17} {'x SDPA':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} {'error':>8}"
-    )
-    found = []
-    for length in args.lengths:
-        for r in measure(length, args):
-            found.append(r)
-            print(f"{r['length']:7d} {r['what']:15} {r['kind']:17} {r['median']:7.2f} {r['low']:6.2f} {r['high']:6.2f} "
-                  f"{r['seconds']:8.3f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
-    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
+    direction = "causal" if args.causal else "not causal"
+    report(args, "float32", f"{direction}, backend {args.backend}", measure)
 
 
 if __name__ == "__main__":

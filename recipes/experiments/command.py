@@ -25,6 +25,7 @@ CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Read the command line and act; an error is one line on stderr and exit code 2."""
     listing = "\n".join(f"  {name:11}{what}" for name, what in (NAMES | HSA).items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def act(args: argparse.Namespace) -> int:
+    """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
         from . import hsa_tables
         from .draw import draw
