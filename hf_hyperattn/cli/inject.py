@@ -12,14 +12,13 @@ import argparse
 from pathlib import Path
 
 HELP = "tie a pretrained model's attention within a budget of quality"
-SETTLED = ("hsa",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `hyperattn inject`."""
     parser.add_argument("model", metavar="MODEL", help="directory or Hub id of a causal LM or a text encoder")
     add = parser.add_argument
-    add("--mechanism", required=True, help="what to inject: hsa")
+    add("--mechanism", required=True, help=f"what to inject: {', '.join(MECHANISMS)}")
     add(
         "--text",
         nargs="+",
@@ -40,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
+    return MECHANISMS[args.mechanism](args)
+
+
+def hsa(args: argparse.Namespace) -> int:
+    """Tie attention over blocks of tokens."""
     from .inject_setting import prepare
 
     setting = prepare(args)
@@ -51,11 +55,23 @@ def run(args: argparse.Namespace) -> int:
     return inject(setting)
 
 
+def collaborative(args: argparse.Namespace) -> int:
+    """Share the projections of queries and keys among heads."""
+    from .inject_collaborative import run
+
+    return run(args)
+
+
+#: What can be injected without training: by name, what runs it on the checked arguments and returns the exit code.
+MECHANISMS = {"hsa": hsa, "collaborative": collaborative}
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
-    if args.mechanism not in SETTLED:
+    if args.mechanism not in MECHANISMS:
+        allowed = ", ".join(MECHANISMS)
         raise ValueError(
-            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {', '.join(SETTLED)}"
+            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}"
         )
     if not 0 < args.budget < 1:
         raise ValueError(

@@ -226,7 +226,7 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe" * 99)
     for arguments, said in (
-        ([*start, "--mechanism", "collaborative"], "allowed: hsa"),
+        ([*start, "--mechanism", "cone"], "allowed: hsa"),
         ([*hsa, "--budget", "0"], "--budget 0"),
         ([*hsa, "--budget", "nan"], "--budget nan"),
         ([*hsa, "--pairs", "1.5"], "--pairs 1.5"),
