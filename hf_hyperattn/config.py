@@ -189,7 +189,7 @@ class HyperAttnConfig(PushToHubMixin):
 
 
 def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
-    """Raise where two mechanisms change the same stage of attention; the message names both."""
+    """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
     taken: dict[str, str] = {}
     for config in mechanisms:
         for stage in config.stages:
@@ -199,6 +199,13 @@ def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
                     "one mechanism a stage, leave one out"
                 )
             taken[stage] = config.mechanism
+    for config in mechanisms:
+        for other in mechanisms:
+            if other.mechanism in config.refuses:
+                raise ValueError(
+                    f"{config.mechanism} and {other.mechanism} have no meaning together: "
+                    f"{config.refuses[other.mechanism]}; allowed: leave one out"
+                )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -29,6 +29,11 @@ class MechanismConfig:
         """What of attention it changes, out of `registry.STAGES`: its mechanism's stage, and as configured, others."""
         return (get_mechanism(self.mechanism).stage,)
 
+    @property
+    def refuses(self) -> dict[str, str]:
+        """Mechanisms that it has no meaning together with, by name, each with the reason."""
+        return {}
+
     def for_model(self, config: object) -> MechanismConfig:
         """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
         return self

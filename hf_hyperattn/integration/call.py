@@ -14,6 +14,7 @@ from ..engines import Options
 from ..mechanisms.base import HostCall
 from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
 from .heard import hierarchy_of
+from .hidden import take_hidden
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -71,7 +72,8 @@ def host_call(
         **visibility(attention_mask, hidden, sliding_window, query.shape[2], key.shape[2]),
     )
     query = query if applied == 1.0 else query / applied
-    return HostCall(query, key, value, scale * applied, causal, options, keywords, first)
+    hidden_states = take_hidden(module, query.shape[2])
+    return HostCall(query, key, value, scale * applied, causal, options, keywords, first, hidden_states)
 
 
 def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:

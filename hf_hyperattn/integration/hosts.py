@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
+from .widths import first_int, head_dim, input_width, value_dim
 
 #: Where families keep the number of query heads, on the module or on its config, in order of preference.
 HEADS = (
@@ -77,28 +78,26 @@ def host_facts(name: str, module: nn.Module, layer_index: int) -> Host:
         ValueError: neither says how many heads there are.
     """
     places = (module, getattr(module, "config", None))
-    heads = _first_int(places, HEADS)
+    heads = first_int(places, HEADS)
     if heads is None:
         raise ValueError(
             f"cannot tell the number of heads of {name} ({type(module).__name__}); looked for "
             f"{', '.join(HEADS)} on the module and its config"
         )
-    kv_heads = _first_int(places, KV_HEADS) or heads
+    kv_heads = first_int(places, KV_HEADS) or heads
     causal = bool(getattr(module, "is_causal", getattr(places[1], "is_decoder", False)))
-    return Host(name, heads, kv_heads, causal, is_cross_attention(name, module), layer_index, places[1])
-
-
-def _first_int(places, names: tuple[str, ...]) -> int | None:
-    values = (_value(place, name) for place in places if place is not None for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
-
-
-def _value(place, name: str):
-    """The attribute, or None; a config may refuse one that differs between layers."""
-    try:
-        return getattr(place, name, None)
-    except Exception:
-        return None
+    return Host(
+        name,
+        heads,
+        kv_heads,
+        causal,
+        is_cross_attention(name, module),
+        layer_index,
+        places[1],
+        width=input_width(module),
+        head_dim=head_dim(module, heads),
+        value_dim=value_dim(module, heads, kv_heads),
+    )
 
 
 def layer_indices(names: list[str]) -> list[tuple[str, int]]:

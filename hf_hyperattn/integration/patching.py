@@ -13,6 +13,7 @@ from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
+from .hidden import ignore
 from .hierarchical import ignore_hierarchy
 from .records import erase_records, inner, patched_hosts, recorded_hosts
 from .refusal import check_parts, has_attention, refusal
@@ -95,6 +96,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
+        ignore(host)
     ignore_hierarchy(base)
     erase_records(base)
     if newly_routed:

@@ -29,6 +29,8 @@ class Host:
         is_cross: whether keys come from another sequence.
         layer_index: position among the hosts of its kind.
         config: the model's (sub-)config.
+        width: features of the hidden states that enter it; None where nothing tells.
+        head_dim, value_dim: numbers in a query or key, and in a value, of one head; None where nothing tells.
     """
 
     name: str
@@ -38,6 +40,9 @@ class Host:
     is_cross: bool
     layer_index: int
     config: object = None
+    width: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class HostCall:
         options: masks and the rest.
         keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
         first: where the keys begin.
+        hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
     """
 
     query: Tensor
@@ -87,6 +93,7 @@ class HostCall:
     options: Options
     keywords: dict = field(default_factory=dict)
     first: FirstKey = START
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,9 @@ class MechanismLayer(nn.Module):
         mode: "blend" or "replace".
         heads: the query heads it changes, None for all.
     """
+
+    #: Whether the layer needs `HostCall.hidden`.
+    reads_hidden = False
 
     def __init__(
         self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None

@@ -1,0 +1,109 @@
+"""Widths of hosts, and the hidden states that reach layers which read them."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hf_hyperattn as ha
+from hf_hyperattn.config import MechanismConfig
+from hf_hyperattn.integration import serving
+from hf_hyperattn.integration.attach import all_hosts
+from hf_hyperattn.mechanisms.base import MechanismLayer
+from hf_hyperattn.registry import MECHANISMS, Mechanism, register
+from tests.integration.models import FAMILIES, State, llama, perturb, run, text_inputs
+
+SEEN = []
+
+
+@dataclass(frozen=True)
+class ToyReaderConfig(MechanismConfig):
+    """Writes down what hidden states it sees."""
+
+    mechanism = "toy_reader"
+
+
+class ToyReaderLayer(MechanismLayer):
+    reads_hidden = True
+
+    def __init__(self, config, host, mode="replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        self.width = host.width
+        self.gate = self.per_head(host)
+
+    def change(self, plan):
+        SEEN.append((self.width, plan.call))
+        gate = self.gate[:, None, None] * plan.call.hidden.mean()
+        return plan.change(after=(*plan.after, lambda out: out * (1 + gate)))
+
+    def identical(self):
+        return False
+
+
+@pytest.fixture
+def reader():
+    register(Mechanism("toy_reader", "fusion", "a toy", ToyReaderConfig, ToyReaderLayer))
+    SEEN.clear()
+    yield ToyReaderConfig()
+    del MECHANISMS["toy_reader"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widths_are_those_of_a_real_call(family, monkeypatch):
+    make, inputs = FAMILIES[family]
+    model, seen = make(), {}
+    ha.patch_model(model, ha.ConeConfig(), include_cross_attention=True)
+    real = serving.host_call
+
+    def spy(module, query, key, value, *args, **keywords):
+        seen[module] = (query.shape[-1], value.shape[-1])
+        return real(module, query, key, value, *args, **keywords)
+
+    monkeypatch.setattr(serving, "host_call", spy)
+    run(model, inputs())
+    facts = {module: (host.head_dim, host.value_dim) for _, module, host in all_hosts(model)}
+    assert seen and {m: facts[m] for m in seen} == seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_reach_the_layer_and_nothing_stays(family, reader):
+    make, inputs = FAMILIES[family]
+    model = make()
+    start, before = run(model, inputs()), State(model)
+    ha.patch_model(model, reader, include_cross_attention=True)
+    after = run(model, inputs())
+    assert all(torch.allclose(start[n], after[n], atol=1e-5) for n in start)
+    assert SEEN
+    for width, call in SEEN:
+        assert call.hidden.shape[-2:] == (call.query.shape[2], width)
+        assert call.hidden.shape[0] == call.query.shape[0]
+    ha.unpatch_model(model)
+    assert not State(model).differences(before)
+
+
+def test_a_host_without_such_a_layer_has_no_hook(reader):
+    model = ha.patch_model(llama(), ha.ConeConfig())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_gradients_are_the_same_under_gradient_checkpointing(reader):
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = ha.patch_model(llama(), reader).train()
+        perturb(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**text_inputs(), use_cache=False).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    assert any(".hyper." in n and g.abs().max() > 0 for n, g in found[0].items())
+    assert all(torch.allclose(g, found[1][n], atol=1e-6) for n, g in found[0].items())
+
+
+def test_under_the_compiler(reader):
+    model = ha.patch_model(llama(), reader)
+    perturb(model)
+    expected = run(model, text_inputs())
+    torch._dynamo.reset()
+    found = run(torch.compile(model, backend="eager", fullgraph=True), text_inputs())
+    assert all(torch.allclose(expected[n], found[n], atol=1e-5) for n in expected)
