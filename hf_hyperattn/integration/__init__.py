@@ -2,6 +2,7 @@
 
 from . import adapters, guard, saving  # noqa: F401  wrap a method of PEFT's and five of PreTrainedModel
 from .collator import HierarchyCollator
+from .converting import convert
 from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
 from .names import register_names
@@ -13,6 +14,7 @@ register_names()
 __all__ = [
     "HierarchicalCache",
     "HierarchyCollator",
+    "convert",
     "describe",
     "freeze_base",
     "list_mechanisms",

@@ -13,6 +13,7 @@ from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
+from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
 from .hidden import ignore
 from .hierarchical import ignore_hierarchy
 from .records import erase_records, inner, patched_hosts, recorded_hosts
@@ -81,11 +82,18 @@ def patch_model(
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give back the original model: same classes, state-dict keys and values, implementation; no hook is left.
 
+    A converted model is given back where it was converted with keep_original=True; a patch that was put on it afterwards
+    goes first.
+
     Raises:
-        ValueError: the model is not patched.
+        ValueError: the model is not patched, or it is converted and what it was made from is not there.
     """
     base = base_model(model)
     hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
+    name = conversion_of(base)
+    if name is not None and (CONVERSIONS[name].rebuild is not None or not hosts):
+        original = give_back(base, name)
+        return model if original is base else original
     if not hosts and not recorded:
         raise ValueError(f"{type(base).__name__} is not patched; nothing to undo")
     if len(hosts) < len(recorded) and hosts:
@@ -137,6 +145,7 @@ def gather(mechanisms, layers, heads, mode: str, include_cross_attention: bool) 
         config = HyperAttnConfig(mechanisms, layers, heads, mode, include_cross_attention)
     if not config.mechanisms:
         raise ValueError("patch_model got no mechanism; allowed: at least one, such as ConeConfig()")
+    refuse_conversions(config)
     return config
 
 

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
+from .conversions import rebuild
 from .patching import route
 from .records import name_before, parts, patched_hosts, recorded_hosts, tree
 from .refusal import models_being_built
@@ -29,6 +30,7 @@ def restore(model: PreTrainedModel) -> bool:
         return True
     settle_stock(model)
     bring_back(model, config, route_as_before(model))
+    rebuild(model, config)
     return True
 
 
