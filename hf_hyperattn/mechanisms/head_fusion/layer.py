@@ -1,0 +1,93 @@
+"""Fusion of heads inside a host: the heads' outputs, weighted for every token, before the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..base import Host, MechanismLayer, Plan
+from .config import HeadFusionConfig
+from .weights import head_weights
+
+
+class HeadFusionLayer(MechanismLayer):
+    """o_im <- M · beta_im · o_im, with beta a softmax over heads of what token i asks for.
+
+    Parameters: `query_map` W [size, width], small seeded normal numbers at first, and per head `kappa` [heads, size]
+    and `bias` [heads], both zero at first, which is the identity. Were W zero as well, neither it nor kappa would ever
+    get a gradient. With `heads=` the chosen ones share the weights and the others are left as they are.
+
+    Attributes:
+        on_weights: called with beta [B, N, chosen heads] at every call; `analysis.heads` sets it.
+        keep: from beta to a factor of the same shape that every chosen head is multiplied with; likewise.
+
+    Raises:
+        ValueError: nothing says how wide the hidden states are that enter the host.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, config: HeadFusionConfig, host: Host, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        if host.width is None:
+            raise ValueError(
+                f"head_fusion reads the hidden states that enter {host.name}, and nothing says how wide they are; "
+                "allowed: hosts with a query projection, or whose config has hidden_size"
+            )
+        self.place, self.count = host.layer_index, len(heads) if heads is not None else host.heads
+        size = config.size_for(host.heads)
+        self.query_map = nn.Parameter(torch.empty(size, host.width))
+        self.kappa = nn.Parameter(torch.empty(self.count, size))
+        self.bias = nn.Parameter(torch.empty(self.count))
+        self.on_weights: Callable[[Tensor], None] | None = None
+        self.keep: Callable[[Tensor], Tensor] | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The query map at its seeded numbers, which differ between layers; zero for the rest."""
+        generator = torch.Generator().manual_seed(self.config.seed + self.place)
+        start = torch.randn(self.query_map.shape, generator=generator, device="cpu") * self.config.spread
+        init.copy_(self.query_map, start.to(self.query_map))
+        init.zeros_(self.kappa)
+        init.zeros_(self.bias)
+
+    def change(self, plan: Plan) -> Plan:
+        hidden = plan.call.hidden
+        if hidden is None:
+            raise ValueError(
+                "head_fusion reads the hidden states that enter its host, and this call brought none; patch the model "
+                "with patch_model"
+            )
+        beta = head_weights(hidden, self.query_map, self.kappa, self.bias)
+        if self.on_weights is not None:
+            self.on_weights(beta)
+        factors = beta * self.count
+        if self.keep is not None:
+            factors = factors * self.keep(beta)
+        factors = self.of_all(factors, plan.call.query.shape[1]).transpose(1, 2)[..., None]
+        return plan.change(after=(*plan.after, lambda out: weigh(out, factors)))
+
+    def of_all(self, factors: Tensor, heads: int) -> Tensor:
+        """Factors [B, N, chosen heads] as [B, N, heads], 1 for heads that are not chosen."""
+        if self.heads is None:
+            return factors
+        ones = factors.new_ones(*factors.shape[:-1], heads)
+        return ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
+
+    def idle(self) -> bool:
+        return self.on_weights is None and self.keep is None and super().idle()
+
+    def identical(self) -> bool:
+        return self.keep is None and not bool(self.kappa.any()) and not bool(self.bias.any())
+
+
+def weigh(out: Tensor, factors: Tensor) -> Tensor:
+    """The product of outputs [B, H, N, dv] and factors [B, H, N, 1]; in place where no gradient wants `out`."""
+    factors = factors.to(out.dtype)
+    learning = torch.is_grad_enabled() and (out.requires_grad or factors.requires_grad)
+    if learning or torch.compiler.is_compiling():
+        return out * factors
+    return out.mul_(factors)
