@@ -6,18 +6,23 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_MECHANISMS, MOST_GROUPS = 16, 24
+MOST_MECHANISMS, MOST_GROUPS, MOST_OWN = 16, 24, 64
+UNLIMITED = 2**31  # what configs write for "no limit"
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Mode, mechanisms as (name, settings as text), hosts as text groups, their number, heads as text."""
+    """Mode, mechanisms as (name, settings as text), hosts as text groups, their number, heads as text.
+
+    `own`: what modules have in place of those settings, as (modules, mechanism, settings as text).
+    """
 
     mode: str
     mechanisms: tuple[tuple[str, str], ...]
     hosts: tuple[str, ...]
     host_count: int | None
     heads: str
+    own: tuple[tuple[str, str, str], ...] = ()
 
 
 def refuse(what: str, value: object, allowed: str) -> ValueError:
@@ -53,10 +58,21 @@ def group_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines if rest <= 0 else [*lines[:MOST_GROUPS], f"and {rest} more"])
 
 
-def settings(mechanism: Mapping) -> str:
-    """The fields of a mechanism config that are set, as ``name=value, ...``."""
+def settings(mechanism: Mapping, brief: bool = False) -> str:
+    """The fields of a mechanism config that are set, as ``name=value, ...``; `brief`: numbers by head as a range."""
     shown = {key: value for key, value in mechanism.items() if key != "mechanism" and value is not None}
-    return ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in shown.items())
+    text = span if brief else lambda name, value: f"{name}={json.dumps(value, default=str)}"
+    return ", ".join(text(name, value) for name, value in shown.items())
+
+
+def span(name: str, value: object) -> str:
+    """``name=value``, and for a list of three numbers or more, one a head, the least and the largest."""
+    read = lambda x: float(x) if x in ("-inf", "inf") else x
+    numbers = [read(x) for x in value] if isinstance(value, list) and name != "windows" else []
+    if len(numbers) < 3 or not all(type(x) in (int, float) for x in numbers):
+        return f"{name}={json.dumps(value, default=str)}"
+    ends = ["no limit" if x >= UNLIMITED else f"{x:g}" for x in (min(numbers), max(numbers))]
+    return f"{name}={ends[0]}" if ends[0] == ends[1] else f"{name}={ends[0]} to {ends[1]}"
 
 
 def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
@@ -75,20 +91,30 @@ def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
             or not entry["mechanism"]
         ):
             raise refuse("an entry of config['mechanisms']", entry, "an object with a string 'mechanism'")
-    differ = read_overrides(spec)
+    count = Counter(str(entry.get("mechanism")) for _, entry in read_overrides(spec))
+    other = {name: f"; other settings at {n} of the modules (overrides)" for name, n in count.items()}
     return tuple(
-        (name, settings(entry) + differ.get(name, "")) for entry in entries for name in [entry["mechanism"]]
+        (name, settings(entry) + other.get(name, "")) for entry in entries for name in [entry["mechanism"]]
     )
 
 
-def read_overrides(spec: Mapping) -> dict[str, str]:
-    """By mechanism, in how many modules it has other settings, as text; ValueError where that is malformed."""
+def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
+    """(module, mechanism config) of all that modules have of their own; ValueError where that is malformed."""
     overrides = spec.get("overrides") or {}
-    own = list(overrides.values()) if isinstance(overrides, Mapping) else [None]
-    if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for configs in own):
+    own = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
+    if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own):
         raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
-    named = Counter(str(entry.get("mechanism")) for c in own for entry in c if isinstance(entry, Mapping))
-    return {name: f"; other settings at {n} of the modules (overrides)" for name, n in named.items()}
+    return [(str(name), entry) for name, c in own for entry in c if isinstance(entry, Mapping)]
+
+
+def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:
+    """Rows of the table of what modules have of their own; those that have the same share a row."""
+    rows = defaultdict(list)
+    for module, entry in read_overrides(spec):
+        rows[str(entry.get("mechanism")), settings(entry, brief=True)].append(module)
+    found = [(", ".join(group_hosts(modules)), name, text) for (name, text), modules in rows.items()]
+    rest = len(found) - MOST_OWN
+    return tuple(found if rest <= 0 else [*found[:MOST_OWN], (f"and {rest} more", "", "")])
 
 
 def read_heads(heads: object) -> str:
@@ -126,6 +152,5 @@ def read_spec(config: Mapping) -> Spec:
     if not isinstance(spec, Mapping):
         raise refuse("config['hyperattn']", spec, "an object with 'mechanisms'")
     hosts, count = read_hosts(spec)
-    return Spec(
-        str(spec.get("mode", "blend")), read_mechanisms(spec), hosts, count, read_heads(spec.get("heads"))
-    )
+    mode, heads = str(spec.get("mode", "blend")), read_heads(spec.get("heads"))
+    return Spec(mode, read_mechanisms(spec), hosts, count, heads, read_own(spec))

@@ -199,3 +199,26 @@ def test_eval_results_file_reads_back(tmp_path):
         yaml.safe_load((tmp_path / ".eval_results/hf_hyperattn.yaml").read_text())
     )
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/bench", "default", 12.5)
+
+
+def test_settings_of_single_modules_are_a_table():
+    """Modules that agree share a row; of numbers by head the least and the largest are shown."""
+    own = {
+        "mechanism": "hsa",
+        "windows": [16, 64, 256],
+        "near": [32, 2147483648, 96],
+        "block_bias": [0.0, "-inf", 0.0],
+    }
+    overrides = {f"model.layers.{i}.self_attn": [own] for i in (3, 4, 7)}
+    overrides["model.layers.9.self_attn"] = [{"mechanism": "hsa", "near": 8}]
+    config = {"mechanisms": [{"mechanism": "hsa"}], "overrides": overrides}
+    shown = rows(hub_cards.render_model_card(config, "org/base", "apache-2.0"), "What was changed")
+    head = shown.index(["Modules with settings of their own", "Mechanism", "Settings"])
+    assert shown[head + 1 : head + 3] == [
+        [
+            "`model.layers.(3-4, 7).self_attn`",
+            "`hsa`",
+            "`windows=[16, 64, 256], near=32 to no limit, block_bias=-inf to 0`",
+        ],
+        ["`model.layers.9.self_attn`", "`hsa`", "`near=8`"],
+    ]

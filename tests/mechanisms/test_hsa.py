@@ -282,6 +282,21 @@ def test_compiles_into_one_graph(name):
         assert_close(one, other, 1e-5, "gradient")
 
 
+@pytest.mark.parametrize(
+    "tying", [{"tying": "both"}, *({"tying": "key", **RULE, "backend": b} for b in ("torch", "rows"))]
+)
+def test_autocast_rounds_nothing(tying):
+    q, k, v = (t.requires_grad_() for t in inputs(dtype=torch.float32))
+    call = lambda: hierarchical_attention(q, k, v, enable_gqa=True, hierarchy=SIZES, **tying)
+    own = call()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = call()
+        through = torch.autograd.grad(call().sum(), (q, k, v))  # backward under autocast: no error
+    assert torch.equal(own, cast) and all(g.isfinite().all() for g in through)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (own, cast))):
+        assert torch.equal(a, b)
+
+
 # Storage of the cache.
 
 

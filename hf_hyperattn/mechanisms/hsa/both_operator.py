@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...engines.options import full_precision
 from ...hierarchy import Hierarchy, Tree
 from .passes import Setting, go_back
 from .programme import Extras, forward, leaves_of, slots_of
@@ -130,14 +131,15 @@ def backward(
         return *leaves_of(slots, *given[:3]), *(e for e in extras if e is not None)
 
     there: list[bool] = []
-    # autograd is switched off inside an operator; torch.func has a tape of its own
-    (query, key, value, *rest), pull = torch.func.vjp(prepared, *tensors)
-    given = iter(rest)
-    extras = [next(given) if one else None for one in there]
-    _, _, means, p = forward(setting, query, key, value, *extras)
-    grad = slots.to_leaves(grad_out.unflatten(1, (kv_heads, -1)).transpose(2, 3))
-    found = go_back(means, p, grad, grad_root.unflatten(1, (kv_heads, -1)), setting, extras)
-    grads = pull((found.query, found.key, found.value, *(e for e in found.extras if e is not None)))
+    with full_precision(grad_out.device):  # backward may be called under autocast
+        # autograd is switched off inside an operator; torch.func has a tape of its own
+        (query, key, value, *rest), pull = torch.func.vjp(prepared, *tensors)
+        given = iter(rest)
+        extras = [next(given) if one else None for one in there]
+        _, _, means, p = forward(setting, query, key, value, *extras)
+        grad = slots.to_leaves(grad_out.unflatten(1, (kv_heads, -1)).transpose(2, 3))
+        found = go_back(means, p, grad, grad_root.unflatten(1, (kv_heads, -1)), setting, extras)
+        grads = pull((found.query, found.key, found.value, *(e for e in found.extras if e is not None)))
     return [g.contiguous() for g in grads]
 
 

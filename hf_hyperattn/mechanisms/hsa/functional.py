@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...engines import Options, dot_score
-from ...engines.options import check_broadcast
+from ...engines.options import check_broadcast, full_precision
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
 from ..checks import check_choice, check_dropout, check_qkv
@@ -95,10 +95,9 @@ def hierarchical_attention(
         rule = type(rule)(**{**vars(rule), "block_bias": block_bias})
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = hierarchical(
-        dot_score(query, key, scale), value, options, hierarchy=hierarchy, rule=rule, is_causal=is_causal,
-        backend=backend,
-    )  # fmt: skip
+    asked = dict(hierarchy=hierarchy, rule=rule, is_causal=is_causal, backend=backend)
+    with full_precision(query.device):
+        out, _ = hierarchical(dot_score(query, key, scale), value, options, **asked)
     return out.to(query.dtype)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...engines.options import full_precision
 from . import native, windows
 from .cover import Cover
 from .levels import span_lists, spans
@@ -227,7 +228,8 @@ def backward(
             select(t, part.rows, part.heads)[:, :, part.queries].reshape(*here.query.shape[:3], *t.shape[3:])
             for t in (out, lse, grad)
         )
-        windows.backward(here, values, *of_rows, into, sink)
+        with full_precision(grad.device):  # backward may be called under autocast
+            windows.backward(here, values, *of_rows, into, sink)
         _collect(whole, into, part)
     whole.query.mul_(scale)
     return buffers
