@@ -20,13 +20,15 @@ HSA = {
     "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
     "hsa_imdb": "HsaEncoder of one layer on reviews, from scratch",
 }
+#: The same, in docs/head_fusion.md.
+HEADS = {"head_pruning": "SmolLM2 without some of its heads, chosen by their weight, by their size, at random"}
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and act; an error is one line on stderr and exit code 2."""
-    listing = "\n".join(f"  {name:11}{what}" for name, what in (NAMES | HSA).items())
+    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS).items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         "  all        the first four, one after the other\n"
         "  draw       tables and plots of docs/experiments.md and docs/hsa_experiments.md from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, *HSA, CLASSIFIER, "all", "draw"])
+    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, CLASSIFIER, "all", "draw"])
     parser.add_argument(
         "--minutes", type=float, help="start no run after this long; the same command goes on"
     )
