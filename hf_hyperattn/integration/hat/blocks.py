@@ -1,0 +1,96 @@
+"""The blocks of HAT: BERT's, over the tokens of a segment, and over the CLS rows of a text's segments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration import HatEncoderConfig
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **keywords,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling · QKᵀ + mask) V, with its weights."""
+    weights = scaling * query @ key.transpose(-1, -2)
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (dropped @ value).transpose(1, 2).contiguous(), weights
+
+
+class HatAttention(nn.Module):
+    """Bidirectional self-attention [B, N, width] to the same, by the attention function that the config names."""
+
+    def __init__(self, config: HatEncoderConfig):
+        super().__init__()
+        self.config, width = config, config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.attention_head_size = width // config.num_attention_heads
+        self.scaling, self.is_causal = self.attention_head_size**-0.5, False
+        self.dropout = config.attention_probs_dropout_prob
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None, **keywords) -> tuple[Tensor, Tensor | None]:
+        """The output, and the weights [B, H, N, N] where the attention function returns them."""
+        shape = (*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
+        query, key, value = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.dropout if self.training else 0.0
+        found, weights = attend(
+            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords
+        )
+        return self.out(found.flatten(2)), weights
+
+
+class HatBlock(GradientCheckpointingLayer):
+    """norm(x + attention(x)), then the same with two linear layers."""
+
+    def __init__(self, config: HatEncoderConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.layer_norm_eps
+        self.attention = HatAttention(config)
+        self.up, self.down = (
+            nn.Linear(width, config.intermediate_size),
+            nn.Linear(config.intermediate_size, width),
+        )
+        self.attention_norm, self.norm = nn.LayerNorm(width, eps), nn.LayerNorm(width, eps)
+        self.act, self.dropout = ACT2FN[config.hidden_act], nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, mask: Tensor | None, **keywords) -> tuple[Tensor, Tensor | None]:
+        """[B, N, width] to the same, and the attention's weights."""
+        found, weights = self.attention(x, mask, **keywords)
+        x = self.attention_norm(x + self.dropout(found))
+        return self.norm(x + self.dropout(self.down(self.act(self.up(x))))), weights
+
+
+class HatCrossBlock(HatBlock):
+    """A block over the CLS rows of a text; with a gate g, rows + g·(block(rows) - rows), and g is 0 at first."""
+
+    def __init__(self, config: HatEncoderConfig):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.zeros(1)) if config.gated else None
+
+    def forward(
+        self, rows: Tensor, positions: Tensor, mask: Tensor | None, **keywords
+    ) -> tuple[Tensor, Tensor | None]:
+        """CLS rows [B, S, width] to the same, and the attention's weights.
+
+        Args:
+            positions: [S, width], added to what the block reads, its residual path included.
+        """
+        found, weights = super().forward(rows + positions, mask, **keywords)
+        return found if self.gate is None else rows + self.gate * (found - rows), weights

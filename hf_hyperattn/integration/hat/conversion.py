@@ -1,0 +1,161 @@
+"""From a pretrained encoder to HAT: its layers become segment-wise blocks, copies of them cross-segment blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ...fields import short
+from ...mechanisms.hat.config import HatConfig
+from ..conversions import keep
+from .configuration import SHARED, HatEncoderConfig
+from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification
+from .modeling import HatModel, HatPreTrainedModel
+from .pretrained import FAMILIES, Family, pooler_of
+
+#: Our classes by the end of their names.
+CLASSES = {
+    "Model": HatModel,
+    "SequenceClassification": HatForSequenceClassification,
+    "TokenClassification": HatForTokenClassification,
+    "MaskedLM": HatForMaskedLM,
+}
+#: Fields that both configs may have, under the same name.
+SAME = (
+    "vocab_size", "hidden_size", "embedding_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "type_vocab_size",
+    "initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
+    "id2label", "label2id", "problem_type", "output_hidden_states", "return_dict",
+)  # fmt: skip
+
+
+def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = False) -> HatPreTrainedModel:
+    """A HAT model that starts from a pretrained encoder, which is left as it is.
+
+    Args:
+        model: of a family in `FAMILIES`: bare, or with a head for sequence or token classification or masked language
+            modelling. The result has the same head, dtype, device, mode and attention implementation.
+        config: how its layers are arranged.
+        keep_original: keep `model` in memory, for `unpatch_model`.
+
+    Raises:
+        ValueError: a model that cannot be converted, or a config that does not fit it.
+    """
+    family, kind = _checked(model)
+    ours = _config(model, family, kind, config)
+    made = CLASSES[kind]._from_config(ours, attn_implementation=model.config._attn_implementation)
+    made = made.to(device=model.device, dtype=model.dtype)
+    with torch.no_grad():
+        _copy_body(made, model, family, config.cross_blocks == "copy")
+        for mine, theirs in family.heads.get(kind, {}).items():
+            _copy(made, mine, model.get_submodule(theirs))
+    made.tie_weights()
+    made.train(model.training)
+    if keep_original:
+        keep(made, lambda converted, original: original, model)
+    return made
+
+
+def _checked(model: PreTrainedModel) -> tuple[Family, str]:
+    """The model's family, and which of our classes it becomes."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"{name} has model type {kind!r}, which cannot be converted to HAT; allowed: {', '.join(sorted(FAMILIES))}"
+        )
+    found = [end for end in CLASSES if name.endswith(end)]
+    if not found:
+        raise ValueError(
+            f"{name} has a head that HAT lacks; allowed: its body, model.{model.base_model_prefix}, or one for "
+            "sequence classification, token classification or masked language modelling"
+        )
+    if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
+        raise ValueError(f"{name} is a decoder; allowed: encoders, with config.is_decoder=False")
+    if getattr(model, "is_quantized", False) or model.device.type == "meta":
+        raise ValueError(
+            f"{name} is quantised or on the meta device; allowed: the model as it was trained, loaded"
+        )
+    return FAMILIES[kind], found[0]
+
+
+def _config(model: PreTrainedModel, family: Family, kind: str, config: HatConfig) -> HatEncoderConfig:
+    """The config of the result."""
+    source, body = model.config, model.base_model
+    found = {name: getattr(source, family.fields.get(name, name)) for name in SAME
+             if hasattr(source, family.fields.get(name, name))}  # fmt: skip
+    rows = _positions(body, family).shape[0]
+    if config.segment_length > rows:
+        raise ValueError(
+            f"HatConfig.segment_length={config.segment_length} is not allowed for {type(model).__name__}, which has "
+            f"{rows} positions; allowed: numbers from 2 to {rows}"
+        )
+    if config.cls_token_id is not None and config.cls_token_id >= source.vocab_size:
+        raise ValueError(
+            f"HatConfig.cls_token_id={config.cls_token_id} is not allowed; allowed: None, or numbers below "
+            f"vocab_size={source.vocab_size}"
+        )
+    if not hasattr(body.embeddings, "token_type_embeddings"):
+        found["type_vocab_size"] = 0
+    found["layer_norm_eps"] = body.embeddings.LayerNorm.eps
+    if kind == "Model" and pooler_of(body) is None:
+        found["pooler_act"] = None
+    if kind == "SequenceClassification" and source.model_type == "distilbert":
+        found["classifier_dropout"] = source.seq_classif_dropout
+    for end in ("", kind):
+        for name, act in family.acts.get(end, {}).items():
+            found[name] = getattr(source, act[1:]) if act.startswith("@") else act
+    found |= {name: getattr(config, name) for name in SHARED}
+    return HatEncoderConfig(max_position_embeddings=config.max_length, **found)
+
+
+def _copy_body(made: HatPreTrainedModel, model: PreTrainedModel, family: Family, crossed: bool) -> None:
+    body, theirs = made.base_model, model.base_model
+    _copy(body, "embeddings.words", theirs.embeddings.word_embeddings)
+    _copy(body, "embeddings.norm", theirs.embeddings.LayerNorm)
+    if body.embeddings.kinds is not None:
+        _copy(body, "embeddings.kinds", theirs.embeddings.token_type_embeddings)
+    if body.embeddings.project is not None:
+        _copy(body, "embeddings.project", theirs.embeddings_project)
+    positions = _positions(theirs, family)
+    body.embeddings.positions.weight.copy_(positions[: made.config.segment_length])
+    if body.segment_positions is not None:
+        body.segment_positions.weight.copy_(_segment_positions(positions, body.segment_positions.weight))
+    if body.pooler is not None and pooler_of(theirs) is not None:
+        _copy(body, "pooler", pooler_of(theirs))
+    cross = iter(body.cross_blocks)
+    layers = theirs.get_submodule(family.layers)
+    for mine, layer, number in zip(body.segment_blocks, layers, made.config.cross_blocks, strict=True):
+        for block in [mine, *(next(cross) for _ in range(number) if crossed)]:
+            for name, source in family.layer.items():
+                _copy(block, name, layer.get_submodule(source))
+
+
+def _copy(ours: nn.Module, name: str, theirs: nn.Module) -> None:
+    """Copy a module's parameters into our module of that name."""
+    if type(theirs) not in (nn.Linear, nn.Embedding, nn.LayerNorm):
+        raise ValueError(
+            f"{name} would be copied from {short(type(theirs).__name__)}; allowed: plain linear maps, tables and "
+            "norms: merge adapters and load unquantised weights first"
+        )
+    ours.get_submodule(name).load_state_dict(theirs.state_dict())
+
+
+def _positions(body: nn.Module, family: Family) -> Tensor:
+    """Their rows of positions, that of a text's first token first."""
+    return body.embeddings.position_embeddings.weight[family.first_position(body.config) :]
+
+
+def _segment_positions(positions: Tensor, like: Tensor) -> Tensor:
+    """What the segments' positions start as: those of tokens, segment s as token s.
+
+    Where there are more segments than positions, these are stretched; where their width is another, zeros.
+    """
+    wanted, width = like.shape
+    if positions.shape[1] != width:
+        return torch.zeros_like(like)
+    if wanted <= positions.shape[0]:
+        return positions[:wanted]
+    rows = F.interpolate(positions.float().T[None], size=wanted, mode="linear", align_corners=True)
+    return rows[0].T

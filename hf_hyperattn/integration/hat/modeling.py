@@ -1,0 +1,277 @@
+"""HatModel: an encoder of long texts, with attention within segments and across their CLS rows (arXiv 2210.05529)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.utils import ModelOutput
+
+from ...mechanisms.hat.segments import Segments, segment
+from .blocks import HatBlock, HatCrossBlock
+from .configuration import HatEncoderConfig
+
+
+@dataclass
+class HatModelOutput(ModelOutput):
+    """What `HatModel` returns, with N tokens in S segments of W places.
+
+    Args:
+        last_hidden_state: [B, N, width], in the places of the tokens that came in; 0 at padding.
+        pooler_output: [B, width].
+        segment_states: [B, S, width], the segments' CLS rows at the end.
+        segment_mask: bool [B, S], whether the text has so many segments.
+        hidden_states: the embeddings, and the states after each segment-wise block and the cross-segment blocks behind
+            it, each [B, N, width]; where asked for.
+        attentions: of each segment-wise block, [B, S, H, W, W]; where asked for.
+        cross_segment_attentions: of each cross-segment block, [B, H, S, S]; where asked for.
+    """
+
+    last_hidden_state: Tensor | None = None
+    pooler_output: Tensor | None = None
+    segment_states: Tensor | None = None
+    segment_mask: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_segment_attentions: tuple[Tensor, ...] | None = None
+
+
+class HatEmbeddings(nn.Module):
+    """Words, their kinds, and their places in the segment, [T, W] to [T, W, hidden_size]."""
+
+    def __init__(self, config: HatEncoderConfig):
+        super().__init__()
+        width, kinds = config.embedding_size, config.type_vocab_size
+        self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+        self.positions = nn.Embedding(config.segment_length, width)
+        self.kinds = nn.Embedding(kinds, width) if kinds else None
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
+
+    def forward(self, words: Tensor, kinds: Tensor | None) -> Tensor:
+        """Embed a batch of segments.
+
+        Args:
+            words: [T, W, embedding_size].
+            kinds: int64 [T, W]; None: all are of kind 0.
+        """
+        x = words
+        if self.kinds is not None:
+            x = x + (self.kinds.weight[0] if kinds is None else self.kinds(kinds))
+        x = self.dropout(self.norm(x + self.positions.weight[: words.shape[1]]))
+        return x if self.project is None else self.project(x)
+
+
+class HatPreTrainedModel(PreTrainedModel):
+    """How models of this type are made and loaded."""
+
+    config_class = HatEncoderConfig
+    config: HatEncoderConfig
+    base_model_prefix = "hat"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HatEmbeddings", "HatBlock", "HatCrossBlock"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, HatCrossBlock) and module.gate is not None:
+            init.zeros_(module.gate)
+
+
+class HatModel(HatPreTrainedModel):
+    """Texts of up to `config.max_position_embeddings` tokens to vectors; see `HatModelOutput`.
+
+    Args:
+        add_pooling_layer: whether `pooler_output` passes a linear map and `config.pooler_act`.
+    """
+
+    def __init__(self, config: HatEncoderConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.embeddings = HatEmbeddings(config)
+        self.segment_blocks = nn.ModuleList([HatBlock(config) for _ in range(config.num_hidden_layers)])
+        self.cross_blocks = nn.ModuleList([HatCrossBlock(config) for _ in range(sum(config.cross_blocks))])
+        crossed = len(self.cross_blocks) > 0
+        self.segment_positions = nn.Embedding(config.max_segments, config.hidden_size) if crossed else None
+        pooled = add_pooling_layer and config.pooler_act is not None
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if pooled else None
+        self.post_init()
+
+    def get_input_embeddings(self):
+        """The table of words."""
+        return self.embeddings.words
+
+    def set_input_embeddings(self, value):
+        """Put another table of words in its place."""
+        self.embeddings.words = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs,
+    ) -> HatModelOutput | tuple:
+        """Encode a batch of texts as their tokenizer made them, [CLS] or <s> first.
+
+        Args:
+            input_ids: int64 [B, N].
+            attention_mask: [B, N], 0 at padding, which may lie anywhere; every text has a token.
+            token_type_ids: int64 [B, N]; None: all 0.
+            inputs_embeds: [B, N, embedding_size] in place of `input_ids`; the first of a text leads its segments.
+            output_attentions: whether to return attention weights, which attn_implementation='eager' has.
+            output_hidden_states: whether to return the states between the blocks.
+            return_dict: False for a tuple.
+            kwargs: for the attention function.
+
+        Raises:
+            ValueError: texts that are too long or empty, and arguments that nothing would look at.
+        """
+        real = self._real(input_ids, inputs_embeds, attention_mask)
+        self._check(real, kwargs)
+        segments = self._segment(input_ids, real)
+        x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
+        attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        seen = _Seen(segments, states, attentions)
+        x = self._encode(x, segments, seen, kwargs | ({"output_attentions": True} if attentions else {}))
+        last, rows = segments.to_tokens(x), segments.cls_rows(x)
+        found = HatModelOutput(
+            last_hidden_state=last,
+            pooler_output=self._pool(last, rows, segments),
+            segment_states=rows * segments.present[..., None],
+            segment_mask=segments.present,
+            **seen.found(),
+        )
+        return (
+            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        )
+
+    def _real(self, input_ids, inputs_embeds, attention_mask) -> Tensor:
+        """Which tokens are no padding, bool [B, N]."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("HatModel needs input_ids or inputs_embeds; allowed: one of the two")
+        given = input_ids if input_ids is not None else inputs_embeds
+        if attention_mask is None:
+            return torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+        if attention_mask.shape != given.shape[:2]:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {tuple(given.shape[:2])}, since "
+                "segments are cut by it"
+            )
+        return attention_mask != 0
+
+    def _check(self, real: Tensor, keywords: dict) -> None:
+        """Raise for what would be lost, and for texts that cannot be encoded."""
+        for name in ("position_ids", "hierarchy", "encoder_hidden_states", "past_key_values"):
+            if keywords.get(name) is not None:
+                raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
+        longest = self.config.max_position_embeddings
+        if torch.compiler.is_compiling():
+            fine, tokens = real.shape[1] <= longest, f"{real.shape[1]} tokens with its padding"
+        else:
+            number = real.sum(1)
+            if not bool(number.all()):
+                raise ValueError(
+                    "a text has no tokens; allowed: at least one 1 in each row of attention_mask"
+                )
+            fine, tokens = int(number.max()) <= longest, f"{int(number.max())} tokens"
+        if not fine:
+            raise ValueError(
+                f"a text has {tokens}; allowed: at most max_position_embeddings={longest}, which "
+                "HatConfig(max_length=...) sets"
+            )
+
+    def _segment(self, input_ids: Tensor | None, real: Tensor) -> Segments:
+        led = None
+        if self.config.cls_token_id is not None and input_ids is not None:
+            led = input_ids.gather(1, real.long().argmax(1, keepdim=True))[:, 0] == self.config.cls_token_id
+        return segment(real, self.config.segment_length, led, packed=not torch.compiler.is_compiling())
+
+    def _embed(self, segments: Segments, input_ids, inputs_embeds, token_type_ids) -> Tensor:
+        if inputs_embeds is None:
+            ids = segments.to_segments(input_ids)
+            if self.config.cls_token_id is not None:
+                ids = torch.cat([torch.full_like(ids[:, :1], self.config.cls_token_id), ids[:, 1:]], 1)
+            words = self.embeddings.words(ids)
+        else:
+            words = segments.to_segments(inputs_embeds)
+        return self.embeddings(
+            words, None if token_type_ids is None else segments.to_segments(token_type_ids)
+        )
+
+    def _encode(self, x: Tensor, segments: Segments, seen: _Seen, keywords: dict) -> Tensor:
+        """The blocks, in the order of the layout."""
+        mask = create_bidirectional_mask(self.config, x, segments.filled)
+        rows = segments.cls_rows(x)
+        cross_mask = create_bidirectional_mask(self.config, rows, segments.present)
+        cross = iter(self.cross_blocks)
+        seen.states(x)
+        for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):
+            x, weights = block(x, mask, **keywords)
+            seen.within(weights)
+            for _ in range(number):
+                rows, positions = segments.cls_rows(x), self.segment_positions.weight[: rows.shape[1]]
+                rows, weights = next(cross)(rows, positions, cross_mask, **keywords)
+                seen.across(weights)
+                x = segments.with_cls_rows(x, rows)
+            seen.states(x)
+        return x
+
+    def _pool(self, last: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+        """One vector [B, width] for each text."""
+        if self.config.pooling == "max":
+            pooled = rows.masked_fill(~segments.present[..., None], torch.finfo(rows.dtype).min).amax(1)
+        elif self.config.pooling == "mean":
+            pooled = (rows * segments.present[..., None]).sum(1) / segments.present.sum(1, keepdim=True)
+        else:
+            pooled = last.sum(1) / segments.real.sum(1, keepdim=True)
+        return pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
+
+
+class _Seen:
+    """What is returned beside the result: states and attention weights, in the places of the tokens."""
+
+    def __init__(self, segments: Segments, states: bool, attentions: bool):
+        self.segments, self.kept = segments, {}
+        if states:
+            self.kept["hidden_states"] = []
+        if attentions:
+            self.kept |= {"attentions": [], "cross_segment_attentions": []}
+
+    def states(self, x: Tensor) -> None:
+        if "hidden_states" in self.kept:
+            self.kept["hidden_states"].append(self.segments.to_tokens(x))
+
+    def within(self, weights: Tensor | None) -> None:
+        if "attentions" in self.kept:
+            present = self.segments.present[..., None, None, None]
+            self.kept["attentions"].append(_there(weights)[self.segments.members] * present)
+
+    def across(self, weights: Tensor | None) -> None:
+        if "attentions" in self.kept:
+            self.kept["cross_segment_attentions"].append(_there(weights))
+
+    def found(self) -> dict[str, tuple]:
+        return {name: tuple(values) for name, values in self.kept.items()}
+
+
+def _there(weights: Tensor | None) -> Tensor:
+    if weights is None:
+        raise ValueError(
+            "output_attentions=True needs an attention function that returns its weights; allowed: "
+            "model.set_attn_implementation('eager')"
+        )
+    return weights
