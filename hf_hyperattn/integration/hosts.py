@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
+from .rotary import rotary_reason
 from .widths import first_int, head_dim, input_width, value_dim
 
 #: Where families keep the number of query heads, on the module or on its config, in order of preference.
@@ -97,6 +98,7 @@ def host_facts(name: str, module: nn.Module, layer_index: int) -> Host:
         width=input_width(module),
         head_dim=head_dim(module, heads),
         value_dim=value_dim(module, heads, kv_heads),
+        rotary=rotary_reason(module),
     )
 
 

@@ -82,8 +82,8 @@ def patch_model(
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give back the original model: same classes, state-dict keys and values, implementation; no hook is left.
 
-    A converted model is given back where it was converted with keep_original=True; a patch that was put on it afterwards
-    goes first.
+    A converted model is given back where it was converted with keep_original=True; a patch that was put on it
+    afterwards goes first.
 
     Raises:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.

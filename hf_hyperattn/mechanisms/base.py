@@ -31,6 +31,7 @@ class Host:
         config: the model's (sub-)config.
         width: features of the hidden states that enter it; None where nothing tells.
         head_dim, value_dim: numbers in a query or key, and in a value, of one head; None where nothing tells.
+        rotary: what shows that queries and keys are turned by rotary positions; "" where they are not.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Host:
     width: int | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    rotary: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,15 @@
+"""Collaborative heads (Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362)."""
+
+from ...registry import Mechanism, register
+from .config import CollaborativeConfig
+from .layer import collaborative_layer
+
+register(
+    Mechanism(
+        name="collaborative",
+        stage="score",
+        paper="Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362",
+        config=CollaborativeConfig,
+        layer=collaborative_layer,
+    )
+)
