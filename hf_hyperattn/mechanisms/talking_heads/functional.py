@@ -23,7 +23,7 @@ def talking_heads_attention(
     after: Tensor | None,
     backend: str = "auto",
 ) -> Tensor:
-    """P_w · softmax(P_l · (scale · q·k) + mask) · V (talking heads, arXiv 2003.02436): heads mix their logits and weights.
+    """P_w · softmax(P_l · (scale · q·k) + mask) · V: talking heads (arXiv 2003.02436), mixing logits and weights.
 
     Args:
         query: [B, H, N, d], any floating dtype. Arithmetic is float32, float64 for float64 inputs.

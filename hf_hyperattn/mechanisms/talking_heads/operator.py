@@ -18,10 +18,12 @@ from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
 from .definition import LOWEST
 
-#: Elements of one tile, over all heads: a block of rows, times keys, times heads. Backward holds some eight tiles at
-#: once. Dropout needs one size for both.
-FORWARD_ELEMENTS = 2**19
-BACKWARD_ELEMENTS = 2**18
+#: Logits of one tile, over all heads, and the fewest rows of one: fewer make the products with the keys slow. Backward
+#: holds some eight tiles at once.
+ELEMENTS = 2**19
+LEAST_ROWS = 32
+#: Logits of one tile at most, where more than one row is in it.
+MOST_ELEMENTS = 2**22
 
 
 def attend(
@@ -63,11 +65,11 @@ class Talk:
         self.bias, self.call.tensors.bias = self.call.tensors.bias, None
         self.before, self.after = before, after
 
-    def tiles(self, elements: int) -> Iterator[Tile]:
-        """Tiles of about `elements` logits, each of all heads."""
+    def tiles(self) -> Iterator[Tile]:
+        """Tiles of about `ELEMENTS` logits, each of all heads; the same for forward and backward."""
         batch, kv_heads, group, n, _ = self.call.tensors.query.shape
         keys, index = self.call.tensors.key.shape[2], 0
-        rows = max(1, min(n, elements // max(1, kv_heads * group * keys)))
+        rows = rows_of(n, kv_heads * group * keys)
         for b in range(batch):
             for i in range(0, n, rows):
                 block = range(i, min(i + rows, n))
@@ -105,6 +107,13 @@ class Talk:
         return logits.amax(-1, keepdim=True) == float("-inf")
 
 
+def rows_of(queries: int, logits: int) -> int:
+    """Rows of a tile, where one row has so many logits over all heads."""
+    logits = max(1, logits)
+    rows = max(ELEMENTS // logits, min(LEAST_ROWS, MOST_ELEMENTS // logits))
+    return max(1, min(queries, rows))
+
+
 def mixed(matrix: Tensor | None, x: Tensor) -> Tensor:
     """[H, H] times [Hkv, G, R, C] over all heads; None is the identity."""
     return x if matrix is None else torch.mm(matrix, x.view(len(matrix), -1)).view(x.shape)
@@ -127,7 +136,7 @@ def forward(
     talk = Talk(tensors, before, after, spec, extras, is_causal, window, offset, softcap, dropout_p)
     t = talk.call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
-    for tile in talk.tiles(BACKWARD_ELEMENTS if dropout_p else FORWARD_ELEMENTS):
+    for tile in talk.tiles():
         weights, _ = talk.weights(tile, talk.logits(tile, blockwise.pieces(tile, derive=False)))
         weights = mixed(after, weights)
         factors = blockwise.keep(tile, weights)
@@ -166,7 +175,7 @@ def backward(
     into = Talk(buffers, *matrices, spec, extras, *rest, wanted=wanted)
     grad = grad.unflatten(1, talk.call.tensors.query.shape[1:3])
     with full_precision(grad.device):
-        for tile in talk.tiles(BACKWARD_ELEMENTS):
+        for tile in talk.tiles():
             backward_tile(talk, into, tile, tile.of_query(grad))
     return [*buffers, *matrices]
 
