@@ -1,11 +1,12 @@
 """Key-tied HSA against causal SDPA in one process: how many times faster, with the error beside every time.
 
-python benchmarks/hsa.py --lengths 8192 32768 --json benchmarks/results/hsa-cpu.json
+python benchmarks/hsa.py --lengths 8192 32768 --only-upward 4096 16384 65536 --json benchmarks/results/hsa.json
 
 Every time is of one whole call on raw queries, keys and values: pooling and the choice of blocks are in it. `decode` is
 one query at the end, on means that are there already, as a cache has them. The error is the largest difference at
 sampled queries from the general way in float64, over the largest output. Windows are continued upward by factors of
 4 for `upward`, whose cost exponent is fitted over all lengths; it runs without SDPA at `--only-upward` lengths.
+A run adds its lengths to those that the JSON holds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 
 import torch
 from common import environment, interleaved, write_json
+from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.mechanisms.hsa.key import attend, key_tied, pool
@@ -162,10 +164,13 @@ def main() -> None:
             for r in full(length, args, only_upward=True):
                 rows.append(r)
                 show(r)
+    rows = merged(args.json, rows)
     slope = exponent(rows, "upward")
     if slope is not None:
         print(f"cost exponent of `upward` over {sorted({r['length'] for r in rows})}: {slope:.2f}")
-    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": rows, "exponent": slope})
+    write_json(
+        args.json, {"environment": environment(), "arguments": vars(args), "rows": rows, "exponent": slope}
+    )
 
 
 if __name__ == "__main__":

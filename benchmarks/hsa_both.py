@@ -1,6 +1,6 @@
 """HSA tied on both sides against SDPA in one process: times SDPA takes of it, memory, and the error beside each time.
 
-python benchmarks/hsa_both.py --lengths 1024 8192 --json benchmarks/results/hsa-both-cpu.json
+python benchmarks/hsa_both.py --lengths 1024 8192 --json benchmarks/results/hsa_both.json
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 
 import torch
 from common import environment, interleaved, write_json
+from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy
@@ -115,7 +116,7 @@ def main() -> None:
             found.append(r)
             print(f"{r['length']:7d} {r['what']:8} {r['kind']:17} {r['median']:7.1f} {r['low']:7.1f} {r['high']:7.1f} "
                   f"{r['seconds'] * 1e3:8.1f} {r['extra_mib']:6.0f} {r['error']:8.1e}", flush=True)  # fmt: skip
-    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": found})
+    write_json(args.json, {"environment": where, "arguments": vars(args), "rows": merged(args.json, found)})
 
 
 if __name__ == "__main__":

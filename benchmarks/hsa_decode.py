@@ -1,6 +1,6 @@
 """One generated token: attention over a HierarchicalCache against SDPA over plain keys, as ratios in one process.
 
-python benchmarks/hsa_decode.py --lengths 8192 32768 --json benchmarks/results/hsa-decode-cpu.json
+python benchmarks/hsa_decode.py --lengths 8192 32768 --json benchmarks/results/hsa_decode.json
 
 A step of ours is everything that a layer does: the new key and value are stored, the means of windows that became
 complete are made, and the query attends. SDPA gets its keys in one contiguous tensor, without the copy that
@@ -17,6 +17,7 @@ import statistics
 
 import torch
 from common import environment, interleaved, write_json
+from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
 from hf_hyperattn.mechanisms.hsa.kept import attend_kept
@@ -141,7 +142,9 @@ def main() -> None:
         for shape in args.shapes:
             for length in args.lengths:
                 rows += measure(*map(int, shape.split("/")), length, args)
-    write_json(args.json, {"environment": environment(), "settings": vars(args), "rows": rows})
+    write_json(
+        args.json, {"environment": environment(), "settings": vars(args), "rows": merged(args.json, rows)}
+    )
 
 
 if __name__ == "__main__":
