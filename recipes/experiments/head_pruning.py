@@ -25,8 +25,8 @@ from .store import Experiment
 
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
-    "ways": {"plain": 0.0, "penalised": 0.1},
-    "steps": 120,
+    "ways": {"plain": 0.0, "penalised": 0.3},
+    "steps": 150,
     "window": 256,
     "rate": 0.01,
     "seed": 0,
@@ -62,7 +62,6 @@ def read_stock(settings: dict) -> dict:
 def trained(settings: dict, way: str) -> dict:
     """Train the weights of heads and keep them; perplexity, entropy, and what heads a sentence uses."""
     model = ha.freeze_base(ha.patch_model(pretrained(), ha.HeadFusionConfig()))
-    model.gradient_checkpointing_disable()
     draw = random.Random(settings["seed"])
     texts = [tokens(kind, held_out=False) for kind in KINDS]
 
@@ -76,18 +75,15 @@ def trained(settings: dict, way: str) -> dict:
 
     last = fit(model, loss, settings["steps"], settings["rate"], decay=0.0)
     torch.save({n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way))
-    usage = head_usage(model.eval(), input_ids=torch.tensor([tokenizer()(settings["sentence"])["input_ids"]]))
-    names = tokenizer().tokenize(settings["sentence"])
+    usage, ids = calibrated(settings, model), tokenizer()(settings["sentence"])["input_ids"]
+    names = [tokenizer().decode([i]) for i in ids]
     return {
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "loss": round(last, 4),
         "perplexity": perplexities(settings, model),
-        "mean": {
-            name: [round(x, 3) for x in mean.tolist()]
-            for name, mean in calibrated(settings, model).mean().items()
-        },
-        "entropy": {name: round(x, 4) for name, x in calibrated(settings, model).entropy().items()},
-        "sentence": usage.by_token([name.replace("Ġ", " ") for name in names]).splitlines(),
+        "mean": {name: [round(x, 3) for x in mean.tolist()] for name, mean in usage.mean().items()},
+        "entropy": {name: round(x, 4) for name, x in usage.entropy().items()},
+        "sentence": head_usage(model, input_ids=torch.tensor([ids])).by_token(names).splitlines(),
     }
 
 
