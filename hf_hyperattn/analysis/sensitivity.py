@@ -8,14 +8,15 @@ at one query, the change that c makes to the loss of a text is about
 The first term is noise of the text where the model is as it was (its expectation under the model is 0), and says where
 to go where the loss is the divergence from the untied model and the model is tied already. The second is the Fisher
 information along the change. The certificate of a setting, KL(tied ‖ own attention), comes with it: since tied logits
-are the means of those they stand for, it is the difference of the log-sum-exps (math in docs/hsa.md).
+are the means of those they stand for, plus the block bias, it is the difference of the log-sum-exps plus the bias times
+the weight of closed blocks (math in docs/hsa.md).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,8 @@ def measure(
     Args:
         model: not patched, for its own attention as the starting point; or patched with hsa, for the setting it has.
         ids: token ids [N].
-        settings: the candidates of a layer, by its name.
+        settings: the candidates of a layer, by its name. Those that differ in their block bias alone are best beside
+            each other: they are computed together.
         rows: how many queries are sampled.
         teacher, last: see `listen_to_gradients`. With `last`, queries are sampled among that many at the end.
     """
@@ -136,21 +138,47 @@ def tieable(call: HostCall, length: int, read: int = 0) -> bool:
 def compare(
     call: HostCall, out: Tensor, gradient: Tensor, settings: Sequence[Setting], starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`slopes` [R, H, C] and `kl` [H, C] of one layer."""
+    """`slopes` [R, H, C] and `kl` [H, C] of one layer.
+
+    Attention is computed with closed blocks kept and with them dropped. Every other bias weighs the one against the
+    other: with P the weight that closed blocks have at bias 0, e^b P / (1 - P + e^b P) of them is left.
+    """
     query, heads = call.query.detach().float(), call.query.shape[1]
     at = torch.cat([torch.arange(s, s + CHUNK) for s in starts])
     own, G = (t[0].float()[:, at] for t in (out, gradient))
-    pooled, slopes, sums = {}, [], []
-    exact = Setting(settings[0].windows, EVERYTHING)
-    for setting in (exact, *settings):
+    pooled, ends = {}, {}
+
+    def run(setting: Setting) -> tuple[Tensor, Tensor]:
+        """Slopes [H, R] and log-sum-exps [H, R]."""
         if setting.windows not in pooled:
+            pooled.clear()
             pooled[setting.windows] = pool(call.key.detach(), call.value.detach(), setting.windows)
         found = [tied(query, pooled[setting.windows], setting, call, s) for s in starts]
-        slopes.append((G * (torch.cat([o for o, _ in found], 2)[0] - own)).sum(-1))
-        sums.append(torch.cat([s for _, s in found], 2)[0])
-    kl = torch.stack([(sums[0] - s).mean(1) for s in sums[1:]], -1)
-    assert kl.shape == (heads, len(settings))
-    return torch.stack(slopes[1:], -1).transpose(0, 1).contiguous(), kl
+        outputs, sums = (torch.cat(parts, 2)[0] for parts in zip(*found, strict=True))
+        return (G * (outputs - own)).sum(-1), sums
+
+    slopes, kl, (_, whole) = [], [], run(Setting(settings[0].windows, EVERYTHING))
+    for setting in settings:
+        rule = replace(setting, block_bias=0.0)
+        if rule not in ends:
+            ends = {rule: (run(rule), run(replace(rule, block_bias=-math.inf)))}
+        slope, divergence = between(*ends[rule], setting.block_bias, whole)
+        slopes.append(slope.T)
+        kl.append(divergence.mean(1))
+    assert kl[0].shape == (heads,)
+    return torch.stack(slopes, -1), torch.stack(kl, -1)
+
+
+def between(kept, dropped, bias: float, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and KL(tied ‖ own attention) for a block bias, from those (slope, log-sum-exp) of 0 and -inf."""
+    if bias == 0:
+        return kept[0], whole - kept[1]
+    if bias == -math.inf:
+        return dropped[0], whole - dropped[1]
+    closed = -torch.expm1((dropped[1] - kept[1]).clamp_max(0))  # weight of closed blocks at bias 0
+    total = 1 + math.expm1(bias) * closed  # of all, in units of the sum at bias 0
+    slope = dropped[0] + math.exp(bias) / total * (kept[0] - dropped[0])
+    return slope, whole - kept[1] - total.log() + bias * math.exp(bias) * closed / total
 
 
 def tied(query: Tensor, levels, setting: Setting, call: HostCall, start: int) -> tuple[Tensor, Tensor]:

@@ -130,10 +130,11 @@ def test_the_certificate_is_that_of_the_weights(model):
     ids = torch.tensor(tiny.tokenizer()(prose(4)).input_ids[:96])
     from hf_hyperattn.analysis.hsa_certificate import certificate
 
-    setting = Setting((4, 16), 8, 2, 1, 0.0)
-    measured = sensitivity.measure(model, ids, lambda _: [setting], rows=96)
-    for loss in certificate(model, ids[None], frontier.layer_config([setting] * 4)):
-        assert measured.kl[loss.name][:, 0].tolist() == pytest.approx(loss.heads, abs=1e-4)
+    settings = [Setting((4, 16), 8, 2, 1, bias) for bias in (0.0, 1.5, -2.0, -math.inf)]
+    measured = sensitivity.measure(model, ids, lambda _: settings, rows=96)
+    for i, setting in enumerate(settings):
+        for loss in certificate(model, ids[None], frontier.layer_config([setting] * 4)):
+            assert measured.kl[loss.name][:, i].tolist() == pytest.approx(loss.heads, abs=1e-4)
 
 
 def test_the_choice_is_the_cheapest_of_all():
