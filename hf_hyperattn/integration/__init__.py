@@ -1,6 +1,11 @@
 """All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the guard."""
 
-from . import adapters, guard, saving  # noqa: F401  wrap a method of PEFT's and five of PreTrainedModel
+from . import (
+    adapters,  # noqa: F401  wraps a method of PEFT's
+    collaborative,  # noqa: F401  registers its conversion
+    guard,  # noqa: F401  wraps four methods of PreTrainedModel
+    saving,  # noqa: F401  wraps a fifth
+)
 from .collator import HierarchyCollator
 from .converting import convert
 from .describe import describe, list_mechanisms

@@ -7,7 +7,7 @@ the weights come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -110,9 +110,19 @@ def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
     return restored
 
 
-def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
-    """Give a model that was patched for a reload the structure that the conversions in its record left."""
-    for mechanism in config.mechanisms:
-        conversion = asked_for(mechanism)
-        if conversion is not None and conversion.rebuild is not None:
-            conversion.rebuild(model)
+def rebuild(model: PreTrainedModel) -> None:
+    """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
+    name = conversion_of(model)
+    if name is not None and CONVERSIONS[name].rebuild is not None:
+        CONVERSIONS[name].rebuild(model)
+
+
+def check_implementation(model: PreTrainedModel, names: Iterable[str | None], ours: set[str]) -> None:
+    """Raise where a converted model is given an attention implementation that does not know how it was converted."""
+    name = conversion_of(model)
+    strange = next((n for n in names if n not in ours), None)
+    if name is not None and CONVERSIONS[name].rebuild is not None and strange is not None:
+        raise ValueError(
+            f"{type(model).__name__} was converted by {name} and has no other attention left: attn_implementation="
+            f"{strange!r} cannot be used; allowed: {', '.join(map(repr, sorted(ours)))}"
+        )

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 import model_patches
 
 from ..config import HyperAttnConfig
+from .conversions import check_implementation
 from .families import note_all, note_masks
 from .hierarchical import settle_names
 from .hosts import find_hosts
@@ -29,7 +30,7 @@ from .hyper import Hyper
 from .records import sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
-from .stock import OURS, STOCK, stock_name
+from .stock import OURS, PATCHED, RUNNING, STOCK, stock_name
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
@@ -125,6 +126,7 @@ def _initialize(original, self, module, *args, **kwargs):
 @wrap("set_attn_implementation")
 def _set(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
+    check_implementation(self, (name for _, name in asked), {PATCHED, RUNNING})
     if not any(name in OURS for _, name in asked):
         result = original(self, attn_implementation, *args, **kwargs)
         settle_names(self)

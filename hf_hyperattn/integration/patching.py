@@ -101,6 +101,13 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
             "unpatch_model on that"
         )
+    take_off(base)
+    return model
+
+
+def take_off(base: PreTrainedModel) -> None:
+    """Remove every `hyper` and all that came with it."""
+    hosts = dict(patched_hosts(base))
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
@@ -109,7 +116,6 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     erase_records(base)
     if newly_routed:
         model_patches.unserve(base)
-    return model
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -30,7 +30,7 @@ def restore(model: PreTrainedModel) -> bool:
         return True
     settle_stock(model)
     bring_back(model, config, route_as_before(model))
-    rebuild(model, config)
+    rebuild(model)
     return True
 
 

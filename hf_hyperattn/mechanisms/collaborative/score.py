@@ -7,10 +7,11 @@ With query x_i and key y_j, the heads' weights W_Q^h, W_K^h [d, D] and query bia
 
 The heads share projections W_Q, W_K [R, D], and head h weighs their dimensions by m_h [R]:
 
-    W_Q^h^T W_K^h  =  Σ_r  m_hr  w_Q,r  w_K,r^T     so that     S_ij = (q_i ∘ m_h) · k_j / sqrt(d) + c_h · y_j / sqrt(d)
+    W_Q^h^T W_K^h  =  Σ_r  m_hr  w_Q,r  w_K,r^T,      S_ij = (q_i ∘ m_h) · k_j / sqrt(d) + c_h · y_j / sqrt(d)
 
-which for R = H·d, all heads' dimensions side by side and m_h the indicator of the head's own, is the same attention. For
-fewer dimensions it is a CP decomposition of rank R of the stacked H matrices. c_h · y_j, the content bias, stays exact.
+which for R = H·d, all heads' dimensions side by side and m_h the indicator of the head's own, is the same attention.
+For fewer dimensions it is a CP decomposition of rank R of the stacked H matrices. c_h · y_j, the content bias, stays
+exact.
 """
 
 from __future__ import annotations

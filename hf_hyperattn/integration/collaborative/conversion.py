@@ -1,0 +1,267 @@
+"""Compressed collaborative heads: the projections of queries and keys replaced by shared ones, in place.
+
+All layers are decomposed, and their errors reported, before anything is replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import model_patches
+
+from ...config import HyperAttnConfig, MechanismConfig
+from ...mechanisms.base import Host
+from ...mechanisms.collaborative.config import CollaborativeConfig
+from ...mechanisms.collaborative.decomposition import Decomposition, decompose
+from ...mechanisms.collaborative.layer import SharedLayer, check_host, check_rank
+from ...overrides import mechanisms_of
+from ..attach import Found as Chosen
+from ..attach import attach, settle_overrides
+from ..conversions import Conversion, keep, register_conversion
+from ..patching import check_own_attention, choose_hosts, route, take_off
+from ..records import inner, patched_hosts
+from ..refusal import check_parts
+from ..stock import PATCHED, RUNNING
+from .families import check_family
+from .projections import Found, Shape, projections, shared_modules, shared_pair
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One host, its projections, and the shared ones that were found for them."""
+
+    host: Host
+    module: nn.Module
+    found: Found
+    shape: Shape
+    config: CollaborativeConfig
+    result: Decomposition | None = None
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """Parameters of the two projections before and after, mixing and content bias included."""
+        found, shape = self.found, self.shape
+        biases = (b for b in (found.query_bias, found.key_bias) if b is not None)
+        before = found.query.numel() + found.key.numel() + sum(b.numel() for b in biases)
+        inputs = found.query.shape[1] + found.key.shape[1]
+        content = shape.heads * found.key.shape[1] if shape.content else 0
+        return before, shape.rank * (inputs + shape.heads + shape.bias) + content
+
+
+def share(model: PreTrainedModel, config: MechanismConfig | HyperAttnConfig, keep_original: bool):
+    """Run the conversion, see `hf_hyperattn.convert`."""
+    config = as_whole(config)
+    newly_routed = route(model)
+    try:
+        chosen, parts = plan(model, config)
+        parts = solve(parts)
+        logger.warning(report(model, parts))
+        install(model, config, chosen, parts, keep_original, newly_routed)
+    except BaseException:
+        if newly_routed:
+            model_patches.unserve(model)
+        raise
+    return model
+
+
+def as_whole(config: MechanismConfig | HyperAttnConfig) -> HyperAttnConfig:
+    """The config as one of a whole model; without others beside it there is nothing to blend."""
+    if isinstance(config, HyperAttnConfig):
+        return config
+    return HyperAttnConfig((config,), mode="replace")
+
+
+def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Chosen], list[Part]]:
+    """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
+    chosen = choose_hosts(model, config)
+    check_own_attention(chosen)
+    check_parts(model, PATCHED, [module.config for module, _ in chosen])
+    config = settle_overrides(config, chosen, model)
+    parts = []
+    for module, host in chosen:
+        own = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
+        mechanism = next(m for m in own if m.mechanism == CollaborativeConfig.mechanism)
+        if mechanism.rank is not None:
+            parts.append(check_part(module, host, mechanism, config.heads))
+    return chosen, parts
+
+
+def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads) -> Part:
+    """A host that is to be converted.
+
+    Raises:
+        ValueError: rotary positions, a family whose projections have other uses, projections that are no plain linear
+            maps, grouped keys, weights that are not in memory, or a rank that is not allowed.
+    """
+    check_host(host)
+    check_family(host)
+    if heads is not None:
+        raise ValueError(f"heads={heads} cannot be chosen where all heads share; allowed: heads=None")
+    found = projections(module)
+    if found is None or found.query.shape[0] != found.key.shape[0]:
+        raise ValueError(
+            f"collaborative finds no plain projections of queries and keys of one width in {host.name} "
+            f"({type(module).__name__}); allowed: linear maps, neither quantised nor with adapters (merge these first)"
+        )
+    if found.query.is_meta:
+        raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
+    check_rank(config.rank, host)
+    shape = Shape.of(found, config.rank, host.heads)
+    if shape.content and config.rank + host.heads > shape.width:
+        raise ValueError(
+            f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "
+            f"save nothing; allowed: 1 to {shape.width - host.heads}, or {shape.width}, which is exact"
+        )
+    return Part(host, module, found, shape, config)
+
+
+def solve(parts: list[Part]) -> list[Part]:
+    """Every part with its decomposition, under a progress bar."""
+    solved = []
+    with logging.tqdm(total=sum(p.config.steps for p in parts), desc="Sharing heads", leave=False) as bar:
+        for number, part in enumerate(parts, 1):
+            bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
+            weights = (by_head(w, part.host.heads) for w in (part.found.query, part.found.key))
+            result = decompose(
+                *weights, part.config.rank, part.config.steps, part.config.seed, lambda: bar.update(1)
+            )
+            bar.n = sum(p.config.steps for p in parts[:number])
+            solved.append(replace(part, result=result))
+    return solved
+
+
+def by_head(weight: Tensor, heads: int) -> Tensor:
+    """[H·d, D] to [H, d, D], float64, on the CPU."""
+    return weight.detach().cpu().double().unflatten(0, (heads, -1))
+
+
+def report(model: PreTrainedModel, parts: list[Part]) -> str:
+    """What is about to be replaced, a line a layer: rank, relative error, parameters."""
+    lines = [f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"]
+    names = max((len(p.host.name) for p in parts), default=0)
+    for part in parts:
+        before, after = part.parameters
+        lines.append(
+            f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
+            f"error {part.result.error:.4f}  parameters {before:,} -> {after:,}"
+        )
+    total, size = sum(p.numel() for p in model.parameters()), model.dtype.itemsize / 1e6
+    saved = sum(before - after for before, after in (p.parameters for p in parts))
+    lines.append(
+        f"  model: {total:,} -> {total - saved:,} parameters, {total * size:.1f} -> {(total - saved) * size:.1f} MB"
+    )
+    return "\n".join(lines)
+
+
+def install(
+    model: PreTrainedModel,
+    config: HyperAttnConfig,
+    chosen: list[Chosen],
+    parts: list[Part],
+    keep_original: bool,
+    newly_routed: bool,
+) -> None:
+    """Put the shared projections in place, and with them a `hyper`; the model is left as it was if anything fails."""
+    built = [filled(part) for part in parts]
+    config = settle_overrides(config, chosen, model)
+    try:
+        attach(model, config, chosen, newly_routed)
+        for part, modules in zip(parts, built, strict=True):
+            with torch.no_grad():
+                inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
+            for name, module in modules.items():
+                setattr(part.module, name, module)
+        if keep_original:
+            keep(model, bring_back_original, {p.host.name: p.found.children for p in parts})
+    except BaseException:
+        for part in parts:
+            for name, module in part.found.children.items():
+                setattr(part.module, name, module)
+        take_off(model)
+        raise
+
+
+def filled(part: Part) -> dict[str, nn.Module]:
+    """The new modules of a host with their weights."""
+    found, result = part.found, part.result
+    modules = shared_modules(found, part.shape)
+    query, key = shared_pair(modules)
+    with torch.no_grad():
+        query.shared.weight.copy_(result.query)
+        key.shared.weight.copy_(result.key)
+        if part.shape.bias:
+            query.shared.bias.copy_(found.query_bias)
+        if part.shape.content:
+            key.content.weight.copy_(content_bias(found, part.host.heads))
+    for module in modules.values():
+        module.requires_grad_(found.query.requires_grad)
+    return modules
+
+
+def content_bias(found: Found, heads: int) -> Tensor:
+    """c_h = W_K^h^T b^h, [H, D]: what a key adds to a head's logits because queries have a bias."""
+    bias = found.query_bias.detach().cpu().double().unflatten(0, (heads, -1))
+    return (bias[:, None] @ by_head(found.key, heads))[:, 0]
+
+
+def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]) -> PreTrainedModel:
+    """The model with the projections that it had, where it is now."""
+    modules = dict(model.named_modules())
+    for name, children in kept.items():
+        host = modules[name]
+        for child, module in children.items():
+            like = next(host._modules[child].parameters())
+            setattr(host, child, module.to(like.device, like.dtype).train(host.training))
+    take_off(model)
+    return model
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    """Whether some host of the model is converted."""
+    return any(shared_layer(host) is not None for _, host in patched_hosts(model))
+
+
+def shared_layer(host: nn.Module) -> SharedLayer | None:
+    """The layer of a converted host."""
+    layer = inner(host.hyper)._modules.get(CollaborativeConfig.mechanism)
+    return layer if isinstance(layer, SharedLayer) else None
+
+
+def rebuild(model: PreTrainedModel) -> None:
+    """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
+
+    Raises:
+        ValueError: another attention implementation was asked for, which would read shared queries as ordinary ones.
+    """
+    for name, host in patched_hosts(model):
+        layer = shared_layer(host)
+        if layer is None:
+            continue
+        asked = host.config._attn_implementation
+        if asked != RUNNING:
+            raise ValueError(
+                f"{type(model).__name__} was converted to collaborative heads and runs only with attn_implementation="
+                f"{PATCHED!r}, not {asked!r}; leave the argument out"
+            )
+        found = projections(host)
+        if found is None:
+            raise ValueError(
+                f"{name} has no projections of queries and keys to share; its config is not its own"
+            )
+        for child, module in shared_modules(found, Shape.of(found, *layer.mixing.shape[::-1])).items():
+            setattr(host, child, module)
+
+
+register_conversion(
+    CollaborativeConfig.mechanism,
+    Conversion(
+        share, asked=lambda config: config.rank is not None, done=is_shared, rebuild=rebuild, composes=True
+    ),
+)
