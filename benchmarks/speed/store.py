@@ -1,0 +1,76 @@
+"""Result files: rows by key, with the machine they were measured on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from common import environment
+
+from hf_hyperattn.config import write_atomically
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+#: What must be the same for rows to stand in one file.
+SAME = ("chip", "torch", "transformers")
+
+
+def machine() -> dict:
+    """Chip and versions; threads are said row by row."""
+    found = {k: v for k, v in environment().items() if k not in ("threads", "date")}
+    if torch.cuda.is_available():
+        found["chip"] = torch.cuda.get_device_name()
+    return found
+
+
+def default_path() -> Path:
+    """One file for each chip."""
+    chip = re.sub(r"\W+", "-", machine()["chip"].lower()).strip("-")
+    return FOLDER / f"attention-{chip}.json"
+
+
+def commit() -> str:
+    """The commit that is measured, with a plus where the engines or mechanisms differ from it; "" outside git."""
+    root = FOLDER.parents[1]
+
+    def git(*words):
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "hf_hyperattn"))
+    except OSError:
+        return ""
+
+
+class Store:
+    """The rows of one file, written after every row.
+
+    Raises:
+        ValueError: the file's rows were measured on another machine or with other versions.
+    """
+
+    def __init__(self, path: Path, fresh: bool = False):
+        self.path, self.commit = path, commit()
+        self.result = {"environment": machine(), "rows": {}}
+        if path.exists() and not fresh:
+            found = json.loads(path.read_text())
+            other = [k for k in SAME if found["environment"].get(k) != self.result["environment"][k]]
+            if other:
+                raise ValueError(
+                    f"{path} was measured with another {', '.join(other)}; write elsewhere with --json, or start "
+                    "again with --fresh"
+                )
+            self.result = found
+
+    @property
+    def rows(self) -> dict[str, dict]:
+        return self.result["rows"]
+
+    def add(self, row: dict) -> None:
+        """Keep a row; an earlier one of the same key goes."""
+        self.rows[row["key"]] = row | {"commit": self.commit, "date": time.strftime("%Y-%m-%d")}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(self.result, indent=1) + "\n")

@@ -1,0 +1,209 @@
+"""The code of the benchmarks on tiny sizes: what a row says, and that none says a time for a wrong result."""
+
+import dataclasses
+import json
+
+import pytest
+import run
+import torch
+from speed import compare, measure, page
+from speed.cases import Case, Job, jobs, sweep
+from speed.operations import OPERATIONS
+from speed.store import Store
+
+WAYS = [(name, way) for name, operation in OPERATIONS.items() for way in operation.ways() if way != "flex"]
+TINY = Case("training", 24, 1, 2, 8)
+
+
+@pytest.mark.parametrize("kind", ["forward", "training", "decode"])
+@pytest.mark.parametrize("name, way", WAYS, ids=[" ".join(pair) for pair in WAYS])
+def test_every_way_matches_the_definition_and_gets_a_time(name, way, kind):
+    case = dataclasses.replace(TINY, kind=kind, causal=kind == "training")
+    row = measure.measure(Job(name, way, case), seconds=0.0)
+    assert row["status"] == "ok", row
+    assert row["error"] <= 1e-5 and (row["gradient_error"] or 0.0) <= 1e-4
+    assert 0 < row["low"] <= row["q1"] <= row["median"] <= row["q3"] <= row["high"]
+    assert row["rounds"] == measure.FEWEST_ROUNDS and row["seconds"] > 0
+
+
+@pytest.mark.parametrize("spoilt", ["output", "gradient", "nan"])
+def test_a_result_that_is_wrong_gets_no_time(monkeypatch, spoilt):
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * {"output": 1.01, "nan": torch.nan}.get(spoilt, 1.0)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1.01 if spoilt == "gradient" else 1.0)
+
+    right = OPERATIONS["dot"]
+    wrong = dataclasses.replace(
+        right, peers={"wrong": lambda q, k, v, c: Spoilt.apply(right.run("eager", q, k, v, c))}
+    )
+    monkeypatch.setitem(OPERATIONS, "dot", wrong)
+    monkeypatch.setitem(wrong.peers, "eager", right.peers["eager"])
+    row = measure.measure(Job("dot", "wrong", TINY), seconds=0.0)
+    assert row["status"] == "mismatch" and "median" not in row
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "out of memory",
+        ),
+        (MemoryError(), "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (ValueError("backend='x' cannot\nmore"), "refused: backend='x' cannot"),
+        (RuntimeError("other"), "RuntimeError: other"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_goes_wrong_is_a_row(monkeypatch, error, status):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(measure, "errors", fails)
+    assert measure.measure(Job("dot", "eager", TINY))["status"] == status
+
+
+def test_what_would_take_too_much_is_not_run(monkeypatch):
+    monkeypatch.setattr(measure, "PROBED", 2**10)
+    job = Job("umbral", "naive cdist", Case("forward", 4096, 1, 2, 8))
+    assert "not run: would take up to" in measure.measure(job, memory_gib=1e-6)["status"]
+    assert "not run: would take 0 s" == measure.measure(job, longest=1e-9)["status"]
+
+
+def test_a_worker_that_is_ended_is_a_row_and_work_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "one", _ends_at_decode)
+    monkeypatch.setattr(run, "ProcessPoolExecutor", _forked)
+    todo = [Job("dot", "eager", dataclasses.replace(TINY, kind=kind)) for kind in ("decode", "training")]
+    store = Store(tmp_path / "r.json")
+    assert run.work(todo, store, run.parser().parse_args(["--seconds", "0"]))
+    found = [store.rows[job.key]["status"] for job in todo]
+    assert found == ["out of memory (the process was ended)", "ok"]
+
+
+def _ends_at_decode(job, args):
+    import os
+
+    if job.case.kind == "decode":
+        os._exit(9)
+    return measure.measure(job, args.seconds)
+
+
+def _forked(workers, _context, initializer):
+    """A worker that has what the test replaced; a spawned one would import everything anew."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer)
+
+
+def test_a_file_is_gone_on_with_and_belongs_to_one_machine(tmp_path):
+    file = tmp_path / "r.json"
+    Store(file).add({"key": "a", "status": "ok"})
+    Store(file).add({"key": "b", "status": "ok"})
+    assert list(Store(file).rows) == ["a", "b"] and not Store(file, fresh=True).rows
+    result = json.loads(file.read_text())
+    result["environment"]["chip"] = "another"
+    file.write_text(json.dumps(result))
+    with pytest.raises(ValueError, match="another chip"):
+        Store(file)
+
+
+def test_jobs_begin_with_the_table_and_come_once():
+    ways = {name: operation.ways() for name, operation in OPERATIONS.items()}
+    models = {"SmolLM2-135M": ["cone"], "MiniLM-L6": ["cone"]}
+    found = jobs(ways, models, "cpu", full=False)
+    assert found[0].subject == "umbral" and found[0].way == ways["umbral"][0]
+    assert len({job.key for job in found}) == len(found) == len(set(found))
+    full = jobs(ways, models, "cpu", full=True)
+    assert full[: len(found)] == found
+    for name, wanted in {"length": {512, 65536}, "dim": {16, 256}, "threads": {1, 2}, "causal": {True, False},
+                         "dtype": {"float32", "bfloat16"}, "kind": {"prefill", "decode"}}.items():  # fmt: skip
+        assert wanted <= {getattr(job.case, name) for job in full}, name
+    assert all(job.way != "flex" or job.case.kind == "forward" for job in full)
+    gpu = jobs(ways, models, "cuda", full=True)
+    assert {job.case.device for job in gpu} == {"cuda"}
+
+
+def test_limits_hold_for_the_way_that_should_win_at_the_sizes_of_the_table():
+    umbral = OPERATIONS["umbral"]
+    best, case = umbral.ways()[0], Case("training", 2048)
+    assert umbral.limit(best, case) == 1.05 and umbral.limit("naive cdist", case) is None
+    assert umbral.limit(best, dataclasses.replace(case, dtype="bfloat16")) == 1.20
+    for other in ({"length": 256}, {"dim": 128}, {"length": 16384}, {"dtype": "float16"}):
+        assert umbral.limit(best, dataclasses.replace(case, **other)) is None
+    assert umbral.limit(best, Case("decode", 8192)) == 1.0 and umbral.limit(best, Case("decode", 512)) is None
+
+
+def rows(**medians):
+    """Rows with quartiles 2 % around their medians; a text is a status."""
+    return {
+        key: {"status": "ok", "median": m, "q1": 0.98 * m, "q3": 1.02 * m}
+        if isinstance(m, float)
+        else {"status": m}
+        for key, m in medians.items()
+    }
+
+
+def test_a_slowdown_is_told_and_noise_is_not():
+    base = rows(same=1.0, noise=1.0, slower=1.0, faster=1.0, gone=1.0, broken=1.0, was_broken="mismatch")
+    new = rows(
+        same=1.0, noise=1.03, slower=1.2, faster=0.5, broken="out of memory", was_broken=2.0, fresh=9.0
+    )
+    found = compare.slowdowns(base, new)
+    assert [line.split(":")[0] for line in found] == ["slower", "broken"]
+    wide = {"slower": base["slower"] | {"q3": 1.3}}
+    assert not compare.slowdowns(wide, new)
+    assert compare.summary(base, new)[1] and not compare.summary(base, base)[1]
+
+
+def test_the_command_measures_goes_on_and_compares(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "ProcessPoolExecutor", _forked)
+    file, base = tmp_path / "new.json", tmp_path / "base.json"
+    words = [
+        "--operations",
+        "dot",
+        "--lengths",
+        "32",
+        "--ways",
+        "eager",
+        "--seconds",
+        "0",
+        "--json",
+        str(file),
+    ]
+    assert run.main([*words, "--minutes", "0"]) == 0 and "2 of 2 left" in capsys.readouterr().out
+    assert run.main(words) == 0 and "all is done" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert len(result["rows"]) == 2 and result["environment"]["torch"] == torch.__version__
+    for row in result["rows"].values():
+        assert row["commit"] is not None and row["date"]
+        row.update({name: row[name] / 100 for name in ("median", "q1", "q3")})
+    base.write_text(json.dumps(result))
+    assert run.main([*words, "--base", str(base)]) == 1
+    assert "2 rows in both files, 2 slower" in capsys.readouterr().out
+    assert run.main([*words, "--base", str(file)]) == 0
+
+
+def test_tables_hold_what_was_measured_and_mark_what_is_missed():
+    ways = {name: operation.ways()[:1] for name, operation in OPERATIONS.items()}
+    found = {}
+    for index, job in enumerate(sweep(ways, {"threads": (1, 2)}, kinds=("forward", "training"))):
+        found[job.key] = {"status": "ok", "median": 1.0 + index / 1e3, "q1": 1.0, "q3": 1.1, "way_mib": 7.0,
+                          "error": 1e-6, "way": job.way, "limit": OPERATIONS[job.subject].limit(job.way, job.case),
+                          "commit": "abc", "date": "2026-01-01"}  # fmt: skip
+    missed = next(key for key in found if key.startswith("umbral") and "1x8x2048x64 full fp32 1t" in key)
+    found[missed].update(median=1.06)
+    broken = next(key for key in found if key.startswith("dot"))
+    found[broken] = {"status": "out of memory", "way": "sdpa", "commit": "abc", "date": "2026-01-01"}
+    where = {"chip": "some chip", "torch": "2", "transformers": "5", "python": "3"}
+    text = page.section({"environment": where, "rows": found})
+    assert "1.06! (1.00-1.10)" in text and "## some chip" in text and "out of memory" in text
+    assert "1.05!" not in text
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
