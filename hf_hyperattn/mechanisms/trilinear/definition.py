@@ -18,12 +18,15 @@ from torch import Tensor
 
 from ...engines import repeat_heads
 from ...engines.options import Options
-from ...engines.reference import softmax
 from .pairs import Windows, of_first, of_second
 
 
 def simplicial(
-    query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], options: Options, windows: Windows
+    query: Tensor,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    options: Options,
+    windows: Windows,
 ) -> tuple[Tensor, Tensor]:
     """Three-way attention with all its N x M x M logits.
 
@@ -56,6 +59,14 @@ def simplicial(
     weights = softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])[..., :m, :]
     dropped = torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
     return torch.einsum("bhnjk,bhjv,bhkv->bhnv", dropped, v, v2), weights.sum(-1)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last axis; where all is -inf, zeros with zero gradients."""
+    top = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, keepdim=True)
+    e = torch.exp(logits - top.clamp_min(torch.finfo(logits.dtype).min))
+    total = e.sum(-1, keepdim=True)
+    return e / total.masked_fill(total == 0, 1.0)
 
 
 def bidaf_scores(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

@@ -68,7 +68,12 @@ def trilinear_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attend(
-        query_ * scale, (key, key2), (value, value2), options, Windows(first, second, is_causal), backend=backend
+        query_ * scale,
+        (key, key2),
+        (value, value2),
+        options,
+        Windows(first, second, is_causal),
+        backend=backend,
     )
     return out.to(query.dtype)
 

@@ -17,7 +17,11 @@ MAIN = 5
 
 
 def blockwise(
-    query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], options: Options, windows: Windows,
+    query: Tensor,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    options: Options,
+    windows: Windows,
     offset: Tensor | None = None,
 ) -> Tensor:
     """`definition.simplicial` without its N x M x M logits; no weights, and no gradient for an additive mask.
@@ -218,5 +222,3 @@ def add_bias(block: Block, buffer: Tensor, gradient: Tensor) -> None:
     part = part if part.shape[1] == 1 else part[:, block.rows.start : block.rows.stop]
     part = part if part.shape[2] == 1 else part[..., block.columns.start : block.columns.stop]
     part.add_(gradient.sum_to_size(part.shape))
-
-

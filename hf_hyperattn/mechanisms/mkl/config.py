@@ -1,0 +1,35 @@
+"""Configuration of multi-kernel gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config import MechanismConfig, option
+
+KINDS = ("global", "conditional")
+
+
+@dataclass(frozen=True)
+class MklConfig(MechanismConfig):
+    """Multi-kernel gates: every head's logits weighted, by a softmax over heads."""
+
+    mechanism = "mkl"
+
+    kind: str = option(
+        "global",
+        "weights of heads: global, one learned set; conditional, from the values of both tokens of a pair",
+        symbol="β",
+        choices=KINDS,
+    )
+    combine: bool = option(
+        False,
+        "sum the weighted logits over heads into one attention that all heads share; mode='replace' only",
+    )
+
+    @property
+    def refuses(self) -> dict[str, str]:
+        """Key tying reads the keys that a cache keeps means of, and the weights of keys are not in them."""
+        if self.kind == "global" and not self.combine:
+            return {}
+        what = "conditional weights differ" if self.kind == "conditional" else "the combined logits differ"
+        return {"hsa": f"{what} from what it keeps of the keys of every head"}

@@ -1,0 +1,113 @@
+"""The pieces of a score times a number per query and one per key, as engines compute them on a tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...engines.score import DOT, TERMS, PairScore, Piece, Term, register_term, repeat_heads
+from .score import weighted as definition
+
+
+class Weighted(Term):
+    """Another term, with a cap where there is one, times a weight of the row and one of the column, which come last.
+
+    Args:
+        inner: the term.
+        cap: c of c·tanh(S/c), which acts on the inner logits; None for none.
+    """
+
+    def __init__(self, inner: Term, cap: float | None = None):
+        self.inner, self.cap = inner, cap
+        self.name = name_of(inner, cap)
+        self.rows, self.columns, self.heads = inner.rows + 1, inner.columns + 1, inner.heads
+
+    def logits(self, dot, row, column, head, gap=None):
+        part = self.inner.logits(dot, row[:-1], column[:-1], head, gap)
+        return self._capped(part) * row[-1] * column[-1]
+
+    def _capped(self, part: Tensor) -> Tensor:
+        return part if self.cap is None else self.cap * torch.tanh(part / self.cap)
+
+    def vjp(self, dot, row, column, head, gap=None):
+        part, pull = self.inner.vjp(dot, row[:-1], column[:-1], head, gap)
+        part = self._capped(part)
+        weight = row[-1] * column[-1]
+
+        def pullback(grad):
+            by_part = grad * part
+            d_row = (by_part * column[-1]).sum(-1, keepdim=True)
+            d_column = (by_part * row[-1]).sum(-2, keepdim=True)
+            d_part = grad * weight
+            if self.cap is not None:
+                d_part = d_part * (1 - (part / self.cap).square())
+            d_dot, d_rows, d_columns, d_heads = pull(d_part)
+            return d_dot, (*d_rows, d_row), (*d_columns, d_column), d_heads
+
+        return part * weight, pullback
+
+    def cancels(self, row, column):
+        return self.inner.cancels(row[:-1], column[:-1])
+
+    def inexact(self, dot, row, column, head):
+        return self.inner.inexact(dot, row[:-1], column[:-1], head)
+
+
+def name_of(inner: Term, cap: float | None) -> str:
+    """How the weighted term is called among all terms."""
+    # a plus stands between the terms of a score
+    return f"weighted:{inner.name}" if cap is None else f"weighted@{cap!r}:{inner.name}".replace("+", "")
+
+
+def weighted_term(inner: Term, cap: float | None = None) -> Term:
+    """The weighted form of a term, registered with the engines when it is first asked for."""
+    found = TERMS.get(name_of(inner, cap))
+    return found if found is not None else register_term(Weighted(inner, cap))
+
+
+def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
+    """The score with every piece weighted.
+
+    A plain dot product takes the weights into its features; the weights of keys then give every query head keys of its
+    own. Other pieces get the weights as one more statistic of rows and of columns.
+
+    Args:
+        row: [B, H, N], column: [B, H, M], in the score's dtype.
+        cap: the call's softcap, which the weighted pieces then have in them.
+    """
+    heads = score.query.shape[1]
+    if (
+        cap is None
+        and len(score.pieces) == 1
+        and score.pieces[0].term is DOT
+        and score.pieces[0].gate is None
+    ):
+        piece = Piece(DOT, _of(score.pieces[0], row, column, None))
+        key = repeat_heads(score.key, heads) * column[..., None]
+        return PairScore(score.query * row[..., None], key, (piece,))
+    pieces = []
+    for index, piece in enumerate(score.pieces):
+        own = cap if index == 0 or piece.capped else None
+        pieces.append(
+            replace(
+                piece,
+                term=weighted_term(piece.term, own),
+                definition=_of(piece, row, column, own),
+                row=(*piece.row, row),
+                column=(*piece.column, column),
+                columns=None,
+                features=None,
+                capped=False,
+            )
+        )
+    return replace(score, pieces=tuple(pieces), source=None)
+
+
+def _of(piece: Piece, row: Tensor, column: Tensor, cap: float | None):
+    def logits() -> Tensor:
+        found = piece.definition()
+        return definition(found if cap is None else cap * torch.tanh(found / cap), row, column)
+
+    return logits

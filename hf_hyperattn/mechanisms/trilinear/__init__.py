@@ -1,0 +1,17 @@
+"""Trilinear attention: three-way (arXiv 1909.00668, 2507.02754), and BiDAF's score (arXiv 1611.01603)."""
+
+from ...registry import Mechanism, register
+from .config import TrilinearConfig
+from .functional import bidaf_scores, trilinear_attention
+from .layer import trilinear_layer
+
+register(
+    Mechanism(
+        name="trilinear",
+        stage="score",
+        paper="Fast and Simplex: 2-Simplicial Attention in Triton, arXiv 2507.02754",
+        config=TrilinearConfig,
+        layer=trilinear_layer,
+        functions={"trilinear_attention": trilinear_attention, "bidaf_scores": bidaf_scores},
+    )
+)
