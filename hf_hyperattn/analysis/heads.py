@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,12 @@ class HeadRecord:
     Args:
         calls: for every host, by name, beta [B, N, M] of each of its calls, with gradients where there are any. M are
             the heads that the patch chose.
+        lost: whether a model in training was run without gradients, though they were on where the record began, as
+            reentrant checkpointing does.
     """
 
     calls: dict[str, list[Tensor]] = field(default_factory=dict)
+    lost: bool = False
 
     def entropy(self, attention_mask: Tensor | None = None) -> Tensor:
         """Mean entropy of beta in nats, over tokens first and then over calls: from 0 to log(M).
@@ -42,11 +46,19 @@ class HeadRecord:
             attention_mask: [B, N], 1 at tokens that count; None: all do.
 
         Raises:
-            ValueError: nothing was recorded, or the mask is of another shape than the tokens.
+            ValueError: nothing was recorded, the mask is of another shape than the tokens, or gradients are on and the
+                weights came without.
         """
+        if self.lost and torch.is_grad_enabled():
+            raise ValueError(
+                "the weights of heads were recorded without gradients, so their entropy trains nothing; allowed: "
+                "gradient checkpointing with use_reentrant=False, or torch.no_grad() around entropy() to read it"
+            )
         found = [token_mean(entropy(beta), attention_mask) for betas in self.calls.values() for beta in betas]
         if not found:
-            raise ValueError("no host weighed its heads while recording; run the model inside `with record_heads(model)`")
+            raise ValueError(
+                "no host weighed its heads while recording; run the model inside `with record_heads(model)`"
+            )
         return torch.stack(found).mean()
 
 
@@ -91,9 +103,15 @@ def record_heads(model: nn.Module) -> Iterator[HeadRecord]:
     flat = [layer for group in layers.values() for layer in group]
     if any(layer.on_weights is not None for layer in flat):
         raise ValueError("the weights of heads are being recorded already; use the record that is open")
+    learning = torch.is_grad_enabled() and model.training
+
+    def note(beta: Tensor, calls: list[Tensor]) -> None:
+        calls.append(beta)
+        record.lost = record.lost or (learning and not torch.is_grad_enabled())
+
     for name, group in layers.items():
         for layer in group:
-            layer.on_weights = record.calls.setdefault(name, []).append
+            layer.on_weights = partial(note, calls=record.calls.setdefault(name, []))
     try:
         yield record
     finally:
@@ -171,7 +189,8 @@ class HeadUsage:
     def entropy(self) -> dict[str, float]:
         """For every host, the mean entropy of beta over the largest there is: 1 where all heads have the same."""
         return {
-            name: float(token_mean(entropy(w / w.shape[-1]), self.mask)) / max(largest_entropy(w.shape[-1]), 1e-9)
+            name: float(token_mean(entropy(w / w.shape[-1]), self.mask))
+            / max(largest_entropy(w.shape[-1]), 1e-9)
             for name, w in self.weights.items()
         }
 
@@ -203,7 +222,10 @@ class HeadUsage:
                 for head, x in enumerate(w[index, at])
             ]
             shares.sort(reverse=True)
-            named = [", ".join(f"{n} ({x:.2f})" for x, n in part) for part in (shares[:top], shares[: -top - 1 : -1])]
+            named = [
+                ", ".join(f"{n} ({x:.2f})" for x, n in part)
+                for part in (shares[:top], shares[: -top - 1 : -1])
+            ]
             lines.append(row([f"`{token}`", *named]))
         return "\n".join(lines)
 

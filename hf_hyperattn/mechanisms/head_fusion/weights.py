@@ -35,8 +35,9 @@ def head_weights(hidden: Tensor, query_map: Tensor, kappa: Tensor, bias: Tensor)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Entropy in nats of weights [..., M], as [...]: 0 where one head has everything, log(M) where all have the same."""
-    return torch.special.entr(weights).sum(-1)
+    """Entropy in nats of weights [..., M], as [...]: from 0, one head has everything, to log(M), all have the same."""
+    # entr's derivative is infinite at 0, where a softmax may underflow
+    return -(weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log()).sum(-1)
 
 
 def largest_entropy(heads: int) -> float:

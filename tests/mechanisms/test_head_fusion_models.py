@@ -1,0 +1,122 @@
+"""Fusion of heads in models: identity, training, reload, caches, adapters, the compiler; beside other mechanisms."""
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import hf_hyperattn as ha
+from hf_hyperattn.analysis.heads import head_usage, record_heads
+from tests.integration.lessons import next_character
+from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, text_inputs
+
+from . import heads_in_models as shared
+
+CONFIG = ha.HeadFusionConfig()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patch_is_the_identity_learns_and_comes_back(family, tmp_path):
+    shared.there_and_back(family, CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_it_computes_at_the_start_is_the_identity(family):
+    shared.computed_identity(family, CONFIG)
+
+
+@pytest.mark.parametrize("family", shared.GENERATORS)
+def test_generation_with_a_cache_equals_without(family):
+    shared.caches(family, CONFIG)
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2", "gemma2"))
+def test_left_padded_rows_equal_unpadded_ones(family):
+    shared.padding(family, CONFIG)
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "vit"))
+def test_beside_lora(name, tmp_path):
+    shared.beside_lora(name, CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    shared.checkpointed(CONFIG, reentrant)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    shared.half_precision(CONFIG, dtype)
+
+
+def test_autocast():
+    shared.autocast(CONFIG)
+
+
+def test_compiled():
+    shared.compiled(CONFIG)
+
+
+def test_the_record_inside_peft_and_the_compiler():
+    torch._dynamo.reset()
+    model = ha.patch_model(llama(num_hidden_layers=2), CONFIG)
+    perturb(model)
+    expected = head_usage(model, input_ids=text_inputs()["input_ids"], use_cache=False).weights
+    for wrapped in (get_peft_model(model, ha.lora_config(model)), torch.compile(model, backend="eager")):
+        found = head_usage(wrapped.eval(), input_ids=text_inputs()["input_ids"], use_cache=False).weights
+        assert len(found) == 2
+        for one, other in zip(found.values(), expected.values(), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["blend", "replace"])
+def test_beside_cone_hype_and_lora_in_one_checkpoint(mode, tmp_path):
+    """Score, bias and fusion in one config; the weights of heads act on whatever the attention gave."""
+    model, inputs = llama(), text_inputs()
+    before, state = run(model, inputs), State(model)
+    mechanisms = (CONFIG, ha.ConeConfig(), ha.HypeConfig(max_length=64))
+    ha.patch_model(model, *mechanisms, mode=mode)
+    assert (difference(before, run(model, inputs)) <= 1e-5) == (mode == "blend")
+    perturb(model)
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
+    with record_heads(model) as record:
+        model(**inputs)
+    without = ha.patch_model(llama(), *mechanisms[1:], mode=mode)
+    without.load_state_dict(model.state_dict(), strict=False)
+    host, other = (m.model.layers[0].self_attn for m in (model, without))
+    given = {}
+    for module, name in ((host, "with"), (other, "without")):
+        module.o_proj.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
+    run(model, inputs), run(without, inputs)
+    factors = 4 * record.calls["model.layers.0.self_attn"][0]
+    weighed = given["without"].unflatten(-1, (4, 8)) * factors[..., None]
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(given["with"][real], weighed.flatten(-2)[real], atol=1e-5, rtol=0)
+    peft = get_peft_model(
+        ha.unpatch_model(model) and ha.patch_model(model, *mechanisms), ha.lora_config(model)
+    )
+    peft(**next_character()).loss.backward()
+    assert all(p.grad is not None for n, p in peft.named_parameters() if p.requires_grad)
+    ha.unpatch_model(peft.unload())
+    assert not [f for f in state.differences(State(model)) if "self_attn._forward_pre_hooks" in f]
+
+
+def test_no_hook_is_left():
+    model = ha.patch_model(llama(), CONFIG)
+    assert all(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+    ha.unpatch_model(model)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_cross_attention_weighs_by_what_the_decoder_reads():
+    make, inputs = FAMILIES["bart"]
+    model, inputs = make(), inputs()
+    before = run(model, inputs)
+    ha.patch_model(model, CONFIG, include_cross_attention=True)
+    assert difference(before, run(model, inputs)) <= 1e-5
+    perturb(model)
+    usage = head_usage(model, **inputs)
+    cross = usage.weights["model.decoder.layers.0.encoder_attn"]
+    assert cross.shape == (2, 7, 4)
