@@ -1,0 +1,14 @@
+"""The GPU engine: Triton kernels with their own backward pass.
+
+    attend.py      what the engine can serve; a call's tensors as the operators take them
+    operator.py    the operators of torch and their gradients
+    launch.py      from tensors to launched kernels; configs.py: tile sizes
+    forward.py, backward.py, tile.py   the kernels
+    terms.py       what rooms give; compose.py: from a score's spec to Triton functions
+
+Importing the package does not import Triton.
+"""
+
+from .attend import attend, hindrance, suits
+
+__all__ = ["attend", "hindrance", "suits"]

@@ -1,0 +1,168 @@
+"""From a score's spec to the Triton functions of its sum of terms.
+
+Which terms a score has, and how many statistics they read, differs from spec to spec, and Triton functions have no
+variable arguments; so the few lines that call the terms one after another are written out as source text for each
+spec. The text is kept where Python looks for the source of what was not read from a file (`linecache`), because Triton
+parses the source of its functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from ..score import capped_in, parse_spec
+from .terms import triton_form
+from .tile import tanh
+
+NUMBERS = "row, column, head, softcap, CAP: tl.constexpr"
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The Triton functions of a spec, and which of its row and column statistics have gradients."""
+
+    score: Callable
+    pull: Callable
+    inexact: Callable | None
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    counts: tuple[int, int, int]  # of row statistics, column statistics, head parameters with gates
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of a spec, and where its numbers stand among all."""
+
+    index: int
+    gate: int | None
+    capped: bool
+    dot: bool
+    asks: bool
+    numbers: tuple[str, ...]  # what its functions are called with after dot, gap, near
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    heads: int
+
+    def value(self) -> list[str]:
+        """Lines that leave the term's logits, capped where they are to be, in x<index>."""
+        x = f"x{self.index}"
+        lines = [f"{x} = value{self.index}({', '.join(('dot', 'gap', 'near', *self.numbers))})"]
+        if self.capped:
+            lines += [
+                "if CAP:",
+                f"    t{self.index} = tanh({x} / softcap)",
+                f"    {x} = softcap * t{self.index}",
+            ]
+        return lines
+
+    def pull(self) -> list[str]:
+        """Lines that leave the gradients of the term's numbers in g<index>."""
+        g = f"g{self.index}"
+        lines = [f"{g} = grad" if self.gate is None else f"{g} = grad * head[{self.gate}]"]
+        if self.capped:
+            lines += ["if CAP:", f"    {g} = {g} * (1 - t{self.index} * t{self.index})"]
+        called = ", ".join((g, "dot", "gap", "near", *self.numbers))
+        return [*lines, f"{g} = pull{self.index}({called})"]
+
+    def gradients(self) -> tuple[list[str], list[str], list[str], list[str]]:
+        """Of dot, rows, columns and head parameters: the expressions of their gradients."""
+        counts = (int(self.dot), len(self.rows), len(self.columns), self.heads)
+        found, start = [], 0
+        for count in counts:
+            found.append([f"g{self.index}[{n}]" for n in range(start, start + count)])
+            start += count
+        if self.gate is not None:
+            found[3].append(f"grad * x{self.index}")
+        return tuple(found)
+
+
+@functools.cache
+def functions(spec: str) -> Functions:
+    """The Triton functions of a spec all of whose terms have a Triton form."""
+    parts, names = parts_of(spec)
+    summed = " + ".join(f"x{p.index}" if p.gate is None else f"x{p.index} * head[{p.gate}]" for p in parts)
+    values = [line for p in parts for line in p.value()]
+    by_dot, by_row, by_column, by_head = map(joined, zip(*(p.gradients() for p in parts), strict=True))
+    score = [f"def score(dot, gap, near, {NUMBERS}):", *indented(values), f"    return {summed}"]
+    pull = [
+        f"def pull(grad, dot, gap, near, {NUMBERS}):",
+        *indented(values + [line for p in parts for line in p.pull()]),
+        f"    return {' + '.join(by_dot) or 'None'}, {listed(by_row)}, {listed(by_column)}, {listed(by_head)}",
+    ]
+    asking = [f"inexact{p.index}({', '.join(('dot', *p.numbers))})" for p in parts if p.asks]
+    inexact = ["def inexact(dot, row, column, head):", f"    return {' | '.join(asking)}"] if asking else []
+    made = written(spec, [score, pull, inexact], names)
+    counts = tuple(
+        sum(getattr(t, kind) for t, _ in parse_spec(spec)) for kind in ("rows", "columns", "heads")
+    )
+    gates = sum(p.gate is not None for p in parts)
+    return Functions(
+        made["score"],
+        made["pull"],
+        made.get("inexact"),
+        joined(p.rows for p in parts),
+        joined(p.columns for p in parts),
+        (counts[0], counts[1], counts[2] + gates),
+    )
+
+
+def parts_of(spec: str) -> tuple[list[Part], dict[str, Callable]]:
+    """The parts of a spec, and the terms' functions by the names that the text gives them."""
+    rows = columns = heads = 0
+    parts, names = [], {}
+    for index, ((term, gated), capped) in enumerate(zip(parse_spec(spec), capped_in(spec), strict=True)):
+        form = triton_form(term)
+        moving_rows, moving_columns = form.moving(term)
+        numbers = [f"row[{rows + n}]" for n in range(term.rows)]
+        numbers += [f"column[{columns + n}]" for n in range(term.columns)]
+        numbers += [f"head[{heads + n}]" for n in range(term.heads)]
+        part = Part(
+            index,
+            heads + term.heads if gated else None,
+            capped,
+            form.dot,
+            form.inexact is not None,
+            tuple(numbers),
+            tuple(rows + n for n in moving_rows),
+            tuple(columns + n for n in moving_columns),
+            term.heads,
+        )
+        parts.append(part)
+        names |= {f"value{index}": form.value, f"pull{index}": form.pull, f"inexact{index}": form.inexact}
+        rows, columns, heads = rows + term.rows, columns + term.columns, heads + term.heads + gated
+    return parts, names
+
+
+def written(spec: str, blocks: list[list[str]], names: dict[str, Callable]) -> dict[str, Callable]:
+    """The functions of these blocks of source lines, by name."""
+    made = {}
+    for lines in filter(None, blocks):
+        file = f"<hf_hyperattn Triton score {spec}: {lines[0]}>"
+        text = "\n".join(["@triton.jit", *lines]) + "\n"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        space = {"triton": triton, "tl": tl, "tanh": tanh, "__name__": __name__, **names}
+        exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, from registered names
+        name = lines[0][4 : lines[0].index("(")]
+        made[name] = space[name]
+    return made
+
+
+def joined(lists: Iterable[Iterable]) -> tuple:
+    """One tuple of all."""
+    return tuple(x for some in lists for x in some)
+
+
+def listed(expressions: Iterable[str]) -> str:
+    """A tuple display, also of none or one."""
+    return "(" + "".join(f"{e}, " for e in expressions) + ")"
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """Lines of a function's body."""
+    return ["    " + line for line in lines]

@@ -1,0 +1,104 @@
+"""Tile sizes, and the choice among them by measuring.
+
+What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
+its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each kernel
+two or three sizes are tried once per kind of call: a large one, which reads keys least often, a small one, for chips
+with less shared memory (the smallest always fits 99 KiB) and for short sequences. tests/engines/test_triton_compiled.py
+says what each needs.
+
+Environment: HF_HYPERATTN_TRITON_TUNE=0 takes the first size without measuring.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from .tile import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Config:
+    """Queries and keys of a tile, warps of a program, tiles in flight."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+#: By kernel and width for numbers of 2 bytes. float32 takes the sizes of twice its width.
+CONFIGS = {
+    "forward": {
+        64: (Config(128, 64, 4, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
+        128: (Config(128, 64, 8, 2), Config(128, 32, 4, 2), Config(64, 32, 4, 2)),
+        256: (Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
+        512: (Config(32, 16, 4, 2), Config(16, 16, 4, 1)),
+    },
+    "query": {
+        64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 8, 2), Config(64, 32, 4, 2)),
+        256: (Config(32, 32, 4, 1), Config(32, 16, 4, 1)),
+        512: (Config(16, 16, 4, 1),),
+    },
+    "key": {
+        64: (Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+        128: (Config(64, 64, 8, 2), Config(32, 64, 4, 2)),
+        256: (Config(32, 32, 4, 1), Config(16, 32, 4, 1)),
+        512: (Config(16, 16, 4, 1),),
+    },
+}
+#: For Triton's interpreter, which is fastest with few tiles, and whose tests want several.
+INTERPRETER = (Config(32, 32, 1, 1),)
+
+_chosen: dict[Hashable, Config] = {}
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that holds `width`."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def configs(kernel: str, width: int, item: int) -> Sequence[Config]:
+    """What is tried for a kernel, the best guess first.
+
+    Args:
+        kernel: "forward", "query" or "key".
+        width: of heads, the larger of that of keys and of values, as padded.
+        item: bytes of a number, 2 or 4.
+    """
+    if INTERPRETED.value:
+        return INTERPRETER
+    return CONFIGS[kernel][max(64, width * item // 2)]
+
+
+def tuned(kind: Hashable, tried: Sequence[Config], run: Callable[[Config], None]) -> None:
+    """Run a kernel, for the first time of its kind with each config to find the fastest.
+
+    Args:
+        kind: what the best config depends on.
+        tried: the configs.
+        run: launches the kernel; may be called several times.
+    """
+    if kind not in _chosen and measurable(tried):
+        _chosen[kind] = min(tried, key=lambda config: seconds(run, config))
+    run(_chosen.get(kind, tried[0]))
+
+
+def measurable(tried: Sequence[Config]) -> bool:
+    """Whether there is a choice, and kernels may be timed here and now."""
+    wanted = os.environ.get("HF_HYPERATTN_TRITON_TUNE", "1") != "0"
+    return len(tried) > 1 and wanted and not torch.cuda.is_current_stream_capturing()
+
+
+def seconds(run: Callable[[Config], None], config: Config) -> float:
+    """The time of a launch; infinite where the chip has too little for it."""
+    try:
+        return triton.testing.do_bench(lambda: run(config), warmup=10, rep=40, return_mode="median")
+    except OutOfResources:
+        return float("inf")

@@ -1,0 +1,173 @@
+"""The forward kernel: online softmax over tiles of keys, and the sum of the parts where keys are split.
+
+One program serves a block of query rows of one head. PACKED, for few queries against many keys (decoding), it serves
+all rows of all heads that share a key head, so that keys are read once, and PARTS programs share the keys; their
+partial results are added up in a fixed order by `combine`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    LOG2E,
+    added,
+    differences,
+    in_reach,
+    kept,
+    load_factors,
+    load_parameters,
+    load_statistics,
+    load_vectors,
+    multiplied,
+    product,
+)
+
+#: Numbers that change from call to call, as lengths do in decoding: one compiled kernel serves them all.
+LENGTHS = ["n", "m", "row_step", "column_step", "offset", "window"]
+
+
+@triton.jit
+def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BN: tl.constexpr):
+    """Of keys: the first and the end that queries `first` to `last` (counted among the keys) can see by position,
+    the first cut to a multiple of BN; and the end, such a multiple, of those that all of them see.
+    """
+    low, high, clean = 0, m, m
+    if CAUSAL:
+        high = tl.maximum(tl.minimum(m, last + 1), 0)
+        clean = tl.maximum(tl.minimum(m, first + 1), 0)
+    if WINDOWED:
+        low = tl.maximum(first - window + 1, 0) // BN * BN
+        high = tl.maximum(tl.minimum(high, last + window), 0)
+        clean = low
+    return low, high, clean // BN * BN
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def attention_forward(
+    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, OUT, LSE, SUM,
+    q_strides, k_strides, v_strides, mask_strides, bias_strides,
+    heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
+    SCORE: tl.constexpr, INEXACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
+    PACKED: tl.constexpr, PARTS: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """OUT [B, H, N, DV] and LSE [B, H, N], float32, rows that see nothing 0 and +inf.
+
+    With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
+    """
+    lines = n * GROUP if PACKED else n
+    blocks = tl.cdiv(lines, BM)
+    number = tl.program_id(0)
+    part = number % PARTS
+    number = number // PARTS
+    block = blocks - 1 - number % blocks  # causal rows with most keys to see come first
+    number = number // blocks
+    line = block * BM + tl.arange(0, BM)[:, None]
+    if PACKED:
+        b, kv = number // (heads // GROUP), number % (heads // GROUP)
+        inside = line < lines
+        h, i = kv * GROUP + tl.minimum(line // n, GROUP - 1), line % n
+        first, last = 0, n - 1
+    else:
+        b, h, i = number // heads, number % heads, line
+        kv = h // GROUP
+        inside = line < n
+        first, last = block * BM, tl.minimum(block * BM + BM, n) - 1
+    bh = (b * heads + h).to(tl.int64)
+    width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
+
+    q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
+    pointers = q_start + i.to(tl.int64) * q_strides[2] + width[None, :]
+    q = tl.load(pointers, mask=inside & (width[None, :] < W), other=0.0)  # zeros keep out what is beyond W
+    factor_q = load_factors(FACTOR_Q, bh * n + i, inside)
+    row = load_statistics(ROW + bh * n, row_step, i, inside, ROWS)
+    head = load_parameters(HEAD, h, heads, HEADS)
+    k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
+    v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
+    key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
+    # a statistic of keys has as many heads as keys or as queries
+    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
+
+    total = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    weight = tl.zeros([BM], tl.float32)
+    if SINKS is not None:
+        if part == 0:
+            top = tl.sum(tl.load(SINKS + h + line * 0), 1)
+            weight += 1.0
+
+    low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
+    if PARTS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), PARTS) * BN
+        low = low + part * share
+        high = tl.minimum(high, low + share)
+        clean = tl.maximum(tl.minimum(clean, high // BN * BN), low)
+    for EDGE in tl.static_range(2):  # first the tiles of which everything is seen, then the others
+        for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
+            j = start + tl.arange(0, BN)[None, :]
+            k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
+            factor_k = load_factors(FACTOR_K, key_line + j, j < m)
+            dot = multiplied(product(q, k), scale, factor_q, factor_k)
+            column = load_statistics(column_start, column_step, j, j < m, COLUMNS)
+            gap, near = dot, False
+            if INEXACT is not None:
+                doubtful = INEXACT(dot, row, column, head) & inside & (j < m)
+                near = tl.max(doubtful.to(tl.int32)) > 0
+                if near:
+                    pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
+                    gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
+            s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
+            if BIAS is not None:
+                s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)
+            if MASK is not None:
+                s = added(s, MASK, mask_strides, b, h, i, j, inside & (j < m), TRUTH)
+            if EDGE == 1:
+                s = tl.where((j < m) & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, 1))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2((s - base[:, None]) * LOG2E)
+            shrink = tl.exp2((top - base) * LOG2E)
+            weight = weight * shrink + tl.sum(p, 1)
+            if SEED is not None:
+                p *= kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout)
+            v = load_vectors(v_start, tl.trans(j), width_v[None, :], v_strides[2], m, DV, DV < BDV, EDGE == 0)
+            total = total * shrink[:, None] + product(p.to(v.dtype), v)
+            top = new
+
+    if SEED is not None:
+        total *= 1 / (1 - dropout)
+    there = tl.sum(inside.to(tl.int32), 1) > 0
+    place = tl.sum(bh * n + i, 1)
+    if PARTS > 1:
+        place += part * row_step
+        tl.store(SUM + place, weight, mask=there)
+    else:
+        total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
+        top = tl.where(weight > 0, top + tl.log(weight), float("inf"))
+    tl.store(LSE + place, top, mask=there)
+    out = OUT + place[:, None] * DV + width_v[None, :]
+    tl.store(out, total, mask=inside & (width_v[None, :] < DV))
+
+
+@triton.jit
+def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, DV: tl.constexpr,
+            BP: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
+    """OUT and LSE of one row from its parts."""
+    place = tl.program_id(0).to(tl.int64)
+    parts, width = tl.arange(0, BP).to(tl.int64), tl.arange(0, BDV)
+    tops = tl.load(PART_TOP + parts * row_step + place, mask=parts < PARTS, other=float("-inf"))
+    weights = tl.load(SUM + parts * row_step + place, mask=parts < PARTS, other=0.0)
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2((tops - base) * LOG2E)
+    weight = tl.sum(weights * shrink, 0)
+    pointers = PART_OUT + (parts * row_step + place)[:, None] * DV + width[None, :]
+    there = (parts < PARTS)[:, None] & (width < DV)[None, :]
+    total = tl.sum(tl.load(pointers, mask=there, other=0.0) * shrink[:, None], 0)
+    tl.store(OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV)
+    tl.store(LSE + place, tl.where(weight > 0, base + tl.log(weight), float("inf")))

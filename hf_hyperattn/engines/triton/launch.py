@@ -1,0 +1,262 @@
+"""From tensors to launched kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .backward import attention_backward_key, attention_backward_query
+from .compose import Functions, functions
+from .configs import Config, configs, padded, tuned
+from .forward import attention_forward, combine
+from .tile import INTERPRETED
+
+if INTERPRETED.value:
+    from . import interpreter  # noqa: F401  mends Triton's interpreter
+
+#: Up to this many rows that share a key head go into one program, and the keys are split (decoding).
+FEW = 64
+#: Keys of one part, at least, and parts of one sequence, at most.
+PART, MOST_PARTS = 256, 64
+
+
+@dataclass
+class Call:
+    """The arguments of the operators (see operator.py), and what follows from them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_factor: Tensor | None
+    key_factor: Tensor | None
+    row: Tensor
+    column: Tensor
+    head: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+    seed: Tensor | None
+    points: tuple[Tensor, Tensor, Tensor] | None
+    spec: str
+    width: int
+    scale: float
+    is_causal: bool
+    window: int | None
+    offset: int
+    softcap: float | None
+    dropout_p: float
+
+    def __post_init__(self):
+        self.query, self.key, self.value = map(lined, (self.query, self.key, self.value))
+        self.batch, self.heads, self.n, self.d = self.query.shape
+        self.kv_heads, self.m, self.dv = *self.key.shape[1:3], self.value.shape[-1]
+
+    @property
+    def functions(self) -> Functions:
+        return functions(self.spec)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return 0 in (self.batch, self.heads, self.n, self.m, self.dv)
+
+    def numbers(self) -> dict:
+        """The arguments that all kernels share, by name."""
+        made, points = self.functions, self.points or (None, None, None)
+        shape = (self.batch, self.heads, self.n, self.m)
+        mask, bias = (None if t is None else t.expand(shape) for t in (self.mask, self.bias))
+        truth = mask is not None and mask.dtype == torch.bool
+        return {
+            "Q": self.query,
+            "K": self.key,
+            "V": self.value,
+            "FACTOR_Q": self.query_factor,
+            "FACTOR_K": self.key_factor,
+            "ROW": self.row,
+            "COLUMN": self.column,
+            "HEAD": self.head,
+            "MASK": mask.view(torch.uint8) if truth else mask,
+            "BIAS": bias,
+            "SEED": self.seed,
+            "POINTS_Q": points[0],
+            "POINTS_K": points[1],
+            "POINTS_SCALE": points[2],
+            "q_strides": self.query.stride()[:3],
+            "k_strides": self.key.stride()[:3],
+            "v_strides": self.value.stride()[:3],
+            "mask_strides": (0, 0, 0, 0) if mask is None else mask.stride(),
+            "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
+            "heads": self.heads,
+            "n": self.n,
+            "m": self.m,
+            "column_heads": self.column.shape[2],
+            "row_step": self.batch * self.heads * self.n,
+            "column_step": self.batch * self.column.shape[2] * self.m,
+            "offset": self.offset,
+            "window": self.window or 0,
+            "scale": None if self.scale == 1 else self.scale,
+            "softcap": self.softcap or 0.0,
+            "dropout": self.dropout_p,
+            "SCORE": made.score,
+            "INEXACT": made.inexact if self.points else None,
+            "ROWS": self.row.shape[0],
+            "COLUMNS": self.column.shape[0],
+            "HEADS": self.head.shape[0],
+            "D": self.d,
+            "W": self.width,
+            "DV": self.dv,
+            "P": points[0].shape[-1] if self.points else 1,
+            "GROUP": self.heads // self.kv_heads,
+            "CAUSAL": self.is_causal,
+            "WINDOWED": self.window is not None,
+            "CAP": self.softcap is not None,
+            "TRUTH": truth,
+            "BD": padded(self.d),
+            "BDV": padded(self.dv),
+        }
+
+    def run(self, name: str, kernel, lines: tuple[int, int, int], block: str, arguments: dict) -> None:
+        """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads."""
+        item = max(self.query.element_size(), self.value.element_size())
+        width = max(padded(self.d), padded(self.dv))
+        kind = (
+            *(
+                name,
+                self.spec,
+                width,
+                self.query.dtype,
+                self.value.dtype,
+                self.is_causal,
+                self.window is None,
+            ),
+            *(self.mask is None, self.bias is None, self.seed is None, self.query.device, self.n >= 1024),
+        )
+
+        def launch(config: Config) -> None:
+            grid = (triton.cdiv(lines[2], getattr(config, block)) * lines[0] * lines[1],)
+            kernel[grid](
+                **arguments,
+                BM=config.rows,
+                BN=config.columns,
+                num_warps=config.warps,
+                num_stages=config.stages,
+            )
+
+        tuned(kind, configs(name, width, item), launch)
+
+
+def lined(t: Tensor) -> Tensor:
+    """The tensor with the numbers of a vector side by side."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def on(device: torch.device):
+    """The device's context: Triton launches on the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32; rows that see nothing are 0 and +inf."""
+    like, shape = call.query, (call.batch, call.heads, call.n)
+    out = like.new_zeros(*shape, call.dv, dtype=torch.float32)
+    lse = like.new_full(shape, float("inf"), dtype=torch.float32)
+    if call.empty:
+        return out, lse
+    arguments = call.numbers() | {"SINKS": call.sinks}
+    lines = call.n * call.heads // call.kv_heads
+    with on(like.device):
+        if lines <= FEW and call.m >= 2 * PART:
+            split(call, arguments, lines, out, lse)
+        else:
+            arguments |= {"OUT": out, "LSE": lse, "SUM": None, "PACKED": False, "PARTS": 1}
+            call.run("forward", attention_forward, shape, "rows", arguments)
+    return out, lse
+
+
+def split(call: Call, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> None:
+    """The forward kernel with rows together and keys in parts, and the sum of the parts."""
+    rows = 16 if lines <= 16 else 32
+    blocks = call.batch * call.kv_heads * triton.cdiv(lines, rows)
+    parts = parts_for(call.m, blocks, out.device)
+    target = (out, lse, None)
+    if parts > 1:
+        target = (out.new_empty(parts, *out.shape), *(lse.new_empty(parts, *lse.shape) for _ in range(2)))
+    arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
+    columns = 32 if max(arguments["BD"], arguments["BDV"]) * call.key.element_size() > 256 else 64
+    attention_forward[(blocks * parts,)](
+        **arguments, BM=rows, BN=32 if INTERPRETED.value else columns, num_warps=4, num_stages=2
+    )
+    if parts > 1:
+        combine[(lse.numel(),)](
+            out,
+            lse,
+            target[2],
+            target[0],
+            target[1],
+            lse.numel(),
+            PARTS=parts,
+            DV=call.dv,
+            BP=triton.next_power_of_2(parts),
+            BDV=arguments["BDV"],
+        )
+
+
+def parts_for(keys: int, blocks: int, device: torch.device) -> int:
+    """Into how many parts, a power of two, keys are split: about two programs for each multiprocessor."""
+    chips = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    most = max(1, min(MOST_PARTS, keys // PART, 2 * chips // blocks))
+    return 2 ** (most.bit_length() - 1)
+
+
+def backward(
+    call: Call, grad: Tensor, out: Tensor, lse: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, their factors, row, column and head; of the last three as far as wanted; empty
+    where there are none.
+    """
+    made, group = call.functions, call.heads // call.kv_heads
+    new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
+    d_query, d_key, d_value = (t.new_empty(t.shape) for t in (call.query, call.key, call.value))
+    d_factor_q, d_factor_k = (
+        new(0) if t is None else new(*t.shape) for t in (call.query_factor, call.key_factor)
+    )
+    d_row = new(len(made.rows) * wanted[0], *call.row.shape[1:])
+    d_column = new(len(made.columns) * wanted[1], *call.column.shape[1:])
+    d_head = new(call.head.shape[0] * wanted[2], *lse.shape)
+    if call.empty:
+        for t in (d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head):
+            t.zero_()
+    else:
+        shared = call.numbers() | {
+            "LSE": lse,
+            "GRAD": lined(grad),
+            "DELTA": new(*lse.shape),
+            "PULL": made.pull,
+        }
+        shared["grad_strides"] = shared["GRAD"].stride()[:3]
+        rows = {"OUT": out, "D_Q": d_query, "D_FACTOR_Q": d_factor_q, "D_ROW": d_row, "D_HEAD": d_head}
+        rows |= {"D_ROWS": d_row.shape[0], "D_HEADS": d_head.shape[0]}
+        columns = {"D_K": d_key, "D_V": d_value, "D_FACTOR_K": d_factor_k, "D_COLUMN": d_column}
+        columns |= {"D_COLUMNS": d_column.shape[0]}
+        columns["SHARED"] = group == 1 or call.column.shape[2] < call.heads
+        with on(call.query.device):
+            shape = (call.batch, call.heads, call.n)
+            call.run("query", attention_backward_query, shape, "rows", shared | rows)
+            shape = (call.batch, call.kv_heads, call.m)
+            call.run("key", attention_backward_key, shape, "columns", shared | columns)
+    d_row, d_column = spread(d_row, made.rows, call.row), spread(d_column, made.columns, call.column)
+    return d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head.sum((1, 3))
+
+
+def spread(found: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
+    """Gradients of the statistics that have one among zeros for the others."""
+    if not len(found) or len(moving) == len(like):
+        return found
+    full = torch.zeros_like(like)
+    full[list(moving)] = found
+    return full

@@ -1,0 +1,168 @@
+"""The kernels as operators of torch, with their gradients, so that compilers and exporters see one node.
+
+Kernels are imported with the first call: Triton may be missing, and nothing here costs at import.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("hf_hyperattn::triton", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_factor: Tensor | None,
+    key_factor: Tensor | None,
+    row: Tensor,
+    column: Tensor,
+    head: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    points_query: Tensor | None,
+    points_key: Tensor | None,
+    points_scale: Tensor | None,
+    spec: str,
+    width: int,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    offset: int,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32.
+
+    Args:
+        query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `Source`.
+        key: [B, Hkv, M, d].
+        value: [B, Hkv, M, dv].
+        query_factor, key_factor: what queries [B, H, N] and keys [B, Hkv, M] are multiplied with, float32.
+        row, column, head: all statistics of queries [r, B, H, N] and of keys [c, B, H or Hkv, M], all parameters and
+            gates [p, H], piece by piece, float32.
+        mask, bias: as in `Options`, four axes, without gradient.
+        sinks: [H].
+        seed: of dropout, int64 [1].
+        points_query, points_key, points_scale: as in `Points`, where differences may be asked for.
+        spec: the score's terms.
+        width: of each vector this many numbers count for the product.
+        scale: what all products are multiplied with.
+        is_causal, window, offset, softcap, dropout_p: as in `Options`.
+    """
+    from . import launch
+
+    points = None if points_query is None else (points_query, points_key, points_scale)
+    call = launch.Call(
+        *(query, key, value, query_factor, key_factor, row, column, head, mask, bias, sinks, seed, points),
+        *(spec, width, scale, is_causal, window, offset, softcap, dropout_p),
+    )
+    return launch.forward(call)
+
+
+@attention.register_fake
+def _(query, key, value, *_):
+    shape = query.shape[:3]
+    return (
+        query.new_empty(*shape, value.shape[-1], dtype=torch.float32),
+        query.new_empty(shape, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("hf_hyperattn::triton_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_factor: Tensor | None,
+    key_factor: Tensor | None,
+    row: Tensor,
+    column: Tensor,
+    head: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    points_query: Tensor | None,
+    points_key: Tensor | None,
+    points_scale: Tensor | None,
+    wanted_row: bool,
+    wanted_column: bool,
+    wanted_head: bool,
+    spec: str,
+    width: int,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    offset: int,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, their factors, row, column and head; of the last three as far as wanted; empty
+    where there are none.
+    """
+    from . import launch
+
+    points = None if points_query is None else (points_query, points_key, points_scale)
+    call = launch.Call(
+        *(query, key, value, query_factor, key_factor, row, column, head, mask, bias, None, seed, points),
+        *(spec, width, scale, is_causal, window, offset, softcap, dropout_p),
+    )
+    return launch.backward(call, grad, out, lse, (wanted_row, wanted_column, wanted_head))
+
+
+@attention_backward.register_fake
+def _(
+    grad,
+    out,
+    lse,
+    query,
+    key,
+    value,
+    f,
+    g,
+    row,
+    column,
+    head,
+    m,
+    b,
+    s,
+    p,
+    q,
+    r,
+    by_row,
+    by_column,
+    by_head,
+    *_,
+):
+    wanted = zip((row, column, head), (by_row, by_column, by_head), strict=True)
+    return (
+        *(t.new_empty(t.shape) for t in (query, key, value)),
+        *(lse.new_empty(0) if t is None else lse.new_empty(t.shape) for t in (f, g)),
+        *(t.new_empty(t.shape) if w else t.new_empty(0, *t.shape[1:]) for t, w in wanted),
+    )
+
+
+def _save(ctx, inputs, output):
+    tensors, ctx.rest = inputs[:15], inputs[15:]
+    sinks = tensors[10]
+    ctx.save_for_backward(*output, *tensors[:10], *tensors[11:], sinks)
+
+
+def _pullback(ctx, grad, _grad_lse):
+    out, lse, *tensors, sinks = ctx.saved_tensors
+    needs, d_sinks = ctx.needs_input_grad, None
+    found = attention_backward(grad, out, lse, *tensors, *needs[5:8], *ctx.rest)
+    if needs[10]:
+        weight = torch.exp(sinks[:, None] - lse)
+        d_sinks = -(weight * (grad * out).sum(-1)).sum((0, 2))
+    main = [g if need else None for g, need in zip(found, needs)]
+    return *main, None, None, d_sinks, *[None] * (len(needs) - 11)
+
+
+attention.register_autograd(_pullback, setup_context=_save)

@@ -1,0 +1,66 @@
+"""What a room gives so that the GPU kernels can compute its terms.
+
+A term `name` defined in a module of package `room` has a Triton form where there is a module `room.triton_terms` with a
+dictionary `TRITON_TERMS: dict[str, TritonTerm]` that has the name. It is imported with the first call that needs it,
+and imports Triton; nothing else in a room does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..score import Term
+
+
+@dataclass(frozen=True)
+class TritonTerm:
+    """A term's arithmetic on a tile, as `@triton.jit` functions.
+
+    They are called with `dot, gap, near`, then the term's row statistics, column statistics and head parameters. All
+    are float32; statistics broadcast against the tile, whichever way it lies. Where the scalar `near` is true, `gap`
+    is the squared distance of the two points from differences (see `score.Term`).
+
+    Args:
+        value: returns the logits.
+        pull: called with their gradient before all else; returns a tuple of gradients, tile-shaped (the engine sums
+            them up): of dot, of the row statistics, of the column statistics, of the head parameters, as far as they
+            have one.
+        dot: whether there is a gradient of dot.
+        rows, columns: which statistics have a gradient; None: all.
+        inexact: returns the pairs on which the product form is too inexact; called with `dot` and the numbers. Given
+            such a pair, the engine takes the whole tile from differences. None: there are none.
+    """
+
+    value: Callable
+    pull: Callable
+    dot: bool = True
+    rows: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+    inexact: Callable | None = None
+
+    def moving(self, term: Term) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of the row and of the column statistics that have a gradient."""
+        rows = tuple(range(term.rows)) if self.rows is None else self.rows
+        return rows, tuple(range(term.columns)) if self.columns is None else self.columns
+
+
+@functools.cache
+def known(term: type[Term]) -> bool:
+    """Whether the package that defines this kind of term has Triton forms; nothing is imported to find out."""
+    package = term.__module__.rpartition(".")[0]
+    try:
+        return bool(package) and importlib.util.find_spec(f"{package}.triton_terms") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def triton_form(term: Term) -> TritonTerm | None:
+    """The Triton form of a term; None where its room gives none."""
+    if not known(type(term)):
+        return None
+    package = type(term).__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.triton_terms").TRITON_TERMS.get(term.name)

@@ -1,0 +1,237 @@
+"""The cone scores as Triton functions: the arithmetic of terms.py, tile by tile on a GPU (see engines/triton/terms.py).
+
+One rsqrt gives a root and its reciprocal. Floors keep both finite; what is below them is 0 in every digit that counts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...engines.triton.terms import TritonTerm
+
+EPS = tl.constexpr(1.1920928955078125e-07)
+TINY = tl.constexpr(1e-24)  # of a square whose root is taken
+SMALLEST = tl.constexpr(1e-6)  # of a distance that is divided by
+
+
+@triton.jit
+def _gap(dot, norm_q, norm_k):
+    return norm_q + (norm_k - 2 * dot)
+
+
+@triton.jit
+def _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
+    return norm_q + (norm_k - (dot - last_q * last_k) * stretch_k * (2 * stretch_q))
+
+
+@triton.jit
+def _through_gap(d_gap, gap, norm_q):
+    """What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient."""
+    return tl.where(gap <= EPS * norm_q, 0.0, d_gap)
+
+
+@triton.jit
+def _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k):
+    """Gradients of the product, of stretch and last coordinate of the query, and of the key."""
+    inner = (dot - last_q * last_k) * (-2 * d_gap)
+    d_dot = d_gap * stretch_k * (-2 * stretch_q)
+    return d_dot, inner * stretch_k, -(d_dot * last_k), inner * stretch_q, -(d_dot * last_q)
+
+
+@triton.jit
+def _umbral(gap, hq, hk):
+    u = hq - hk
+    square = tl.maximum(tl.maximum(gap, u * u), TINY)
+    return -(hq + (hk + square * tl.rsqrt(square)))
+
+
+@triton.jit
+def _umbral_pull(grad, gap, hq, hk):
+    """Gradients of the gap and of both heights; sign(0) = 0 at ties."""
+    u = hq - hk
+    apart = gap > u * u
+    root = tl.minimum(tl.rsqrt(tl.maximum(tl.maximum(gap, u * u), TINY)), 1 / SMALLEST)
+    d_gap = tl.where(apart, -0.5 * grad * root, 0.0)
+    sign = tl.where(u > 0, 1.0, 0.0) - tl.where(u < 0, 1.0, 0.0)
+    d_u = tl.where(apart, 0.0, -grad * sign)
+    return d_gap, d_u - grad, -(d_u + grad)
+
+
+@triton.jit
+def umbral(dot, gap, near, hq, norm_q, hk, norm_k):
+    """-(h_q + h_k + sqrt(max(D², (h_q - h_k)²)))"""
+    return _umbral(_gap(dot, norm_q, norm_k), hq, hk)
+
+
+@triton.jit
+def umbral_pull(grad, dot, gap, near, hq, norm_q, hk, norm_k):
+    """dot; h_q, |X_q|²; h_k, |X_k|²"""
+    distance2 = _gap(dot, norm_q, norm_k)
+    d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
+    d_gap = _through_gap(d_gap, distance2, norm_q)
+    return -2 * d_gap, d_hq, d_gap, d_hk, d_gap
+
+
+@triton.jit
+def umbral_on_product(dot, gap, near, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k):
+    """The same from the host's product."""
+    return _umbral(_gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk)
+
+
+@triton.jit
+def umbral_on_product_pull(
+    grad, dot, gap, near, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k
+):
+    """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last"""
+    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
+    d_gap = _through_gap(d_gap, distance2, norm_q)
+    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
+    return d_dot, d_hq, d_gap, d_sq, d_lq, d_hk, d_gap, d_sk, d_lk
+
+
+@triton.jit
+def _height2(gap, pq, a, pk, b, r2):
+    """H² from squared heights p, half widths a and b, and r²."""
+    gap = tl.maximum(gap, SMALLEST * SMALLEST)
+    root = tl.rsqrt(gap)
+    half = 0.5 * (a + b - gap * root)
+    narrow = tl.minimum(tl.minimum(a, b), half)
+    ratio = (pk - pq) * root
+    return tl.where(half < 0, 0.25 * (gap + 2 * (pq + pk) + ratio * ratio), r2 - narrow * narrow)
+
+
+@triton.jit
+def _height2_pull(grad, gap, pq, a, pk, b):
+    """Gradients of the gap, of h_q², a, h_k², b and r² from that of H²; equal arguments of a minimum share it."""
+    gap = tl.maximum(gap, SMALLEST * SMALLEST)
+    root = tl.rsqrt(gap)
+    half = 0.5 * (a + b - gap * root)
+    narrow = tl.minimum(tl.minimum(a, b), half)
+    outside = half < 0
+    out, ins = tl.where(outside, grad, 0.0), tl.where(outside, 0.0, grad)
+    by_half, by_a, by_b = (
+        (half == narrow).to(tl.float32),
+        (a == narrow).to(tl.float32),
+        (b == narrow).to(tl.float32),
+    )
+    count = by_half + by_a + by_b
+    share = -2 * narrow * ins * tl.where(count == 2, 0.5, tl.where(count == 3, 0.3333333333333333, 1.0))
+    ratio = (pk - pq) * (root * root)
+    d_gap = 0.25 * (out * (1 - ratio * ratio) - share * by_half * root)
+    d_half = 0.5 * share * by_half
+    d_pq, d_pk = 0.5 * out * (1 - ratio), 0.5 * out * (1 + ratio)
+    return d_gap, d_pq, d_half + share * by_a, d_pk, d_half + share * by_b, ins
+
+
+@triton.jit
+def _penumbral(gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
+    height2 = _height2(gap, pq, a, pk, b, r2)
+    if SQUARED:
+        return -height2
+    else:
+        height2 = tl.maximum(height2, SMALLEST * SMALLEST)
+        return -(height2 * tl.rsqrt(height2))
+
+
+@triton.jit
+def _penumbral_pull(grad, gap, norm_q, pq, a, pk, b, r2, SQUARED: tl.constexpr):
+    if SQUARED:
+        d_height2 = -grad
+    else:
+        height2 = _height2(gap, pq, a, pk, b, r2)
+        d_height2 = -0.5 * grad * tl.rsqrt(tl.maximum(height2, SMALLEST * SMALLEST))
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _height2_pull(d_height2, gap, pq, a, pk, b)
+    return _through_gap(d_gap, gap, norm_q), d_pq, d_a, d_pk, d_b, d_r2
+
+
+@triton.jit
+def penumbral_squared(dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+    """-H²"""
+    return _penumbral(_gap(dot, norm_q, norm_k), pq, a, pk, b, r2, True)
+
+
+@triton.jit
+def penumbral(dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+    """-H"""
+    return _penumbral(_gap(dot, norm_q, norm_k), pq, a, pk, b, r2, False)
+
+
+@triton.jit
+def _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
+    distance2 = _gap(dot, norm_q, norm_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, norm_q, pq, a, pk, b, r2, SQUARED)
+    return -2 * d_gap, d_pq, d_a, d_gap, d_pk, d_b, d_gap, d_r2
+
+
+@triton.jit
+def penumbral_squared_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
+    return _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, True)
+
+
+@triton.jit
+def penumbral_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
+    return _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, False)
+
+
+@triton.jit
+def penumbral_squared_on_product(
+    dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+):
+    """-H² from the host's product."""
+    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _penumbral(distance2, pq, a, pk, b, r2, True)
+
+
+@triton.jit
+def penumbral_on_product(
+    dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+):
+    """-H from the host's product."""
+    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _penumbral(distance2, pq, a, pk, b, r2, False)
+
+
+@triton.jit
+def _product_pull(
+    grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, SQUARED: tl.constexpr
+):
+    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, norm_q, pq, a, pk, b, r2, SQUARED)
+    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
+    return d_dot, d_pq, d_a, d_gap, d_sq, d_lq, d_pk, d_b, d_gap, d_sk, d_lk, d_r2
+
+
+@triton.jit
+def penumbral_squared_on_product_pull(
+    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+):
+    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
+    return _product_pull(
+        grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
+    )
+
+
+@triton.jit
+def penumbral_on_product_pull(
+    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+):
+    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
+    return _product_pull(
+        grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
+    )
+
+
+TRITON_TERMS = {
+    "umbral": TritonTerm(umbral, umbral_pull),
+    "umbral_on_product": TritonTerm(umbral_on_product, umbral_on_product_pull),
+    "penumbral_squared": TritonTerm(penumbral_squared, penumbral_squared_pull),
+    "penumbral_squared_on_product": TritonTerm(
+        penumbral_squared_on_product, penumbral_squared_on_product_pull
+    ),
+    "penumbral": TritonTerm(penumbral, penumbral_pull),
+    "penumbral_on_product": TritonTerm(penumbral_on_product, penumbral_on_product_pull),
+}

@@ -1,0 +1,215 @@
+"""The hyperbolic scores as Triton functions: the arithmetic of terms.py, tile by tile on a GPU (see
+engines/triton/terms.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...engines.triton.terms import TritonTerm
+from . import terms
+
+EPS = tl.constexpr(1.1920928955078125e-07)
+TINY = tl.constexpr(1e-30)  # of w (w + 1) under a root that is divided by
+NOISE = tl.constexpr(terms.NOISE * 1.1920928955078125e-07)
+BLUR = tl.constexpr((terms.BLUR * 1.1920928955078125e-07) ** 2)
+EXACT = tl.constexpr(terms.EXACT)
+STEEP = tl.constexpr(terms.STEEP)
+RELATIVE = tl.constexpr(terms.RELATIVE)
+
+
+@triton.jit
+def _opening(cosine, gap, near):
+    return tl.where(near, gap, tl.maximum(2 - 2 * cosine, 0.0))
+
+
+@triton.jit
+def _apart(sinh_q, cosh_q, sinh_k, cosh_k):
+    """sinh(a_q - a_k), exactly 0 for equal points: a difference of products with the rounding of the second one added
+    back (Kahan), since a compiler may fuse one of two products with their difference and not the other.
+    """
+    second = cosh_q * sinh_k
+    lost = tl.fma(-cosh_q, sinh_k, second)
+    return tl.fma(sinh_q, cosh_k, -second) + lost
+
+
+@triton.jit
+def _separation(opening, x, p_q, p_k):
+    return opening * p_k * p_q + x * x
+
+
+@triton.jit
+def _pull(d_w, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k):
+    """Gradients of the cosine and of sinh and cosh of both sides; what rounding leaves of the distance of coinciding
+    points must not steer one.
+    """
+    p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
+    noise = tl.where(near, BLUR, NOISE) * p_q * p_k
+    d_w = tl.where(w <= noise, 0.0, d_w)
+    d_x, inner = 2 * d_w * x, d_w * opening
+    by_q, by_k = inner * p_k, inner * p_q
+    d_sinh_q, d_cosh_q = d_x * cosh_k + cosh_q * by_q, sinh_q * by_q - d_x * sinh_k
+    d_sinh_k, d_cosh_k = cosh_k * by_k - cosh_q * d_x, sinh_q * d_x + sinh_k * by_k
+    return -2 * d_w * p_k * p_q, d_sinh_q, d_cosh_q, d_sinh_k, d_cosh_k
+
+
+@triton.jit
+def _geodesic(w):
+    """arcosh(1 + 2w)"""
+    square = tl.maximum(w * w + w, TINY)
+    return tl.log(1 + 2 * (w + square * tl.rsqrt(square)))
+
+
+@triton.jit
+def _geodesic_uncertain(w, noise, beta):
+    square = w * w + w
+    return (beta * noise * (beta * noise) > (EXACT * EXACT) * square) | (w < STEEP * noise)
+
+
+@triton.jit
+def _squared_uncertain(w, noise, beta):
+    return (beta * noise > EXACT) & (noise > RELATIVE * w)
+
+
+@triton.jit
+def _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k):
+    """The opening, X and w."""
+    opening = _opening(cosine, gap, near)
+    x = _apart(sinh_q, cosh_q, sinh_k, cosh_k)
+    return opening, x, _separation(opening, x, sinh_q * cosh_q, sinh_k * cosh_k)
+
+
+@triton.jit
+def geodesic(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """-β arcosh(1 + 2w)"""
+    _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    return -beta * _geodesic(w)
+
+
+@triton.jit
+def _geodesic_pull(grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    opening, x, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    d_w = -beta * grad * tl.rsqrt(tl.maximum(w * w + w, TINY))
+    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(d_w, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k)
+    return d_cosine, d_sq, d_cq, d_sk, d_ck, -grad * _geodesic(w)
+
+
+@triton.jit
+def _squared_pull(grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    opening, x, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(
+        -beta * grad, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k
+    )
+    return d_cosine, d_sq, d_cq, d_sk, d_ck, -grad * w
+
+
+@triton.jit
+def geodesic_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """dot; sinh and cosh of the query; of the key; β"""
+    return _geodesic_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta)
+
+
+@triton.jit
+def squared_lorentz(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """-β w"""
+    _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    return -beta * w
+
+
+@triton.jit
+def squared_lorentz_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """dot; sinh and cosh of the query; of the key; β"""
+    return _squared_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta)
+
+
+@triton.jit
+def geodesic_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+    """-β arcosh(1 + 2w) from the host's product."""
+    _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    return -beta * _geodesic(w)
+
+
+@triton.jit
+def geodesic_on_product_pull(
+    grad, dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+):
+    """dot; sinh, cosh and inverse norm of the query; of the key; β"""
+    cosine = dot * inverse_k * inverse_q
+    d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _geodesic_pull(
+        grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta
+    )
+    turned = d_cosine * dot
+    d_dot = d_cosine * inverse_k * inverse_q
+    return d_dot, d_sq, d_cq, turned * inverse_k, d_sk, d_ck, turned * inverse_q, d_beta
+
+
+@triton.jit
+def squared_lorentz_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+    """-β w from the host's product."""
+    _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    return -beta * w
+
+
+@triton.jit
+def squared_lorentz_on_product_pull(
+    grad, dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+):
+    """dot; sinh, cosh and inverse norm of the query; of the key; β"""
+    cosine = dot * inverse_k * inverse_q
+    d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _squared_pull(
+        grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta
+    )
+    turned = d_cosine * dot
+    d_dot = d_cosine * inverse_k * inverse_q
+    return d_dot, d_sq, d_cq, turned * inverse_k, d_sk, d_ck, turned * inverse_q, d_beta
+
+
+@triton.jit
+def _doubt(cosine, sinh_q, cosh_q, sinh_k, cosh_k):
+    """w by the product, and what rounding may add to it or take from it."""
+    p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
+    x = _apart(sinh_q, cosh_q, sinh_k, cosh_k)
+    return _separation(tl.maximum(2 - 2 * cosine, 0.0), x, p_q, p_k), NOISE * p_q * p_k
+
+
+@triton.jit
+def geodesic_inexact(dot, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """Where the distance needs differences."""
+    w, noise = _doubt(dot, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _geodesic_uncertain(w, noise, beta)
+
+
+@triton.jit
+def geodesic_on_product_inexact(dot, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+    """Where the distance needs differences."""
+    w, noise = _doubt(dot * inverse_k * inverse_q, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _geodesic_uncertain(w, noise, beta)
+
+
+@triton.jit
+def squared_lorentz_inexact(dot, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    """Where the squared distance needs differences."""
+    w, noise = _doubt(dot, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _squared_uncertain(w, noise, beta)
+
+
+@triton.jit
+def squared_lorentz_on_product_inexact(dot, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+    """Where the squared distance needs differences."""
+    w, noise = _doubt(dot * inverse_k * inverse_q, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _squared_uncertain(w, noise, beta)
+
+
+TRITON_TERMS = {
+    "geodesic": TritonTerm(geodesic, geodesic_pull, inexact=geodesic_inexact),
+    "squared_lorentz": TritonTerm(squared_lorentz, squared_lorentz_pull, inexact=squared_lorentz_inexact),
+    "geodesic_on_product": TritonTerm(
+        geodesic_on_product, geodesic_on_product_pull, inexact=geodesic_on_product_inexact
+    ),
+    "squared_lorentz_on_product": TritonTerm(
+        squared_lorentz_on_product,
+        squared_lorentz_on_product_pull,
+        inexact=squared_lorentz_on_product_inexact,
+    ),
+}
