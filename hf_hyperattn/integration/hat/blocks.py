@@ -25,7 +25,7 @@ def eager_attention_forward(
     weights = scaling * query @ key.transpose(-1, -2)
     if attention_mask is not None:
         weights = weights + attention_mask
-    weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = weights.softmax(-1)
     dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (dropped @ value).transpose(1, 2).contiguous(), weights
 
