@@ -26,7 +26,7 @@ from .store import Experiment
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
     "ways": {"plain": 0.0, "penalised": 0.3},
-    "steps": 150,
+    "steps": 100,
     "window": 256,
     "rate": 0.01,
     "seed": 0,
@@ -34,7 +34,7 @@ SETTINGS = {
     "rankings": ["beta", "contribution", "weight norm"],
     "random_seeds": [0, 1, 2],
     "held_out_window": 512,
-    "held_out_windows": 2,
+    "held_out_windows": 1,
     "calibration_tokens": 1024,
     "sentence": "The capital of France is Paris, and the capital of Italy is Rome.",
 }
