@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from . import blockwise, reference, sdpa
+from . import blockwise, cpu, reference, sdpa
 from .options import Options, check_broadcast, full_precision
 from .score import PairScore
 
@@ -29,6 +30,7 @@ def register_engine(name: str, attend: Callable) -> None:
 register_engine("reference", reference.attend)
 register_engine("blockwise", blockwise.attend)
 register_engine("sdpa", sdpa.attend)
+register_engine("cpu", cpu.attend)
 
 
 def available_engines() -> tuple[str, ...]:
@@ -37,14 +39,16 @@ def available_engines() -> tuple[str, ...]:
 
 
 def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
-    """The engine for `auto`: SDPA where the score is a dot product and what SDPA can add to it, else blocks."""
+    """The engine for `auto`: SDPA where the score is a dot product and what SDPA can add to it, else compiled tiles
+    where there are such, else blocks.
+    """
+    tiles = "cpu" if cpu.suits(score, value, options) else "blockwise"
     if torch.compiler.is_compiling():  # no guard on lengths: a compiled or exported call serves all of them
-        return "reference" if weights else "blockwise"
-    batch, heads, n, _ = score.query.shape
-    small = batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
+        return "reference" if weights else tiles
+    small = math.prod(score.shape) <= DENSE_ELEMENTS
     if weights or small:
         return "reference"
-    return "sdpa" if sdpa.suits(score, value, options) else "blockwise"
+    return "sdpa" if sdpa.suits(score, value, options) else tiles
 
 
 def attention(
@@ -76,15 +80,15 @@ def attention(
     name = choose(score, value, options, weights) if backend == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
-    with full_precision(score.query.device):
+    with full_precision(score.device):
         out, found = ENGINES[name](score, value, options)
     return out, found if weights else None
 
 
 def checked(options: Options, score: PairScore) -> Options:
     """Options whose masks have four axes and the working dtype."""
-    batch, heads, n, _ = score.query.shape
-    shape, dtype = (batch, heads, n, score.key.shape[2]), score.query.dtype
+    shape, dtype = score.shape, score.dtype
+    heads = shape[1]
     mask = check_broadcast("attn_mask", options.mask, shape)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .late import Late, LateFields, late
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
 #: arguments can be tensors, numbers and strings, but not functions.
@@ -31,13 +34,15 @@ class Term:
     that override `inexact` see, the expansion stays.
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
-    derivative is faster than automatic differentiation.
+    derivative is faster than automatic differentiation. Where the room has the term as a C++ functor too (see
+    engines/cpu/score.h), `cpp` names its header and its type.
     """
 
     name: str
     rows: int = 0
     columns: int = 0
     heads: int = 0
+    cpp: tuple[Path, str] | None = None
 
     def logits(
         self,
@@ -105,6 +110,7 @@ class DotTerm(Term):
     """The plain dot product of the features (any scaling is folded into them)."""
 
     name = "dot"
+    cpp = (Path(__file__).parent / "cpu" / "score.h", "hyper::Dot")
 
     def logits(self, dot, row, column, head, gap=None):
         return dot
@@ -161,21 +167,36 @@ class Points:
 
 @dataclass(frozen=True)
 class Source:
-    """What the features of a dot product were made from, scale · query and key, in the caller's dtype."""
+    """What a score's features were made from, in the caller's dtype, for engines that need no copies of it.
+
+    The features are scale · row · query and column · key, of each vector the first `width` numbers.
+
+    Args:
+        query: [B, H, N, d' >= d].
+        key: [B, Hkv, M, d'].
+        scale: for all queries.
+        features: what was made from it: a score with others is not taken for it.
+        row: a factor per query [B, H, N], or None for 1.
+        column: a factor per key [B, Hkv, M], or None for 1.
+        width: d, or None for all of d'.
+    """
 
     query: Tensor
     key: Tensor
     scale: float
-    features: tuple[Tensor, Tensor]  # made from it: a score with others is not taken for it
+    features: tuple[Tensor | Late, Tensor | Late]
+    row: Tensor | None = None
+    column: Tensor | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
-class PairScore:
+class PairScore(LateFields):
     """A score as engines see it: features, and the pieces that read their product.
 
     Args:
-        query: features [B, H, N, d], float32 or float64.
-        key: features [B, Hkv, M, d], not repeated for grouped queries.
+        query: features [B, H, N, d], float32 or float64; may be given as `Late`.
+        key: features [B, Hkv, M, d], not repeated for grouped queries; may be given as `Late`.
         pieces: the terms to add up; `softcap` acts on the first, and on those that say so.
         points: returns the points whose gap the pieces are functions of, or None where there is no gap.
         watch: ask the terms on every tile whether, and for which pairs, the product form cancels there.
@@ -205,16 +226,46 @@ class PairScore:
         self, piece: Piece, points: Callable[[], Points] | None = None, watch: bool = False
     ) -> PairScore:
         """This score with one more piece, and where that piece measures a gap, the points it measures between."""
-        return replace(
-            self, pieces=(*self.pieces, piece), points=points or self.points, watch=self.watch or watch
+        return self.changed(
+            pieces=(*self.pieces, piece), points=points or self.points, watch=self.watch or watch
         )
 
     def weighted(self, weight: Tensor) -> PairScore:
         """This score with every piece multiplied by a weight per query head, [H]."""
         gates = [weight if p.gate is None else p.gate * weight for p in self.pieces]
-        return replace(
-            self, pieces=tuple(replace(p, gate=g) for p, g in zip(self.pieces, gates, strict=True))
-        )
+        return self.changed(pieces=tuple(replace(p, gate=g) for p, g in zip(self.pieces, gates, strict=True)))
+
+    @property
+    def raw(self) -> Source | None:
+        """The source of these very features, where it is known."""
+        if self.source is None:
+            return None
+        for name, feature in zip(("query", "key"), self.source.features, strict=True):
+            given = self.given(name)
+            if given is not feature and not (isinstance(feature, Late) and given is feature.made):
+                return None
+        return self.source
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M), without making features."""
+        query, key = (self.query, self.key) if self.raw is None else (self.source.query, self.source.key)
+        return (*query.shape[:3], key.shape[2])
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv, without making features."""
+        return (self.key if self.raw is None else self.source.key).shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The features' dtype, without making them."""
+        return self.query.dtype if self.raw is None else working_dtype(self.source.query, self.source.key)
+
+    @property
+    def device(self) -> torch.device:
+        """The features' device, without making them."""
+        return self.query.device if self.raw is None else self.source.query.device
 
 
 def parse_spec(spec: str) -> list[tuple[Term, bool]]:
@@ -247,6 +298,6 @@ def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairSco
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
     dtype = working_dtype(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k = query.to(dtype) * scale, converted(key, dtype)
-    piece = Piece(DOT, lambda: q @ repeat_heads(k, q.shape[1]).transpose(-1, -2))
+    q, k = late(lambda: query.to(dtype) * scale), late(lambda: converted(key, dtype))
+    piece = Piece(DOT, lambda: query.to(dtype) * scale @ repeat_heads(key.to(dtype), query.shape[1]).mT)
     return PairScore(q, k, (piece,), source=Source(query, key, scale, (q, k)))

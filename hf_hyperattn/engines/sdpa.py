@@ -66,7 +66,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    return out[..., :width].to(score.query.dtype), None
+    return out[..., :width].to(score.dtype), None
 
 
 def suits(score: PairScore, value: Tensor, options: Options) -> bool:
@@ -79,7 +79,7 @@ def suits(score: PairScore, value: Tensor, options: Options) -> bool:
 def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     """Why the call cannot be computed here; None if it can."""
     first, *rest = score.pieces
-    n, m = score.query.shape[2], score.key.shape[2]
+    n, m = score.shape[2:]
     given = [t for t in (options.mask, options.bias) if t is not None]
     if first.term is not DOT or first.gate is not None:
         return "its score is not the plain dot product"
@@ -122,8 +122,8 @@ def needs_grad(tensors: list[Tensor]) -> bool:
 
 def source(score: PairScore) -> tuple[Tensor, Tensor, float]:
     """Query, key and scale in the caller's dtype where they are those of the score's features."""
-    found = score.source
-    if found and found.features[0] is score.query and found.features[1] is score.key:
+    found = score.raw
+    if found and found.row is None and found.column is None and found.width is None:
         return found.query, found.key, found.scale
     return score.query, score.key, 1.0
 
@@ -152,8 +152,8 @@ def hiding(score: PairScore, options: Options, adding: bool) -> tuple[Tensor | N
     """The mask for the kernel, bool or additive, and its causal flag, which goes with no mask at all."""
     if simply_hidden(options) and not (adding and options.is_causal):
         return options.mask, options.is_causal
-    n, m = score.query.shape[2], score.key.shape[2]
-    visible = position_mask(options, (0, n), (0, m), score.query.device)
+    n, m = score.shape[2:]
+    visible = position_mask(options, (0, n), (0, m), score.device)
     if options.mask is None:
         return visible[None, None], False
     if options.mask.dtype == torch.bool:

@@ -4,7 +4,7 @@ import torch
 
 torch.set_num_threads(1)
 
-BACKENDS = ["reference", "blockwise"]  # append an engine's name, or a pytest.param with its skip mark
+BACKENDS = ["reference", "blockwise", "cpu"]  # append an engine's name, or a pytest.param with its skip mark
 FAST = [b for b in BACKENDS if b != "reference"]
 
 

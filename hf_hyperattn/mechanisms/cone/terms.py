@@ -16,11 +16,14 @@ coordinate as two more statistics.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ...engines.score import Term, register_term
 
 SMALLEST = 1e-6  # of a distance that is divided by
+HEADER = Path(__file__).with_name("cone.h")
 
 
 class ConeTerm(Term):
@@ -81,6 +84,10 @@ class ConeTerm(Term):
 class Umbral(ConeTerm):
     """S = -(h_q + h_k + sqrt(max(D², u²))), u = h_q - h_k; sign(0) = 0 at ties."""
 
+    def __init__(self, name: str, on_product: bool):
+        super().__init__(name, on_product)
+        self.cpp = HEADER, f"cone::Umbral<{on_product:d}>"
+
     def score(self, gap, row, column, head):
         (hq,), (hk,) = row, column
         u = hq - hk
@@ -106,6 +113,7 @@ class Penumbral(ConeTerm):
     def __init__(self, name: str, on_product: bool, squared: bool):
         super().__init__(name, on_product)
         self.squared = squared
+        self.cpp = HEADER, f"cone::Penumbral<{on_product:d}, {squared:d}>"
 
     def score(self, gap, row, column, head):
         (pq, a), (pk, b), (r2,) = row, column, head

@@ -62,8 +62,8 @@ def hype_attention(
     check_choice("form", form, FORMS)
     batch, heads, n, m = *query.shape[:3], key.shape[2]
     score = dot_score(query, key, scale)
-    mu = check_positive("mu", mu, heads, query).to(score.query.dtype)
-    tau = check_finite("tau", tau, heads, query).to(score.query.dtype)
+    mu = check_positive("mu", mu, heads, query).to(score.dtype)
+    tau = check_finite("tau", tau, heads, query).to(score.dtype)
     positions = (
         given("query_positions", query_positions, n, batch, query.device),
         given("key_positions", key_positions, m, batch, query.device),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines import working_dtype
 from ..base import Host, MechanismLayer, Plan
 from .config import HypeConfig
 from .positions import of_call
@@ -36,7 +35,7 @@ class HypeLayer(MechanismLayer):
     def change(self, plan: Plan) -> Plan:
         call, score = plan.call, plan.score
         form = self.config.form or ("sinh" if call.is_causal else "cosh")
-        dtype = working_dtype(score.query)
+        dtype = score.dtype
         chosen = self.chosen(call.query)
         mu, tau = self.start(form, call.query.shape[1], dtype, call.query.device)
         gate = chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen

@@ -33,7 +33,7 @@ def with_hype(
         reach: the largest distance of two positions, where it is known without looking; None: no columns.
         gate: [H], what the bias is multiplied with.
     """
-    (batch, heads, n, _), (_, kv_heads, m, _) = score.query.shape, score.key.shape
+    (batch, heads, n, m), kv_heads = score.shape, score.kv_heads
     queries, keys = from_first(*positions, mu.dtype)
     columns, weight = None, tau if gate is None else tau * gate
     if reach is not None and not torch.compiler.is_compiling() and fits(mu, weight, reach, form):

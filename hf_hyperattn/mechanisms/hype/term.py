@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ...engines.score import Term, register_term
@@ -15,6 +17,7 @@ class Hype(Term):
 
     def __init__(self, form: str):
         self.name, self.form = f"hype_{form}", form
+        self.cpp = Path(__file__).with_name("hype.h"), f"hype::Hype<{form == 'cosh':d}>"
 
     def logits(self, dot, row, column, head, gap=None):
         mu, tau = head

@@ -16,10 +16,13 @@ together: the terms ask for such pairs from differences, see `inexact`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ...engines.score import Term, register_term
 
+HEADER = Path(__file__).with_name("hyperbolic.h")
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
 BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
 EXACT = 2e-4  # the error of a logit above which differences are asked for
@@ -35,6 +38,7 @@ class HyperbolicTerm(Term):
     def __init__(self, name: str, on_product: bool):
         self.name, self.on_product = name, on_product
         self.rows = self.columns = 3 if on_product else 2
+        self.cpp = HEADER, f"hyperbolic::{type(self).__name__}<{on_product:d}>"
 
     def cosine(self, dot, row, column):
         """cos θ, [..., R, C], up to rounding."""

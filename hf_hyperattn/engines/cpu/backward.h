@@ -1,0 +1,197 @@
+// The backward pass. A task is a chunk of the keys of one key head: it owns the gradients of those keys and values, and
+// adds to a buffer of its chunk for the queries. With few heads there are several chunks, whose buffers are summed in
+// a fixed order, so that a result depends on the number of threads at most by rounding.
+#pragma once
+
+#include "call.h"
+
+namespace hyper {
+
+struct Slots {
+  const float *grad, *delta;      // contiguous [B, H, N, dv] and [B, H, N]
+  int64_t chunks;
+  float* query_sums;              // [chunks, B, H, N, padded dim], zeros
+  float* const* row;              // [chunks, B, H, N] each, zeros
+  float* const* column;           // [B, H or Hkv, M] each
+  const int64_t* column_heads;    // H or Hkv
+  float* head;                    // [chunks, B, H, heads of the score], zeros
+  void *query, *key, *value;      // contiguous, in the dtype of the inputs, `width` numbers a row of query and key
+  int64_t width;
+  float *query_factor, *key_factor;  // [B, H, N] and [B, Hkv, M], or null
+};
+
+// Gradients of rows from those of rows times factors: to = weight · sums, and the factor's own, scale · sums · row.
+template <typename T>
+void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* to, int64_t width, float* d_factor) {
+  const T* row = from.at + r * from.step;
+  const float weight = from.weight(r);
+  if (d_factor) {
+    float inner = 0;
+    for (int64_t e = 0; e < dim; ++e) inner += number(row[e]) * sums[e];
+    *d_factor = from.scale * inner;
+  }
+  for (int64_t e = 0; e < dim; ++e) put(to + e, sums[e] * weight);
+  for (int64_t e = dim; e < width; ++e) put(to + e, 0.0f);
+}
+
+template <typename T>
+class BackwardTask {
+ public:
+  BackwardTask(const Call& call, const Slots& slots)
+      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)),
+        scratch_(kTileRows * (kTileKeys * 3 + dim + wide) + kTileKeys * (c.dim + c.value_dim + 2 * dim + wide) +
+                 Frame::size(c) * 2 + 256) {
+    dots_ = scratch_.take(kTileRows * kTileKeys);
+    weights_ = scratch_.take(kTileRows * kTileKeys);
+    extra_ = scratch_.take(kTileRows * kTileKeys);
+    queries_ = scratch_.take(kTileRows * dim);
+    grads_ = scratch_.take(kTileRows * wide);
+    key_panels_ = scratch_.take(kTileKeys * c.dim);
+    value_panels_ = scratch_.take(kTileKeys * c.value_dim);
+    keys_ = scratch_.take(kTileKeys * dim);
+    d_keys_ = scratch_.take(kTileKeys * dim);
+    d_values_ = scratch_.take(kTileKeys * wide);
+    frame_.columns = scratch_.take(Frame::size(c));
+    d_columns_ = scratch_.take(Frame::size(c));
+  }
+
+  // Keys [key, key + count) against all queries that see them.
+  void run(int64_t b, int64_t kv, int64_t chunk, int64_t key, int64_t count) {
+    pack_panels(keys_of<T>(c, b, kv, key), count, c.dim, key_panels_);
+    pack_panels(values_of<T>(c, b, kv, key), count, c.value_dim, value_panels_);
+    copy_rows(keys_of<T>(c, b, kv, key), count, 0, c.dim, dim, keys_);
+    std::fill_n(d_keys_, count * dim, 0.0f);
+    std::fill_n(d_values_, count * wide, 0.0f);
+    for (int64_t g = 0; g < c.group(); ++g) {
+      const int64_t h = kv * c.group() + g;
+      frame_.load_head(c, h);
+      frame_.load_columns(c, b, h, key, count);
+      std::fill_n(d_columns_, Frame::size(c), 0.0f);
+      for (int64_t row0 = 0; row0 < c.queries; row0 += kTileRows)
+        tile(b, h, chunk, row0, std::min(kTileRows, c.queries - row0), key, count);
+      keep_columns(b, h, kv, g, key, count);
+    }
+    T *to_key = static_cast<T*>(s.key), *to_value = static_cast<T*>(s.value);
+    const int64_t start = (b * c.kv_heads + kv) * c.keys + key;
+    for (int64_t j = 0; j < count; ++j) {
+      through_factor(keys_of<T>(c, b, kv, key), d_keys_ + j * dim, c.dim, j, to_key + (start + j) * s.width, s.width,
+                     s.key_factor ? s.key_factor + start + j : nullptr);
+      for (int64_t e = 0; e < c.value_dim; ++e) put(to_value + (start + j) * c.value_dim + e, d_values_[j * wide + e]);
+    }
+  }
+
+ private:
+  void tile(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count) {
+    if (!frame_.see(c, row0, rows, key, count)) return;
+    const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
+    const int64_t panels = (high - low + kPanel - 1) / kPanel, start = (b * c.heads + h) * c.queries + row0;
+    copy_rows(queries_of<T>(c, b, h, row0), rows, 0, c.dim, dim, queries_);
+    const float* grads = s.grad + start * c.value_dim;
+    if (c.value_dim != wide) {
+      copy_rows(Rows<float>{grads, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
+      grads = grads_;
+    }
+    product_of_panels(queries_, dim, key_panels_ + low * c.dim, c.dim, dots_ + low, kTileKeys, rows, panels);
+    product_of_panels(grads, wide, value_panels_ + low * c.value_dim, c.value_dim, weights_ + low, kTileKeys, rows,
+                      panels);
+    score(b, h, chunk, row0, rows, key, count, start);
+    clear(rows, low, high);
+    product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values_ + low * wide, wide, high - low, wide, true);
+    product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys_ + low * dim, dim, high - low, dim, true);
+    float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
+    product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, high - low, sums, dim, rows, dim, true);
+  }
+
+  void score(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count,
+             int64_t start) {
+    const int64_t all = c.batch * c.heads;
+    frame_.load_rows(c, b, h, row0);
+    Tile t = {};
+    t.rows = rows, t.columns = count, t.step = kTileKeys, t.first_row = row0, t.first_column = key;
+    t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
+    t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
+    t.softcap = c.softcap, t.dot = dots_, t.weight = weights_;
+    t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
+    t.lse = c.lse + start, t.delta = s.delta + start;
+    float *d_row[kMostNumbers], *d_column[kMostNumbers];
+    for (int i = 0; i < c.score->rows; ++i) d_row[i] = s.row[i] + chunk * all * c.queries + start;
+    for (int i = 0; i < c.score->columns; ++i) d_column[i] = d_columns_ + i * kTileKeys;
+    t.d_row = d_row, t.d_column = d_column;
+    t.d_head = s.head + (chunk * all + b * c.heads + h) * c.score->heads;
+    if (c.drop_below) t.dropout = c.dropout(b, h);
+    c.score->backward(&t);
+  }
+
+  // What the score has not written, outside the visible ranges, is 0.
+  void clear(int64_t rows, int64_t low, int64_t high) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (float* x : {dots_ + r * kTileKeys, weights_ + r * kTileKeys}) {
+        const int64_t first = frame_.first[r], last = frame_.last[r];
+        std::fill(x + low, x + (first < last ? first : high), 0.0f);
+        std::fill(x + (first < last ? last : high), x + high, 0.0f);
+      }
+  }
+
+  // Gradients of the columns' statistics; heads that share a statistic add up.
+  void keep_columns(int64_t b, int64_t h, int64_t kv, int64_t g, int64_t key, int64_t count) {
+    for (int i = 0; i < c.score->columns; ++i) {
+      const bool shared = s.column_heads[i] == c.kv_heads;
+      float* to = s.column[i] + (b * s.column_heads[i] + (shared ? kv : h)) * c.keys + key;
+      for (int64_t j = 0; j < count; ++j) to[j] = d_columns_[i * kTileKeys + j] + (shared && g ? to[j] : 0.0f);
+    }
+  }
+
+  const Call& c;
+  const Slots& s;
+  const int64_t wide, dim;
+  Scratch scratch_;
+  Frame frame_;
+  float *dots_, *weights_, *extra_, *queries_, *grads_, *key_panels_, *value_panels_, *keys_, *d_keys_, *d_values_,
+      *d_columns_;
+};
+
+// delta = the sum of grad · out of each row, which every derivative of a softmax needs.
+inline void deltas(const Call& c, const float* grad, float* delta) {
+  const int64_t rows = c.batch * c.heads * c.queries;
+#pragma omp parallel for num_threads(c.threads) schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    float sum = 0;
+    for (int64_t e = 0; e < c.value_dim; ++e) sum += grad[r * c.value_dim + e] * c.out[r * c.value_dim + e];
+    delta[r] = sum;
+  }
+}
+
+// Sums the chunks of the queries' gradients and takes them through scale and factor.
+template <typename T>
+void finish_queries(const Call& c, const Slots& s) {
+  const int64_t dim = padded(c.dim), rows = c.batch * c.heads * c.queries;
+#pragma omp parallel for num_threads(c.threads) schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t h = r / c.queries;
+    float* sums = s.query_sums + r * dim;
+    for (int64_t chunk = 1; chunk < s.chunks; ++chunk)
+      for (int64_t e = 0; e < dim; ++e) sums[e] += sums[chunk * rows * dim + e];
+    through_factor(queries_of<T>(c, h / c.heads, h % c.heads, 0), sums, c.dim, r % c.queries,
+                   static_cast<T*>(s.query) + r * s.width, s.width, s.query_factor ? s.query_factor + r : nullptr);
+  }
+}
+
+template <typename T>
+void backward(const Call& c, const Slots& s) {
+  const int64_t blocks = (c.keys + kTileKeys - 1) / kTileKeys, tasks = c.batch * c.kv_heads * s.chunks;
+#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
+  {
+    BackwardTask<T> task(c, s);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < tasks; ++i) {
+      const int64_t chunk = i % s.chunks, head = i / s.chunks;
+      for (int64_t block = blocks * chunk / s.chunks; block < blocks * (chunk + 1) / s.chunks; ++block) {
+        const int64_t key = block * kTileKeys;
+        task.run(head / c.kv_heads, head % c.kv_heads, chunk, key, std::min(kTileKeys, c.keys - key));
+      }
+    }
+  }
+  finish_queries<T>(c, s);
+}
+
+}  // namespace hyper

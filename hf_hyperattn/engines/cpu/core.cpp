@@ -1,0 +1,21 @@
+// What Python calls (library.py).
+#include "backward.h"
+#include "forward.h"
+
+using hyper::Bfloat;
+using hyper::Call;
+
+extern "C" {
+
+void hyper_forward(const Call* c) { c->half ? hyper::forward<Bfloat>(*c) : hyper::forward<float>(*c); }
+
+void hyper_deltas(const Call* c, const float* grad, float* delta) { hyper::deltas(*c, grad, delta); }
+
+void hyper_backward(const Call* c, const hyper::Slots* s) {
+  c->half ? hyper::backward<Bfloat>(*c, *s) : hyper::backward<float>(*c, *s);
+}
+
+// The block of keys in which a backward pass can be cut, and the width to which rows are filled.
+int64_t hyper_tile_keys() { return hyper::kTileKeys; }
+int64_t hyper_padded(int64_t width) { return hyper::padded(width); }
+}

@@ -1,0 +1,99 @@
+"""The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
+
+A score's library is a few lines of C++ made from its spec, which name the functors of its terms. They share nothing
+with the core but `struct Tile` (tile.h), so that a score builds in a second or two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .. import native
+from ..score import capped_in, parse_spec
+
+HERE = Path(__file__).parent
+SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
+CORE = [HERE / name for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h")]
+
+TEXT = """// {spec}
+{includes}
+extern "C" const hyper::ScoreTable* hyper_score() {{
+  return &hyper::Passes<hyper::Score<{pieces}>>::table;
+}}
+"""
+
+_tables: dict[tuple[str, bool], tuple[ctypes.CDLL, int]] = {}
+
+
+def core() -> ctypes.CDLL | None:
+    """The engine itself, or None where it cannot be built or compiled kernels are turned off."""
+    found = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+    if found is not None:
+        found.hyper_padded.restype = found.hyper_tile_keys.restype = ctypes.c_int64
+    return found
+
+
+def table(spec: str, capped: bool) -> int | None:
+    """The address of a score's ScoreTable; None where the engine or the score cannot be built.
+
+    Args:
+        spec: `PairScore.spec`.
+        capped: whether there is a softcap.
+    """
+    if (spec, capped) in _tables and native.enabled():
+        return _tables[spec, capped][1]
+    if not has_functors(spec) or core() is None:
+        return None
+    try:
+        source = written(text_of(spec, capped))
+    except OSError:  # nowhere to write: the core was built elsewhere, or is gone
+        return None
+    headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
+    library = native.load(f"cpu_score_{source.stem}", source, *headers, *SHARED)
+    if library is None:
+        return None
+    library.hyper_score.restype = ctypes.c_void_p
+    _tables[spec, capped] = library, library.hyper_score()
+    return _tables[spec, capped][1]
+
+
+def has_functors(spec: str) -> bool:
+    """Whether every term of a score has a C++ functor."""
+    return all(term.cpp is not None for term, _ in parse_spec(spec))
+
+
+@torch.compiler.assume_constant_result
+def ready(spec: str, capped: bool) -> bool:
+    """Whether a score's library is there, or can be built now. A constant while a call is traced."""
+    return table(spec, capped) is not None
+
+
+def text_of(spec: str, capped: bool) -> str:
+    """The C++ source of a score's library."""
+    boolean = lambda value: str(bool(value)).lower()
+    pieces, headers = [], [HERE / "score.h"]
+    for (term, gated), caps in zip(parse_spec(spec), capped_in(spec), strict=True):
+        header, functor = term.cpp
+        headers.append(header)
+        pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
+    includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
+    return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces))
+
+
+def written(text: str) -> Path:
+    """The file that holds this source, beside the libraries."""
+    directory = native.build_directory() / "scores"
+    path = directory / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=directory)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    return path

@@ -1,0 +1,151 @@
+// Products of small matrices that stay in a core's cache, and the packing that they need.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "vectors.h"
+
+namespace hyper {
+
+// to[r][w] (+)= sum over k of left[r · left_row + k · left_sum] · right[k · right_step + w]
+template <int Rows, int Wide>
+inline void micro_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
+                          int64_t right_step, int64_t count, float* to, int64_t to_step, bool add) {
+  Vec sum[Rows][Wide];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) sum[r][w] = add ? load(to + r * to_step + w * kLanes) : Vec{};
+  for (int64_t k = 0; k < count; ++k) {
+    Vec b[Wide];
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) b[w] = load(right + k * right_step + w * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const Vec a = splat(left[r * left_row + k * left_sum]);
+#pragma GCC unroll 4
+      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) store(to + r * to_step + w * kLanes, sum[r][w]);
+}
+
+template <int Wide>
+inline void column_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
+                           int64_t right_step, int64_t count, float* to, int64_t to_step, int64_t rows, bool add) {
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    micro_product<kRows, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
+                               to_step, add);
+  for (; r + 2 <= rows; r += 2)
+    micro_product<2, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
+                           to_step, add);
+  for (; r < rows; ++r)
+    micro_product<1, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
+                           to_step, add);
+}
+
+// The same for a right side of `width` columns, a multiple of kLanes, in plain rows.
+inline void product(const float* left, int64_t left_row, int64_t left_sum, const float* right, int64_t right_step,
+                    int64_t count, float* to, int64_t to_step, int64_t rows, int64_t width, bool add) {
+  int64_t w = 0;
+  for (; w + kPanel <= width; w += kPanel)
+    column_product<kWide>(left, left_row, left_sum, right + w, right_step, count, to + w, to_step, rows, add);
+  for (; kWide > 2 && w + 2 * kLanes <= width; w += 2 * kLanes)
+    column_product<2>(left, left_row, left_sum, right + w, right_step, count, to + w, to_step, rows, add);
+  for (; w + kLanes <= width; w += kLanes)
+    column_product<1>(left, left_row, left_sum, right + w, right_step, count, to + w, to_step, rows, add);
+}
+
+// to[r][j] = left row r · row j of what was packed in panels: `panels` of kPanel rows each, `count` numbers a row.
+inline void product_of_panels(const float* left, int64_t left_row, const float* packed, int64_t count, float* to,
+                              int64_t to_step, int64_t rows, int64_t panels) {
+  for (int64_t p = 0; p < panels; ++p)
+    column_product<kWide>(left, left_row, 1, packed + p * count * kPanel, kPanel, count, to + p * kPanel, to_step,
+                          rows, false);
+}
+
+// Lanes of a and b in turn, the lower halves or the upper ones.
+template <bool Upper>
+inline Vec interleaved(Vec a, Vec b) {
+  constexpr int from = Upper ? kLanes / 2 : 0;
+#ifdef __clang__
+  return [&]<int... i>(std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(a, b, (from + i / 2 + (i % 2) * kLanes)...);
+  }(std::make_integer_sequence<int, kLanes>{});
+#else
+  constexpr auto pick = []<int... i>(std::integer_sequence<int, i...>) {
+    return Ints{(from + i / 2 + (i % 2) * kLanes)...};
+  }(std::make_integer_sequence<int, kLanes>{});
+  return __builtin_shuffle(a, b, pick);
+#endif
+}
+
+// Transposes a square of registers: interleaving the halves log2(kLanes) times moves lane j of row i to lane i of row j.
+inline void transpose(Vec (&square)[kLanes]) {
+  for (int step = kLanes; step > 1; step /= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = interleaved<false>(square[i], square[i + kLanes / 2]);
+      next[2 * i + 1] = interleaved<true>(square[i], square[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = next[i];
+  }
+}
+
+// Rows of a caller's matrix, each times a number of its own where there are such.
+template <typename T>
+struct Rows {
+  const T* at;
+  int64_t step;
+  const float* factor;  // one a row, or null
+  int64_t factor_step;
+  float scale = 1.0f;
+
+  float weight(int64_t r) const { return factor ? scale * factor[r * factor_step] : scale; }
+  Rows from(int64_t r) const { return {at + r * step, step, factor ? factor + r * factor_step : nullptr, factor_step, scale}; }
+};
+
+// Rows as floats, `padded` columns each, the ones past `width` 0; rows past `rows` up to `fill` are 0.
+template <typename T>
+void copy_rows(Rows<T> from, int64_t rows, int64_t fill, int64_t width, int64_t padded, float* to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float weight = from.weight(r);
+    const T* row = from.at + r * from.step;
+    float* out = to + r * padded;
+    int64_t e = 0;
+    for (; e + kLanes <= width; e += kLanes) store(out + e, load_numbers(row + e) * weight);
+    for (; e < width; ++e) out[e] = number(row[e]) * weight;
+    for (; e < padded; ++e) out[e] = 0.0f;
+  }
+  std::fill(to + rows * padded, to + std::max(rows, fill) * padded, 0.0f);
+}
+
+// Rows in panels: of kPanel rows the first numbers side by side, then the second ones, and so on.
+template <typename T>
+void pack_panels(Rows<T> from, int64_t rows, int64_t width, float* to) {
+  for (int64_t base = 0; base < rows; base += kPanel)
+    for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+      const int64_t start = base + lane, there = std::clamp<int64_t>(rows - start, 0, kLanes);
+      float* out = to + base * width + lane;
+      int64_t e = 0;
+      for (; e + kLanes <= width; e += kLanes) {
+        Vec square[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          square[i] = i < there ? load_numbers(from.at + (start + i) * from.step + e) * from.weight(start + i) : Vec{};
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(out + (e + i) * kPanel, square[i]);
+      }
+      for (; e < width; ++e)
+        for (int i = 0; i < kLanes; ++i)
+          out[e * kPanel + i] = i < there ? number(from.at[(start + i) * from.step + e]) * from.weight(start + i) : 0.0f;
+    }
+}
+
+}  // namespace hyper

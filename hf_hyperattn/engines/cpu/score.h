@@ -1,0 +1,240 @@
+// A score of one or more pieces on a tile: logits in the forward pass, gradients in the backward pass.
+//
+// A piece's arithmetic is a functor of its mechanism's room: a type with
+//   rows, columns, heads       how many statistics and parameters it reads, in the order of its Python term
+//   State open(pair)           its logit (State::logit) and what its derivative needs, for one register of pairs
+//   Slopes pull(pair, state, grad)   from the gradient of the logit to those of the product, statistics, parameters
+#pragma once
+
+#include <initializer_list>
+#include <tuple>
+#include <utility>
+
+#include "tile.h"
+
+namespace hyper {
+
+// What a functor sees: one query against kLanes keys.
+struct Pair {
+  Vec dot;
+  const float* row;     // the query's statistics
+  const Vec* column;
+  const float* head;
+  // where the features stand, for `gap_from_differences`
+  const float* query = nullptr;
+  const float* keys = nullptr;
+  int64_t dim = 0;
+
+  // Sum of squares of query_factor · q - key_factor · k over the features, straight from differences.
+  Vec gap_from_differences(Vec query_factor, Vec key_factor) const {
+    Vec sum = {};
+    for (int64_t e = 0; e < dim; ++e) {
+      const Vec apart = query[e] * query_factor - load(keys + e * kPanel) * key_factor;
+      sum += apart * apart;
+    }
+    return sum;
+  }
+};
+
+template <int R, int C, int H>
+struct Slopes {
+  Vec dot = {};
+  Vec row[R + 1] = {}, column[C + 1] = {}, head[H + 1] = {};
+};
+
+// The plain product.
+struct Dot {
+  static constexpr int rows = 0, columns = 0, heads = 0;
+  struct State {
+    Vec logit;
+  };
+  static State open(const Pair& p) { return {p.dot}; }
+  static Slopes<0, 0, 0> pull(const Pair&, const State&, Vec grad) {
+    Slopes<0, 0, 0> s;
+    s.dot = grad;
+    return s;
+  }
+};
+
+// A term with what a score makes of it: `Gated` multiplies with one more parameter, `Capped` caps before that.
+template <class Term, bool Gated, bool Capped>
+struct Piece {
+  using term = Term;
+  static constexpr bool gated = Gated, capped = Capped;
+  static constexpr int rows = Term::rows, columns = Term::columns, heads = Term::heads + Gated;
+};
+
+constexpr int begin(int piece, std::initializer_list<int> counts) {
+  int n = 0;
+  for (int i = 0; i < piece; ++i) n += counts.begin()[i];
+  return n;
+}
+
+template <class... P>
+struct Score {
+  static constexpr int count = sizeof...(P);
+  static constexpr int rows = (P::rows + ...), columns = (P::columns + ...), heads = (P::heads + ...);
+  template <int I>
+  using At = std::tuple_element_t<I, std::tuple<P...>>;
+
+  // where the numbers of piece I begin
+  template <int I>
+  static constexpr int row0 = begin(I, {P::rows...});
+  template <int I>
+  static constexpr int column0 = begin(I, {P::columns...});
+  template <int I>
+  static constexpr int head0 = begin(I, {P::heads...});
+
+  using States = std::tuple<typename P::term::State...>;
+
+  template <int I>
+  static Pair part(const Pair& p) {
+    Pair q = p;
+    q.row += row0<I>, q.column += column0<I>, q.head += head0<I>;
+    return q;
+  }
+
+  template <int I>
+  static float gate(const Pair& p) {
+    if constexpr (At<I>::gated) return p.head[head0<I> + At<I>::heads - 1];
+    return 1.0f;
+  }
+
+  template <int I>
+  static void add_logit(const Pair& p, States& states, float cap, Vec& logit) {
+    using Piece = At<I>;
+    auto& state = std::get<I>(states) = Piece::term::open(part<I>(p));
+    Vec x = state.logit;
+    if constexpr (Piece::capped)
+      if (cap > 0) x = cap * hyperbolic_tangent(x / cap);
+    logit += gate<I>(p) * x;
+    if constexpr (I + 1 < count) add_logit<I + 1>(p, states, cap, logit);
+  }
+
+  static Vec logit(const Pair& p, States& states, float cap) {
+    Vec sum = {};
+    add_logit<0>(p, states, cap, sum);
+    return sum;
+  }
+
+  template <int I>
+  static void pull(const Pair& p, const States& states, float cap, Vec grad, Slopes<rows, columns, heads>& all) {
+    using Piece = At<I>;
+    const auto& state = std::get<I>(states);
+    Vec x = state.logit, slope = splat(gate<I>(p));
+    if constexpr (Piece::capped)
+      if (cap > 0) {
+        const Vec tanh = hyperbolic_tangent(x / cap);
+        x = cap * tanh;
+        slope *= 1.0f - tanh * tanh;
+      }
+    const auto found = Piece::term::pull(part<I>(p), state, grad * slope);
+    all.dot += found.dot;
+    for (int i = 0; i < Piece::rows; ++i) all.row[row0<I> + i] = found.row[i];
+    for (int i = 0; i < Piece::columns; ++i) all.column[column0<I> + i] = found.column[i];
+    for (int i = 0; i < Piece::term::heads; ++i) all.head[head0<I> + i] = found.head[i];
+    if constexpr (Piece::gated) all.head[head0<I> + Piece::heads - 1] = grad * x;
+    if constexpr (I + 1 < count) pull<I + 1>(p, states, cap, grad, all);
+  }
+};
+
+// Calls body(column, edge) for the registers that hold [first, last); `edge` says that some lanes are outside.
+template <class Body>
+inline void over_columns(int32_t first, int32_t last, Body body) {
+  int32_t j = first / kLanes * kLanes;
+  if (j < first && j < last) body(j, std::true_type{}), j += kLanes;
+  for (; j + kLanes <= last; j += kLanes) body(j, std::false_type{});
+  if (j < last) body(j, std::true_type{});
+}
+
+inline Ints outside(int32_t j, int32_t first, int32_t last) {
+  const Ints at = lane_numbers() + j;
+  return (at < first) | (at >= last);
+}
+
+template <class S>
+struct Reader {
+  const Tile& t;
+  int64_t r;
+  float row[S::rows + 1];
+
+  Reader(const Tile& tile, int64_t at) : t(tile), r(at) {
+    for (int i = 0; i < S::rows; ++i) row[i] = t.row[i][r];
+  }
+  Pair pair(int64_t j, Vec (&column)[S::columns + 1], const float* head) const {
+    for (int i = 0; i < S::columns; ++i) column[i] = load(t.column[i] + j);
+    return {load(t.dot + r * t.step + j), row, column, head, t.query + r * t.query_step,
+            t.keys + j / kPanel * kPanel * t.dim + j % kPanel, t.dim};
+  }
+};
+
+template <class S, bool Extra>
+void forward_rows(const Tile& t) {
+  for (int64_t r = 0; r < t.rows; ++r) {
+    const Reader<S> reader(t, r);
+    Vec top = splat(-kInf);
+    over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
+      Vec column[S::columns + 1];
+      typename S::States states;
+      Vec x = S::logit(reader.pair(j, column, t.head), states, t.softcap);
+      if constexpr (Extra) x += load(t.extra + r * t.step + j);
+      if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
+      top = larger(top, x);
+      store(t.dot + r * t.step + j, x);
+    });
+    t.top[r] = largest_of(top);
+  }
+}
+
+template <class S, bool Extra, bool Drop>
+void backward_rows(const Tile& t) {
+  Vec d_head[S::heads + 1] = {};
+  for (int64_t r = 0; r < t.rows; ++r) {
+    const Reader<S> reader(t, r);
+    Vec d_row[S::rows + 1] = {};
+    float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
+    const float lse = t.lse[r] == -kInf ? kInf : t.lse[r];
+    over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
+      Vec column[S::columns + 1];
+      typename S::States states;
+      const Pair pair = reader.pair(j, column, t.head);
+      Vec x = S::logit(pair, states, t.softcap);
+      if constexpr (Extra) x += load(t.extra + r * t.step + j);
+      Vec p = exponential<true>(smaller(x - lse, Vec{})), grad = load(weight + j), kept = p;
+      if constexpr (Drop) {
+        const Vec keep = t.dropout.of(t.first_row + r, t.first_column + j);
+        grad *= keep, kept *= keep;
+      }
+      grad = p * (grad - t.delta[r]);
+      if constexpr (edge) {
+        const Ints hidden = outside(j, t.first[r], t.last[r]);
+        kept = hidden ? Vec{} : kept, grad = hidden ? Vec{} : grad;
+      }
+      Slopes<S::rows, S::columns, S::heads> slopes;
+      S::template pull<0>(pair, states, t.softcap, grad, slopes);
+      if constexpr (edge) slopes.dot = outside(j, t.first[r], t.last[r]) ? Vec{} : slopes.dot;
+      store(weight + j, kept);
+      store(dot + j, slopes.dot);
+      for (int i = 0; i < S::rows; ++i) d_row[i] += slopes.row[i];
+      for (int i = 0; i < S::heads; ++i) d_head[i] += slopes.head[i];
+      for (int i = 0; i < S::columns; ++i) store(t.d_column[i] + j, load(t.d_column[i] + j) + slopes.column[i]);
+    });
+    for (int i = 0; i < S::rows; ++i) t.d_row[i][r] += sum_of(d_row[i]);
+  }
+  for (int i = 0; i < S::heads; ++i) t.d_head[i] += sum_of(d_head[i]);
+}
+
+template <class S>
+struct Passes {
+  static void forward(const Tile* t) { t->extra ? forward_rows<S, true>(*t) : forward_rows<S, false>(*t); }
+  static void backward(const Tile* t) {
+    const bool drop = t->dropout.below > 0;
+    if (t->extra)
+      drop ? backward_rows<S, true, true>(*t) : backward_rows<S, true, false>(*t);
+    else
+      drop ? backward_rows<S, false, true>(*t) : backward_rows<S, false, false>(*t);
+  }
+  static constexpr ScoreTable table = {S::rows, S::columns, S::heads, forward, backward};
+};
+
+}  // namespace hyper

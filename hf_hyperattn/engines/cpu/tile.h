@@ -1,0 +1,65 @@
+// What the engine hands to a score: one tile of pairs. The engine (core.cpp) and the scores (score.h) are libraries of
+// their own, so that a new score compiles in seconds; this is all that they share.
+#pragma once
+
+#include "vectors.h"
+
+namespace hyper {
+
+// Dropout is drawn from a number per pair, so that neither tiles nor threads matter.
+struct Dropout {
+  uint32_t below = 0;  // of 2^32: pairs whose number is below are dropped
+  float factor = 1.0f;  // for the others
+  uint32_t seed = 0;  // of this batch element and head
+
+  // Factors for keys from `column` on of one query.
+  Vec of(int64_t row, int64_t column) const {
+    Words x = reinterpret_cast<Words>(lane_numbers()) + static_cast<uint32_t>(column);
+    x = mixed(x * 0x9e3779b9u + mixed_number(seed ^ mixed_number(static_cast<uint32_t>(row) + 0x7f4a7c15u)));
+    return x < (Words{} + below) ? Vec{} : splat(factor);
+  }
+  static Words mixed(Words x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+  }
+  static uint32_t mixed_number(uint32_t x) { return mixed(Words{} + x)[0]; }
+};
+
+struct Tile {
+  int64_t rows, columns;        // of the tile; `step` numbers lie from one row to the next
+  int64_t step;
+  int64_t first_row, first_column;  // where the tile stands
+  const int32_t *first, *last;  // of each row: the visible columns [first, last) of the tile
+  const float* const* row;      // statistics of the tile's rows, one array each
+  const float* const* column;   // of its columns, filled up to whole panels
+  const float* head;            // parameters of this head
+  const float* extra;           // what is added to the logits [rows, step], -inf where hidden; or null
+  float softcap;                // 0: none
+  float* dot;                   // products in; logits out, in backward the gradient of the products
+  float* top;                   // out, forward: the largest logit of each row
+  // for distances from differences of the features
+  const float* query;           // [rows, query_step]
+  int64_t query_step;
+  const float* keys;            // panels
+  int64_t dim;
+  // backward
+  float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
+  const float *lse, *delta;     // of the rows
+  float* const* d_row;          // gradients of the statistics, added to
+  float* const* d_column;
+  float* d_head;
+  Dropout dropout;
+};
+
+typedef void (*ScorePass)(const Tile*);
+
+// What a library of scores exports for one of them.
+struct ScoreTable {
+  int32_t rows, columns, heads;
+  ScorePass forward, backward;
+};
+
+}  // namespace hyper

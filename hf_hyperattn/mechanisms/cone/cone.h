@@ -1,0 +1,120 @@
+// Cone scores for the CPU engine: the terms of terms.py on one register of pairs (formulas and statistics there).
+#pragma once
+
+#include "../../engines/cpu/score.h"
+
+namespace cone {
+
+using namespace hyper;
+
+constexpr float kSmallest = 1e-6f;  // of a distance that is divided by
+constexpr float kEpsilon = 1.1920929e-07f;
+
+// Squared distances from the product. Statistics, after the `Own` of the score: |X|², and where the product is the
+// host's, the stretch and the last coordinate.
+template <int Own, bool OnProduct>
+struct Distance {
+  static constexpr int count = Own + (OnProduct ? 3 : 1);
+  Vec gap, inner;
+
+  Distance() = default;
+
+  explicit Distance(const Pair& p) {
+    inner = p.dot;
+    if constexpr (OnProduct) inner = inner - p.row[Own + 2] * p.column[Own + 2];
+    Vec twice = inner * -2.0f;
+    if constexpr (OnProduct) twice = twice * p.column[Own + 1] * p.row[Own + 1];
+    gap = twice + p.column[Own] + p.row[Own];
+  }
+
+  // What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient.
+  Vec without_noise(const Pair& p, Vec d_gap) const { return gap <= kEpsilon * p.row[Own] ? Vec{} : d_gap; }
+
+  template <class S>
+  void pull(const Pair& p, Vec d_gap, S& s) const {
+    s.row[Own] = s.column[Own] = d_gap;
+    s.dot = -2.0f * d_gap;
+    if constexpr (OnProduct) {
+      const Vec change = s.dot * inner;
+      s.row[Own + 1] = change * p.column[Own + 1];
+      s.column[Own + 1] = change * p.row[Own + 1];
+      s.dot = s.dot * p.column[Own + 1] * p.row[Own + 1];
+      s.row[Own + 2] = -s.dot * p.column[Own + 2];
+      s.column[Own + 2] = -s.dot * p.row[Own + 2];
+    }
+  }
+};
+
+template <bool OnProduct>
+struct Umbral {
+  using Gap = Distance<1, OnProduct>;
+  static constexpr int rows = Gap::count, columns = Gap::count, heads = 0;
+  struct State {
+    Vec logit, w;
+    Gap distance;
+  };
+
+  static State open(const Pair& p) {
+    const Gap distance(p);
+    const Vec u = p.row[0] - p.column[0], w = root(larger(distance.gap, u * u));
+    return {-p.column[0] - w - p.row[0], w, distance};
+  }
+
+  static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
+    Slopes<rows, columns, heads> s;
+    const Vec u = p.row[0] - p.column[0];
+    const Ints apart = state.distance.gap > u * u;
+    Vec d_gap = apart ? -0.5f * grad / larger(state.w, splat(kSmallest)) : Vec{};
+    const Vec d_u = apart ? Vec{} : (u > Vec{} ? -grad : (u < Vec{} ? grad : Vec{}));
+    state.distance.pull(p, state.distance.without_noise(p, d_gap), s);
+    s.row[0] = d_u - grad;
+    s.column[0] = -d_u - grad;
+    return s;
+  }
+};
+
+template <bool OnProduct, bool Squared>
+struct Penumbral {
+  using Gap = Distance<2, OnProduct>;
+  static constexpr int rows = Gap::count, columns = Gap::count, heads = 1;
+  struct State {
+    Vec logit, gap, distance, half, narrow;
+    Gap from;
+  };
+
+  static State open(const Pair& p) {
+    const Gap from(p);
+    const Vec gap = larger(from.gap, splat(kSmallest * kSmallest)), distance = root(gap);
+    const Vec pq = splat(p.row[0]), pk = p.column[0], a = splat(p.row[1]), b = p.column[1];
+    const Vec half = 0.5f * (a + b - distance), narrow = smaller(smaller(a, b), half), difference = pk - pq;
+    const Vec outside = 0.25f * (gap + 2.0f * (pq + pk) + difference * difference / gap);
+    const Vec height2 = half < Vec{} ? outside : p.head[0] - narrow * narrow;
+    const Vec logit = Squared ? -height2 : -root(larger(height2, splat(kSmallest * kSmallest)));
+    return {logit, gap, distance, half, narrow, from};
+  }
+
+  static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
+    Slopes<rows, columns, heads> s;
+    const Vec d_h2 = Squared ? -grad : 0.5f * grad / state.logit;
+    const Ints outside = state.half < Vec{};
+    const Vec out = outside ? d_h2 : Vec{}, in = outside ? Vec{} : d_h2;
+    const Vec ratio = (p.column[0] - p.row[0]) / state.gap;
+    // the gradient of min(a, b, half): equal ones share it evenly
+    const Vec one = splat(1.0f);
+    const Vec by_half = state.half == state.narrow ? one : Vec{};
+    const Vec by_a = splat(p.row[1]) == state.narrow ? one : Vec{};
+    const Vec by_b = p.column[1] == state.narrow ? one : Vec{};
+    const Vec d_narrow = -2.0f * state.narrow * in / (by_half + by_a + by_b);
+    const Vec d_half = 0.5f * d_narrow * by_half;
+    const Vec d_gap = 0.25f * out * (1.0f - ratio * ratio) - d_half * (0.5f / state.distance);
+    state.from.pull(p, state.from.without_noise(p, d_gap), s);
+    s.row[0] = 0.5f * out * (1.0f - ratio);
+    s.row[1] = d_half + d_narrow * by_a;
+    s.column[0] = 0.5f * out * (1.0f + ratio);
+    s.column[1] = d_half + d_narrow * by_b;
+    s.head[0] = in;
+    return s;
+  }
+};
+
+}  // namespace cone
