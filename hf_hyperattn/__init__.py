@@ -6,6 +6,7 @@ from .hierarchy import Hierarchy
 from .integration import (
     HierarchicalCache,
     HierarchyCollator,
+    convert,
     describe,
     freeze_base,
     list_mechanisms,
@@ -14,6 +15,13 @@ from .integration import (
     patch_model,
     unpatch_model,
 )
+from .integration.hat import (
+    HatEncoderConfig,
+    HatForMaskedLM,
+    HatForSequenceClassification,
+    HatForTokenClassification,
+    HatModel,
+)
 from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
@@ -21,6 +29,11 @@ from .registry import MECHANISMS
 __version__ = "0.1.0"
 
 __all__ = [
+    "HatEncoderConfig",
+    "HatForMaskedLM",
+    "HatForSequenceClassification",
+    "HatForTokenClassification",
+    "HatModel",
     "HierarchicalCache",
     "Hierarchy",
     "HierarchyCollator",
@@ -30,6 +43,7 @@ __all__ = [
     "HyperAttnConfig",
     "HyperbolicAttention",
     "MechanismConfig",
+    "convert",
     "describe",
     "freeze_base",
     "functional",

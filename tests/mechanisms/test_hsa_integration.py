@@ -154,8 +154,8 @@ def test_special_scores_compose_and_others_are_refused():
     model = patch_model(bert(), squared, HsaConfig((2, 4)), mode="replace")
     assert all(t.isfinite().all() for t in run(model, inputs).values())
     for other in (ha.ConeConfig(), ha.HyperbolicConfig(aggregation="mean")):
-        with pytest.raises(ValueError, match="hsa cannot be composed with the score") as caught:
-            run(patch_model(llama(), other, HsaConfig((2, 4)), mode="replace"), inputs)
+        with pytest.raises(ValueError, match=f"{other.mechanism} and hsa have no meaning together") as caught:
+            patch_model(llama(), other, HsaConfig((2, 4)), mode="replace")
         assert "\n" not in str(caught.value)
 
 

@@ -37,6 +37,11 @@ class ConeConfig(MechanismConfig):
         check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.squared, self.clamp_heights)
 
     @property
+    def refuses(self) -> dict[str, str]:
+        """HSA ties blocks of keys through their mean, which a cone score has no use for."""
+        return {"hsa": "ties between keys need a score that is linear in the key, which a cone score is not"}
+
+    @property
     def resolved_mapping(self) -> str:
         """The mapping, with None as the released pairing."""
         return resolve_mapping(self.variant, self.mapping)

@@ -36,3 +36,12 @@ class HyperbolicConfig(MechanismConfig):
     def stages(self) -> tuple[str, ...]:
         """The midpoint changes how values are averaged, beside the score."""
         return (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
+
+    @property
+    def refuses(self) -> dict[str, str]:
+        """HSA ties blocks of keys through their mean, which serves the squared Lorentz distance alone."""
+        if self.distance == "squared_lorentz":
+            return {}
+        return {
+            "hsa": "ties between keys need a score that is linear in the key, as distance='squared_lorentz' is"
+        }
