@@ -32,13 +32,15 @@ class Conversion:
         rebuild: gives a patched model that is being built its converted structure, for weights that come next. For
             conversions that leave the model its class; their hosts have a `hyper`, and `unpatch_model` undoes both.
         composes: whether `run` also takes a `HyperAttnConfig`, with layers and with other mechanisms beside it.
+        learns: whether `run` also takes `examples=`, calls of the model that the result is fitted to.
     """
 
-    run: Callable[[PreTrainedModel, MechanismConfig | HyperAttnConfig, bool], PreTrainedModel]
+    run: Callable[..., PreTrainedModel]
     asked: Callable[[MechanismConfig], bool]
     done: Callable[[PreTrainedModel], bool]
     rebuild: Callable[[PreTrainedModel], None] | None = None
     composes: bool = False
+    learns: bool = False
 
 
 #: Conversions by the name of their mechanism.

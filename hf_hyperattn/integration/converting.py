@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -12,7 +14,11 @@ from .records import patched_hosts, recorded_hosts
 
 
 def convert(
-    model: nn.Module, config: MechanismConfig | HyperAttnConfig, keep_original: bool = False
+    model: nn.Module,
+    config: MechanismConfig | HyperAttnConfig,
+    keep_original: bool = False,
+    *,
+    examples: Iterable[Mapping] | None = None,
 ) -> PreTrainedModel:
     """Turn a pretrained model into one of another architecture: `HatConfig(...)`, `CollaborativeConfig(rank=...)`.
 
@@ -24,6 +30,8 @@ def convert(
         config: a mechanism's config that asks for a conversion. Where the conversion leaves the model its class
             (collaborative), also a `HyperAttnConfig` that chooses layers or has other mechanisms beside it.
         keep_original: keep in memory what is replaced, so that `unpatch_model` can give it back. It is never saved.
+        examples: calls of the model, each the keywords of one, such as what a tokenizer returns; collaborative then
+            keeps logits on what the model sees there, instead of weights as such.
 
     Returns:
         The converted model: the same object where the conversion is made in place, else a new one.
@@ -36,7 +44,27 @@ def convert(
     base = _checked(model)
     if not isinstance(keep_original, bool):
         raise ValueError(f"keep_original={short(keep_original)} is not allowed; allowed: True or False")
-    return conversion.run(base, asked, keep_original)
+    if examples is None:
+        return conversion.run(base, asked, keep_original)
+    if not conversion.learns:
+        raise ValueError(f"{_mechanism(config)} reads no examples; allowed: examples=None")
+    return conversion.run(base, asked, keep_original, examples=_calls(examples))
+
+
+def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
+    """The examples as a list, where each can be the keywords of a call."""
+    single = isinstance(examples, Mapping | str) or not isinstance(examples, Iterable)
+    calls = [] if single else list(examples)
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"examples={short(examples)} is not allowed; allowed: a list of dicts, at least one, each the keywords "
+            "of a call, such as [tokenizer(texts, return_tensors='pt', padding=True)]"
+        )
+    return calls
+
+
+def _mechanism(config: MechanismConfig | HyperAttnConfig) -> str:
+    return (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism
 
 
 def _conversion(

@@ -5,6 +5,7 @@ All layers are decomposed, and their errors reported, before anything is replace
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from ..records import inner, patched_hosts
 from ..refusal import check_parts
 from ..stock import PATCHED, RUNNING
 from .families import check_family
+from .moments import Moments, moments_of
 from .projections import Found, Shape, projections, shared_modules, shared_pair
 
 logger = logging.get_logger(__name__)
@@ -55,13 +57,18 @@ class Part:
         return before, shape.rank * (inputs + shape.heads + shape.bias) + content
 
 
-def share(model: PreTrainedModel, config: MechanismConfig | HyperAttnConfig, keep_original: bool):
+def share(
+    model: PreTrainedModel,
+    config: MechanismConfig | HyperAttnConfig,
+    keep_original: bool,
+    examples: Iterable[Mapping] | None = None,
+) -> PreTrainedModel:
     """Run the conversion, see `hf_hyperattn.convert`."""
     config = as_whole(config)
     newly_routed = route(model)
     try:
         chosen, parts = plan(model, config)
-        parts = solve(parts)
+        parts = solve(parts, None if examples is None else moments_of(model, parts, examples))
         logger.warning(report(model, parts))
         install(model, config, chosen, parts, keep_original, newly_routed)
     except BaseException:
@@ -122,19 +129,38 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
     return Part(host, module, found, shape, config)
 
 
-def solve(parts: list[Part]) -> list[Part]:
+def solve(parts: list[Part], moments: list[Moments] | None = None) -> list[Part]:
     """Every part with its decomposition, under a progress bar."""
     solved = []
     with logging.tqdm(total=sum(p.config.steps for p in parts), desc="Sharing heads", leave=False) as bar:
-        for number, part in enumerate(parts, 1):
+        for number, part in enumerate(parts):
             bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
-            weights = (by_head(w, part.host.heads) for w in (part.found.query, part.found.key))
+            left = Countdown(part.config.steps, bar.update)
             result = decompose(
-                *weights, part.config.rank, part.config.steps, part.config.seed, lambda: bar.update(1)
+                *(by_head(weight, part.host.heads) for weight in (part.found.query, part.found.key)),
+                part.config.rank,
+                part.config.steps,
+                part.config.seed,
+                None if moments is None else moments[number],
+                left.step,
             )
-            bar.n = sum(p.config.steps for p in parts[:number])
+            left.skip()
             solved.append(replace(part, result=result))
     return solved
+
+
+class Countdown:
+    """Steps of one layer on the bar; those that were not needed are skipped."""
+
+    def __init__(self, steps: int, update: Callable[[int], None]):
+        self.steps, self.update = steps, update
+
+    def step(self) -> None:
+        self.steps -= 1
+        self.update(1)
+
+    def skip(self) -> None:
+        self.update(self.steps)
 
 
 def by_head(weight: Tensor, heads: int) -> Tensor:
@@ -150,7 +176,7 @@ def report(model: PreTrainedModel, parts: list[Part]) -> str:
         before, after = part.parameters
         lines.append(
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
-            f"error {part.result.error:.4f}  parameters {before:,} -> {after:,}"
+            f"{errors(part.result)}  parameters {before:,} -> {after:,}"
         )
     total, size = sum(p.numel() for p in model.parameters()), model.dtype.itemsize / 1e6
     saved = sum(before - after for before, after in (p.parameters for p in parts))
@@ -158,6 +184,12 @@ def report(model: PreTrainedModel, parts: list[Part]) -> str:
         f"  model: {total:,} -> {total - saved:,} parameters, {total * size:.1f} -> {(total - saved) * size:.1f} MB"
     )
     return "\n".join(lines)
+
+
+def errors(result: Decomposition) -> str:
+    """Relative errors in words."""
+    logits = "" if result.logit_error is None else f", of logits on the examples {result.logit_error:.4f}"
+    return f"error of weights {result.error:.4f}{logits}"
 
 
 def install(
@@ -262,6 +294,11 @@ def rebuild(model: PreTrainedModel) -> None:
 register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
-        share, asked=lambda config: config.rank is not None, done=is_shared, rebuild=rebuild, composes=True
+        share,
+        asked=lambda config: config.rank is not None,
+        done=is_shared,
+        rebuild=rebuild,
+        composes=True,
+        learns=True,
     ),
 )

@@ -1,10 +1,14 @@
 """From the projections of heads to shared ones: a CP decomposition by alternating least squares, in float64.
 
 The tensor has one matrix a head, T_h = W_Q^h^T W_K^h [D, D], and is never formed: each matrix is a product of rank d,
-and all that alternating least squares asks of the tensor are its products with the factors, which cost
-O(H·d·D·R) a step through the projections and O(H·D²·R) through the tensor. QR decompositions of the stacked projections
-bring D down to at most H·d first. The start is the leading singular vectors of the tensor's two large unfoldings, or the
-leading singular pairs of single heads, whichever is ahead after a few steps.
+and all that alternating least squares asks of the tensor are its products with the factors, which cost O(H·d·D·R) a
+step through the projections and O(H·D²·R) through the tensor. QR decompositions of the stacked projections bring D down
+to at most H·d first. The start is the leading singular vectors of the tensor's two large unfoldings, or the leading
+singular pairs of single heads, whichever is ahead after a few steps.
+
+Least squares of T_h weighs all directions alike (the paper's way). With second moments C_Q, C_K of what the projections
+read, it is done on C_Q^½ T_h C_K^½ instead: the sum of squares of what logits then are off by, over pairs of
+independent inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ TOLERANCE = 1e-5
 TRIAL = 10
 #: What is added to the diagonal of the normal equations, as a share of it.
 RIDGE = 1e-10
+#: The same for second moments: directions that were not seen count a little too.
+UNSEEN = 1e-2
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Decomposition:
     Args:
         mixing: [H, R], query: [R, D], key: [R, D'], float64.
         error: Frobenius norm of what is left over that of the tensor.
+        logit_error: the same of the weighted tensor; None where nothing was weighted.
         steps: of alternating least squares that were taken.
     """
 
@@ -37,6 +44,7 @@ class Decomposition:
     query: Tensor
     key: Tensor
     error: float
+    logit_error: float | None
     steps: int
 
 
@@ -46,6 +54,7 @@ def decompose(
     rank: int,
     steps: int = 200,
     seed: int = 0,
+    moments: tuple[Tensor, Tensor] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Decomposition:
     """The shared projections that stand for those of H heads.
@@ -55,23 +64,39 @@ def decompose(
         rank: of the decomposition, at most H·d, at which it is exact: the projections as they are.
         steps: most steps.
         seed: of the random part of the start.
+        moments: of what queries and keys are made from, [D, D] and [D', D']; None weighs all directions alike.
         advance: called after each step.
 
     Raises:
-        ValueError: weights that are not finite.
+        ValueError: weights or moments that are not finite.
     """
     query, key = query.double(), key.double()
-    if not bool(query.isfinite().all() and key.isfinite().all()):
-        raise ValueError("the weights of queries or keys are not finite; allowed: finite weights")
+    for name, given in (("weights of queries or keys", (query, key)), ("hidden states", moments or ())):
+        if not all(bool(t.isfinite().all()) for t in given):
+            raise ValueError(f"the {name} are not finite; allowed: finite ones")
     heads, d, _ = query.shape
     if rank == heads * d:
         own = torch.eye(heads, dtype=torch.float64).repeat_interleave(d, 1)
-        return Decomposition(own, query.flatten(0, 1), key.flatten(0, 1), 0.0, 0)
-    (basis_q, left), (basis_k, right) = _reduced(query), _reduced(key)
-    problem = _Problem(left, right)
-    factors, error, taken = _solved(problem, rank, steps, seed, advance)
-    mixing, a, b = factors
-    return Decomposition(mixing, (basis_q @ a).T, (basis_k @ b).T, error, taken)
+        exact = None if moments is None else 0.0
+        return Decomposition(own, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
+    roots = (None, None) if moments is None else tuple(_root(m.double()) for m in moments)
+    (basis_q, left), (basis_k, right) = (
+        _reduced(w if r is None else w @ r) for w, r in zip((query, key), roots)
+    )
+    (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed, advance)
+    a, b = basis_q @ a, basis_k @ b
+    if moments is None:
+        return Decomposition(mixing, a.T, b.T, error, None, taken)
+    a, b = (torch.linalg.solve(root, f) for root, f in zip(roots, (a, b)))
+    plain = _Problem(query.mT, key.mT).error(mixing, a, b)
+    return Decomposition(mixing, a.T, b.T, plain, error, taken)
+
+
+def _root(moment: Tensor) -> Tensor:
+    """The symmetric square root of a second moment and a little of the identity."""
+    size = moment.diagonal().mean().clamp_min(1e-150)
+    values, vectors = torch.linalg.eigh(moment)
+    return (vectors * (values.clamp_min(0) + UNSEEN * size).sqrt()) @ vectors.mT
 
 
 def _reduced(weights: Tensor) -> tuple[Tensor, Tensor]:

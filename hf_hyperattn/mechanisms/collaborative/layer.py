@@ -138,8 +138,8 @@ def check_host(host: Host | None) -> None:
     if host.rotary:
         raise ValueError(
             f"collaborative was given {host.name}, whose queries and keys are turned by rotary positions "
-            f"({host.rotary}): what heads share would depend on absolute positions; allowed: hosts without rotary positions, such as "
-            "BERT's, GPT-2's, OPT's, BART's, T5's, ViT's"
+            f"({host.rotary}): what heads share would depend on absolute positions; allowed: hosts without "
+            "rotary positions, such as BERT's, GPT-2's, OPT's, BART's, T5's, ViT's"
         )
 
 
