@@ -30,6 +30,11 @@ def late(make: Callable):
     return make() if torch.compiler.is_compiling() else Late(make)
 
 
+def value_of(given):
+    """The value of what `late` gave."""
+    return given.value() if isinstance(given, Late) else given
+
+
 class LateFields:
     """Base of frozen dataclasses whose fields may be given as `Late`; reading one gives its value."""
 

@@ -1,6 +1,7 @@
 // What Python calls (library.py).
 #include "backward.h"
 #include "forward.h"
+#include "norms.h"
 
 using hyper::Bfloat;
 using hyper::Call;
@@ -13,6 +14,12 @@ void hyper_deltas(const Call* c, const float* grad, float* delta) { hyper::delta
 
 void hyper_backward(const Call* c, const hyper::Slots* s) {
   c->half ? hyper::backward<Bfloat>(*c, *s) : hyper::backward<float>(*c, *s);
+}
+
+void hyper_norms(const hyper::NormCall* c) { c->half ? hyper::norms<Bfloat>(*c) : hyper::norms<float>(*c); }
+
+void hyper_norms_backward(const hyper::NormCall* c) {
+  c->half ? hyper::norms_backward<Bfloat>(*c) : hyper::norms_backward<float>(*c);
 }
 
 // The block of keys in which a backward pass can be cut, and the width to which rows are filled.

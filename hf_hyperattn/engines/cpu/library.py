@@ -19,7 +19,7 @@ from ..score import capped_in, parse_spec
 
 HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
-CORE = [HERE / name for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h")]
+CORE = [HERE / name for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h", "norms.h")]
 
 TEXT = """// {spec}
 {includes}

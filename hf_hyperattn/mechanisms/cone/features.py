@@ -8,8 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engines.score import TERMS, PairScore, Piece, Points, repeat_heads, working_dtype
-from .points import CLAMP, height_and_stretch, horizontal
+from ...engines.cpu import squared_norms
+from ...engines.late import late
+from ...engines.score import TERMS, PairScore, Piece, Points, Source, repeat_heads, working_dtype
+from .points import CLAMP, horizontal, of_parts
 from .score import FLOOR, definition, inverse_sinh
 
 
@@ -76,6 +78,34 @@ def per_head(statistic: Tensor, factor: Tensor) -> Tensor:
     )
 
 
+@dataclass(frozen=True)
+class Side:
+    """What is needed of queries or keys, without a copy of them: per vector, at unit scale, [B, H or Hkv, L] each."""
+
+    vectors: Tensor  # as the caller has them
+    dtype: torch.dtype
+    mapping: str
+    last: Tensor  # x_d
+    norm: Tensor  # |x_1 .. x_{d-1}|²
+    height: Tensor
+    stretch: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype, mapping: str) -> Side:
+        dim = x.shape[-1]
+        last, norm = x[..., -1].to(dtype), squared_norms(x, dtype, dim - 1)
+        return cls(x, dtype, mapping, last, norm, *of_parts(last, norm, dim, mapping))
+
+    @property
+    def square(self) -> Tensor:
+        """|X|²"""
+        return self.norm * self.stretch.square()
+
+    def horizontal(self) -> Tensor:
+        """X, [B, H or Hkv, L, d - 1]."""
+        return horizontal(self.vectors.to(self.dtype), self.stretch)
+
+
 def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
     """The cone score by itself: the features are the horizontal parts.
 
@@ -84,18 +114,19 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
         key: [B, Hkv, M, d].
         space: variant and parameters, checked.
     """
-    q, k, space = _working(query, key, space)
-    (hq, xq), (hk, xk) = _points(q, space.mapping), _points(k, space.mapping)
+    q, k, space = _sides(query, key, space)
     square = space.gap_factor**2
-    norms = per_head(xq.square().sum(-1), square), per_head(xk.square().sum(-1), square)
     piece = Piece(
         TERMS[space.term],
         _definition(query, key, space),
-        row=(*space.own_statistics(hq), norms[0]),
-        column=(*space.own_statistics(hk), norms[1]),
-        head=space.head_parameters(q.shape[1]),
+        row=(*space.own_statistics(q.height), per_head(q.square, square)),
+        column=(*space.own_statistics(k.height), per_head(k.square, square)),
+        head=space.head_parameters(query.shape[1]),
     )
-    return PairScore(xq * square[:, None, None], xk, (piece,), partial(_gap_points, q, k, space))
+    features = late(lambda: q.horizontal() * square[:, None, None]), late(k.horizontal)
+    factors = per_head(q.stretch, square), k.stretch
+    source = Source(query, key, 1.0, features, *factors, width=query.shape[-1] - 1)
+    return PairScore(*features, (piece,), partial(_gap_points, q, k, space), source=source)
 
 
 def cone_piece(
@@ -106,30 +137,29 @@ def cone_piece(
     Returns:
         The piece, and the function that returns its points.
     """
-    q, k, space = _working(query, key, space)
-    (hq, stretch_q), (hk, stretch_k) = (height_and_stretch(x, space.mapping) for x in (q, k))
+    q, k, space = _sides(query, key, space)
     square = space.gap_factor**2
-    norm_q, norm_k = (_side(x) * stretch.square() for x, stretch in ((q, stretch_q), (k, stretch_k)))
     piece = Piece(
         TERMS[space.term + "_on_product"],
         _definition(query, key, space),
         row=(
-            *space.own_statistics(hq),
-            per_head(norm_q, square),
-            per_head(stretch_q, square / scale),
-            q[..., -1] * scale,
+            *space.own_statistics(q.height),
+            per_head(q.square, square),
+            per_head(q.stretch, square / scale),
+            q.last * scale,
         ),
-        column=(*space.own_statistics(hk), per_head(norm_k, square), stretch_k, k[..., -1]),
-        head=space.head_parameters(q.shape[1]),
+        column=(*space.own_statistics(k.height), per_head(k.square, square), k.stretch, k.last),
+        head=space.head_parameters(query.shape[1]),
         gate=gate,
     )
     return piece, partial(_gap_points, q, k, space)
 
 
-def _working(query, key, space):
+def _sides(query, key, space):
     dtype = working_dtype(query, key)
     gamma, radius = torch.broadcast_tensors(space.gamma.to(dtype), space.radius.to(dtype))
-    return query.to(dtype), key.to(dtype), replace(space, gamma=gamma, radius=radius)
+    q, k = (Side.of(x, dtype, space.mapping) for x in (query, key))
+    return q, k, replace(space, gamma=gamma, radius=radius)
 
 
 def _definition(query, key, space):
@@ -137,18 +167,5 @@ def _definition(query, key, space):
     return partial(definition, query, key, space.gamma, space.radius, **names)
 
 
-def _side(x: Tensor) -> Tensor:
-    """|x_1 .. x_{d-1}|²"""
-    return x[..., :-1].square().sum(-1)
-
-
-def _points(x: Tensor, mapping: str) -> tuple[Tensor, Tensor]:
-    """Height and horizontal part at unit scale."""
-    height, stretch = height_and_stretch(x, mapping)
-    return height, horizontal(x, stretch)
-
-
-def _gap_points(q: Tensor, k: Tensor, space: ConeSpace) -> Points:
-    return Points(
-        _points(q, space.mapping)[1], _points(k, space.mapping)[1], space.gap_factor.expand(q.shape[1])
-    )
+def _gap_points(q: Side, k: Side, space: ConeSpace) -> Points:
+    return Points(q.horizontal(), k.horizontal(), space.gap_factor.expand(q.vectors.shape[1]))

@@ -29,14 +29,21 @@ def height_and_stretch(x: Tensor, mapping: str, radius: Tensor | float = 1.0) ->
     Returns:
         h and stretch, each [...].
     """
-    last = x[..., -1]
+    side = x[..., :-1].square().sum(-1) if mapping == "expmap" else None
+    return of_parts(x[..., -1], side, x.shape[-1], mapping, radius)
+
+
+def of_parts(
+    last: Tensor, side: Tensor | None, dim: int, mapping: str, radius: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same from x_d, |x_1..x_{d-1}|² (only expmap reads it) and d."""
     if mapping == "xi":
-        h = torch.exp((last / x.shape[-1]).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+        h = torch.exp((last / dim).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
         return h, h
     if mapping == "psi":
         h = radius * torch.sigmoid(last)
         return h, h
-    return _expmap(x[..., :-1].square().sum(-1), last)
+    return _expmap(side, last)
 
 
 def _expmap(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:

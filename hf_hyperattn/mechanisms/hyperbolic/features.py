@@ -9,8 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engines.score import TERMS, PairScore, Piece, Points, repeat_heads, working_dtype
-from .points import direction_and_norm, half_radius
+from ...engines.cpu import norms
+from ...engines.late import Late, late, value_of
+from ...engines.score import TERMS, PairScore, Piece, Points, Source, repeat_heads, working_dtype
+from .points import direction_and_norm, half_radius, shortest
 from .score import definition
 
 
@@ -49,18 +51,18 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
         key: [B, Hkv, M, d].
         space: distance and parameters, checked.
     """
-    dtype = working_dtype(query, key)
-    space, heads = space.to(dtype), query.shape[1]
-    (q, norm_q), (k, norm_k) = (direction_and_norm(x.to(dtype), space.scale) for x in (query, key))
+    q, k, space, heads = *_sides(query, key, space), query.shape[1]
     piece = Piece(
         TERMS[space.distance],
         _definition(query, key, space),
-        row=space.statistics(norm_q),
-        column=space.statistics(norm_k),
+        row=space.statistics(q.norm),
+        column=space.statistics(k.norm),
         head=(space.beta.expand(heads),),
         features=_features(query, key, space),
     )
-    return PairScore(q, k, (piece,), partial(Points, q, k, q.new_ones(heads)), watch=True)
+    features = q.directions, k.directions
+    source = Source(query, key, space.scale, features, 1 / q.norm, space.scale / k.norm)
+    return PairScore(*features, (piece,), partial(_points, q, k, heads), watch=True, source=source)
 
 
 def hyperbolic_piece(
@@ -71,19 +73,39 @@ def hyperbolic_piece(
     Returns:
         The piece, and the function that returns its points.
     """
-    dtype = working_dtype(query, key)
-    space, heads = space.to(dtype), query.shape[1]
-    (q, norm_q), (k, norm_k) = (direction_and_norm(x.to(dtype), space.scale) for x in (query, key))
+    q, k, space, heads = *_sides(query, key, space), query.shape[1]
     piece = Piece(
         TERMS[space.distance + "_on_product"],
         _definition(query, key, space),
-        row=(*space.statistics(norm_q), space.scale**2 / scale / norm_q),
-        column=(*space.statistics(norm_k), 1 / norm_k),
+        row=(*space.statistics(q.norm), space.scale**2 / scale / q.norm),
+        column=(*space.statistics(k.norm), 1 / k.norm),
         head=(space.beta.expand(heads),),
         gate=gate,
         features=_features(query, key, space),
     )
-    return piece, partial(Points, q, k, q.new_ones(heads))
+    return piece, partial(_points, q, k, heads)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is needed of queries or keys: norms of scale · x [B, H or Hkv, L], and directions, made when asked for."""
+
+    norm: Tensor
+    directions: Tensor | Late
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype, scale: float) -> Side:
+        norm = (scale * norms(x, dtype)).clamp_min(shortest(dtype))
+        return cls(norm, late(lambda: direction_and_norm(x.to(dtype), scale)[0]))
+
+
+def _sides(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Side, Side, HyperbolicSpace]:
+    dtype = working_dtype(query, key)
+    return *(Side.of(x, dtype, space.scale) for x in (query, key)), space.to(dtype)
+
+
+def _points(q: Side, k: Side, heads: int) -> Points:
+    return Points(value_of(q.directions), value_of(k.directions), q.norm.new_ones(heads))
 
 
 def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Tensor, Tensor]:
