@@ -12,7 +12,7 @@ from transformers import initialization as init
 from ...engines import PairScore, dot_score, working_dtype
 from ..base import Host, MechanismLayer, Plan
 from .config import CollaborativeConfig
-from .score import concatenated, definition
+from .score import SHARED_DOT, concatenated, definition
 
 
 def collaborative_layer(
@@ -125,8 +125,10 @@ def shared_score(
         ones = torch.eye(heads, dtype=dtype, device=query.device)[:, None].expand(*left.shape[:3], -1)
         left, right = torch.cat([left, ones], -1), torch.cat([key, content], -1)
     score = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale)
-    piece = replace(score.pieces[0], definition=partial(definition, query, key, mixing, scale, content))
-    return replace(score, pieces=(piece,))
+    piece = replace(
+        score.pieces[0], term=SHARED_DOT, definition=partial(definition, query, key, mixing, scale, content)
+    )
+    return replace(score, pieces=(piece,), source=None)
 
 
 def check_host(host: Host | None) -> None:
