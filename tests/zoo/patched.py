@@ -17,19 +17,19 @@ PATCHED = "hf_hyperattn"
 #: Of outputs whose weights are equal to the bit.
 ROUNDING = 1e-6
 NEW_TOKENS = 5
-#: How a mechanism says that a host is nothing for it: by name, and with what can be done.
-REFUSED = re.compile(r"ValueError: .*\b(hsa|HsaConfig|hype)\b.*(allowed: |leave these layers out)")
-#: What tying both sides says of every causal host.
-CAUSAL = "ties queries too"
+HSA = ("hsa", "HsaConfig")
+#: Said of so many hosts that a note says nothing: tying both sides of causal ones, sharing heads of rotary ones.
+COMMON = ("ties queries too", "rotary")
 
-
-#: What is patched in, each in its turn; those with False have hosts that they have no meaning for, and say so.
+#: What is patched in, each in its turn, with the mechanisms that have no meaning for some hosts, and say so.
 PATCHES = {
-    "cone": ((ha.ConeConfig(),), True),
-    "hyperbolic": ((ha.HyperbolicConfig(),), True),
-    "HyPE": ((ha.HypeConfig(max_length=64),), False),
-    "hsa": ((ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),), False),
-    "hsa, both": ((ha.HsaConfig(windows=(2, 4), tying="both"),), False),
+    "cone + head_fusion": ((ha.ConeConfig(), ha.HeadFusionConfig()), ("head_fusion",)),
+    "hyperbolic + talking_heads": ((ha.HyperbolicConfig(), ha.TalkingHeadsConfig()), ()),
+    "HyPE + mkl": ((ha.HypeConfig(max_length=64), ha.MklConfig(kind="conditional")), ("hype", "mkl")),
+    "trilinear": ((ha.TrilinearConfig(windows=(4, 3)),), ("trilinear",)),
+    "collaborative": ((ha.CollaborativeConfig(),), ("collaborative",)),
+    "hsa": ((ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),), HSA),
+    "hsa, both": ((ha.HsaConfig(windows=(2, 4), tying="both"),), HSA),
 }
 
 
@@ -188,16 +188,22 @@ def generation(one, configs):
     return same, f"{NEW_TOKENS} tokens, logits within {apart:.1e}"
 
 
+def refuses(why, names):
+    """Whether one of the mechanisms says, by name and with what can be done, that a host is nothing for it."""
+    found = re.search(r"ValueError: .*(allowed: |leave these layers out)", why)
+    return bool(found) and any(re.search(rf"\b{name}\b", why) for name in names)
+
+
 def patch_checks(kind, one):
     """What must hold of the patched model, whatever is patched in."""
     answers = {name: {} for name in ("identity", "gradients", "unpatch", "reload", "generation")}
-    for label, (configs, everywhere) in PATCHES.items():
+    for label, (configs, refusing) in PATCHES.items():
         for check in (identity, gradients, unpatch, reload, generation):
             further = (kind,) if check is reload else ()
             answer = guarded(check, one, configs, *further)
             if getattr(one.model.config, "hyperattn", None) is not None:  # the check broke off
                 ha.unpatch_model(one.model)
-            if answer[0] is False and not everywhere and REFUSED.search(answer[1]):
+            if answer[0] is False and refuses(answer[1], refusing):
                 answer = None, f"refused: {answer[1]}"
             answers[check.__name__][label] = answer
     return {name: together(found) for name, found in answers.items()}
@@ -211,7 +217,7 @@ def together(found):
     refused = [
         f"{label} {why}"
         for label, (_, why) in found.items()
-        if why.startswith("refused: ") and CAUSAL not in why
+        if why.startswith("refused: ") and not any(common in why for common in COMMON)
     ]
     first = next(iter(found.values()))
     return first[0], "; ".join([first[1], *refused])
