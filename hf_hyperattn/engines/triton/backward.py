@@ -14,7 +14,6 @@ from .tile import (
     differences,
     in_reach,
     kept,
-    load_factors,
     load_parameters,
     load_statistics,
     load_vectors,
@@ -38,8 +37,8 @@ def attention_backward_query(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """D_Q [B, H, N, D], D_FACTOR_Q [B, H, N], D_ROW [D_ROWS, B, H, N], D_HEAD [D_HEADS, B, H, N] (by rows, to be summed), and for the other
-    kernel DELTA [B, H, N], the rows' sums of GRAD · OUT; float32, D_Q as Q.
+    """D_Q [B, H, N, D], D_FACTOR_Q [B, H, N], D_ROW [D_ROWS, B, H, N], D_HEAD [D_HEADS, B, H, N] (by
+    rows, to be summed), and for the other kernel DELTA [B, H, N], the rows' sums of GRAD · OUT; float32, D_Q as Q.
     """
     blocks = tl.cdiv(n, BM)
     number = tl.program_id(0)
@@ -54,12 +53,13 @@ def attention_backward_query(
 
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     q = load_vectors(q_start, i, width[None, :], q_strides[2], n, W, W < BD, False)
-    factor_q = load_factors(FACTOR_Q, bh * n + i, inside)
+    factor_q = None
+    if FACTOR_Q is not None:
+        factor_q = tl.load(FACTOR_Q + bh * n + i, mask=inside, other=0.0)
     grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
     grad = load_vectors(grad_start, i, width_v[None, :], grad_strides[2], n, DV, DV < BDV, False)
     out = load_vectors(OUT + bh * n * DV, i, width_v[None, :], DV, n, DV, DV < BDV, False)
-    delta = tl.sum(grad * out, 1)[:, None]
-    grad = grad.to(V.dtype.element_ty)
+    delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
     tl.store(DELTA + bh * n + i, delta, mask=inside)
     lse = tl.load(LSE + bh * n + i, mask=inside, other=float("inf"))
     row = load_statistics(ROW + bh * n, row_step, i, inside, ROWS)
@@ -78,7 +78,9 @@ def attention_backward_query(
             j = start + tl.arange(0, BN)[None, :]
             k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
             v = load_vectors(v_start, j, width_v[:, None], v_strides[2], m, DV, DV < BDV, EDGE == 0)
-            factor_k = load_factors(FACTOR_K, key_line + j, j < m)
+            factor_k = None
+            if FACTOR_K is not None:
+                factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
             dot = multiplied(product(q, k), scale, factor_q, factor_k)
             column = load_statistics(column_start, column_step, j, j < m, COLUMNS)
             gap, near = dot, False
@@ -139,27 +141,27 @@ def queries_in_reach(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_key(
-    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, LSE, GRAD, DELTA,
-    D_K, D_V, D_FACTOR_K, D_COLUMN,
+    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
+    LSE, GRAD, DELTA, D_K, D_V, D_FACTOR_K, D_COLUMN,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
-    heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
+    heads, n, m, column_heads, row_step, column_step, column_out, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_COLUMNS: tl.constexpr,
-    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """D_K [B, Hkv, M, D], D_V [B, Hkv, M, DV], D_FACTOR_K [B, Hkv, M], D_COLUMN [D_COLUMNS, B, column_heads, M].
-
-    SHARED: statistics of keys have as many heads as keys. Tiles lie with keys down and queries across, as the
-    products that follow need them.
+    """D_K [B, H, M, D], D_V [B, H, M, DV], D_FACTOR_K [B, H, M], D_COLUMN [D_COLUMNS, B, H, M]: for shared keys one for
+    each query head, to be summed. Tiles lie with keys down and queries across, as the products that follow need them.
     """
     blocks = tl.cdiv(m, BN)
     number = tl.program_id(0)
     block = number % blocks
     number = number // blocks
-    kv_heads = heads // GROUP
-    b, kv = number // kv_heads, number % kv_heads
+    b, h = number // heads, number % heads
+    kv = h // GROUP
+    bh = (b * heads + h).to(tl.int64)
+    key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
     j = block * BN + tl.arange(0, BN)[:, None]
     inside = j < m
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
@@ -167,75 +169,68 @@ def attention_backward_key(
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
     k = load_vectors(k_start, j, width[None, :], k_strides[2], m, W, W < BD, False)
     v = load_vectors(v_start, j, width_v[None, :], v_strides[2], m, DV, DV < BDV, False)
-    there = block * BN + tl.arange(0, BN) < m
-    place = block * BN + tl.arange(0, BN)
+    factor_k = None
+    if FACTOR_K is not None:
+        factor_k = tl.load(FACTOR_K + key_line + j, mask=inside, other=0.0)
+    head = load_parameters(HEAD, h, heads, HEADS)
+    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
+    column = load_statistics(column_start, column_step, j, inside, COLUMNS)
+    q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
+    grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
 
-    line = (b * kv_heads + kv).to(tl.int64) * m
-    factor_k = load_factors(FACTOR_K, line + j, inside)
     d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
     d_columns = zeros(BN, D_COLUMNS)
     first, last = block * BN, tl.minimum(block * BN + BN, m) - 1
     low, high, clean = queries_in_reach(first, last, n, offset, window, CAUSAL, WINDOWED, BM)
-    for g in range(GROUP):
-        h = kv * GROUP + g
-        bh = (b * heads + h).to(tl.int64)
-        head = load_parameters(HEAD, h, heads, HEADS)
-        column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
-        column = load_statistics(COLUMN + column_line, column_step, j, inside, COLUMNS)
-        q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
-        grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
-        for EDGE in tl.static_range(2):
-            if EDGE == 0 or CAUSAL or WINDOWED:
-                for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
-                    i = start + tl.arange(0, BM)[None, :]
-                    q = load_vectors(q_start, i, width[:, None], q_strides[2], n, D, D < BD, False)
-                    grad = load_vectors(
-                        grad_start, i, width_v[:, None], grad_strides[2], n, DV, DV < BDV, False
-                    )
-                    grad = grad.to(V.dtype.element_ty)
-                    factor_q = load_factors(FACTOR_Q, bh * n + i, i < n)
-                    dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                    row = load_statistics(ROW + bh * n, row_step, i, i < n, ROWS)
-                    lse = tl.load(LSE + bh * n + i, mask=i < n, other=float("inf"))
-                    delta = tl.load(DELTA + bh * n + i, mask=i < n, other=0.0)
-                    gap, near = dot, False
-                    if INEXACT is not None:
-                        doubtful = INEXACT(dot, row, column, head) & inside & (i < n)
-                        near = tl.max(doubtful.to(tl.int32)) > 0
-                        if near:
-                            pq, pk = POINTS_Q + bh * n * P, POINTS_K + line * P
-                            gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
-                    s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
-                    if BIAS is not None:
-                        s = added(s, BIAS, bias_strides, b, h, i, j, inside & (i < n), False)
-                    if MASK is not None:
-                        s = added(s, MASK, mask_strides, b, h, i, j, inside & (i < n), TRUTH)
-                    if EDGE == 1:
-                        s = tl.where(in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-                    p = weights(s, lse)
-                    d_p = product(v, grad)
-                    if SEED is not None:
-                        factor = kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout) * (1 / (1 - dropout))
-                        d_p *= factor
-                        d_v += product((p * factor).to(v.dtype), tl.trans(grad))
-                    else:
-                        d_v += product(p.to(v.dtype), tl.trans(grad))
-                    d_s = p * (d_p - delta)
-                    d_dot, _, by_column, _ = PULL(d_s, dot, gap, near, row, column, head, softcap, CAP)
-                    d_columns = sums(d_columns, by_column, D_COLUMNS)
-                    if d_dot is not None:
-                        d_k += product(multiplied(d_dot, None, factor_q, None).to(q.dtype), tl.trans(q))
-        if not SHARED:
-            for index in tl.static_range(D_COLUMNS):
-                tl.store(D_COLUMN + index * column_step + column_line + place, d_columns[index], mask=there)
-            d_columns = zeros(BN, D_COLUMNS)
+    for EDGE in tl.static_range(2):
+        if EDGE == 0 or CAUSAL or WINDOWED:
+            for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
+                i = start + tl.arange(0, BM)[None, :]
+                q = load_vectors(q_start, i, width[:, None], q_strides[2], n, D, D < BD, False)
+                grad = load_vectors(grad_start, i, width_v[:, None], grad_strides[2], n, DV, DV < BDV, False)
+                factor_q = None
+                if FACTOR_Q is not None:
+                    factor_q = tl.load(FACTOR_Q + bh * n + i, mask=i < n, other=0.0)
+                dot = multiplied(product(k, q), scale, factor_q, factor_k)
+                row = load_statistics(ROW + bh * n, row_step, i, i < n, ROWS)
+                lse = tl.load(LSE + bh * n + i, mask=i < n, other=float("inf"))
+                delta = tl.load(DELTA + bh * n + i, mask=i < n, other=0.0)
+                gap, near = dot, False
+                if INEXACT is not None:
+                    doubtful = INEXACT(dot, row, column, head) & inside & (i < n)
+                    near = tl.max(doubtful.to(tl.int32)) > 0
+                    if near:
+                        pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
+                        gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
+                s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
+                if BIAS is not None:
+                    s = added(s, BIAS, bias_strides, b, h, i, j, inside & (i < n), False)
+                if MASK is not None:
+                    s = added(s, MASK, mask_strides, b, h, i, j, inside & (i < n), TRUTH)
+                if EDGE == 1:
+                    s = tl.where(in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
+                p = weights(s, lse)
+                d_p = product(v, grad)
+                if SEED is not None:
+                    factor = kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout) * (1 / (1 - dropout))
+                    d_p *= factor
+                    d_v += product((p * factor).to(v.dtype), tl.trans(grad))
+                else:
+                    d_v += product(p.to(v.dtype), tl.trans(grad))
+                d_s = p * (d_p - delta)
+                d_dot, _, by_column, _ = PULL(d_s, dot, gap, near, row, column, head, softcap, CAP)
+                d_columns = sums(d_columns, by_column, D_COLUMNS)
+                if d_dot is not None:
+                    d_k += product(multiplied(d_dot, None, factor_q, None).to(q.dtype), tl.trans(q))
 
-    if SHARED:
-        for index in tl.static_range(D_COLUMNS):
-            tl.store(D_COLUMN + index * column_step + line + place, d_columns[index], mask=there)
+    line = bh * m
+    place = line + block * BN + tl.arange(0, BN)
+    there = block * BN + tl.arange(0, BN) < m
+    for index in tl.static_range(D_COLUMNS):
+        tl.store(D_COLUMN + index * column_out + place, d_columns[index], mask=there)
     d_k = multiplied(d_k, scale, None, None)
     if FACTOR_K is not None:
-        tl.store(D_FACTOR_K + line + place, tl.sum(d_k * k, 1), mask=there)  # k has zeros beyond W
+        tl.store(D_FACTOR_K + place, tl.sum(d_k * k, 1), mask=there)  # k has zeros beyond W
     d_k = tl.where(width[None, :] < W, multiplied(d_k, None, factor_k, None), 0.0)
     tl.store(D_K + (line + j) * D + width[None, :], d_k, mask=inside & (width[None, :] < D))
     tl.store(D_V + (line + j) * DV + width_v[None, :], d_v, mask=inside & (width_v[None, :] < DV))

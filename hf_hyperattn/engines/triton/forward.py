@@ -16,7 +16,6 @@ from .tile import (
     differences,
     in_reach,
     kept,
-    load_factors,
     load_parameters,
     load_statistics,
     load_vectors,
@@ -25,7 +24,7 @@ from .tile import (
 )
 
 #: Numbers that change from call to call, as lengths do in decoding: one compiled kernel serves them all.
-LENGTHS = ["n", "m", "row_step", "column_step", "offset", "window"]
+LENGTHS = ["n", "m", "row_step", "column_step", "column_out", "offset", "window"]
 
 
 @triton.jit
@@ -46,7 +45,8 @@ def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, OUT, LSE, SUM,
+    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
+    OUT, LSE, SUM,
     q_strides, k_strides, v_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, INEXACT: tl.constexpr,
@@ -84,7 +84,9 @@ def attention_forward(
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     pointers = q_start + i.to(tl.int64) * q_strides[2] + width[None, :]
     q = tl.load(pointers, mask=inside & (width[None, :] < W), other=0.0)  # zeros keep out what is beyond W
-    factor_q = load_factors(FACTOR_Q, bh * n + i, inside)
+    factor_q = None
+    if FACTOR_Q is not None:
+        factor_q = tl.load(FACTOR_Q + bh * n + i, mask=inside, other=0.0)
     row = load_statistics(ROW + bh * n, row_step, i, inside, ROWS)
     head = load_parameters(HEAD, h, heads, HEADS)
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
@@ -111,7 +113,9 @@ def attention_forward(
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             j = start + tl.arange(0, BN)[None, :]
             k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
-            factor_k = load_factors(FACTOR_K, key_line + j, j < m)
+            factor_k = None
+            if FACTOR_K is not None:
+                factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
             dot = multiplied(product(q, k), scale, factor_q, factor_k)
             column = load_statistics(column_start, column_step, j, j < m, COLUMNS)
             gap, near = dot, False

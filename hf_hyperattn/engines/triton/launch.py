@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -219,38 +220,43 @@ def backward(
     """Gradients of query, key, value, their factors, row, column and head; of the last three as far as wanted; empty
     where there are none.
     """
+    grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     made, group = call.functions, call.heads // call.kv_heads
     new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
-    d_query, d_key, d_value = (t.new_empty(t.shape) for t in (call.query, call.key, call.value))
-    d_factor_q, d_factor_k = (
-        new(0) if t is None else new(*t.shape) for t in (call.query_factor, call.key_factor)
-    )
-    d_row = new(len(made.rows) * wanted[0], *call.row.shape[1:])
-    d_column = new(len(made.columns) * wanted[1], *call.column.shape[1:])
-    d_head = new(call.head.shape[0] * wanted[2], *lse.shape)
+    shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
+    own = None if group == 1 else torch.float32  # for shared keys one sum of each query head
+    d_query = torch.empty_like(call.query, memory_format=torch.contiguous_format)
+    d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=own) for t in (call.key, call.value))
+    d_factor_q = new(0) if call.query_factor is None else new(*shape)
+    d_factor_k = new(0) if call.key_factor is None else new(*key_shape)
+    d_row = new(len(made.rows) * wanted[0], *shape)
+    d_column = new(len(made.columns) * wanted[1], *key_shape)
+    d_head = new(call.head.shape[0] * wanted[2], *shape)
     if call.empty:
         for t in (d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head):
             t.zero_()
     else:
-        shared = call.numbers() | {
-            "LSE": lse,
-            "GRAD": lined(grad),
-            "DELTA": new(*lse.shape),
-            "PULL": made.pull,
-        }
-        shared["grad_strides"] = shared["GRAD"].stride()[:3]
+        shared = call.numbers() | {"LSE": lse, "GRAD": grad, "DELTA": new(*shape), "PULL": made.pull}
+        shared["grad_strides"] = grad.stride()[:3]
         rows = {"OUT": out, "D_Q": d_query, "D_FACTOR_Q": d_factor_q, "D_ROW": d_row, "D_HEAD": d_head}
         rows |= {"D_ROWS": d_row.shape[0], "D_HEADS": d_head.shape[0]}
         columns = {"D_K": d_key, "D_V": d_value, "D_FACTOR_K": d_factor_k, "D_COLUMN": d_column}
-        columns |= {"D_COLUMNS": d_column.shape[0]}
-        columns["SHARED"] = group == 1 or call.column.shape[2] < call.heads
+        columns |= {"D_COLUMNS": d_column.shape[0], "column_out": math.prod(key_shape)}
         with on(call.query.device):
-            shape = (call.batch, call.heads, call.n)
             call.run("query", attention_backward_query, shape, "rows", shared | rows)
-            shape = (call.batch, call.kv_heads, call.m)
-            call.run("key", attention_backward_key, shape, "columns", shared | columns)
+            call.run("key", attention_backward_key, key_shape, "columns", shared | columns)
+    d_key, d_value, d_factor_k = (
+        shared_sum(t, call.kv_heads, 1).to(like.dtype)
+        for t, like in ((d_key, call.key), (d_value, call.value), (d_factor_k, d_factor_k))
+    )
+    d_column = shared_sum(d_column, call.column.shape[2], 2)
     d_row, d_column = spread(d_row, made.rows, call.row), spread(d_column, made.columns, call.column)
     return d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head.sum((1, 3))
+
+
+def shared_sum(t: Tensor, heads: int, axis: int) -> Tensor:
+    """Summed over the query heads, along `axis`, that share one of `heads`."""
+    return t if t.dim() == 1 or t.shape[axis] == heads else t.unflatten(axis, (heads, -1)).sum(axis + 1)
 
 
 def spread(found: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:

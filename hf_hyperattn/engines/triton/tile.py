@@ -83,15 +83,6 @@ def sums(total, tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_factors(FACTOR, number, there):
-    """What vectors are multiplied with, or None."""
-    if FACTOR is None:
-        return None
-    else:
-        return tl.load(FACTOR + number, mask=there, other=0.0)
-
-
-@triton.jit
 def multiplied(x, scale, first, second):
     """`x` times each of the others that is not None."""
     if scale is not None:
