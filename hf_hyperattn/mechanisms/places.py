@@ -45,5 +45,6 @@ def first_query(call: HostCall, mechanism: str, host: str = "this layer") -> int
 def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """First and last key that a mask [B|1, H|1, N|1, M|1] shows, and whether there is one, each [B|1, H|1, N|1]."""
     seen = mask if mask.dtype == torch.bool else mask > HIDDEN
-    seen = seen.expand(*seen.shape[:3], keys).to(torch.uint8)
-    return seen.argmax(-1), keys - 1 - seen.flip(-1).argmax(-1), seen.any(-1)
+    seen = seen.expand(*seen.shape[:3], keys)
+    ones = seen.to(torch.uint8)
+    return ones.argmax(-1), keys - 1 - ones.flip(-1).argmax(-1), seen.any(-1)

@@ -25,8 +25,8 @@ class MklLayer(MechanismLayer):
     `value_map` [heads, kv heads · dv], which makes them of a token's value rows.
 
     Raises:
-        ValueError: combine=True with mode="blend" or with chosen heads; conditional weights in cross-attention, or where
-            nothing tells how wide values are.
+        ValueError: combine=True with mode="blend" or with chosen heads; conditional weights in cross-attention, or
+            where nothing tells how wide values are.
     """
 
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):

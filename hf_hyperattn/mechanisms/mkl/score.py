@@ -1,7 +1,7 @@
 """Multi-kernel gates: the definition. Heads are kernels, and their logits are weighted before softmax.
 
-With M heads, S^m the logits of head m, and β a softmax over heads (multiple kernel learning with one set of weights, and
-its localized form, where weights depend on both tokens; docs/mkl.md has the sources):
+With M heads, S^m the logits of head m, and β a softmax over heads (multiple kernel learning with one set of weights,
+and its localized form, where weights depend on both tokens):
 
     global:       S^m_ij <- M·β_m · S^m_ij
     conditional:  S^m_ij <- (M·β_{i,m}) · (M·β_{j,m}) · S^m_ij

@@ -43,8 +43,8 @@ def weights_of(
     if value.shape[1] * value.shape[-1] != value_map.shape[1]:
         raise ValueError(
             f"mkl was built for value rows of {value_map.shape[1]} numbers in {host}, and its attention is called with "
-            f"{value.shape[1]} heads of {value.shape[-1]}; allowed: hosts whose config says what they hand over, choose "
-            "them with layers=..."
+            f"{value.shape[1]} heads of {value.shape[-1]}; allowed: hosts whose config says what they hand over, "
+            "choose them with layers=..."
         )
     start = first_query(call, "mkl", host)
     keys = head_weights(image(value.to(dtype), value_map.to(dtype)), chosen)

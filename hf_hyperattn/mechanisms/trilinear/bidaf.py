@@ -56,11 +56,12 @@ def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, 
         with_row: keep what is added to a whole row, as one more feature.
     """
     q, k = query.to(w1.dtype), key.to(w1.dtype)
-    piece = Piece(DOT, partial(bidaf_scores, q, k, w1, w2, w3))
     left = q * w3[:, None] + w2[:, None]
     if not with_row:
-        return PairScore(left + 0.0 * w1.sum(), k, (piece,))
+        unused = 0.0 * w1.sum()  # a gradient of zero, not of rounding errors
+        piece = Piece(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
+        return PairScore(left + unused, k, (piece,))
     row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
     # the gate of ones says that the features are not the host's own keys
-    piece = Piece(DOT, piece.definition, gate=w1.new_ones(query.shape[1]))
+    piece = Piece(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
     return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (piece,))

@@ -2,7 +2,7 @@
 
 Three-way ("2-simplicial") attention, arXiv 1909.00668 and 2507.02754: a query attends to pairs of keys,
 
-    L_ijk = scale · Σ_l q_il k_jl k2_kl          P_ijk = softmax of L over all (j, k)          o_i = Σ_jk P_ijk (v_j ∘ v2_k)
+    L_ijk = scale · Σ_l q_il k_jl k2_kl       P_ijk = softmax of L over all (j, k)       o_i = Σ_jk P_ijk (v_j ∘ v2_k)
 
 and the pairwise trilinear score of BiDAF, arXiv 1611.01603, equation 1:
 

@@ -1,0 +1,352 @@
+"""Trilinear attention in models: how it starts, learns, is saved and taken back; caches, padding, refusals."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_hyperattn as ha
+from hf_hyperattn.engines import Options
+from hf_hyperattn.functional import bidaf_scores, hype_bias
+from hf_hyperattn.integration.hyper import Hyper
+from hf_hyperattn.mechanisms.base import Host, HostCall, MechanismLayer
+from hf_hyperattn.mechanisms.trilinear import TrilinearConfig
+from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, train
+from tests.integration.test_families import CAUSAL, generate, inputs_of, logits, model_of
+from tests.oracles import trilinear as by_hand
+from tests.oracles.cases import assert_close, tensor
+from tests.oracles.softmax import attention
+
+from .hype_models import ids_of
+from .test_hype_caches import CHUNKS, fed
+
+CONFIGS = {
+    "defaults": TrilinearConfig(),
+    "whole": TrilinearConfig(windows=None),
+    "short windows": TrilinearConfig(windows=(3, 2)),
+    "distmult": TrilinearConfig(windows=(None, 3), tensor="distmult"),
+    "cp": TrilinearConfig(windows=None, tensor="cp"),
+    "low rank": TrilinearConfig(windows=(5, None), tensor="cp", rank=3),
+    "bidaf": TrilinearConfig(form="bidaf"),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+SOME = {name: CONFIGS[name] for name in ("short windows", "low rank", "bidaf")}
+some_configs = pytest.mark.parametrize("config", SOME.values(), ids=SOME)
+FACTS = dict(heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0, head_dim=6, value_dim=5)
+
+
+def learned(family, config, mode="blend", **changes):
+    """A tiny model in which the mechanism decides."""
+    model = ha.patch_model(model_of(family, "eager", **changes), config, mode=mode)
+    perturb(model, 0.5)
+    return model
+
+
+# How it starts.
+
+
+@every_config
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_starts_as_the_identity(family, config, monkeypatch):
+    """To the bit where nothing is computed, to 1e-5 where everything is."""
+    if config not in SOME.values() and family not in (
+        "llama",
+        "gpt2",
+        "bert",
+        "vit",
+        "bart",
+        "mistral",
+        "qwen3",
+    ):
+        config = TrilinearConfig(windows=(4, 3), tensor=config.tensor)
+    model, inputs = FAMILIES[family][0](), FAMILIES[family][1]()
+    before = run(model, inputs)
+    ha.patch_model(model, config)
+    assert difference(before, run(model, inputs)) <= 1e-5
+    monkeypatch.setattr(MechanismLayer, "idle", lambda self: False)
+    # BERT's pooler reads the first token, which is padding here, and sees no k within three places
+    before, after = ({n: t for n, t in o.items() if "pooler" not in n} for o in (before, run(model, inputs)))
+    assert difference(before, after) <= 1e-5
+
+
+@every_config
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart"])
+def test_it_learns_is_saved_and_comes_back(family, config, tmp_path):
+    model, inputs = FAMILIES[family][0](), FAMILIES[family][1]()
+    model.save_pretrained(tmp_path)  # Transformers notes dtype and class in the config of what it saves
+    before, state = run(model, inputs), State(model)
+    ha.patch_model(model, config)
+    body = {n: p.detach().clone() for n, p in model.named_parameters() if ".hyper." not in n}
+    model.train()
+    train(model, inputs)
+    model.eval()
+    added = {n: p for n, p in model.named_parameters() if ".hyper." in n}
+    assert added and all(p.grad is not None and p.grad.isfinite().all() for p in added.values())
+    moved = [n for n, p in added.items() if p.any()]
+    assert any(n.endswith(("value_map", "w2", "gate")) for n in moved)
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
+    with torch.no_grad():
+        model.load_state_dict(body, strict=False)
+    ha.unpatch_model(model)
+    changed = [f for f in state.differences(State(model)) if not f.startswith("model.config")]
+    assert [f for f in changed if not f.endswith(".training")] == []
+    assert difference(before, run(model, inputs)) == 0
+
+
+# What it computes in a host.
+
+
+def hyper_of(config, mode="blend", others=(), **facts):
+    hyper = Hyper(ha.HyperAttnConfig([config, *others], mode=mode), Host("host", **FACTS | facts))
+    perturb(torch.nn.ModuleDict({"x": torch.nn.ModuleDict({"hyper": hyper})}), 0.5)
+    return hyper.double(), hyper.layers()[0]
+
+
+def call_of(n=7, causal=True, **options):
+    q, k, v = tensor(2, 4, n, 6, seed=1), tensor(2, 2, n, 6, seed=2), tensor(2, 2, n, 5, seed=3)
+    return HostCall(q, k, v, 0.4, causal, Options(is_causal=causal, **options))
+
+
+@pytest.mark.parametrize("name", ["whole", "short windows", "distmult", "cp", "low rank"])
+@pytest.mark.parametrize("mode", ["blend", "replace"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_what_the_formula_says(name, mode, causal):
+    hyper, layer = hyper_of(CONFIGS[name], mode, is_causal=causal)
+    call = call_of(causal=causal)
+    out, _ = hyper(call)
+    p = {n: t.detach() for n, t in layer.named_parameters()}
+    q, k, v = call.query, call.key, call.value
+    k2, v2 = (
+        1 + torch.einsum("gef,bgmf->bgme", p["key_map"], k),
+        1 + torch.einsum("gef,bgmf->bgme", p["value_map"], v),
+    )
+    if "diagonal" in p:
+        q = q * (1 + p["diagonal"])[:, None]
+    if "query_factor" in p:
+        unit = torch.eye(6, dtype=torch.float64)[: layer.rank]
+        q, k, k2 = (torch.einsum("grf,bgmf->bgmr", unit + p[f"{n}_factor"], x)
+                    for n, x in (("query", q), ("key", k), ("key2", k2)))  # fmt: skip
+    windows = CONFIGS[name].windows or (None, None)
+    three, _ = by_hand.attention(q, k, v, k2, v2, scale=0.4, causal=causal, windows=windows)
+    pairs = 0.4 * torch.einsum("bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1))
+    own, _ = attention(pairs, v, causal=causal)
+    gate = torch.ones(4, 7, dtype=torch.float64)
+    if "gate" in p:
+        w1 = windows[0]
+        cut = [name == "low rank" or i >= w1 or (not causal and 6 - i >= w1) for i in range(7)]
+        gate[:, cut] = p["gate"][:, None]
+    expected = own + gate[..., None].numpy() * (three - own)
+    assert_close(out, torch.from_numpy(expected), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 0.8}, {"sinks": tensor(4, seed=6)}], ids=["", "cap", "sinks"]
+)
+def test_bidaf_is_what_the_formula_says(options):
+    hyper, layer = hyper_of(CONFIGS["bidaf"])
+    call = call_of(**options)
+    out, _ = hyper(call)
+    w1, w2, w3 = (p.detach() for p in (layer.w1, layer.w2, layer.w3))
+    scores = by_hand.bidaf(call.query, call.key, w1, w2, 0.4 * (1 + w3))
+    assert_close(
+        bidaf_scores(call.query, call.key, w1=w1, w2=w2, w3=0.4 * (1 + w3)), torch.from_numpy(scores), 1e-12
+    )
+    expected, _ = attention(scores, call.value, causal=True, **options)
+    assert_close(out, torch.from_numpy(expected), 1e-12)
+    (grad,) = torch.autograd.grad(out.square().sum(), layer.w1)
+    # what a row has in common, softmax does not see
+    assert grad.abs().max() > 1e-6 if options else not grad.any()
+
+
+def test_hype_beside_it_is_a_bias_on_j():
+    config = ha.HypeConfig(mu=0.2, tau=3.0)
+    hyper, layer = hyper_of(CONFIGS["whole"], "replace", [config])
+    with torch.no_grad():
+        for p in hyper.layers()[1].parameters():
+            p.zero_()
+    call = call_of()
+    bias = hype_bias(torch.arange(7), torch.arange(7), mu=0.2, tau=3.0, form="sinh")
+    k2 = 1 + torch.einsum("gef,bgmf->bgme", layer.key_map, call.key)
+    v2 = 1 + torch.einsum("gef,bgmf->bgme", layer.value_map, call.value)
+    expected, _ = by_hand.attention(
+        call.query, call.key, call.value, k2.detach(), v2.detach(), scale=0.4, causal=True, bias=bias
+    )
+    assert_close(hyper(call)[0], torch.from_numpy(expected), 1e-6)
+
+
+def test_chosen_heads_alone_are_changed():
+    for config in (CONFIGS["whole"], CONFIGS["short windows"], CONFIGS["bidaf"]):
+        hyper = Hyper(ha.HyperAttnConfig([config], heads=[1, 3]), Host("host", **FACTS)).double()
+        perturb(torch.nn.ModuleDict({"x": torch.nn.ModuleDict({"hyper": hyper})}), 0.5)
+        call = call_of()
+        pairs = 0.4 * torch.einsum("bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1))
+        plain = torch.from_numpy(attention(pairs, call.value, causal=True)[0])
+        moved = (hyper(call)[0] - plain).abs().amax((0, 2, 3)) > 1e-3
+        assert moved.tolist() == [False, True, False, True]
+
+
+def test_attention_weights_are_those_of_j():
+    model = learned("llama", TrilinearConfig(windows=(4, 2)))
+    ids = ids_of(model)
+    out = model(ids, output_attentions=True)
+    weights = torch.stack(out.attentions)
+    assert_close(weights.sum(-1), torch.ones(()).expand(weights.shape[:-1]), 1e-5)
+    assert_close(out.logits, model(ids).logits, 1e-5)
+
+
+# Caches, padding, generation.
+
+
+@some_configs
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_cache_gives_the_logits_of_the_full_pass(family, config, static):
+    model = learned(family, config)
+    ids = ids_of(model)
+    for pads in (0, 3):
+        mask = torch.ones_like(ids)
+        mask[0, :pads] = 0
+        where = (mask.cumsum(1) - 1).clamp(min=0)
+        exact = logits(model, input_ids=ids, attention_mask=mask, position_ids=where, use_cache=False)
+        if pads:
+            alone = logits(model, input_ids=ids[:1, pads:], use_cache=False)
+            torch.testing.assert_close(exact[:1, pads:], alone, atol=3e-5, rtol=0)
+        for how in CHUNKS.values():
+            cache = (
+                StaticCache(model.config, max_cache_len=14) if static else DynamicCache(config=model.config)
+            )
+            got = fed(model, ids, mask, cache, how)
+            torch.testing.assert_close(got[mask.bool()], exact[mask.bool()], atol=3e-5, rtol=0)
+
+
+@some_configs
+@pytest.mark.parametrize("family", ("mistral", "gpt_oss"))
+def test_sliding_caches_that_have_dropped_keys(family, config):
+    model = learned(family, config, sliding_window=4)
+    ids = ids_of(model)
+    exact = logits(model, input_ids=ids, use_cache=False)
+    for how in CHUNKS.values():
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=12)):
+            got = fed(model, ids, torch.ones_like(ids), cache, how)
+            torch.testing.assert_close(got, exact, atol=3e-5, rtol=0)
+
+
+@some_configs
+@pytest.mark.parametrize("family", ("llama", "bart", "t5"))
+def test_generation(family, config):
+    model = learned(family, config)
+    inputs = inputs_of(family, model)
+    for how in ({}, {"num_beams": 3}):
+        plain = generate(model, inputs, use_cache=False, **how)
+        assert torch.equal(generate(model, inputs, **how), plain)
+
+
+# Precision, compilation, adapters.
+
+
+@some_configs
+def test_half_precision_autocast_and_checkpointing(config):
+    model = learned("llama", config)
+    ids = ids_of(model)
+    exact = logits(model, input_ids=ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(logits(model, input_ids=ids).float(), exact, atol=5e-2, rtol=0)
+    grads = []
+    for way in ("plain", "checkpointed"):
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable()
+        model.train()
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([p.grad.clone() for n, p in model.named_parameters() if ".hyper." in n])
+    assert all(map(torch.equal, *grads))
+    half = model.eval().to(torch.bfloat16)
+    got = logits(half, input_ids=ids)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), exact, atol=5e-2, rtol=0)
+
+
+@some_configs
+def test_patched_models_compile_into_one_graph(config):
+    torch._dynamo.reset()
+    model = ha.patch_model(llama(num_hidden_layers=1), config)
+    perturb(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for inputs in (FAMILIES["llama"][1](), {"input_ids": ids_of(model, length=17)}):
+        inputs["use_cache"] = False
+        assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
+
+
+def test_lora_beside_it(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = get_peft_model(
+        ha.patch_model(llama(), CONFIGS["short windows"]),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper"], r=2),
+    )
+    inputs = FAMILIES["llama"][1]()
+    train(model, inputs | {"labels": inputs["input_ids"]})
+    expected = run(model.eval(), inputs)
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    fresh = ha.patch_model(llama(), CONFIGS["short windows"])
+    fresh.load_state_dict({n.replace("base_layer.", ""): p for n, p in model.base_model.model.state_dict().items()
+                           if "lora" not in n and "modules_to_save" not in n and "original_module" not in n},
+                          strict=False)  # fmt: skip
+    again = PeftModel.from_pretrained(fresh, tmp_path).eval()
+    assert difference(expected, run(again, inputs)) <= 1e-6
+
+
+# Refusals.
+
+BAD = [
+    (
+        dict(windows=(0, 32)),
+        r"TrilinearConfig.windows=\(0, 32\) is not allowed; allowed: \(w1, w2\), each an integer",
+    ),
+    (dict(windows=(512,)), "TrilinearConfig.windows"),
+    (dict(rank=0, tensor="cp"), "TrilinearConfig.rank=0 is not allowed; allowed: numbers from 1"),
+    (dict(rank=3), "TrilinearConfig.rank=3 is not allowed; allowed: None with tensor other than 'cp'"),
+    (
+        dict(form="bidaf", tensor="cp"),
+        "TrilinearConfig.tensor='cp' is not allowed; allowed: 'identity' with form=",
+    ),
+    (dict(form="bidaf", windows=(4, 4)), "TrilinearConfig.windows"),
+    (dict(form="triple"), "allowed: 'simplicial', 'bidaf'"),
+]
+
+
+@pytest.mark.parametrize("fields, said", BAD, ids=[str(f) for f, _ in BAD])
+def test_bad_configurations(fields, said):
+    with pytest.raises(ValueError, match=said):
+        TrilinearConfig(**fields)
+
+
+def test_refused_hosts_and_companions():
+    model = llama()
+    state = State(model)
+    with pytest.raises(
+        ValueError, match="TrilinearConfig.rank=9 is not allowed; allowed: 1 to 8, the head dimension"
+    ):
+        ha.patch_model(model, TrilinearConfig(tensor="cp", rank=9))
+    for other in (ha.ConeConfig(), ha.HsaConfig()):
+        with pytest.raises(ValueError, match="trilinear|hsa"):
+            ha.patch_model(model, TrilinearConfig(), other)
+    with pytest.raises(ValueError, match="trilinear and mkl have no meaning together"):
+        ha.patch_model(model, TrilinearConfig(), ha.MechanismConfig.from_dict({"mechanism": "mkl"}))
+    assert state.differences(State(model)) == []
+    bart = FAMILIES["bart"][0]()
+    with pytest.raises(
+        ValueError, match="windows=.* no meaning for cross-attention .*include_cross_attention=False"
+    ):
+        ha.patch_model(bart, TrilinearConfig(), include_cross_attention=True)
+    inputs = FAMILIES["bart"][1]()
+    before = run(bart, inputs)
+    ha.patch_model(bart, TrilinearConfig(windows=None), include_cross_attention=True)
+    assert difference(before, run(bart, inputs)) == 0
+
+
+def test_round_trip_of_the_config():
+    for config in CONFIGS.values():
+        assert TrilinearConfig.from_dict(config.to_dict()) == config
