@@ -21,7 +21,7 @@ from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import parts, write_records
-from .stock import RUNNING, STOCK, stock_name
+from .stock import RUNNING, STOCK, find_eager, stock_name
 
 logger = logging.get_logger(__name__)
 
@@ -141,6 +141,7 @@ def attach(
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
     note_all(base)
+    find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
     for hyper, (module, _) in zip(built, chosen, strict=True):
         hyper.newly_routed = newly_routed

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -63,13 +62,32 @@ def additive_mask(
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
-@cache
+#: The families' own eager attention by class of host. Found when a model is patched: the compiler cannot look for it.
+EAGER: dict[type, Callable] = {}
+
+
+def find_eager(classes: Iterable[type]) -> None:
+    """Look for the eager attention of these classes; some have none."""
+    for cls in set(classes) - EAGER.keys():
+        found = _eager_function(cls)
+        if found is not None:
+            EAGER[cls] = found
+
+
 def eager_function(cls: type) -> Callable:
     """The family's own eager attention: what its code hands to the attention interface as the default."""
+    if cls not in EAGER:
+        find_eager([cls])
+    if cls not in EAGER:
+        raise ValueError(
+            f"{cls.__name__} has no eager attention beside it; load the model with attn_implementation='sdpa'"
+        )
+    return EAGER[cls]
+
+
+def _eager_function(cls: type) -> Callable | None:
     for function in interface_callers(cls):
         for name in function.__code__.co_names:
             if "eager" in name and callable(function.__globals__.get(name)):
                 return function.__globals__[name]
-    raise ValueError(
-        f"{cls.__name__} has no eager attention beside it; load the model with attn_implementation='sdpa'"
-    )
+    return None

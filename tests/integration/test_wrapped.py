@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from tests.integration.models import State, difference, llama, perturb, run, text_inputs, train
+from tests.integration.models import TEXT, State, difference, llama, perturb, run, text_inputs, train
 
 CONE = ha.ConeConfig()
 
@@ -78,6 +78,17 @@ def test_a_compiled_model():
 def test_a_patched_model_compiles_without_a_break():
     inputs, model = text_inputs(), ha.patch_model(llama(), CONE)
     perturb(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["Bloom", "Gemma2"])
+def test_hosts_that_keep_their_own_eager_attention_compile_beside_patched_ones(family):
+    """Bloom has no other implementation, Gemma2's softcap is for no other."""
+    config = getattr(hf, f"{family}Config")(**TEXT, num_key_value_heads=2, head_dim=8)
+    model = getattr(hf, f"{family}ForCausalLM")(config).eval()
+    inputs = {"input_ids": text_inputs()["input_ids"]}
+    perturb(ha.patch_model(model, CONE, layers=[1]))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
 
