@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import blockwise, cpu, reference, sdpa
+from . import blockwise, cpu, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
 from .score import PairScore
 
@@ -31,6 +31,7 @@ register_engine("reference", reference.attend)
 register_engine("blockwise", blockwise.attend)
 register_engine("sdpa", sdpa.attend)
 register_engine("cpu", cpu.attend)
+register_engine("triton", triton.attend)
 
 
 def available_engines() -> tuple[str, ...]:
@@ -43,11 +44,15 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     where there are such, else blocks.
     """
     tiles = "cpu" if cpu.suits(score, value, options) else "blockwise"
+    if triton.suits(score, value, options):
+        tiles = "triton"
     if torch.compiler.is_compiling():  # no guard on lengths: a compiled or exported call serves all of them
         return "reference" if weights else tiles
     small = math.prod(score.shape) <= DENSE_ELEMENTS
     if weights or small:
         return "reference"
+    if tiles == "triton" and len(score.pieces) > 1:  # biases are no columns there
+        return tiles
     return "sdpa" if sdpa.suits(score, value, options) else tiles
 
 

@@ -131,7 +131,7 @@ def _told(reason: str) -> None:
 
 
 def suits(score: PairScore, value: Tensor, options: Options) -> bool:
-    """Whether `auto` takes this engine: the call is for a GPU and it can; if it cannot, one line in the log says why."""
+    """Whether `auto` takes this engine: it can, and on a GPU. One line in the log says why it cannot there."""
     if value.device.type != "cuda":
         return False
     reason = hindrance(score, value, options)

@@ -1,10 +1,10 @@
 """Tile sizes, and the choice among them by measuring.
 
 What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
-its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each kernel
-two or three sizes are tried once per kind of call: a large one, which reads keys least often, a small one, for chips
-with less shared memory (the smallest always fits 99 KiB) and for short sequences. tests/engines/test_triton_compiled.py
-says what each needs.
+its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each
+kernel two or three sizes are tried, once per kind of call: a large one, which reads keys least often, and a small one,
+for chips with less shared memory (the smallest needs at most 99 KiB) and for short sequences.
+tests/engines/test_triton_compiled.py holds them to what chips have.
 
 Environment: HF_HYPERATTN_TRITON_TUNE=0 takes the first size without measuring.
 """
