@@ -12,7 +12,7 @@ Dot product, cone, hyperbolic distance, HyPE and their blends all have this form
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -127,7 +127,22 @@ CONVERTED = "_hyperattn_converted"
 
 
 @dataclass(frozen=True)
-class Piece:
+class Reader:
+    """How an engine that reads each key once, for one query or a few, makes a piece's column statistics itself.
+
+    Args:
+        cpp: the type, in the header of the piece's term, that reads them (see engines/cpu/score.h).
+        head: its parameters, [H] each.
+        points: the first numbers of `Points`: of queries [B, H, N, p], and the scale [H]. Keys are read as points too.
+    """
+
+    cpp: str
+    head: Callable[[], tuple[Tensor, ...]]
+    points: Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Piece(LateFields):
     """A term with its numbers, and the definition it must agree with.
 
     Args:
@@ -143,17 +158,19 @@ class Piece:
             row's number. None where there are none, or where float32 sums of the product would be too inexact.
         capped: whether `softcap` acts on it, as it does on the first piece: where it takes that one's place in some
             heads.
+        reader: makes `column` from keys, where the room has that; `column` may then be given as `Late`.
     """
 
     term: Term
     definition: Callable[[], Tensor]
     row: tuple[Tensor, ...] = ()
-    column: tuple[Tensor, ...] = ()
+    column: tuple[Tensor, ...] = field(default_factory=tuple)
     head: tuple[Tensor, ...] = ()
     gate: Tensor | None = None
     columns: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     features: Callable[[], tuple[Tensor, Tensor]] | None = None
     capped: bool = False
+    reader: Reader | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +183,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(LateFields):
     """What a score's features were made from, in the caller's dtype, for engines that need no copies of it.
 
     The features are scale · row · query and column · key, of each vector the first `width` numbers.
@@ -177,7 +194,7 @@ class Source:
         scale: for all queries.
         features: what was made from it: a score with others is not taken for it.
         row: a factor per query [B, H, N], or None for 1.
-        column: a factor per key [B, Hkv, M], or None for 1.
+        column: a factor per key [B, Hkv, M], or None for 1; may be given as `Late`.
         width: d, or None for all of d'.
     """
 
@@ -186,7 +203,7 @@ class Source:
     scale: float
     features: tuple[Tensor | Late, Tensor | Late]
     row: Tensor | None = None
-    column: Tensor | None = None
+    column: Tensor | None = field(default_factory=lambda: None)
     width: int | None = None
 
 
@@ -233,7 +250,7 @@ class PairScore(LateFields):
     def weighted(self, weight: Tensor) -> PairScore:
         """This score with every piece multiplied by a weight per query head, [H]."""
         gates = [weight if p.gate is None else p.gate * weight for p in self.pieces]
-        return self.changed(pieces=tuple(replace(p, gate=g) for p, g in zip(self.pieces, gates, strict=True)))
+        return self.changed(pieces=tuple(p.changed(gate=g) for p, g in zip(self.pieces, gates, strict=True)))
 
     @property
     def raw(self) -> Source | None:

@@ -89,6 +89,18 @@ class Slots(ctypes.Structure):
     ]
 
 
+class Decode(ctypes.Structure):
+    """`struct Decode` of decode.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("points", "scale")),
+        ("width", LONG),
+        ("head", POINTER),
+        *((name, LONG) for name in ("heads", "needs_dot")),
+        ("given", POINTER),
+    ]
+
+
 def at(t: Tensor) -> ctypes.c_void_p:
     """A tensor's address as an argument."""
     return ctypes.c_void_p(t.data_ptr())

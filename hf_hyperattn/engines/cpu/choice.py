@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import blockwise, native
 from ..options import Options
 from ..score import PairScore
-from . import library, operator
+from . import decode, library, operator
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -23,7 +23,8 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     """
     reason = hindrance(score, value, options)
     if reason is None:
-        return operator.attend(score, value, options), None
+        way = decode if decode.suits(score, value, options) else operator
+        return way.attend(score, value, options), None
     say_once(reason)
     return blockwise.attend(score, value, options)
 

@@ -1,5 +1,6 @@
 // What Python calls (library.py).
 #include "backward.h"
+#include "decode.h"
 #include "forward.h"
 #include "norms.h"
 
@@ -9,6 +10,10 @@ using hyper::Call;
 extern "C" {
 
 void hyper_forward(const Call* c) { c->half ? hyper::forward<Bfloat>(*c) : hyper::forward<float>(*c); }
+
+void hyper_decode(const Call* c, const hyper::Decode* d) {
+  c->half ? hyper::decode<Bfloat>(*c, *d) : hyper::decode<float>(*c, *d);
+}
 
 void hyper_deltas(const Call* c, const float* grad, float* delta) { hyper::deltas(*c, grad, delta); }
 

@@ -19,16 +19,19 @@ from ..score import capped_in, parse_spec
 
 HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
-CORE = [HERE / name for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h", "norms.h")]
+CORE = [
+    HERE / name
+    for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h", "decode.h", "norms.h")
+]
 
 TEXT = """// {spec}
 {includes}
 extern "C" const hyper::ScoreTable* hyper_score() {{
-  return &hyper::Passes<hyper::Score<{pieces}>>::table;
+  return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
 }}
 """
 
-_tables: dict[tuple[str, bool], tuple[ctypes.CDLL, int]] = {}
+_tables: dict[tuple[str, bool, str], tuple[ctypes.CDLL, int]] = {}
 
 
 def core() -> ctypes.CDLL | None:
@@ -39,19 +42,20 @@ def core() -> ctypes.CDLL | None:
     return found
 
 
-def table(spec: str, capped: bool) -> int | None:
+def table(spec: str, capped: bool, reader: str = "") -> int | None:
     """The address of a score's ScoreTable; None where the engine or the score cannot be built.
 
     Args:
         spec: `PairScore.spec`.
         capped: whether there is a softcap.
+        reader: for decoding, `"index type"` of the piece that reads its statistics from keys (score.h).
     """
-    if (spec, capped) in _tables and native.enabled():
-        return _tables[spec, capped][1]
+    if (spec, capped, reader) in _tables and native.enabled():
+        return _tables[spec, capped, reader][1]
     if not has_functors(spec) or core() is None:
         return None
     try:
-        source = written(text_of(spec, capped))
+        source = written(text_of(spec, capped, reader))
     except OSError:  # nowhere to write: the core was built elsewhere, or is gone
         return None
     headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
@@ -59,8 +63,8 @@ def table(spec: str, capped: bool) -> int | None:
     if library is None:
         return None
     library.hyper_score.restype = ctypes.c_void_p
-    _tables[spec, capped] = library, library.hyper_score()
-    return _tables[spec, capped][1]
+    _tables[spec, capped, reader] = library, library.hyper_score()
+    return _tables[spec, capped, reader][1]
 
 
 def has_functors(spec: str) -> bool:
@@ -69,12 +73,12 @@ def has_functors(spec: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def ready(spec: str, capped: bool) -> bool:
+def ready(spec: str, capped: bool, reader: str = "") -> bool:
     """Whether a score's library is there, or can be built now. A constant while a call is traced."""
-    return table(spec, capped) is not None
+    return table(spec, capped, reader) is not None
 
 
-def text_of(spec: str, capped: bool) -> str:
+def text_of(spec: str, capped: bool, reader: str = "") -> str:
     """The C++ source of a score's library."""
     boolean = lambda value: str(bool(value)).lower()
     pieces, headers = [], [HERE / "score.h"]
@@ -83,7 +87,9 @@ def text_of(spec: str, capped: bool) -> str:
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
     includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
-    return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces))
+    index, _, kind = reader.partition(" ")
+    read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
+    return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces), reader=read)
 
 
 def written(text: str) -> Path:

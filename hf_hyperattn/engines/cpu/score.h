@@ -20,6 +20,7 @@ struct Pair {
   const float* row;     // the query's statistics
   const Vec* column;
   const float* head;
+  const Vec* gap = nullptr;  // the squared distance from differences, where that is known already
   // where the features stand, for `gap_from_differences`
   const float* query = nullptr;
   const float* keys = nullptr;
@@ -163,12 +164,12 @@ struct Reader {
   }
   Pair pair(int64_t j, Vec (&column)[S::columns + 1], const float* head) const {
     for (int i = 0; i < S::columns; ++i) column[i] = load(t.column[i] + j);
-    return {load(t.dot + r * t.step + j), row, column, head, t.query + r * t.query_step,
+    return {load(t.dot + r * t.step + j), row, column, head, nullptr, t.query + r * t.query_step,
             t.keys + j / kPanel * kPanel * t.dim + j % kPanel, t.dim};
   }
 };
 
-template <class S, bool Extra>
+template <class S, bool Extra, bool Gap = false>
 void forward_rows(const Tile& t) {
   for (int64_t r = 0; r < t.rows; ++r) {
     const Reader<S> reader(t, r);
@@ -176,7 +177,10 @@ void forward_rows(const Tile& t) {
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
       Vec column[S::columns + 1];
       typename S::States states;
-      Vec x = S::logit(reader.pair(j, column, t.head), states, t.softcap);
+      Pair pair = reader.pair(j, column, t.head);
+      Vec gap;
+      if constexpr (Gap) gap = load(t.gap + r * t.step + j), pair.gap = &gap;
+      Vec x = S::logit(pair, states, t.softcap);
       if constexpr (Extra) x += load(t.extra + r * t.step + j);
       if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
       top = larger(top, x);
@@ -224,7 +228,28 @@ void backward_rows(const Tile& t) {
   for (int i = 0; i < S::heads; ++i) t.d_head[i] += sum_of(d_head[i]);
 }
 
-template <class S>
+// Reads the statistics of one piece from keys: `Column` is where its own begin. A room's reader has
+//   columns                                                how many there are
+//   read(last, side, dim, head, column) -> factor          for one register of keys
+template <class R, int Column>
+void read_columns(const KeyTile& t) {
+  for (int64_t j = 0; j < t.count; j += kLanes) {
+    Vec column[R::columns];
+    store(t.factor + j, R::read(load(t.last + j), load(t.side + j), t.dim, t.head, column));
+    for (int i = 0; i < R::columns; ++i) store(t.column[Column + i] + j, column[i]);
+  }
+}
+
+// The piece `I` of a score, read by R.
+template <int I, class R>
+struct ReadBy {
+  template <class S>
+  static void read(const KeyTile* t) {
+    read_columns<R, S::template column0<I>>(*t);
+  }
+};
+
+template <class S, class Read = void>
 struct Passes {
   static void forward(const Tile* t) { t->extra ? forward_rows<S, true>(*t) : forward_rows<S, false>(*t); }
   static void backward(const Tile* t) {
@@ -234,7 +259,17 @@ struct Passes {
     else
       drop ? backward_rows<S, false, true>(*t) : backward_rows<S, false, false>(*t);
   }
-  static constexpr ScoreTable table = {S::rows, S::columns, S::heads, forward, backward};
+  static void decode(const Tile* t) {
+    if (!t->gap)
+      forward(t);
+    else
+      t->extra ? forward_rows<S, true, true>(*t) : forward_rows<S, false, true>(*t);
+  }
+  static constexpr ReadPass reader() {
+    if constexpr (std::is_void_v<Read>) return nullptr;
+    else return &Read::template read<S>;
+  }
+  static constexpr ScoreTable table = {S::rows, S::columns, S::heads, forward, backward, decode, reader()};
 };
 
 }  // namespace hyper

@@ -45,6 +45,7 @@ struct Tile {
   int64_t query_step;
   const float* keys;            // panels
   int64_t dim;
+  const float* gap;             // decoding: squared distances from differences, [rows, step]; or null
   // backward
   float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
   const float *lse, *delta;     // of the rows
@@ -54,12 +55,24 @@ struct Tile {
   Dropout dropout;
 };
 
+// Decoding: from numbers of keys to the statistics that a score reads, `count` of each, whole registers.
+struct KeyTile {
+  int64_t count;
+  float dim;                    // of the keys
+  const float *last, *side;     // the last number of each, and the sum of the squares of those that points have
+  const float* head;            // what the readers take of this head
+  float* const* column;         // out
+  float* factor;                // out: what a key is multiplied with to be a point
+};
+
 typedef void (*ScorePass)(const Tile*);
+typedef void (*ReadPass)(const KeyTile*);
 
 // What a library of scores exports for one of them.
 struct ScoreTable {
   int32_t rows, columns, heads;
-  ScorePass forward, backward;
+  ScorePass forward, backward, decode;
+  ReadPass read;                // null where no statistic is read from keys
 };
 
 }  // namespace hyper

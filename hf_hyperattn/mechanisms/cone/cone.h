@@ -24,7 +24,7 @@ struct Distance {
     if constexpr (OnProduct) inner = inner - p.row[Own + 2] * p.column[Own + 2];
     Vec twice = inner * -2.0f;
     if constexpr (OnProduct) twice = twice * p.column[Own + 1] * p.row[Own + 1];
-    gap = twice + p.column[Own] + p.row[Own];
+    gap = p.gap ? *p.gap : twice + p.column[Own] + p.row[Own];
   }
 
   // What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient.
@@ -114,6 +114,34 @@ struct Penumbral {
     s.column[1] = d_half + d_narrow * by_b;
     s.head[0] = in;
     return s;
+  }
+};
+
+// Statistics of keys from the keys themselves, as features.py makes them. Parameters: the factors of heights and of gaps
+// and the radius, all as in ConeSpace, and for clamped heights the largest.
+enum Mapping { kXi, kPsi };
+
+template <Mapping Map, bool IsPenumbral, bool OnProduct>
+struct Keys {
+  static constexpr int own = IsPenumbral ? 2 : 1, columns = own + (OnProduct ? 3 : 1);
+
+  static Vec read(Vec last, Vec side, float dim, const float* head, Vec* column) {
+    const float height_factor = head[0], square = head[1] * head[1], radius = head[2], most = head[3];
+    Vec stretch;
+    if constexpr (Map == kXi) stretch = exponential(smaller(larger(last / dim, splat(-10.0f)), splat(10.0f)));
+    else stretch = 1.0f / (1.0f + exponential(-last));
+    Vec h = stretch * height_factor;
+    if constexpr (IsPenumbral) {
+      h = smaller(h, splat(most));
+      const float square_radius = radius * radius;
+      column[0] = h * h;
+      column[1] = root(larger(square_radius - h * h, splat(1e-6f * square_radius)));
+    } else {
+      column[0] = h;
+    }
+    column[own] = side * stretch * stretch * square;
+    if constexpr (OnProduct) column[own + 1] = stretch, column[own + 2] = last;
+    return stretch;
   }
 };
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.late import late
-from ...engines.score import TERMS, PairScore, Piece, Points, Source, repeat_heads, working_dtype
+from ...engines.late import Late, late, value_of
+from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, repeat_heads, working_dtype
 from .points import CLAMP, horizontal, of_parts
 from .score import FLOOR, definition, inverse_sinh
+
+#: Mappings whose statistics the CPU engine reads from keys itself (cone.h).
+READERS = {"xi": "cone::kXi", "psi": "cone::kPsi"}
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,12 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
         TERMS[space.term],
         _definition(query, key, space),
         row=(*space.own_statistics(q.height), per_head(q.square, square)),
-        column=(*space.own_statistics(k.height), per_head(k.square, square)),
+        column=late(lambda: _columns(space, value_of(k))),
         head=space.head_parameters(query.shape[1]),
+        reader=_reader(q, space, on_product=False),
     )
-    features = late(lambda: q.horizontal() * square[:, None, None]), late(k.horizontal)
-    factors = per_head(q.stretch, square), k.stretch
+    features = late(lambda: q.horizontal() * square[:, None, None]), late(lambda: value_of(k).horizontal())
+    factors = per_head(q.stretch, square), late(lambda: value_of(k).stretch)
     source = Source(query, key, 1.0, features, *factors, width=query.shape[-1] - 1)
     return PairScore(*features, (piece,), partial(_gap_points, q, k, space), source=source)
 
@@ -148,9 +152,10 @@ def cone_piece(
             per_head(q.stretch, square / scale),
             q.last * scale,
         ),
-        column=(*space.own_statistics(k.height), per_head(k.square, square), k.stretch, k.last),
+        column=late(lambda: (*_columns(space, value_of(k)), value_of(k).stretch, value_of(k).last)),
         head=space.head_parameters(query.shape[1]),
         gate=gate,
+        reader=_reader(q, space, on_product=True),
     )
     return piece, partial(_gap_points, q, k, space)
 
@@ -158,8 +163,28 @@ def cone_piece(
 def _sides(query, key, space):
     dtype = working_dtype(query, key)
     gamma, radius = torch.broadcast_tensors(space.gamma.to(dtype), space.radius.to(dtype))
-    q, k = (Side.of(x, dtype, space.mapping) for x in (query, key))
+    q, k = Side.of(query, dtype, space.mapping), late(lambda: Side.of(key, dtype, space.mapping))
     return q, k, replace(space, gamma=gamma, radius=radius)
+
+
+def _columns(space: ConeSpace, k: Side) -> tuple[Tensor, ...]:
+    return *space.own_statistics(k.height), per_head(k.square, space.gap_factor**2)
+
+
+def _reader(q: Side, space: ConeSpace, on_product: bool) -> Reader | None:
+    """How an engine reads keys; it does not for expmap."""
+    if space.mapping not in READERS:
+        return None
+    heads = q.vectors.shape[1]
+
+    def head():
+        r = space.radius * space.weight
+        most = CLAMP * r if space.clamp_heights else torch.full_like(r, torch.inf)
+        return tuple(x.expand(heads) for x in (space.height_factor, space.gap_factor, r, most))
+
+    penumbral = space.variant == "penumbral"
+    cpp = f"cone::Keys<{READERS[space.mapping]}, {penumbral:d}, {on_product:d}>"
+    return Reader(cpp, head, lambda: (q.horizontal(), space.gap_factor.expand(heads)))
 
 
 def _definition(query, key, space):
@@ -167,5 +192,5 @@ def _definition(query, key, space):
     return partial(definition, query, key, space.gamma, space.radius, **names)
 
 
-def _gap_points(q: Side, k: Side, space: ConeSpace) -> Points:
-    return Points(q.horizontal(), k.horizontal(), space.gap_factor.expand(q.vectors.shape[1]))
+def _gap_points(q: Side, k: Side | Late, space: ConeSpace) -> Points:
+    return Points(q.horizontal(), value_of(k).horizontal(), space.gap_factor.expand(q.vectors.shape[1]))

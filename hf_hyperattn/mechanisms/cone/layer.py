@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ class ConeLayer(MechanismLayer):
         if self.mode == "blend":
             return plan.change(score=plan.score.plus(piece, points))
         score = plan.score.weighted(1 - chosen.to(dtype))
-        return plan.change(score=score.plus(replace(piece, capped=True), points))
+        return plan.change(score=score.plus(piece.changed(capped=True), points))
 
     def space(self, dtype: torch.dtype, device) -> ConeSpace:
         """The cone's parameters as they stand, in the working dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...engines.cpu import norms
 from ...engines.late import Late, late, value_of
-from ...engines.score import TERMS, PairScore, Piece, Points, Source, repeat_heads, working_dtype
+from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, repeat_heads, working_dtype
 from .points import direction_and_norm, half_radius, shortest
 from .score import definition
 
@@ -56,12 +56,15 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
         TERMS[space.distance],
         _definition(query, key, space),
         row=space.statistics(q.norm),
-        column=space.statistics(k.norm),
+        column=late(lambda: space.statistics(value_of(k).norm)),
         head=(space.beta.expand(heads),),
         features=_features(query, key, space),
+        reader=_reader(q, space, heads, on_product=False),
     )
-    features = q.directions, k.directions
-    source = Source(query, key, space.scale, features, 1 / q.norm, space.scale / k.norm)
+    features = q.directions, late(lambda: value_of(value_of(k).directions))
+    source = Source(
+        query, key, space.scale, features, 1 / q.norm, late(lambda: space.scale / value_of(k).norm)
+    )
     return PairScore(*features, (piece,), partial(_points, q, k, heads), watch=True, source=source)
 
 
@@ -78,10 +81,11 @@ def hyperbolic_piece(
         TERMS[space.distance + "_on_product"],
         _definition(query, key, space),
         row=(*space.statistics(q.norm), space.scale**2 / scale / q.norm),
-        column=(*space.statistics(k.norm), 1 / k.norm),
+        column=late(lambda: (*space.statistics(value_of(k).norm), 1 / value_of(k).norm)),
         head=(space.beta.expand(heads),),
         gate=gate,
         features=_features(query, key, space),
+        reader=_reader(q, space, heads, on_product=True),
     )
     return piece, partial(_points, q, k, heads)
 
@@ -99,13 +103,24 @@ class Side:
         return cls(norm, late(lambda: direction_and_norm(x.to(dtype), scale)[0]))
 
 
-def _sides(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Side, Side, HyperbolicSpace]:
+def _sides(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Side, Side | Late, HyperbolicSpace]:
     dtype = working_dtype(query, key)
-    return *(Side.of(x, dtype, space.scale) for x in (query, key)), space.to(dtype)
+    q, k = Side.of(query, dtype, space.scale), late(lambda: Side.of(key, dtype, space.scale))
+    return q, k, space.to(dtype)
 
 
-def _points(q: Side, k: Side, heads: int) -> Points:
-    return Points(value_of(q.directions), value_of(k.directions), q.norm.new_ones(heads))
+def _points(q: Side, k: Side | Late, heads: int) -> Points:
+    return Points(value_of(q.directions), value_of(value_of(k).directions), q.norm.new_ones(heads))
+
+
+def _reader(q: Side, space: HyperbolicSpace, heads: int, on_product: bool) -> Reader:
+    """How an engine reads keys."""
+    root = space.curvature.sqrt().expand(heads)
+    return Reader(
+        f"hyperbolic::Keys<{on_product:d}>",
+        lambda: (torch.full_like(root, space.scale), root),
+        lambda: (value_of(q.directions), torch.ones_like(root)),
+    )
 
 
 def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ using namespace hyper;
 
 constexpr float kEpsilon = 1.1920929e-07f, kNoise = 4.0f * kEpsilon, kBlur = 256.0f * kEpsilon * kEpsilon;
 constexpr float kExact = 2e-4f, kSteep = 32.0f, kRelative = 1e-5f;
+constexpr float kFarthest = 6.1030338f;  // artanh(1 - 1e-5), as in points.py
 
 // w = sinh² of half the distance, and what its gradient needs.
 template <bool OnProduct>
@@ -25,7 +26,8 @@ struct Separation {
     // sinh(a_q - a_k) in a form that is exactly 0 for equal radii, however products are rounded
     x = (p.row[0] - p.column[0]) * p.column[1] - (p.row[1] - p.column[1]) * p.column[0];
     noise = kNoise * p_q * p_k;
-    set_opening(larger(2.0f - 2.0f * cosine, Vec{}));
+    set_opening(p.gap ? *p.gap : larger(2.0f - 2.0f * cosine, Vec{}));
+    if (p.gap) noise = kBlur * p_q * p_k;
   }
 
   void set_opening(Vec to) {
@@ -77,7 +79,7 @@ struct Geodesic {
   static State open(const Pair& p) {
     Separation<OnProduct> from(p);
     Vec slope = root(from.w + from.w * from.w);
-    if (any((p.head[0] * from.noise > kExact * slope) | (from.w < kSteep * from.noise))) [[unlikely]] {
+    if (!p.gap && any((p.head[0] * from.noise > kExact * slope) | (from.w < kSteep * from.noise))) [[unlikely]] {
       from.use_differences(p);
       slope = root(from.w + from.w * from.w);
     }
@@ -104,7 +106,7 @@ struct SquaredLorentz {
 
   static State open(const Pair& p) {
     Separation<OnProduct> from(p);
-    if (any((p.head[0] * from.noise > splat(kExact)) & (from.noise > kRelative * from.w))) [[unlikely]]
+    if (!p.gap && any((p.head[0] * from.noise > splat(kExact)) & (from.noise > kRelative * from.w))) [[unlikely]]
       from.use_differences(p);
     return {-p.head[0] * from.w, from};
   }
@@ -114,6 +116,22 @@ struct SquaredLorentz {
     state.from.pull(p, state.from.without_noise(-p.head[0] * grad), s);
     s.head[0] = -grad * state.from.w;
     return s;
+  }
+};
+
+// Statistics of keys from the keys themselves, as features.py makes them. Parameters: what vectors are scaled with, and
+// the square root of the curvature.
+template <bool OnProduct>
+struct Keys {
+  static constexpr int columns = Separation<OnProduct>::count;
+
+  static Vec read(Vec, Vec square, float, const float* head, Vec* column) {
+    const Vec inverse = 1.0f / larger(head[0] * root(square), splat(1e-15f));
+    const Vec a = smaller(head[1] / inverse, splat(kFarthest)), sine = hyperbolic_sine(a);
+    column[0] = sine;
+    column[1] = root(1.0f + sine * sine);
+    if constexpr (OnProduct) column[2] = inverse;
+    return head[0] * inverse;
   }
 };
 

@@ -1,0 +1,232 @@
+// A few queries against many keys, as in generation: every key is read once, where it lies. Statistics of keys are made
+// of it on the way, and distances are taken from differences. A task is a chunk of the keys of one key head; what the
+// chunks find is joined at the end.
+#pragma once
+
+#include <vector>
+
+#include "forward.h"
+
+namespace hyper {
+
+struct Decode {
+  const float* points;          // contiguous [B, H, N, width]: what gaps are measured from; or null
+  const float* scale;           // [H]: gap = scale² · |point - factor · key|²
+  int64_t width;                // of the points
+  const float* const* head;     // [H] each, what the readers take
+  int64_t heads;                // how many of them
+  int64_t needs_dot;
+  const int64_t* given;         // for each statistic of columns, whether it is in Call::column; others are read
+};
+
+// to[j] = the sum over registers of term(key row j, e), for `count` rows.
+template <class Term>
+inline void sum_rows(int64_t count, int64_t dim, Term term, float* to) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    Vec sums[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t row = std::min(j + i, count - 1);
+      Vec sum = {};
+      for (int64_t e = 0; e < dim; e += kLanes) sum += term(row, e);
+      sums[i] = sum;
+    }
+    transpose(sums);
+    Vec total = sums[0];
+    for (int i = 1; i < kLanes; ++i) total += sums[i];
+    store(to + j, total);
+  }
+}
+
+template <typename T>
+class DecodeTask {
+ public:
+  DecodeTask(const Call& call, const Decode& decode)
+      : c(call), d(decode), wide(padded(c.value_dim)), dim(padded(c.dim)), rows_(c.group() * c.queries),
+        scratch_(rows_ * (2 * dim + wide + 3) + kTileKeys * (dim + wide + 3) + 3 * kTileKeys * c.queries + dim +
+                 Frame::size(c) + 512) {
+    queries_ = scratch_.take(rows_ * dim);
+    points_ = scratch_.take(rows_ * dim);
+    out_ = scratch_.take(rows_ * wide);
+    top_ = scratch_.take(rows_);
+    sum_ = scratch_.take(rows_);
+    tops_ = scratch_.take(rows_);
+    key_rows_ = scratch_.take(kTileKeys * dim);
+    value_rows_ = scratch_.take(kTileKeys * wide);
+    last_ = scratch_.take(kTileKeys);
+    side_ = scratch_.take(kTileKeys);
+    factor_ = scratch_.take(kTileKeys);
+    dots_ = scratch_.take(kTileKeys * c.queries);
+    gaps_ = scratch_.take(kTileKeys * c.queries);
+    extra_ = scratch_.take(kTileKeys * c.queries);
+    counts_ = scratch_.take(dim);
+    frame_.columns = scratch_.take(Frame::size(c));
+    for (int64_t e = 0; e < dim; ++e) counts_[e] = e < d.width ? 1.0f : 0.0f;
+  }
+
+  // Keys [start, stop) against all queries of their heads; leaves sums, maxima and totals in `found`.
+  void run(int64_t b, int64_t kv, int64_t start, int64_t stop, float* found) {
+    for (int64_t g = 0; g < c.group(); ++g) {
+      const int64_t h = kv * c.group() + g, from = (b * c.heads + h) * c.queries;
+      copy_rows(queries_of<T>(c, b, h, 0), c.queries, 0, c.dim, dim, queries_ + g * c.queries * dim);
+      if (d.points)
+        copy_rows(Rows<float>{d.points + from * d.width, d.width, nullptr, 0, d.scale[h]}, c.queries, 0, d.width, dim,
+                  points_ + g * c.queries * dim);
+    }
+    std::fill_n(out_, rows_ * wide, 0.0f);
+    std::fill_n(top_, rows_, -kInf);
+    std::fill_n(sum_, rows_, 0.0f);
+    for (int64_t key = start; key < stop; key += kTileKeys) tile(b, kv, key, std::min(kTileKeys, stop - key));
+    for (int64_t r = 0; r < rows_; ++r, found += wide + 2) {
+      std::copy_n(out_ + r * wide, wide, found);
+      found[wide] = top_[r], found[wide + 1] = sum_[r];
+    }
+  }
+
+ private:
+  void tile(int64_t b, int64_t kv, int64_t key, int64_t count) {
+    const auto [keys, step] = rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
+    const auto [values, value_step] = rows(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
+    if (c.score->read) measure(keys, step, count);
+    for (int64_t g = 0; g < c.group(); ++g) {
+      const int64_t h = kv * c.group() + g, slot = g * c.queries;
+      if (!frame_.see(c, 0, c.queries, key, count)) continue;
+      load_statistics(b, h, key, count);
+      for (int64_t r = 0; r < c.queries; ++r) compare(keys, step, count, slot + r, r, h);
+      weigh(b, h, key, count, slot);
+      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * wide, wide, c.queries, wide, true);
+    }
+  }
+
+  // Rows as floats that fill whole registers: in place, or copied.
+  std::pair<const float*, int64_t> rows(Rows<T> from, int64_t count, int64_t width, int64_t filled, float* to) {
+    if constexpr (std::is_same_v<T, float>)
+      if (width == filled) return {from.at, from.step};
+    from.factor = nullptr;
+    copy_rows(from, count, 0, width, filled, to);
+    return {to, filled};
+  }
+
+  // Of each key the last number, and the sum of the squares of the first ones.
+  void measure(const float* keys, int64_t step, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) last_[j] = keys[j * step + c.dim - 1];
+    sum_rows(count, dim, [&](int64_t j, int64_t e) {
+      const Vec k = load(keys + j * step + e) * load(counts_ + e);
+      return k * k;
+    }, side_);
+    std::fill(last_ + count, last_ + padded(count), 0.0f);
+  }
+
+  void load_statistics(int64_t b, int64_t h, int64_t key, int64_t count) {
+    frame_.load_head(c, h);
+    frame_.load_rows(c, b, h, 0);
+    float *columns[kMostNumbers], parameters[kMostNumbers];
+    for (int i = 0; i < c.score->columns; ++i) {
+      float* to = frame_.columns + i * kTileKeys;
+      frame_.column[i] = columns[i] = to;
+      if (d.given[i]) {
+        std::copy_n(c.column[i].of(b, h) + key, count, to);
+        std::fill(to + count, to + padded(count), 0.0f);
+      }
+    }
+    for (int64_t i = 0; i < d.heads; ++i) parameters[i] = d.head[i][h];
+    if (c.score->read) {
+      const KeyTile t = {padded(count), static_cast<float>(c.dim), last_, side_, parameters, columns, factor_};
+      c.score->read(&t);
+      if (d.points)
+        for (int64_t j = 0; j < count; j += kLanes) store(factor_ + j, load(factor_ + j) * d.scale[h]);
+    }
+  }
+
+  // The products and the gaps of one query.
+  void compare(const float* keys, int64_t step, int64_t count, int64_t slot, int64_t r, int64_t h) {
+    if (d.needs_dot) {
+      const float* q = queries_ + slot * dim;
+      sum_rows(count, dim, [&](int64_t j, int64_t e) { return load(q + e) * load(keys + j * step + e); },
+               dots_ + r * kTileKeys);
+    }
+    if (d.points) {
+      const float* x = points_ + slot * dim;
+      sum_rows(count, dim, [&](int64_t j, int64_t e) {
+        const Vec apart = (load(x + e) - load(keys + j * step + e) * factor_[j]) * load(counts_ + e);
+        return apart * apart;
+      }, gaps_ + r * kTileKeys);
+    }
+  }
+
+  void weigh(int64_t b, int64_t h, int64_t key, int64_t count, int64_t slot) {
+    Tile t = {};
+    t.rows = c.queries, t.columns = count, t.step = kTileKeys, t.first_column = key;
+    t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
+    t.extra = extra_of(c, b, h, 0, c.queries, key, count, kTileKeys, extra_);
+    t.softcap = c.softcap, t.dot = dots_, t.top = tops_, t.gap = d.points ? gaps_ : nullptr;
+    t.query = queries_ + slot * dim, t.query_step = dim, t.keys = key_rows_, t.dim = 0;
+    c.score->decode(&t);
+    for (int64_t r = 0; r < c.queries; ++r) {
+      float *x = dots_ + r * kTileKeys, *out = out_ + (slot + r) * wide;
+      const float old = top_[slot + r], top = std::max(old, tops_[r]);
+      if (tops_[r] == -kInf) {
+        std::fill_n(x, count, 0.0f);
+        continue;
+      }
+      const float factor = old == -kInf ? 0.0f : std::exp(old - top);
+      for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
+      sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top);
+      top_[slot + r] = top;
+    }
+  }
+
+  const Call& c;
+  const Decode& d;
+  const int64_t wide, dim, rows_;
+  Scratch scratch_;
+  Frame frame_;
+  float *queries_, *points_, *out_, *top_, *sum_, *tops_, *key_rows_, *value_rows_, *last_, *side_, *factor_, *dots_,
+      *gaps_, *extra_, *counts_;
+};
+
+// Joins what the chunks found for one row.
+inline void join(const Call& c, const float* found, int64_t chunks, int64_t step, int64_t row, float sink) {
+  const int64_t wide = padded(c.value_dim);
+  float top = sink, sum = sink == -kInf ? 0.0f : 1.0f;
+  for (int64_t i = 0; i < chunks; ++i) top = std::max(top, found[i * step + wide]);
+  if (sum > 0) sum = std::exp(sink - top);
+  float* to = c.out + row * c.value_dim;
+  std::fill_n(to, c.value_dim, 0.0f);
+  for (int64_t i = 0; i < chunks; ++i) {
+    const float* from = found + i * step;
+    const float factor = from[wide] == -kInf ? 0.0f : std::exp(from[wide] - top);
+    sum += factor * from[wide + 1];
+    for (int64_t e = 0; e < c.value_dim; ++e) to[e] += factor * from[e];
+  }
+  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum > 0 ? to[e] / sum : 0.0f;
+  c.lse[row] = sum > 0 ? top + std::log(sum) : -kInf;
+}
+
+template <typename T>
+void decode(const Call& c, const Decode& d) {
+  const int64_t start = c.first_of(0) / kTileKeys * kTileKeys, stop = std::max(start, c.last_of(c.queries - 1));
+  const int64_t blocks = (stop - start + kTileKeys - 1) / kTileKeys, heads = c.batch * c.kv_heads;
+  const int64_t wanted = c.threads == 1 ? 1 : (4 * c.threads + heads - 1) / heads;
+  const int64_t chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, blocks));
+  const int64_t rows = c.group() * c.queries, wide = padded(c.value_dim), step = rows * (wide + 2);
+  std::vector<float> found(heads * chunks * step);
+  const int64_t work = (stop - start) * heads * c.dim;
+#pragma omp parallel num_threads(std::min(heads * chunks, c.threads)) if (work > 32768)
+  {
+    DecodeTask<T> task(c, d);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < heads * chunks; ++i) {
+      const int64_t head = i / chunks, chunk = i % chunks;
+      task.run(head / c.kv_heads, head % c.kv_heads, start + blocks * chunk / chunks * kTileKeys,
+               std::min(stop, start + blocks * (chunk + 1) / chunks * kTileKeys), found.data() + i * step);
+    }
+  }
+  for (int64_t head = 0; head < heads; ++head)
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t h = head % c.kv_heads * c.group() + r / c.queries;
+      join(c, found.data() + head * chunks * step + r * (wide + 2), chunks, step,
+           (head / c.kv_heads * c.heads + h) * c.queries + r % c.queries, c.sinks ? c.sinks[h] : -kInf);
+    }
+}
+
+}  // namespace hyper
