@@ -9,7 +9,22 @@ from __future__ import annotations
 from ...mechanisms.base import Host
 
 #: By the model type of the host's config.
-SHAREABLE = frozenset(["bert"])
+SHAREABLE = frozenset(
+    [
+        "bert",
+        "roberta",
+        "distilbert",
+        "albert",
+        "gpt2",
+        "opt",
+        "bart",
+        "t5",
+        "vit",
+        "clip_text_model",
+        "clip_vision_model",
+        "whisper",
+    ]
+)
 
 
 def check_family(host: Host) -> None:
