@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,37 @@ from torch import Tensor
 from ..config import HyperAttnConfig
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
+from .hsa_pairs import share
 from .sensitivity import Sensitivity, Setting
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
+
+#: What a head may be given: small windows at the bottom, so that refinement opens few tokens that do not matter, and
+#: few at the top, so that little is looked at to find them.
+WINDOWS = ((4, 16, 64), (4, 16), (16, 64, 256))
+NEAR = (16, 48, 96, 192, 384, 768, 1536, 3072)
+TOP_K = (0, 4, 8, 16, 32, 64, 96)
+#: The mean logit understates what a block holds (exp of a mean is below the mean of exp), hence those above 0.
+BIASES = (-math.inf, -1.0, 0.0, 0.5, 1.0, 2.0)
+#: With refinement, no more pairs than this: nearness alone is the better use of more.
+MOST = 0.42
+
+
+def candidates(
+    length: int, windows=WINDOWS, near=NEAR, top_k=TOP_K, biases: Sequence[float] = BIASES
+) -> list[Setting]:
+    """The settings that are measured for texts of a length, those that differ in their bias alone beside each other."""
+    rules = [
+        (sizes, close, top)
+        for sizes in windows
+        if sizes[-1] * 4 <= length
+        for close in (n for n in near if n <= max(32, length // 2))
+        for top in top_k
+        if top * sizes[0] <= 512 and (top == 0 or top * sizes[0] >= 32)
+    ]
+    rules = [r for r in rules if not r[2] or r[1] < 2048 and share(length, *r[:2], 4, r[2]) <= MOST]
+    return [Setting(sizes, close, 4, top, bias) for sizes, close, top in rules for bias in biases]
 
 
 @dataclass(frozen=True)
@@ -64,10 +92,7 @@ def predicted(measured: Sequence[Sensitivity], weights: Sequence[float] | None =
     weights = [1.0] * len(measured) if weights is None else weights
     total = sum(weights)
     return {
-        name: sum(
-            w / total * 0.5 * m.slopes[name].double().square().mean(0) for w, m in zip(weights, measured)
-        )
-        for name in measured[0].names
+        name: sum(w / total * m.costs[name] for w, m in zip(weights, measured)) for name in measured[0].names
     }
 
 
@@ -113,9 +138,9 @@ def select(tables, price: float, length: int) -> Selection:
     heads = {}
     for name, kinds in tables:
         best = None
-        for candidates, loss, share in kinds:
-            cost, index = (loss + price * share).min(1)
+        for among, loss, pairs in kinds:
+            cost, index = (loss + price * pairs).min(1)
             if best is None or cost.sum() < best[0]:
-                best = (cost.sum(), tuple(candidates[i] for i in index.tolist()))
+                best = (cost.sum(), tuple(among[i] for i in index.tolist()))
         heads[name] = best[1]
     return Selection(heads, length)

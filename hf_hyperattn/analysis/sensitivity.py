@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,15 +62,18 @@ class Sensitivity:
 
     Args:
         names: of the layers. settings: by layer, its candidates.
-        slopes: by layer [R, H, C]: G·(o_c - o) at R sampled queries. kl: by layer [H, C]: the certificate, in nats.
+        costs: by layer [H, C]: what a setting is expected to cost, in nats a token: half the mean square of the slopes.
+        kl: by layer [H, C]: the certificate, in nats.
         loss: of the text, a token.
+        slopes: by layer [R, H, C]: G·(o_c - o) at R sampled queries; kept where asked for.
     """
 
     names: list[str]
     settings: dict[str, list[Setting]]
-    slopes: dict[str, Tensor]
+    costs: dict[str, Tensor]
     kl: dict[str, Tensor]
     loss: float
+    slopes: dict[str, Tensor] = field(default_factory=dict)
 
 
 def sampled(length: int, rows: int, seed: int) -> list[int]:
@@ -91,6 +94,7 @@ def measure(
     teacher: Tensor | None = None,
     last: int | None = None,
     on_layer: Callable[[str], None] | None = None,
+    keep: bool = False,
 ) -> Sensitivity:
     """Measure settings of every head of a causal model on one text.
 
@@ -101,6 +105,7 @@ def measure(
             each other: they are computed together.
         rows: how many queries are sampled.
         teacher, last: see `listen_to_gradients`. With `last`, queries are sampled among that many at the end.
+        keep: the slopes too, which may be many.
     """
     found = Sensitivity([], {}, {}, {}, 0.0)
     read = max(0, len(ids) - (last or len(ids)))
@@ -110,7 +115,10 @@ def measure(
         if tieable(call, len(ids), read):
             candidates = list(settings(name))
             slopes, kl = compare(call, out, gradient, candidates, starts)
-            found.settings[name], found.slopes[name], found.kl[name] = candidates, slopes, kl
+            found.settings[name], found.kl[name] = candidates, kl
+            found.costs[name] = 0.5 * slopes.double().square().mean(0)
+            if keep:
+                found.slopes[name] = slopes
             found.names.insert(0, name)
         if on_layer:
             on_layer(name)

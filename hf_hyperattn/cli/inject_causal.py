@@ -14,38 +14,19 @@ import hf_hyperattn
 from ..analysis.attention_gradients import final_hidden, head_of, loss_and_slope
 from ..analysis.attention_time import attention_times
 from ..analysis.cost import PeakMemory
-from ..analysis.frontier import Selection, choose, predicted
+from ..analysis.frontier import Selection, candidates, choose, predicted
 from ..analysis.sensitivity import Sensitivity, Setting, measure
 from .console import progress, table
 from .inject_output import write
 from .inject_setting import Setting as Task
 
-#: What every head may be given: windows (one kind a layer), near, refinement, and blocks kept or dropped.
-WINDOWS = ((16,), (8, 64), (16, 128))
-NEAR = (32, 96, 192, 384, 768, 1536, 3072)
-TOP_K = (8, 16, 32, 64)
 #: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
 SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
 #: How many shares of pairs are tried.
 TRIES = 5
-#: Tokens of a text that settings are measured on. For longer texts pairs are counted at their own length; a measurement
-#: on all of it takes as much longer as a forward and backward pass does.
-MEASURED = 2048
 LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
-
-
-def candidates(length: int) -> list[Setting]:
-    """The settings that are measured for texts of a length."""
-    found = []
-    for windows in WINDOWS:
-        if windows[-1] * 4 > length:
-            continue
-        for near in (n for n in NEAR if n <= max(32, length // 2)):
-            for top in (0, *TOP_K):
-                found += [Setting(windows, near, 4, top, bias) for bias in (0.0, -math.inf)]
-    return found
 
 
 @dataclass
@@ -140,13 +121,13 @@ def inject(task: Task) -> int:
 
 def measure_all(task: Task, model: nn.Module, bar) -> list[Sensitivity]:
     """Sensitivities of every text's first part."""
-    found, settings = [], candidates(min(task.length, MEASURED))
+    found, settings = [], candidates(task.length)
     for name, ids in task.part(0).items():
         bar.describe(f"measuring on {name}")
         found.append(
             measure(
                 model,
-                ids[:MEASURED],
+                ids,
                 lambda _: settings,
                 rows=task.args.rows,
                 seed=task.args.seed,

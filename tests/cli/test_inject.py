@@ -113,8 +113,8 @@ def test_slopes_are_the_gradient_along_the_change(model):
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
     listen_to_gradients(model, ids, lambda name, *rest: seen.update({name: rest}))
     hf_hyperattn.unpatch_model(model)
-    measured = sensitivity.measure(model, ids, lambda _: settings, rows=128)
-    late = sensitivity.measure(model, ids, lambda _: settings, rows=128, last=48)
+    measured = sensitivity.measure(model, ids, lambda _: settings, rows=128, keep=True)
+    late = sensitivity.measure(model, ids, lambda _: settings, rows=128, last=48, keep=True)
     assert measured.names == late.names == list(seen)[::-1]
     for name, (call, out, g) in seen.items():
         rule = dict(near=8, sinks=2, refine_top_k=1, block_bias=-1.0)
@@ -124,6 +124,7 @@ def test_slopes_are_the_gradient_along_the_change(model):
         assert torch.allclose(measured.slopes[name][..., 0], torch.zeros(128, 4), atol=1e-4)
         assert torch.allclose(measured.slopes[name][..., 1], expected, rtol=1e-3, atol=1e-4)
         assert torch.allclose(late.slopes[name], measured.slopes[name][-48:], rtol=1e-3, atol=1e-4)
+        assert torch.allclose(measured.costs[name], (measured.slopes[name].double() ** 2).mean(0) / 2)
 
 
 def test_the_certificate_is_that_of_the_weights(model):
@@ -185,10 +186,15 @@ def test_a_seed_gives_one_result(capsys, folder, tmp_path):
 def test_over_the_budget_nothing_is_written(capsys, folder, tmp_path, monkeypatch):
     from hf_hyperattn.cli import inject_causal
 
-    real = inject_causal.settle
-    monkeypatch.setattr(inject_causal, "MARGIN", 1e6)  # the second parts let everything through
-    code, out, _ = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "1e-9")
-    assert real and code == 1
+    calls = []
+
+    def increases(before, after):
+        calls.append(1)  # the second parts lose nothing, the held-out ones everything
+        return dict.fromkeys(before.losses, 0.0 if len(calls) <= inject_causal.TRIES else 1.0)
+
+    monkeypatch.setattr(inject_causal, "increases", increases)
+    code, out, _ = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "0.1")
+    assert code == 1 and len(calls) == inject_causal.TRIES + 1
     assert "nothing is written" in out and not (tmp_path / "out").exists()
 
 
