@@ -18,13 +18,13 @@ from .three_way_model import Reader
 
 SETTINGS = {
     "kinds": {
-        "three-way": {"three_way": True, "width": 64, "heads": 4, "head_width": 16, "layers": 1, "steps": 2000},
+        "three-way": {"three_way": True, "width": 64, "heads": 4, "head_width": 16, "layers": 1, "steps": 1500},
         # as many parameters: wider heads in place of the second keys and values
-        "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 6000},
+        "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 3000},
         "pairwise, wider": {"three_way": False, "width": 128, "heads": 8, "head_width": 16, "layers": 1,
-                            "steps": 6000},
+                            "steps": 3000},
         "pairwise, two layers": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 2,
-                                 "steps": 6000},
+                                 "steps": 3000},
     },
     "modulus": 32,
     "length": 8,

@@ -5,7 +5,8 @@ import numpy as np
 
 def softmax(x):
     """Of a vector."""
-    e = np.exp(np.asarray(x, dtype=np.float64) - np.max(x))
+    x = np.asarray(x, dtype=np.float64)
+    e = np.exp(x - x.max())
     return e / e.sum()
 
 
