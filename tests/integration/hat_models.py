@@ -31,6 +31,7 @@ def moved(model):
 
 def encoder(family="Bert", head="Model", **changes):
     """A pretrained encoder of a family; its parameters are random."""
+    torch.manual_seed(0)
     config = CONFIGS[family]()
     for name, value in ({"num_labels": 3} | changes).items():
         setattr(config, name, value)
@@ -39,6 +40,7 @@ def encoder(family="Bert", head="Model", **changes):
 
 def hat(cls=HatModel, **changes):
     """A HAT model of 3 segment-wise blocks, in float64."""
+    torch.manual_seed(0)
     small = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
     config = HatEncoderConfig(
         **small | dict(segment_length=5, max_position_embeddings=64, num_labels=3) | changes

@@ -61,10 +61,10 @@ class HatEmbeddings(nn.Module):
             words: [T, W, embedding_size].
             kinds: int64 [T, W]; None: all are of kind 0.
         """
-        x = words
+        x = words + self.positions(torch.arange(words.shape[1], device=words.device))
         if self.kinds is not None:
-            x = x + (self.kinds.weight[0] if kinds is None else self.kinds(kinds))
-        x = self.dropout(self.norm(x + self.positions.weight[: words.shape[1]]))
+            x = x + self.kinds(torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds)
+        x = self.dropout(self.norm(x))
         return x if self.project is None else self.project(x)
 
 
@@ -223,7 +223,8 @@ class HatModel(HatPreTrainedModel):
             x, weights = block(x, mask, **keywords)
             seen.within(weights)
             for _ in range(number):
-                rows, positions = segments.cls_rows(x), self.segment_positions.weight[: rows.shape[1]]
+                rows = segments.cls_rows(x)
+                positions = self.segment_positions(torch.arange(rows.shape[1], device=rows.device))
                 rows, weights = next(cross)(rows, positions, cross_mask, **keywords)
                 seen.across(weights)
                 x = segments.with_cls_rows(x, rows)

@@ -1,0 +1,224 @@
+"""HAT made from MiniLM on long reviews, against the same model cut off at 512 tokens, and with full attention.
+
+All three start from one classifier of short reviews and are trained on long ones. Full attention beyond 512 tokens
+repeats the table of positions, as Longformer does to start.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from hf_hyperattn import HatConfig, convert
+from hf_hyperattn.analysis.cost import PeakMemory
+
+from .fitting import fit, size_of
+from .hsa_texts import minilm_folder, reviews
+from .store import Experiment
+
+#: What a run is about is one of `models`: cut off at so many tokens, or full attention, or the fields of `HatConfig`.
+SETTINGS = {
+    "models": {
+        "cut off at 512": {"length": 512},
+        "full attention": {"length": 2048},
+        "HAT": {"length": 2048, "hat": {"segment_length": 128, "layout": "I1"}},
+    },
+    "seeds": [0, 1, 2],
+    "short": {"most": 160, "train": 1024, "batch": 16, "learning_rate": 1e-4},
+    "long": {"least": 700, "most": 2048, "train": 200, "test": 300, "batch": 4, "learning_rate": 5e-5},
+    "weight_decay": 0.01,
+    "split": 11,
+    "cost": {"tokens": [2048], "batch": 4, "rounds": 3},
+}
+#: A review as token ids, and its label.
+Row = tuple[list[int], int]
+
+
+def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """The runs of the experiment: for each its name and what computes it."""
+    for name in settings["models"]:
+        for tokens in settings["cost"]["tokens"]:
+            yield f"cost, {name}, {tokens}", functools.partial(cost, settings, name, tokens)
+    for seed in settings["seeds"]:
+        for name in settings["models"]:
+            yield f"{name}, seed {seed}", functools.partial(train, settings, name, seed)
+
+
+@functools.cache
+def encoded(least: int, most: int) -> list[Row]:
+    """Reviews of so many tokens, with [CLS] and [SEP]."""
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    rows = [r for r in reviews() if 3 * least <= len(r[0]) <= 8 * most]
+    ids = tokenizer([text for text, _ in rows], verbose=False)["input_ids"]
+    return [(i, label) for i, (_, label) in zip(ids, rows, strict=True) if least <= len(i) <= most]
+
+
+def drawn(rows: list[Row], number: int, seed: str) -> list[Row]:
+    """A balanced sample."""
+    found = []
+    for label in (0, 1):
+        found += random.Random(f"{seed} {label}").sample([r for r in rows if r[1] == label], number // 2)
+    return found
+
+
+def long_reviews(settings: dict, seed: int) -> tuple[list[Row], list[Row]]:
+    """Reviews to train on, others for each seed, and reviews to read, the same for all."""
+    long = settings["long"]
+    every = encoded(long["least"], long["most"])
+    test = drawn(every, long["test"], f"test {settings['split']}")
+    known = {tuple(ids) for ids, _ in test}
+    rest = [row for row in every if tuple(row[0]) not in known]
+    return drawn(rest, long["train"], f"train {settings['split']} {seed}"), test
+
+
+def batches(rows: list[Row], size: int) -> list[list[Row]]:
+    """Batches of reviews of about the same length."""
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def inputs(rows: list[Row], length: int) -> dict[str, Tensor]:
+    """A padded batch of the first so many tokens; [SEP] stays at the end."""
+    cut = [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids, _ in rows]
+    longest = max(map(len, cut))
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in cut])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in cut])
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([label for _, label in rows])}
+
+
+def passes(
+    model: PreTrainedModel, rows: list[Row], length: int, settings: dict, decay: float, seed: int
+) -> float:
+    """Train for one pass over the rows, all but the table of words; the mean loss at the end."""
+    model.get_input_embeddings().weight.requires_grad_(False)
+    order = batches(rows, settings["batch"])
+    random.Random(seed).shuffle(order)
+    left = iter(order)
+    loss = fit(
+        model.train(),
+        lambda: model(**inputs(next(left), length)).loss,
+        len(order),
+        settings["learning_rate"],
+        decay,
+    )
+    return round(loss, 4)
+
+
+def short_classifier(settings: dict, seed: int) -> PreTrainedModel:
+    """MiniLM trained on short reviews; it is kept in a temporary folder for the other runs of the seed."""
+    short = settings["short"]
+    told = json.dumps([short, settings["weight_decay"], seed], sort_keys=True)
+    folder = Path(tempfile.gettempdir()) / "hat_imdb" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    if folder.exists():
+        return AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
+    rows = drawn(encoded(1, short["most"]), short["train"], f"short {seed}")
+    passes(model, rows, short["most"], short, settings["weight_decay"], seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def with_positions(model: PreTrainedModel, number: int) -> PreTrainedModel:
+    """A BERT with a longer table of positions, the rows of the shorter one again and again."""
+    embeddings = model.base_model.embeddings
+    rows = embeddings.position_embeddings.weight.data
+    table = nn.Embedding(number, rows.shape[1])
+    table.weight.data.copy_(rows.repeat(-(-number // len(rows)), 1)[:number])
+    embeddings.position_embeddings = table
+    embeddings.position_ids = torch.arange(number)[None]
+    embeddings.token_type_ids = torch.zeros(1, number, dtype=torch.long)
+    model.config.max_position_embeddings = number
+    return model
+
+
+def model_of(settings: dict, name: str, seed: int) -> PreTrainedModel:
+    """The classifier of short reviews, made fit for long ones."""
+    model, wanted = short_classifier(settings, seed), settings["models"][name]
+    if "hat" in wanted:
+        return convert(model, HatConfig(max_length=wanted["length"], **wanted["hat"]))
+    number = model.config.max_position_embeddings
+    return model if wanted["length"] <= number else with_positions(model, wanted["length"])
+
+
+def train(settings: dict, name: str, seed: int) -> dict:
+    """One run: accuracy before any training on long reviews, and after."""
+    rows, test = long_reviews(settings, seed)
+    model, length = model_of(settings, name, seed), settings["models"][name]["length"]
+    before = judged(model, test[::4], length)
+    torch.manual_seed(seed)
+    start = time.process_time()
+    loss = passes(model, rows, length, settings["long"], settings["weight_decay"], seed)
+    middle = time.process_time()
+    right = judged(model, test, length)
+    return {
+        "accuracy": round(sum(right) / len(right), 4),
+        "accuracy_before": round(sum(before) / len(before), 4),
+        "loss": loss,
+        "parameters": size_of(model),
+        "train_cpu": round(middle - start, 1),
+        "test_cpu": round(time.process_time() - middle, 1),
+        "right": "".join(map(str, right)),
+    }
+
+
+@torch.no_grad()
+def judged(model: PreTrainedModel, rows: list[Row], length: int) -> list[int]:
+    """1 for every review that the model judges rightly, else 0, in the order of their lengths."""
+    found = []
+    for batch in batches(rows, 8):
+        given = inputs(batch, length)
+        labels = given.pop("labels")
+        found += (model.eval()(**given).logits.argmax(-1) == labels).long().tolist()
+    return found
+
+
+def cost(settings: dict, name: str, tokens: int) -> dict:
+    """CPU seconds and memory of a forward pass and of a training step on reviews of so many tokens."""
+    count, rounds = settings["cost"]["batch"], settings["cost"]["rounds"]
+    wanted = settings["models"][name]
+    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
+    if "hat" in wanted:
+        model = convert(model, HatConfig(max_length=wanted["length"], **wanted["hat"]))
+    elif wanted["length"] > model.config.max_position_embeddings:
+        model = with_positions(model, wanted["length"])
+    model.get_input_embeddings().weight.requires_grad_(False)
+    draw = random.Random(0)
+    rows = [
+        ([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2) for i in range(count)
+    ]
+    given = inputs(rows, wanted["length"])
+
+    def forward():
+        with torch.no_grad():
+            model.eval()(**given)
+
+    def step():
+        model.train()(**given).loss.backward()
+        model.zero_grad()
+
+    found = {"batch": count}
+    for what, run in (("forward", forward), ("step", step)):
+        run()
+        with PeakMemory() as memory:
+            run()
+        times = []
+        for _ in range(rounds):
+            start = time.process_time()
+            run()
+            times.append(time.process_time() - start)
+        found[what] = {"cpu": round(min(times), 3), "mib": round(memory.added / 2**20)}
+    return found
+
+
+EXPERIMENT = Experiment("hat_imdb", SETTINGS, runs)
