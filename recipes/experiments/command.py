@@ -20,8 +20,9 @@ HSA = {
     "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
     "hsa_imdb": "HsaEncoder of one layer on reviews, from scratch",
 }
-#: The same, in docs/head_fusion.md, docs/trilinear.md and docs/hat.md.
+#: The same, in docs/collaborative.md, docs/head_fusion.md, docs/trilinear.md and docs/hat.md.
 HEADS = {
+    "collaborative": "MiniLM with queries and keys shared by its heads, at several ranks",
     "head_pruning": "SmolLM2 without some of its heads, chosen by their weight, by their size, at random",
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
