@@ -26,7 +26,7 @@ from .store import Experiment
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
     "ways": {"plain": 0.0, "penalised": 0.3},
-    "steps": 100,
+    "steps": 45,
     "window": 256,
     "rate": 0.01,
     "seed": 0,
@@ -47,11 +47,12 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     yield "stock", functools.partial(read_stock, settings)
     for way in settings["ways"]:
         yield f"{way}; trained", functools.partial(trained, settings, way)
-        for ranking in settings["rankings"]:
-            yield f"{way}; {ranking}", functools.partial(pruned, settings, way, ranking)
-        yield f"{way}; {PER_TOKEN}", functools.partial(pruned_per_token, settings, way)
+        yield f"{way}; beta", functools.partial(pruned, settings, way, "beta")
         for seed in settings["random_seeds"]:
             yield f"{way}; random {seed}", functools.partial(pruned, settings, way, seed)
+        yield f"{way}; {PER_TOKEN}", functools.partial(pruned_per_token, settings, way)
+        for ranking in settings["rankings"][1:]:
+            yield f"{way}; {ranking}", functools.partial(pruned, settings, way, ranking)
 
 
 def read_stock(settings: dict) -> dict:

@@ -1,7 +1,11 @@
 """Fusion of heads in models: identity, training, reload, caches, adapters, the compiler; beside other mechanisms."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import transformers as hf
 from peft import get_peft_model
 
 import hf_hyperattn as ha
@@ -120,3 +124,24 @@ def test_cross_attention_weighs_by_what_the_decoder_reads():
     usage = head_usage(model, **inputs)
     cross = usage.weights["model.decoder.layers.0.encoder_attn"]
     assert cross.shape == (2, 7, 4)
+
+
+def test_a_trainer_that_keeps_heads_even(tmp_path):
+    """The subclass of docs/head_fusion.md, taken from the page."""
+    page = (Path(__file__).parents[2] / "docs" / "head_fusion.md").read_text()
+    source = next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class EvenHeads" in b)
+    names = {"Trainer": hf.Trainer}
+    exec(source, names)
+    rows = [{"input_ids": ids, "labels": ids} for ids in next_character()["input_ids"]]
+    found = {}
+    for cls in (hf.Trainer, names["EvenHeads"]):
+        torch.manual_seed(0)
+        model = ha.freeze_base(ha.patch_model(llama(num_hidden_layers=1), CONFIG))
+        perturb(model)
+        arguments = hf.TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=2, learning_rate=0.1, use_cpu=True,
+            gradient_accumulation_steps=2, report_to=[], save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        cls(model, arguments, train_dataset=rows).train()
+        found[cls] = [p.detach().clone() for n, p in model.named_parameters() if ".hyper." in n]
+    assert not all(map(torch.equal, *found.values()))
