@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import blockwise, cpu, reference, sdpa, triton
+from . import blockwise, cpu, dense, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
 from .score import PairScore
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
 ENGINES: dict[str, Callable] = {}
 
-#: Up to this many logits `auto` takes the dense engine, which then has less to do than cutting tiles.
+#: Up to this many logits mechanisms with tiles of their own take the whole matrix, which then is less to do.
 DENSE_ELEMENTS = 2**14
 
 
@@ -40,20 +40,35 @@ def available_engines() -> tuple[str, ...]:
 
 
 def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
-    """The engine for `auto`: SDPA where the score is a dot product and what SDPA can add to it, else compiled tiles
-    where there are such, else blocks.
+    """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
+    for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
     """
+    if weights:
+        return "reference"
+    compiling = (
+        torch.compiler.is_compiling()
+    )  # no guard on lengths: a compiled or exported call serves all of them
+    if not compiling and math.prod(score.shape) <= dense.COMPILED:  # nothing is built for a toy
+        return "reference"
     tiles = "cpu" if cpu.suits(score, value, options) else "blockwise"
     if triton.suits(score, value, options):
         tiles = "triton"
-    if torch.compiler.is_compiling():  # no guard on lengths: a compiled or exported call serves all of them
-        return "reference" if weights else tiles
-    small = math.prod(score.shape) <= DENSE_ELEMENTS
-    if weights or small:
-        return "reference"
-    if tiles == "triton" and len(score.pieces) > 1:  # biases are no columns there
+    if compiling or (tiles != "blockwise" and len(score.pieces) > 1):  # faster than biases as columns
         return tiles
-    return "sdpa" if sdpa.suits(score, value, options) else tiles
+    if sdpa.suits(score, value, options):
+        return "sdpa"
+    if tiles == "blockwise" and dense.pays(score.shape, learns(score, value), compiled=False):
+        return "reference"
+    return tiles
+
+
+def learns(score: PairScore, value: Tensor) -> bool:
+    """Whether there will be a backward pass, as far as queries, keys, values and what heads have tell."""
+    if not torch.is_grad_enabled():
+        return False
+    raw = score.raw or score
+    own = [t for p in score.pieces for t in (*p.head, p.gate) if t is not None]
+    return any(t.requires_grad for t in (raw.query, raw.key, value, *own))
 
 
 def attention(
