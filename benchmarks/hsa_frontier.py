@@ -5,8 +5,9 @@
     python benchmarks/hsa_frontier.py --draw                          # table and plot of docs/inject.md
 
 Every point is a pass of the whole model over three texts of different kind: the King James Bible, the source of
-Python's standard library, film reviews. Settings are measured and chosen on other parts of them. "one" points have one
-setting for all heads, "chosen" points one for each head. Runs that are done are kept, and not done again.
+Python's standard library, film reviews. Settings are measured and chosen on other parts of the last two. "one" points
+have one setting for all heads, "chosen" points one for each head. Runs that are done are kept, and not done again; so
+are the chosen settings, in the result.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
 from hf_hyperattn.analysis.attention_gradients import final_hidden, head_of, loss_and_slope
-from hf_hyperattn.analysis.frontier import Selection, choose, predicted
+from hf_hyperattn.analysis.frontier import Selection, candidates, choose, predicted
 from hf_hyperattn.analysis.sensitivity import Sensitivity, Setting, measure
 from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = (0.6, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+#: Shares of the pairs that settings are chosen for, by length; the one that matters first.
+SHARES = {2048: (0.4, 0.6, 0.3, 0.2), 8192: (0.2, 0.3, 0.15, 0.1)}
 INF = math.inf
 #: One setting for all heads, with and without refinement.
 ONE = (
@@ -42,12 +44,9 @@ ONE = (
     Setting((8, 64), 128, 4, 32, 0.0),
     Setting((16,), 256, 4, 48, 0.0),
 )
-WINDOWS = ((8, 64), (16, 128), (16,))
-NEAR = (32, 96, 192, 384, 768, 1536)
-TOP_K = (8, 16, 32, 64)
-MEASURED = (
-    2048  # tokens; what is chosen for longer texts is counted at their length, and measured on this much
-)
+#: What settings are measured on, and its weights in the choice. The Bible has no part in it.
+WEIGHTS = {"python": 1.0, "reviews": 1.0}
+ROWS = 512  # queries measured a text
 MEASURED_AT = 500_000  # characters into a text; held-out tokens are its first
 
 
@@ -76,32 +75,15 @@ def parts(length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def candidates(length: int) -> list[Setting]:
-    """What every head is measured under."""
-    return [
-        Setting(windows, near, 4, top, bias)
-        for windows in WINDOWS
-        if windows[-1] * 32 <= length
-        for near in NEAR
-        if near < length // 2
-        for top in (0, *TOP_K)
-        for bias in (0.0, -INF)
-    ]
-
-
 def measured(model, length: int, name: str, ids: torch.Tensor) -> Sensitivity:
-    """What every setting costs on the first tokens of a text, kept in the cache."""
-    length = min(length, MEASURED)
-    file = cache_directory() / "hsa_frontier" / f"{length}-{name}.pt"
+    """What every setting costs on a text, kept in the cache."""
+    file, settings = cache_directory() / "hsa_frontier" / f"costs-{length}-{name}.pt", candidates(length)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        settings = candidates(length)
-        found = measure(model, ids[:length], lambda _: settings, rows=384)
-        torch.save((found.names, {n: s.half() for n, s in found.slopes.items()}, found.kl, found.loss), file)
-    names, slopes, kl, loss = torch.load(file)
-    return Sensitivity(
-        names, dict.fromkeys(names, candidates(length)), {n: s.float() for n, s in slopes.items()}, kl, loss
-    )
+        found = measure(model, ids, lambda _: settings, rows=ROWS)
+        torch.save((found.names, found.costs, found.kl, found.loss), file)
+    names, costs, kl, loss = torch.load(file)
+    return Sensitivity(names, dict.fromkeys(names, settings), costs, kl, loss)
 
 
 def loss_of(model, head, ids: torch.Tensor) -> dict[str, float]:
@@ -113,14 +95,34 @@ def loss_of(model, head, ids: torch.Tensor) -> dict[str, float]:
         return {"loss": loss_and_slope(head, hidden, ids, None, slope=False)[0], "seconds": seconds}
 
 
-def selections(model, length: int, data: dict) -> dict[str, Selection]:
-    """Every point of the frontier."""
-    found = [measured(model, length, name, first) for name, (first, _) in data.items()]
-    names = found[0].names
-    heads = found[0].slopes[names[0]].shape[1]
-    points = {f"one {i}": Selection({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
-    losses = predicted(found)
-    return points | {f"chosen {s:g}": choose(found[0].settings, losses, length, s) for s in SHARES}
+def selections(model, length: int, data: dict, points: dict) -> dict[str, Selection]:
+    """Every point of the frontier; what the results hold already is read from there."""
+    chosen = {f"chosen {s:g}": s for s in SHARES[length]}
+    found = {n: told(points[n]["heads"], length) for n in chosen if n in points}
+    if len(found) < len(chosen):
+        each = [measured(model, length, name, data[name][0]) for name in WEIGHTS]
+        losses = predicted(each, list(WEIGHTS.values()))
+        for name, share in chosen.items():
+            found.setdefault(name, choose(each[0].settings, losses, length, share))
+    names, heads = list(found[next(iter(found))].heads), model.config.num_attention_heads
+    one = {f"one {i}": Selection({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
+    return found | one
+
+
+def tell(selection: Selection) -> dict:
+    """A selection as JSON: by layer the windows, and near, refine_top_k and block bias of every head."""
+    text = lambda x: "-inf" if x == -INF else x
+    heads = lambda of: [[s.near, s.sinks, s.refine_top_k, text(s.block_bias)] for s in of]
+    return {n: {"windows": of[0].windows, "heads": heads(of)} for n, of in selection.heads.items()}
+
+
+def told(layers: dict, length: int) -> Selection:
+    """`tell` read back."""
+    read = lambda windows, s: Setting(tuple(windows), *s[:3], float(s[3]))
+    return Selection(
+        {name: tuple(read(layer["windows"], s) for s in layer["heads"]) for name, layer in layers.items()},
+        length,
+    )
 
 
 def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
@@ -131,24 +133,32 @@ def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
     data = parts(length)
     head = head_of(model, data["bible"][1])
-    wanted = {"own": None} | selections(model, length, data)
+    wanted = {"own": None} | selections(model, length, data, points)
     for point, selection in wanted.items():
         if only and point not in ("own", only):
             continue
         mine = points.setdefault(point, {"pairs": 1.0 if selection is None else selection.pairs, "texts": {}})
+        if point.startswith("chosen"):
+            mine["heads"] = tell(selection)
         todo = [name for name in data if name not in mine["texts"]]
         if todo and selection is not None:
             hf_hyperattn.patch_model(model, selection.config())
         for name in todo:
             if time.monotonic() - start > 60 * minutes:
-                write_json(str(file), result)
                 return False
             mine["texts"][name] = loss_of(model, head, data[name][1])
             print(point, f"{mine['pairs']:.1%}", name, mine["texts"][name], flush=True)
-            write_json(str(file), result)
+            save(file, result, point)
         if todo and selection is not None:
             hf_hyperattn.unpatch_model(model)
     return True
+
+
+def save(file: Path, result: dict, point: str) -> None:
+    """Write a point beside those that another run may have written meanwhile."""
+    now = json.loads(file.read_text()) if file.exists() else {**result, "points": {}}
+    now["points"][point] = result["points"][point]
+    write_json(str(file), {**now, "environment": result["environment"]})
 
 
 def table(result: dict, times: bool) -> str:
