@@ -58,15 +58,15 @@ def mkl_attention(
     check_beta(query, key, beta, key_beta)
     score = dot_score(query, key, scale)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    row = head_weights(beta.to(score.query.dtype))
+    row = head_weights(beta.to(score.dtype))
     if key_beta is None:
         score = scaled_score(score, row, options)
     else:
-        score = weighted_score(score, row, head_weights(key_beta.to(score.query.dtype)))
+        score = weighted_score(score, row, head_weights(key_beta.to(score.dtype)))
     if combine:
         out, _ = combined_attention(attention, score, value, options, backend=backend)
         return out.to(query.dtype)
-    out, _ = attention(score, repeat_heads(value, score.key.shape[1]), options, backend=backend)
+    out, _ = attention(score, repeat_heads(value, score.kv_heads), options, backend=backend)
     return out.to(query.dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, repeat_heads
+from ...engines.late import late
 from ..base import Host, MechanismLayer, Plan
 from .combine import combined_attention
 from .config import MklConfig
@@ -39,7 +40,7 @@ class MklLayer(MechanismLayer):
             self.value_map = nn.Parameter(torch.zeros(host.heads, host.kv_heads * host.value_dim))
 
     def change(self, plan: Plan) -> Plan:
-        dtype = plan.score.query.dtype
+        dtype = plan.score.dtype
         row, column = self.weights(plan, dtype)
         options, score = plan.options, plan.score
         if column is None:
@@ -75,15 +76,15 @@ def scaled_score(score: PairScore, weight: Tensor, options: Options) -> PairScor
     plain = first.term is DOT and first.gate is None and options.softcap is None
     if not plain or any(p.columns is None for p in rest):
         return score.weighted(weight)
-    found = replace(score, pieces=tuple(rest)).weighted(weight)
-    query = score.query * weight[:, None, None]
-    by_head = weight[:, None, None]
-    own = replace(first, definition=lambda: weighted(first.definition(), weight))
-    source = score.source
-    if source is not None and source.features[0] is score.query:
-        scaled = (source.query.to(weight.dtype) * by_head).to(source.query.dtype)
-        source = replace(source, query=scaled, features=(query, source.features[1]))
-    return replace(found, query=query, pieces=(own, *found.pieces), source=source)
+    by_head, raw, given = weight[:, None, None], score.raw, score.given("key")
+    query = late(lambda: score.query * by_head)
+    others = score.changed(pieces=tuple(rest)).weighted(weight).pieces
+    own = first.changed(definition=lambda: weighted(first.definition(), weight))
+    source = None
+    if raw is not None and raw.row is None:
+        scaled = (raw.query.to(weight.dtype) * by_head).to(raw.query.dtype)
+        source = raw.changed(query=scaled, features=(query, given))
+    return score.changed(query=query, pieces=(own, *others), source=source)
 
 
 def scaled_bias(bias: Tensor | None, row: Tensor, column: Tensor | None, combine: bool) -> Tensor | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -91,8 +89,7 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
     for index, piece in enumerate(score.pieces):
         own = cap if index == 0 or piece.capped else None
         pieces.append(
-            replace(
-                piece,
+            piece.changed(
                 term=weighted_term(piece.term, own),
                 definition=_of(piece, row, column, own),
                 row=(*piece.row, row),
@@ -100,9 +97,10 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
                 columns=None,
                 features=None,
                 capped=False,
+                reader=None,
             )
         )
-    return replace(score, pieces=tuple(pieces), source=None)
+    return score.changed(pieces=tuple(pieces), source=None)
 
 
 def _of(piece: Piece, row: Tensor, column: Tensor, cap: float | None):
