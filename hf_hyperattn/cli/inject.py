@@ -4,6 +4,9 @@ Measures on a little text what every head loses under many settings of hierarchi
 refinement and block bias for each head at the lowest cost within the budget, verifies the choice on text that had no
 part in it, and writes the patched checkpoint with its card. Each text is cut in three parts: one to measure on, one to
 choose the cost on, one to verify on. Where verification exceeds the budget nothing is written.
+
+--mechanism collaborative instead replaces the projections of queries and keys by --rank dimensions that all heads
+share, and prints the error of every layer before it does.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "tie a pretrained model's attention within a budget of quality"
+#: What hsa takes where nothing is said.
+BUDGET, ROWS = 0.02, 384
+HELP = "change a pretrained model's attention without training, and say what it loses"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,18 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--text",
         nargs="+",
-        required=True,
         metavar="FILE",
-        help="UTF-8 texts, of the kinds the model is to serve",
+        help="UTF-8 texts, of the kinds the model is to serve; collaborative does without",
     )
-    add("--budget", type=float, default=0.02, metavar="X",
+    add("--rank", type=int, metavar="R", help="collaborative: dimensions that all heads share")
+    add("--budget", type=float, metavar="X",
         help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
     add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace what is in DIR")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, default=384, metavar="N", help="queries measured a text (default: 384)")
-    add("--seed", type=int, default=0, help="of the sampled queries (default: 0)")
+    add("--rows", type=int, metavar="N", help="queries measured a text (default: 384)")
+    add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,6 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 def hsa(args: argparse.Namespace) -> int:
     """Tie attention over blocks of tokens."""
+    if not args.text:
+        raise ValueError("--mechanism hsa needs --text FILE...; allowed: one text or more")
+    if args.rank is not None:
+        raise ValueError("--rank says nothing for --mechanism hsa; leave it out")
+    args.budget = BUDGET if args.budget is None else args.budget
+    args.rows = ROWS if args.rows is None else args.rows
     from .inject_setting import prepare
 
     setting = prepare(args)
@@ -73,7 +84,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}"
         )
-    if not 0 < args.budget < 1:
+    if args.budget is not None and not 0 < args.budget < 1:
         raise ValueError(
             f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02"
         )

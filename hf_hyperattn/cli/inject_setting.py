@@ -88,8 +88,8 @@ def prepare(args: argparse.Namespace) -> Setting:
     return Setting(args, str(args.model), tokenizer, texts, length, encoder, dtype)
 
 
-def read_model(path: str):
-    """Config and tokenizer.
+def read_config(path: str):
+    """The config of a model with its own attention.
 
     Raises:
         ValueError: no model, or one that is patched already.
@@ -97,11 +97,25 @@ def read_model(path: str):
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"{path}: no such folder; allowed: the folder of a saved model or a Hub id")
     try:
-        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except Exception as error:
         raise ValueError(f"{path}: not a model that Transformers can load: {error}") from error
     if getattr(config, "hyperattn", None) is not None:
         raise ValueError(f"{path}: patched already; allowed: a model with its own attention")
+    return config
+
+
+def read_model(path: str):
+    """Config and tokenizer.
+
+    Raises:
+        ValueError: no model, or one that is patched already.
+    """
+    config = read_config(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ValueError(f"{path}: not a model that Transformers can load: {error}") from error
     return config, tokenizer
 
 

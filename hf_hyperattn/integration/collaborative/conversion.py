@@ -149,6 +149,12 @@ def solve(parts: list[Part], moments: list[Moments] | None = None) -> list[Part]
     return solved
 
 
+def sizes(model: PreTrainedModel, parts: list[Part]) -> tuple[int, int]:
+    """Parameters of the model before and after."""
+    total = sum(p.numel() for p in model.parameters())
+    return total, total - sum(before - after for before, after in (p.parameters for p in parts))
+
+
 class Countdown:
     """Steps of one layer on the bar; those that were not needed are skipped."""
 
@@ -178,11 +184,8 @@ def report(model: PreTrainedModel, parts: list[Part]) -> str:
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
             f"{errors(part.result)}  parameters {before:,} -> {after:,}"
         )
-    total, size = sum(p.numel() for p in model.parameters()), model.dtype.itemsize / 1e6
-    saved = sum(before - after for before, after in (p.parameters for p in parts))
-    lines.append(
-        f"  model: {total:,} -> {total - saved:,} parameters, {total * size:.1f} -> {(total - saved) * size:.1f} MB"
-    )
+    (total, left), size = sizes(model, parts), model.dtype.itemsize / 1e6
+    lines.append(f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB")
     return "\n".join(lines)
 
 
