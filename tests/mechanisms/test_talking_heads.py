@@ -24,7 +24,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of two rows, so that small inputs take many."""
-    monkeypatch.setattr(operator, "rows_of", lambda queries, logits: min(2, queries))
+    monkeypatch.setattr(operator, "rows_of", lambda queries, *_: min(2, queries))
 
 
 def matrices(heads: int, dtype=torch.float64, seed=50):

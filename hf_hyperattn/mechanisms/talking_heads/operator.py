@@ -24,6 +24,9 @@ ELEMENTS = 2**19
 LEAST_ROWS = 32
 #: Logits of one tile at most, where more than one row is in it.
 MOST_ELEMENTS = 2**22
+#: How many times as large tiles are on a GPU, where the start of an operation costs more than its cache is worth (not
+#: measured).
+ON_GPU = 16
 
 
 def attend(
@@ -69,7 +72,8 @@ class Talk:
         """Tiles of about `ELEMENTS` logits, each of all heads; the same for forward and backward."""
         batch, kv_heads, group, n, _ = self.call.tensors.query.shape
         keys, index = self.call.tensors.key.shape[2], 0
-        rows = rows_of(n, kv_heads * group * keys)
+        on_cpu = self.call.tensors.query.device.type == "cpu"
+        rows = rows_of(n, kv_heads * group * keys, 1 if on_cpu else ON_GPU)
         for b in range(batch):
             for i in range(0, n, rows):
                 block = range(i, min(i + rows, n))
@@ -107,10 +111,10 @@ class Talk:
         return logits.amax(-1, keepdim=True) == float("-inf")
 
 
-def rows_of(queries: int, logits: int) -> int:
-    """Rows of a tile, where one row has so many logits over all heads."""
+def rows_of(queries: int, logits: int, larger: int = 1) -> int:
+    """Rows of a tile, where one row has so many logits over all heads, and tiles may be so many times as large."""
     logits = max(1, logits)
-    rows = max(ELEMENTS // logits, min(LEAST_ROWS, MOST_ELEMENTS // logits))
+    rows = max(larger * ELEMENTS // logits, min(LEAST_ROWS, larger * MOST_ELEMENTS // logits))
     return max(1, min(queries, rows))
 
 
