@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
 
-EPS = tl.constexpr(1.1920928955078125e-07)
+NOISE = tl.constexpr(4 * 1.1920928955078125e-07)  # of a squared norm: what sums in any order and two factors leave
 TINY = tl.constexpr(1e-24)  # of a square whose root is taken
 SMALLEST = tl.constexpr(1e-6)  # of a distance that is divided by
 
@@ -28,7 +28,7 @@ def _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
 @triton.jit
 def _through_gap(d_gap, gap, norm_q):
     """What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient."""
-    return tl.where(gap <= EPS * norm_q, 0.0, d_gap)
+    return tl.where(gap <= NOISE * norm_q, 0.0, d_gap)
 
 
 @triton.jit

@@ -1,0 +1,281 @@
+"""The Triton kernels against the specification in float64: every score, every option, outputs and gradients.
+
+Without a GPU the kernels run in Triton's interpreter, which has to be on before Triton is imported; for that,
+test_triton_modes.py starts a process. `pytest -m gpu` runs the same tests compiled.
+"""
+
+import os
+
+import pytest
+import torch
+
+from hf_hyperattn.engines import Options, attention, dot_score
+from hf_hyperattn.mechanisms.hype.score import with_hype
+from tests.engines.triton_scores import SCALE, SCORES, exact, learned
+from tests.oracles.cases import assert_close, assert_gradients, tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(
+            not INTERPRETED, reason="runs with TRITON_INTERPRET=1, see test_triton_modes.py"
+        ),
+    ),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+NAMES = ["query", "key", "value"]
+devices = pytest.mark.parametrize("device", DEVICES)
+#: Errors: of outputs, and of gradients relative to their largest entry.
+ATOL = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+RTOL = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+#: Gradients smaller than this count as this large: sums of what cancels, of the numbers per head above all.
+FLOOR = {torch.float32: 0.2, torch.float16: 2.0, torch.bfloat16: 2.0}
+slow = pytest.mark.slow
+
+
+def inputs(
+    device, batch=1, heads=2, kv_heads=None, n=36, m=40, d=16, dv=None, dtype=torch.float32, scale=1.5
+):
+    """Leaves that want gradients, on the device."""
+    kv_heads, dv = kv_heads or heads, dv or d
+    shapes = (batch, heads, n, d), (batch, kv_heads, m, d), (batch, kv_heads, m, dv)
+    made = (tensor(*s, seed=seed, scale=scale) for seed, s in enumerate(shapes))
+    return [t.to(device, dtype).requires_grad_() for t in made]
+
+
+def check(score, q, k, v, options=None, tolerance=1.0):
+    """Outputs and all gradients against the dense definition in float64."""
+    options = options or Options()
+    t = learned(q.shape[1], device=q.device)
+    got, _ = attention(score(q, k, t), v, options, backend="triton")
+    leaves = [q, k, v, *t.values()]
+    double = exact(q, k, v, t)
+    extras = [options.sinks] if options.sinks is not None else []
+    expected, _ = attention(score(*double[:2], double[3]), double[2], options, backend="reference")
+    assert got.dtype == torch.float32
+    assert_close(got, expected, ATOL[q.dtype] * tolerance, "output")
+    weight = tensor(*got.shape, seed=9).to(q.device)
+    ask = lambda out, of: torch.autograd.grad((out.double() * weight).sum(), of, allow_unused=True)
+    found = ask(got, leaves + extras)
+    wanted = ask(expected, [*double[:3], *double[3].values(), *extras])
+    for name, ours, theirs in zip([*NAMES, *t, "sinks"], found, wanted):
+        if theirs is not None:
+            atol = RTOL[q.dtype] * tolerance * max(float(theirs.abs().max()), FLOOR[q.dtype])
+            assert_close(ours, theirs, atol, f"gradient of {name}")
+
+
+def some(cases, quick):
+    """The cases, those that are not among the quick ones marked as slow: an interpreter takes its time."""
+    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+
+
+@devices
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=slow), True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", SCORES)
+def test_every_score(device, name, causal):
+    q, k, v = inputs(device)
+    check(SCORES[name], q, k, v, Options(is_causal=causal))
+
+
+@devices
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("name", some(SCORES, ["umbral", "geodesic_blend"]))
+def test_half_precision(device, name, dtype):
+    q, k, v = inputs(device, heads=4, kv_heads=2, n=33, m=40, dtype=dtype, scale=1.0)
+    check(SCORES[name], q, k, v, Options(is_causal=True))
+
+
+@devices
+@pytest.mark.parametrize(
+    "widths", some([(24, 40), (40, 24), (64, 64), (80, 16), (96, 128), (256, 24)], [(24, 40)]), ids=str
+)
+def test_head_dimensions(device, widths):
+    d, dv = widths
+    q, k, v = inputs(device, heads=1, n=20, m=36, d=d, dv=dv, scale=0.7)
+    check(SCORES["umbral"], q, k, v)
+
+
+@devices
+@pytest.mark.parametrize("name", some(["umbral", "penumbral_blend", "geodesic", "hype_cosh"], []))
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_shared_keys(device, name, kv_heads):
+    q, k, v = inputs(device, batch=2, heads=4, kv_heads=kv_heads, n=20, m=36)
+    check(SCORES[name], q, k, v)
+
+
+OPTIONS = {
+    "offset": lambda d: Options(is_causal=True, offset=4),
+    "behind": lambda d: Options(is_causal=True, offset=-10),
+    "window": lambda d: Options(window=11, offset=5),
+    "causal window": lambda d: Options(is_causal=True, window=9, offset=4),
+    "narrow window": lambda d: Options(is_causal=True, window=1),
+    "softcap": lambda d: Options(softcap=0.8),
+    "sinks": lambda d: Options(
+        sinks=torch.tensor([0.5, -40.0], device=d).requires_grad_(), is_causal=True, offset=-10
+    ),
+    "bool mask": lambda d: Options(mask=some_rows_see_nothing(d)),
+    "mask of keys": lambda d: Options(
+        mask=(torch.arange(40, device=d) % 3 > 0)[None, None, None], is_causal=True
+    ),
+    "additive mask": lambda d: Options(mask=lowest(d), is_causal=True),
+    "bias": lambda d: Options(
+        bias=tensor(1, 2, 36, 40, scale=2.0).to(d), mask=some_rows_see_nothing(d), softcap=3.0
+    ),
+    "shared bias": lambda d: Options(bias=tensor(40, seed=3).to(d)),
+}
+
+
+def some_rows_see_nothing(device):
+    mask = tensor(1, 2, 36, 40, seed=5) > 0.2
+    mask[:, 0, 3], mask[:, :, 33:] = False, False
+    return mask.to(device)
+
+
+def lowest(device):
+    """An additive mask as Transformers makes them: the smallest number, not -inf, and some rows have no other."""
+    mask = torch.zeros(1, 1, 36, 40)
+    mask[..., 34:], mask[:, :, 7] = torch.finfo(torch.float32).min, float("-inf")
+    return mask.to(device)
+
+
+@devices
+@pytest.mark.parametrize("name", some(["umbral_blend", "umbral", "geodesic_blend"], ["umbral_blend"]))
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(device, option, name):
+    q, k, v = inputs(device)
+    check(SCORES[name], q, k, v, OPTIONS[option](device))
+
+
+@devices
+def test_strided_inputs(device):
+    """As a host hands them over: [batch, length, heads, d] transposed, and a key whose numbers are not side by side."""
+    q, k, v = inputs(device, batch=2, n=20, m=20)
+    turn = lambda t: t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    aside = k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    check(SCORES["umbral_blend"], turn(q), aside, turn(v), Options(is_causal=True))
+
+
+@devices
+@pytest.mark.parametrize("name", some(["umbral", "umbral_blend", "geodesic", "hype_sinh"], ["umbral"]))
+@pytest.mark.parametrize("n, offset", [pytest.param(1, 1099, marks=slow), (3, 1090)])
+def test_few_queries_against_many_keys(device, name, n, offset):
+    """Decoding: rows of a group together, keys in parts."""
+    q, k, v = inputs(device, batch=2, heads=4, kv_heads=2, n=n, m=1100, scale=0.5)
+    mask = torch.ones(2, 1, 1, 1100, dtype=torch.bool, device=device)
+    mask[1, ..., :300] = False
+    options = Options(is_causal=True, offset=offset, mask=mask)
+    t = learned(4, device=device)
+    t["radius"] = t["radius"].detach()
+    if name == "umbral":
+        options = Options(is_causal=True, offset=offset, mask=mask, sinks=torch.zeros(4, device=device))
+    got, _ = attention(SCORES[name](q, k, t), v, options, backend="triton")
+    q, k, v, t = exact(q, k, v, t)
+    expected, _ = attention(SCORES[name](q, k, t), v, options, backend="reference")
+    assert_close(got, expected, 1e-5, "output")
+
+
+@devices
+@pytest.mark.parametrize(
+    "name", some(["umbral", "umbral_blend", "penumbral", "penumbral_unsquared"], ["umbral"])
+)
+def test_ties(device, name):
+    """Queries equal to keys: D = 0 and equal heights, where a gradient must be finite and 0."""
+    q, k, v = inputs(device, n=40, m=40)
+    k = q.detach().clone().requires_grad_()
+    t = learned(2, device=device)
+    out, _ = attention(SCORES[name](q, k, t), v, backend="triton")
+    grads = torch.autograd.grad(out.square().sum(), [q, k, v, t["gamma"]])
+    q, k, v, t = exact(q, k, v, t)
+    expected, _ = attention(SCORES[name](q, k, t), v, backend="reference")
+    assert_close(out, expected, 2e-3, "output")  # the product form's distance of near points
+    wanted = torch.autograd.grad(expected.square().sum(), [q, k, v, t["gamma"]])
+    assert_gradients(grads, wanted, 5e-3, ["query", "key", "value", "gamma"])
+
+
+@devices
+@pytest.mark.parametrize("name", some(["geodesic", "geodesic_blend", "squared_lorentz"], ["geodesic"]))
+def test_tiles_from_differences(device, name):
+    """Near points far out, where the product form has no digit left, and tied ones."""
+    q, k, v = inputs(device, n=40, m=40, scale=3.0 if "lorentz" in name else 6.0)
+    k = (q.detach() + 1e-3 * tensor(*k.shape, seed=4).to(device)).float()
+    k[:, :, ::3] = q.detach()[:, :, ::3]
+    check(SCORES[name], q, k.requires_grad_(), v, tolerance=10.0)
+
+
+@devices
+@pytest.mark.parametrize("form", some(["sinh", "cosh"], ["sinh"]))
+def test_hype_far_beyond_the_polynomial(device, form):
+    """Positions up to 800 apart where the polynomial serves 100."""
+
+    def score(q, k, t):
+        i, j = 20 * torch.arange(36, device=device), 20 * torch.arange(40, device=device)
+        positions = (x.double()[None, None] for x in (i, j))
+        return with_hype(
+            dot_score(q, k, SCALE), tuple(positions), t["gamma"] / 100, t["radius"] / 50, form, None
+        )
+
+    q, k, v = inputs(device)
+    check(score, q, k, v, Options(is_causal=form == "sinh"), tolerance=3.0)
+
+
+def dropped(device, q, k, t, p, v):
+    torch.manual_seed(7)
+    return attention(SCORES["umbral"](q, k, t), v, Options(dropout_p=p), backend="triton")[0]
+
+
+@devices
+def test_dropout(device):
+    """The kept weights, seen through unit vectors as values, are divided by 1 - p; gradients are those of the same."""
+    p, (q, k, v) = 0.3, inputs(device, n=70, m=64)
+    t = learned(2, device=device)
+    got = dropped(device, q, k, t, p, torch.eye(64, device=device).expand(1, 2, 64, 64))
+    double = exact(q, k, v, t)
+    weights = attention(SCORES["umbral"](*double[:2], double[3]), double[2], backend="auto", weights=True)[1]
+    kept = (got > weights / 2).double()
+    assert abs(kept.mean() - (1 - p)) < 0.02
+    assert abs(kept[:, 0].mean() - kept[:, 1].mean()) < 0.05 and (kept[:, 0] != kept[:, 1]).any()
+    assert_close(got, weights * kept / (1 - p), 1e-5, "dropped weights")
+    out, expected = dropped(device, q, k, t, p, v), (weights * kept / (1 - p)) @ double[2]
+    assert_close(out, expected, 1e-5, "output")
+    grads, wanted = (
+        torch.autograd.grad(o.double().square().sum(), x)
+        for o, x in ((out, (q, k, v, t["gamma"])), (expected, (*double[:3], double[3]["gamma"])))
+    )
+    assert_gradients(grads, wanted, 1e-4, ["query", "key", "value", "gamma"])
+
+
+@devices
+def test_the_same_from_run_to_run(device):
+    def run():
+        q, k, v = inputs(device, heads=4, kv_heads=2, dtype=torch.bfloat16)
+        t = learned(4, device=device)
+        out, _ = attention(SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton")
+        return out, *torch.autograd.grad(out.sum(), [q, k, v, *t.values()])
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@devices
+@pytest.mark.parametrize("n, m", [(0, 5), (5, 0)])
+def test_nothing_to_attend_to(device, n, m):
+    q, k, v = inputs(device, n=n, m=m)
+    out, _ = attention(dot_score(q, k, SCALE), v, backend="triton")
+    assert out.shape == (1, 2, n, 16) and not out.any()
+    assert all(
+        g.shape == x.shape and not g.any()
+        for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v]), (q, k, v))
+    )
+
+
+@devices
+def test_no_more_work_than_wanted(device):
+    """Gradients of some inputs only."""
+    q, k, v = inputs(device, n=20, m=20)
+    t = {name: x.detach() for name, x in learned(2, device=device).items()}
+    out, _ = attention(SCORES["umbral_blend"](q.detach(), k.detach(), t), v, backend="triton")
+    (grad,) = torch.autograd.grad(out.sum(), [v])
+    double = exact(q, k, v, t)
+    expected, _ = attention(SCORES["umbral_blend"](*double[:2], double[3]), double[2], backend="reference")
+    assert_gradients([grad], torch.autograd.grad(expected.sum(), [double[2]]), 1e-4, ["value"])
