@@ -29,8 +29,8 @@ class Conversion:
             goes wrong in it, and also where it is interrupted, the model is left as it was.
         asked: whether a config of the mechanism asks for a conversion; it is then refused by `patch_model`.
         done: whether a model is a result of it.
-        rebuild: gives a patched model that is being built its converted structure, for weights that come next. For
-            conversions that leave the model its class; their hosts have a `hyper`, and `unpatch_model` undoes both.
+        in_place: whether the model keeps its class. Its hosts then have a `hyper`, `unpatch_model` undoes both, and
+            what is in `REBUILDERS` brings it back.
         composes: whether `run` also takes a `HyperAttnConfig`, with layers and with other mechanisms beside it.
         learns: whether `run` also takes `examples=`, calls of the model that the result is fitted to.
     """
@@ -38,13 +38,17 @@ class Conversion:
     run: Callable[..., PreTrainedModel]
     asked: Callable[[MechanismConfig], bool]
     done: Callable[[PreTrainedModel], bool]
-    rebuild: Callable[[PreTrainedModel], None] | None = None
+    in_place: bool = False
     composes: bool = False
     learns: bool = False
 
 
 #: Conversions by the name of their mechanism.
 CONVERSIONS: dict[str, Conversion] = {}
+
+#: By mechanism, what gives a patched model that is being built its converted structure, for weights that come next;
+#: does nothing where the model was not converted. In modules of their own, which `hyperattn export` copies.
+REBUILDERS: dict[str, Callable[[PreTrainedModel], None]] = {}
 
 
 @dataclass
@@ -114,16 +118,15 @@ def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
 
 def rebuild(model: PreTrainedModel) -> None:
     """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
-    name = conversion_of(model)
-    if name is not None and CONVERSIONS[name].rebuild is not None:
-        CONVERSIONS[name].rebuild(model)
+    for rebuilder in REBUILDERS.values():
+        rebuilder(model)
 
 
 def check_implementation(model: PreTrainedModel, names: Iterable[str | None], ours: set[str]) -> None:
     """Raise where a converted model is given an attention implementation that does not know how it was converted."""
     name = conversion_of(model)
     strange = next((n for n in names if n not in ours), None)
-    if name is not None and CONVERSIONS[name].rebuild is not None and strange is not None:
+    if name is not None and CONVERSIONS[name].in_place and strange is not None:
         raise ValueError(
             f"{type(model).__name__} was converted by {name} and has no other attention left: attn_implementation="
             f"{strange!r} cannot be used; allowed: {', '.join(map(repr, sorted(ours)))}"

@@ -28,6 +28,7 @@ import model_patches
 
 from ..config import HyperAttnConfig
 from ..registry import MECHANISMS
+from .conversions import REBUILDERS
 from .loading import is_path
 from .vendoring import PACKAGE, PREFIX, flat_name, vendored
 
@@ -165,8 +166,10 @@ def needed_packages(model: torch.nn.Module, record: HyperAttnConfig) -> list[str
 
 
 def rooms(record: HyperAttnConfig) -> list[str]:
-    """The modules whose import registers the mechanisms of a record."""
-    return [MECHANISMS[m.mechanism].layer.__module__.rpartition(".")[0] for m in record.mechanisms]
+    """The modules whose import registers the mechanisms of a record, and what rebuilds those that are conversions."""
+    names = [m.mechanism for m in record.mechanisms]
+    found = [MECHANISMS[name].layer.__module__.rpartition(".")[0] for name in names]
+    return found + [REBUILDERS[name].__module__ for name in names if name in REBUILDERS]
 
 
 def vendored_files(record: HyperAttnConfig) -> dict[str, str]:

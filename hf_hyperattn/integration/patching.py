@@ -91,7 +91,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     base = base_model(model)
     hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
     name = conversion_of(base)
-    if name is not None and (CONVERSIONS[name].rebuild is not None or not hosts):
+    if name is not None and (CONVERSIONS[name].in_place or not hosts):
         original = give_back(base, name)
         return model if original is base else original
     if not hosts and not recorded:

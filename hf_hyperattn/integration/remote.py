@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
+from .conversions import rebuild
 from .families import family_mask, note_all
 from .records import tree
 from .serving import patched_forward
@@ -46,6 +47,7 @@ class Patched:
         note_all(self)
         settle_stock(self)
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
+        rebuild(self)
         super().post_init()
 
 

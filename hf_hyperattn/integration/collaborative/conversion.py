@@ -19,18 +19,19 @@ from ...config import HyperAttnConfig, MechanismConfig
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import Decomposition, decompose
-from ...mechanisms.collaborative.layer import SharedLayer, check_host, check_rank
+from ...mechanisms.collaborative.layer import check_host, check_rank
 from ...overrides import mechanisms_of
 from ..attach import Found as Chosen
 from ..attach import attach, settle_overrides
 from ..conversions import Conversion, keep, register_conversion
 from ..patching import check_own_attention, choose_hosts, route, take_off
-from ..records import inner, patched_hosts
+from ..records import inner
 from ..refusal import check_parts
-from ..stock import PATCHED, RUNNING
+from ..stock import PATCHED
 from .families import check_family
 from .moments import Moments, moments_of
 from .projections import Found, Shape, projections, shared_modules, shared_pair
+from .rebuilding import is_shared
 
 logger = logging.get_logger(__name__)
 
@@ -258,49 +259,13 @@ def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Mod
     return model
 
 
-def is_shared(model: PreTrainedModel) -> bool:
-    """Whether some host of the model is converted."""
-    return any(shared_layer(host) is not None for _, host in patched_hosts(model))
-
-
-def shared_layer(host: nn.Module) -> SharedLayer | None:
-    """The layer of a converted host."""
-    layer = inner(host.hyper)._modules.get(CollaborativeConfig.mechanism)
-    return layer if isinstance(layer, SharedLayer) else None
-
-
-def rebuild(model: PreTrainedModel) -> None:
-    """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
-
-    Raises:
-        ValueError: another attention implementation was asked for, which would read shared queries as ordinary ones.
-    """
-    for name, host in patched_hosts(model):
-        layer = shared_layer(host)
-        if layer is None:
-            continue
-        asked = host.config._attn_implementation
-        if asked != RUNNING:
-            raise ValueError(
-                f"{type(model).__name__} was converted to collaborative heads and runs only with attn_implementation="
-                f"{PATCHED!r}, not {asked!r}; leave the argument out"
-            )
-        found = projections(host)
-        if found is None:
-            raise ValueError(
-                f"{name} has no projections of queries and keys to share; its config is not its own"
-            )
-        for child, module in shared_modules(found, Shape.of(found, *layer.mixing.shape[::-1])).items():
-            setattr(host, child, module)
-
-
 register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
         share,
         asked=lambda config: config.rank is not None,
         done=is_shared,
-        rebuild=rebuild,
+        in_place=True,
         composes=True,
         learns=True,
     ),

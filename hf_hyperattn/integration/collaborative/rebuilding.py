@@ -1,0 +1,53 @@
+"""A converted model that is built to be loaded: shared projections in place of those that its class makes."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...mechanisms.collaborative.config import CollaborativeConfig
+from ...mechanisms.collaborative.layer import SharedLayer
+from ..conversions import REBUILDERS
+from ..records import inner, patched_hosts
+from ..stock import PATCHED, RUNNING
+from .projections import Shape, projections, shared_modules
+
+
+def shared_layer(host: nn.Module) -> SharedLayer | None:
+    """The layer of a converted host."""
+    layer = inner(host.hyper)._modules.get(CollaborativeConfig.mechanism)
+    return layer if isinstance(layer, SharedLayer) else None
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    """Whether some host of the model is converted."""
+    return any(shared_layer(host) is not None for _, host in patched_hosts(model))
+
+
+def rebuild(model: PreTrainedModel) -> None:
+    """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
+
+    Raises:
+        ValueError: another attention implementation was asked for, which would read shared queries as ordinary ones.
+    """
+    for name, host in patched_hosts(model):
+        layer = shared_layer(host)
+        if layer is None:
+            continue
+        asked = host.config._attn_implementation
+        if asked != RUNNING:
+            raise ValueError(
+                f"{type(model).__name__} was converted to collaborative heads and runs only with attn_implementation="
+                f"{PATCHED!r}, not {asked!r}; leave the argument out"
+            )
+        found = projections(host)
+        if found is None:
+            raise ValueError(
+                f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
+                "allowed: the config that was saved with the model"
+            )
+        for child, module in shared_modules(found, Shape.of(found, *layer.mixing.shape[::-1])).items():
+            setattr(host, child, module)
+
+
+REBUILDERS[CollaborativeConfig.mechanism] = rebuild
