@@ -21,7 +21,7 @@ TOLERANCE = {
 }
 #: Share of the entries of a gradient that may be further off: at the kink of max(D², u²) rounding takes a side.
 STRAY = 2e-3
-FLOOR = 0.02  # gradients below are what rounding leaves of terms that cancel
+FLOOR, NOISE = 0.02, 1e-3  # gradients below, and below this share of the root of all terms, are what rounding leaves
 ONE = [int(os.environ["SWEEP_SEED"])] if "SWEEP_SEED" in os.environ else None
 
 
@@ -50,9 +50,11 @@ def complaints(seed: int) -> list[str]:
             continue
         allowed, slope_allowed = TOLERANCE[call.dtype][call.ties]
         found += compare("output", got, out, allowed, 0.0)
+        batch, _, _, n, m, _, width = call.shape
+        noise = max(FLOOR, NOISE * (batch * n * m * width) ** 0.5)
         for name, g in grads.items():
             if g is not None:
-                off = slope_allowed * max(float(g.abs().max()), FLOOR)
+                off = slope_allowed * max(float(g.abs().max()), noise)
                 found += compare(f"gradient of {name}", slopes[name], g, off, STRAY)
         if found:
             return [f"seed {seed}, {backend}: {call}", *found]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import norms
+from ...engines.halves import unrounded
 from ...engines.late import Late, late, value_of
 from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, repeat_heads, working_dtype
 from .points import direction_and_norm, half_radius, shortest
@@ -51,6 +52,7 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
         key: [B, Hkv, M, d].
         space: distance and parameters, checked.
     """
+    query, key = unrounded(query), unrounded(key)
     q, k, space, heads = *_sides(query, key, space), query.shape[1]
     piece = Piece(
         TERMS[space.distance],
