@@ -158,12 +158,12 @@ class Piece(LateFields):
             row's number. None where there are none, or where float32 sums of the product would be too inexact.
         capped: whether `softcap` acts on it, as it does on the first piece: where it takes that one's place in some
             heads.
-        reader: makes `column` from keys, where the room has that; `column` may then be given as `Late`.
+        reader: makes `column` from keys, where the room has that; `row` and `column` may then be given as `Late`.
     """
 
     term: Term
     definition: Callable[[], Tensor]
-    row: tuple[Tensor, ...] = ()
+    row: tuple[Tensor, ...] = field(default_factory=tuple)
     column: tuple[Tensor, ...] = field(default_factory=tuple)
     head: tuple[Tensor, ...] = ()
     gate: Tensor | None = None

@@ -19,22 +19,42 @@ struct Decode {
   const int64_t* given;         // for each statistic of columns, whether it is in Call::column; others are read
 };
 
-// to[j] = the sum over registers of term(key row j, e), for `count` rows.
-template <class Term>
-inline void sum_rows(int64_t count, int64_t dim, Term term, float* to) {
+// to[j] = the sum over registers of term(row j of the keys, e), for `count` rows of `registers` each (Known: how many,
+// or 0). What is read next, `ahead` of each row, is asked for meanwhile: there is little else to do than to wait for
+// memory.
+template <int Known, class Term, class Ahead>
+inline void sum_known_rows(const float* keys, int64_t step, int64_t count, int64_t registers, Term term, Ahead ahead,
+                           float* to) {
+  const int64_t n = Known ? Known : registers;
   for (int64_t j = 0; j < count; j += kLanes) {
-    Vec sums[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t row = std::min(j + i, count - 1);
-      Vec sum = {};
-      for (int64_t e = 0; e < dim; e += kLanes) sum += term(row, e);
-      sums[i] = sum;
+    Vec sums[kLanes] = {};
+    const int64_t there = std::min<int64_t>(kLanes, count - j);
+    for (int64_t i = 0; i < there; ++i) {
+      const float* key = keys + (j + i) * step;
+      ahead(j + i);
+      Vec even = term(key, j + i, 0), odd = {};
+#pragma GCC unroll 8
+      for (int64_t e = 1; e < n; ++e) (e % 2 ? odd : even) += term(key, j + i, e * kLanes);
+      sums[i] = even + odd;
     }
     transpose(sums);
     Vec total = sums[0];
+#pragma GCC unroll 16
     for (int i = 1; i < kLanes; ++i) total += sums[i];
     store(to + j, total);
   }
+}
+
+template <class Term, class Ahead>
+inline void sum_rows(const float* keys, int64_t step, int64_t count, int64_t dim, Term term, Ahead ahead, float* to) {
+  const int64_t n = dim / kLanes;
+  if (n == 4) sum_known_rows<4>(keys, step, count, n, term, ahead, to);
+  else if (n == 8) sum_known_rows<8>(keys, step, count, n, term, ahead, to);
+  else sum_known_rows<0>(keys, step, count, n, term, ahead, to);
+}
+
+inline void ask_for(const void* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
 }
 
 template <typename T>
@@ -86,12 +106,12 @@ class DecodeTask {
   void tile(int64_t b, int64_t kv, int64_t key, int64_t count) {
     const auto [keys, step] = rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
     const auto [values, value_step] = rows(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
-    if (c.score->read) measure(keys, step, count);
+    if (c.score->read) measure(b, kv, key, keys, step, count);
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g, slot = g * c.queries;
       if (!frame_.see(c, 0, c.queries, key, count)) continue;
       load_statistics(b, h, key, count);
-      for (int64_t r = 0; r < c.queries; ++r) compare(keys, step, count, slot + r, r, h);
+      for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
       product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * wide, wide, c.queries, wide, true);
     }
@@ -106,14 +126,22 @@ class DecodeTask {
     return {to, filled};
   }
 
-  // Of each key the last number, and the sum of the squares of the first ones.
-  void measure(const float* keys, int64_t step, int64_t count) {
+  // Of each key the last number, and where they are needed the sum of the squares of the first ones.
+  void measure(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count) {
     for (int64_t j = 0; j < count; ++j) last_[j] = keys[j * step + c.dim - 1];
-    sum_rows(count, dim, [&](int64_t j, int64_t e) {
-      const Vec k = load(keys + j * step + e) * load(counts_ + e);
-      return k * k;
-    }, side_);
     std::fill(last_ + count, last_ + padded(count), 0.0f);
+    if (!c.score->reads_norms) return;
+    const float* there = counts_;
+    sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e) {
+      const Vec x = load(k + e) * load(there + e);
+      return x * x;
+    }, [&](int64_t j) { ask_ahead(b, kv, key + j); }, side_);
+  }
+
+  // The value of this key, and the key that is as far on in the next tile.
+  void ask_ahead(int64_t b, int64_t kv, int64_t j) const {
+    ask_for(at<T>(c.value, b, kv, j), c.value_dim * sizeof(T));
+    if (j + kTileKeys < c.keys) ask_for(at<T>(c.key, b, kv, j + kTileKeys), c.dim * sizeof(T));
   }
 
   void load_statistics(int64_t b, int64_t h, int64_t key, int64_t count) {
@@ -138,18 +166,20 @@ class DecodeTask {
   }
 
   // The products and the gaps of one query.
-  void compare(const float* keys, int64_t step, int64_t count, int64_t slot, int64_t r, int64_t h) {
+  void compare(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count, int64_t slot,
+               int64_t r) {
+    const bool first = slot == 0 && !c.score->reads_norms;
     if (d.needs_dot) {
       const float* q = queries_ + slot * dim;
-      sum_rows(count, dim, [&](int64_t j, int64_t e) { return load(q + e) * load(keys + j * step + e); },
-               dots_ + r * kTileKeys);
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e) { return load(q + e) * load(k + e); },
+               [&](int64_t j) { if (first) ask_ahead(b, kv, key + j); }, dots_ + r * kTileKeys);
     }
-    if (d.points) {
-      const float* x = points_ + slot * dim;
-      sum_rows(count, dim, [&](int64_t j, int64_t e) {
-        const Vec apart = (load(x + e) - load(keys + j * step + e) * factor_[j]) * load(counts_ + e);
+    if (d.points) {  // beyond the point's width x is 0, and so must the key be
+      const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e) {
+        const Vec apart = load(x + e) - load(k + e) * (load(there + e) * factor[j]);
         return apart * apart;
-      }, gaps_ + r * kTileKeys);
+      }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j); }, gaps_ + r * kTileKeys);
     }
   }
 

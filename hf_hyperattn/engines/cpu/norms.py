@@ -11,6 +11,8 @@ from . import library
 from .calls import LONG, POINTER, Matrix, address, matrix
 
 DTYPES = (torch.float32, torch.bfloat16)
+#: Up to this many numbers plain torch is as fast.
+SMALL = 4096
 
 
 def squared_norms(x: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
@@ -31,7 +33,9 @@ def norms(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compiled(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel serves."""
+    """Whether the compiled kernel serves; for a few rows it does not pay."""
+    if not torch.compiler.is_compiling() and x.numel() <= SMALL:
+        return False
     return x.device.type == "cpu" and x.dtype in DTYPES and dtype == torch.float32 and _ready()
 
 

@@ -87,6 +87,7 @@ inline Vec interleaved(Vec a, Vec b) {
 
 // Transposes a square of registers: interleaving the halves log2(kLanes) times moves lane j of row i to lane i of row j.
 inline void transpose(Vec (&square)[kLanes]) {
+#pragma GCC unroll 4
   for (int step = kLanes; step > 1; step /= 2) {
     Vec next[kLanes];
 #pragma GCC unroll 8

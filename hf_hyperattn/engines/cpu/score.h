@@ -229,7 +229,7 @@ void backward_rows(const Tile& t) {
 }
 
 // Reads the statistics of one piece from keys: `Column` is where its own begin. A room's reader has
-//   columns                                                how many there are
+//   columns, norms                                         how many there are; whether it reads `side`
 //   read(last, side, dim, head, column) -> factor          for one register of keys
 template <class R, int Column>
 void read_columns(const KeyTile& t) {
@@ -243,6 +243,7 @@ void read_columns(const KeyTile& t) {
 // The piece `I` of a score, read by R.
 template <int I, class R>
 struct ReadBy {
+  static constexpr bool norms = R::norms;
   template <class S>
   static void read(const KeyTile* t) {
     read_columns<R, S::template column0<I>>(*t);
@@ -265,11 +266,12 @@ struct Passes {
     else
       t->extra ? forward_rows<S, true, true>(*t) : forward_rows<S, false, true>(*t);
   }
-  static constexpr ReadPass reader() {
-    if constexpr (std::is_void_v<Read>) return nullptr;
-    else return &Read::template read<S>;
+  static constexpr ScoreTable make() {
+    ScoreTable t = {S::rows, S::columns, S::heads, forward, backward, decode, nullptr, false};
+    if constexpr (!std::is_void_v<Read>) t.read = &Read::template read<S>, t.reads_norms = Read::norms;
+    return t;
   }
-  static constexpr ScoreTable table = {S::rows, S::columns, S::heads, forward, backward, decode, reader()};
+  static constexpr ScoreTable table = make();
 };
 
 }  // namespace hyper

@@ -73,6 +73,7 @@ struct ScoreTable {
   int32_t rows, columns, heads;
   ScorePass forward, backward, decode;
   ReadPass read;                // null where no statistic is read from keys
+  int32_t reads_norms;          // whether it needs KeyTile::side
 };
 
 }  // namespace hyper

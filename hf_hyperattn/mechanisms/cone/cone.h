@@ -117,21 +117,23 @@ struct Penumbral {
   }
 };
 
-// Statistics of keys from the keys themselves, as features.py makes them. Parameters: the factors of heights and of gaps
-// and the radius, all as in ConeSpace, and for clamped heights the largest.
+// Statistics of keys from the keys themselves, as features.py makes them. Parameters: the factors of heights and of gaps,
+// for penumbral cones also the scaled radius and the largest height.
 enum Mapping { kXi, kPsi };
 
 template <Mapping Map, bool IsPenumbral, bool OnProduct>
 struct Keys {
   static constexpr int own = IsPenumbral ? 2 : 1, columns = own + (OnProduct ? 3 : 1);
+  static constexpr bool norms = false;
 
   static Vec read(Vec last, Vec side, float dim, const float* head, Vec* column) {
-    const float height_factor = head[0], square = head[1] * head[1], radius = head[2], most = head[3];
+    const float height_factor = head[0];
     Vec stretch;
     if constexpr (Map == kXi) stretch = exponential(smaller(larger(last / dim, splat(-10.0f)), splat(10.0f)));
     else stretch = 1.0f / (1.0f + exponential(-last));
     Vec h = stretch * height_factor;
     if constexpr (IsPenumbral) {
+      const float radius = head[2], most = head[3];
       h = smaller(h, splat(most));
       const float square_radius = radius * radius;
       column[0] = h * h;
@@ -139,7 +141,7 @@ struct Keys {
     } else {
       column[0] = h;
     }
-    column[own] = side * stretch * stretch * square;
+    column[own] = side;  // |X|² is not needed where the gap is known
     if constexpr (OnProduct) column[own + 1] = stretch, column[own + 2] = last;
     return stretch;
   }

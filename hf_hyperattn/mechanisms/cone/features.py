@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.late import Late, late, value_of
+from ...engines.halves import unrounded
+from ...engines.late import Late, LateFields, late, value_of
 from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, repeat_heads, working_dtype
 from .points import CLAMP, horizontal, of_parts
 from .score import FLOOR, definition, inverse_sinh
@@ -32,25 +33,26 @@ class ConeSpace:
     clamp_heights: bool
     gamma: Tensor
     radius: Tensor
-
-    @property
-    def unit(self) -> Tensor:
-        """The length that psi scales with; other mappings know no radius."""
-        return self.radius if self.mapping == "psi" else torch.ones_like(self.radius)
+    height_factor: Tensor | None = None  # these two by `working`
+    gap_factor: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
         """By how much penumbral lengths are stretched so that gamma becomes 1."""
         return self.gamma.sqrt() if self.squared else self.gamma
 
-    @property
-    def height_factor(self) -> Tensor:
-        return self.unit * (self.gamma / 2 if self.variant == "umbral" else self.weight)
-
-    @property
-    def gap_factor(self) -> Tensor:
-        umbral = self.variant == "umbral"
-        return self.unit * (self.gamma / 2 * inverse_sinh(self.radius) if umbral else self.weight)
+    def working(self, dtype: torch.dtype) -> ConeSpace:
+        """The space in this dtype, with its factors; psi scales lengths with the radius, other mappings know none."""
+        gamma, radius = torch.broadcast_tensors(self.gamma.to(dtype), self.radius.to(dtype))
+        space = replace(self, gamma=gamma, radius=radius)
+        if self.variant == "umbral":
+            height_factor = gamma / 2
+            gap_factor = height_factor * inverse_sinh(radius)
+        else:
+            height_factor = gap_factor = space.weight
+        if self.mapping == "psi":
+            height_factor, gap_factor = radius * height_factor, radius * gap_factor
+        return replace(space, height_factor=height_factor, gap_factor=gap_factor)
 
     @property
     def term(self) -> str:
@@ -82,7 +84,7 @@ def per_head(statistic: Tensor, factor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(LateFields):
     """What is needed of queries or keys, without a copy of them: per vector, at unit scale, [B, H or Hkv, L] each."""
 
     vectors: Tensor  # as the caller has them
@@ -95,9 +97,10 @@ class Side:
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype, mapping: str) -> Side:
-        dim = x.shape[-1]
-        last, norm = x[..., -1].to(dtype), squared_norms(x, dtype, dim - 1)
-        return cls(x, dtype, mapping, last, norm, *of_parts(last, norm, dim, mapping))
+        dim, last = x.shape[-1], x[..., -1].to(dtype)
+        norm = late(lambda: squared_norms(x, dtype, dim - 1))
+        side = value_of(norm) if mapping == "expmap" else None
+        return cls(x, dtype, mapping, last, norm, *of_parts(last, side, dim, mapping))
 
     @property
     def square(self) -> Tensor:
@@ -117,12 +120,13 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
         key: [B, Hkv, M, d].
         space: variant and parameters, checked.
     """
+    query, key = unrounded(query), unrounded(key)
     q, k, space = _sides(query, key, space)
     square = space.gap_factor**2
     piece = Piece(
         TERMS[space.term],
         _definition(query, key, space),
-        row=(*space.own_statistics(q.height), per_head(q.square, square)),
+        row=late(lambda: (*space.own_statistics(q.height), per_head(q.square, square))),
         column=late(lambda: _columns(space, value_of(k))),
         head=space.head_parameters(query.shape[1]),
         reader=_reader(q, space, on_product=False),
@@ -162,9 +166,8 @@ def cone_piece(
 
 def _sides(query, key, space):
     dtype = working_dtype(query, key)
-    gamma, radius = torch.broadcast_tensors(space.gamma.to(dtype), space.radius.to(dtype))
     q, k = Side.of(query, dtype, space.mapping), late(lambda: Side.of(key, dtype, space.mapping))
-    return q, k, replace(space, gamma=gamma, radius=radius)
+    return q, k, space.working(dtype)
 
 
 def _columns(space: ConeSpace, k: Side) -> tuple[Tensor, ...]:
@@ -177,12 +180,15 @@ def _reader(q: Side, space: ConeSpace, on_product: bool) -> Reader | None:
         return None
     heads = q.vectors.shape[1]
 
-    def head():
-        r = space.radius * space.weight
-        most = CLAMP * r if space.clamp_heights else torch.full_like(r, torch.inf)
-        return tuple(x.expand(heads) for x in (space.height_factor, space.gap_factor, r, most))
-
     penumbral = space.variant == "penumbral"
+
+    def head():
+        found = space.height_factor, space.gap_factor
+        if penumbral:
+            r = space.radius * space.weight
+            found += r, CLAMP * r if space.clamp_heights else torch.full_like(r, torch.inf)
+        return tuple(x.expand(heads) for x in found)
+
     cpp = f"cone::Keys<{READERS[space.mapping]}, {penumbral:d}, {on_product:d}>"
     return Reader(cpp, head, lambda: (q.horizontal(), space.gap_factor.expand(heads)))
 

@@ -32,10 +32,11 @@ class ConeLayer(MechanismLayer):
         if self.mode == "replace" and chosen is None:
             return plan.change(score=cone_score(call.query, call.key, space))
         gate = chosen if self.mode == "replace" else self.gate if chosen is None else self.gate * chosen
-        piece, points = cone_piece(call.query, call.key, call.scale, space, gate.to(dtype))
+        query, key, score = plan.base()
+        piece, points = cone_piece(query, key, call.scale, space, gate.to(dtype))
         if self.mode == "blend":
-            return plan.change(score=plan.score.plus(piece, points))
-        score = plan.score.weighted(1 - chosen.to(dtype))
+            return plan.change(score=score.plus(piece, points))
+        score = score.weighted(1 - chosen.to(dtype))
         return plan.change(score=score.plus(piece.changed(capped=True), points))
 
     def space(self, dtype: torch.dtype, device) -> ConeSpace:

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
 
-NOISE = tl.constexpr(4 * 1.1920928955078125e-07)  # of a squared norm: what sums in any order and two factors leave
+NOISE = tl.constexpr(
+    4 * 1.1920928955078125e-07
+)  # of a squared norm: what sums in any order and two factors leave
 TINY = tl.constexpr(1e-24)  # of a square whose root is taken
 SMALLEST = tl.constexpr(1e-6)  # of a distance that is divided by
 

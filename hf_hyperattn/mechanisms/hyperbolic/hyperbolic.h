@@ -124,6 +124,7 @@ struct SquaredLorentz {
 template <bool OnProduct>
 struct Keys {
   static constexpr int columns = Separation<OnProduct>::count;
+  static constexpr bool norms = true;
 
   static Vec read(Vec, Vec square, float, const float* head, Vec* column) {
     const Vec inverse = 1.0f / larger(head[0] * root(square), splat(1e-15f));

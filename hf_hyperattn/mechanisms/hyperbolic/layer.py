@@ -47,10 +47,11 @@ class HyperbolicLayer(MechanismLayer):
         if self.mode == "replace" and chosen is None:
             return hyperbolic_score(call.query, call.key, space)
         gate = self.weight(self.gate, chosen).to(dtype)
-        piece, points = hyperbolic_piece(call.query, call.key, call.scale, space, gate)
+        query, key, score = plan.base()
+        piece, points = hyperbolic_piece(query, key, call.scale, space, gate)
         if self.mode == "blend":
-            return plan.score.plus(piece, points, watch=True)
-        return plan.score.weighted(1 - gate).plus(replace(piece, capped=True), points, watch=True)
+            return score.plus(piece, points, watch=True)
+        return score.weighted(1 - gate).plus(replace(piece, capped=True), points, watch=True)
 
     def aggregate(self, plan: Plan, space: HyperbolicSpace, chosen: Tensor | None, dtype: torch.dtype):
         """The plan with midpoints for means, or blended with them."""
