@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..engines import Options, PairScore, attention, dot_score
+from ..engines.halves import unrounded
 from ..engines.options import full_precision
 
 
@@ -113,6 +114,17 @@ class Plan:
     def of(cls, call: HostCall) -> Plan:
         """The host's own attention."""
         return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
+
+    def base(self) -> tuple[Tensor, Tensor, PairScore]:
+        """Queries, keys and the score so far, for a piece that joins it: each from one float32 tensor, where half
+        precision would round the parts of a gradient before they are added up (engines/halves.py).
+        """
+        given, host = (self.call.query, self.call.key), self.score.raw
+        query, key = map(unrounded, given)
+        own = host is not None and host.query is given[0] and host.key is given[1]
+        if not own or len(self.score.pieces) > 1 or (query is given[0] and key is given[1]):
+            return *given, self.score
+        return query, key, dot_score(query, key, self.call.scale)
 
     def change(self, **changes) -> Plan:
         """The plan with these fields in place of its own."""

@@ -8,6 +8,7 @@ import random
 import torch
 
 from hf_hyperattn.engines import Options, PairScore, dot_score
+from hf_hyperattn.engines.halves import unrounded
 from hf_hyperattn.mechanisms.cone.features import ConeSpace, cone_piece, cone_score
 from hf_hyperattn.mechanisms.hype.score import with_hype
 from hf_hyperattn.mechanisms.hyperbolic.features import HyperbolicSpace, hyperbolic_piece, hyperbolic_score
@@ -109,6 +110,8 @@ class Call:
     def pair_score(self, x: dict[str, torch.Tensor]) -> PairScore:
         """The score of these inputs."""
         q, k = x["query"], x["key"]
+        if self.blend:  # as `Plan.base` does it
+            q, k = unrounded(q), unrounded(k)
         made, piece = self.space(self.score, x), self.space(self.blend, x)
         if self.score in CONES:
             score = cone_score(q, k, made)
