@@ -1,0 +1,89 @@
+"""Every kernel compiles for GPUs that are not here, sm80 (A100) and sm90 (H100), and fits into what they have."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
+
+import hf_hyperattn.mechanisms  # noqa: E402, F401  registers the terms
+from hf_hyperattn.engines.triton import launch  # noqa: E402
+from tests.engines.triton_ahead import backward, call, compiling  # noqa: E402
+from tests.engines.triton_scores import SCORES, learned  # noqa: E402
+
+slow = pytest.mark.slow
+CHIPS = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program may have
+SMALL = 99 * 1024  # the same on GPUs for desktops
+#: Bytes a thread may keep outside its registers in a kernel's smallest config.
+SPILLED = 128
+
+
+def specs():
+    q = torch.zeros(1, 2, 2, 4)
+    return sorted({score(q, q, learned(2)).spec for score in SCORES.values()})
+
+
+def fits(built):
+    assert built
+    for b in built:
+        assert b.shared <= CHIPS[b.capability], b
+    for kernel, capability in {(b.kernel, b.capability) for b in built}:
+        of = [b for b in built if (b.kernel, b.capability) == (kernel, capability)]
+        assert min(b.shared for b in of) <= SMALL, (kernel, capability)
+        assert min(b.spilled for b in of) <= SPILLED, [(b.kernel, b.config, b.spilled) for b in of]
+
+
+def test_umbral_in_bfloat16(monkeypatch):
+    with compiling(monkeypatch, [90], every=False) as built:
+        made = call("umbral")
+        launch.forward(made)
+        backward(made)
+    fits(built)
+    assert all("wgmma" in b.ptx for b in built)  # products on tensor cores
+    assert "rsqrt.approx" in built[0].ptx and "ex2.approx" in built[0].ptx
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("spec", specs())
+def test_every_score(monkeypatch, spec):
+    with compiling(monkeypatch, CHIPS) as built:
+        made = call(spec)
+        launch.forward(made)
+        backward(made)
+    fits(built)
+
+
+@slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("d, dv", [(24, 40), (64, 67), (80, 80), (96, 96), (128, 128), (256, 256)])
+def test_every_width(monkeypatch, d, dv, dtype):
+    with compiling(monkeypatch, CHIPS) as built:
+        made = call("umbral", d=d, dv=dv, dtype=dtype)
+        launch.forward(made)
+        backward(made)
+    assert all(b.shared <= CHIPS[b.capability] for b in built)
+
+
+@slow
+@pytest.mark.timeout(900)
+def test_every_option(monkeypatch):
+    mask, bias = torch.ones(1, 1, 1, 2048, dtype=torch.bool), torch.zeros(1, 4, 2048, 2048)
+    options = {"mask": mask, "bias": bias, "seed": torch.zeros(1, dtype=torch.int64), "dropout_p": 0.1}
+    options |= {"window": 256, "softcap": 30.0, "sinks": torch.zeros(4)}
+    with compiling(monkeypatch, CHIPS, every=False) as built:
+        made = call("dot+*umbral_on_product", **options)
+        launch.forward(made)
+        backward(made)
+    assert all(b.shared <= CHIPS[b.capability] for b in built)
+
+
+def test_decoding(monkeypatch):
+    with compiling(monkeypatch, [80]) as built:
+        launch.forward(call("umbral", queries=1))
+    assert [b.kernel for b in built] == ["attention_forward", "combine"] and built[0].config[0] == 16
+    assert built[0].shared <= SMALL and built[0].spilled == 0

@@ -1,0 +1,118 @@
+"""Compiles the kernels that a call would launch, for chips that are not there."""
+
+import os
+import re
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from hf_hyperattn.engines.triton import launch
+from hf_hyperattn.engines.triton.compose import functions
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel for a chip: bytes of shared memory of a program, bytes of a thread that are not in registers."""
+
+    kernel: str
+    capability: int
+    config: tuple
+    shared: int
+    spilled: int
+    ptx: str
+
+
+def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=2048, **given):
+    """A call on tensors that are never read."""
+    dv = dv or d
+    rows, columns, parameters = functions(spec).counts
+    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype)
+    factored = "on_product" not in spec and spec != "dot" and "hype" not in spec
+    points = (new(1, heads, length, d), new(1, kv_heads, length, d), new(heads))
+    plain = {
+        "mask": None,
+        "bias": None,
+        "sinks": None,
+        "seed": None,
+        "window": None,
+        "offset": 0,
+        "softcap": None,
+    }
+    plain |= {"dropout_p": 0.0, "is_causal": True, "width": d - ("umbral" in spec and factored)}
+    return launch.Call(
+        query=new(1, heads, given.pop("queries", length), d, dtype=dtype),
+        key=new(1, kv_heads, length, d, dtype=dtype),
+        value=new(1, kv_heads, length, dv, dtype=dtype),
+        query_factor=new(1, heads, length) if factored else None,
+        key_factor=new(1, kv_heads, length) if factored else None,
+        row=new(rows, 1, heads, length),
+        column=new(columns, 1, kv_heads, length),
+        head=new(parameters, heads),
+        points=points if functions(spec).inexact else None,
+        spec=spec,
+        scale=1.0 if factored else d**-0.5,
+        **(plain | given),
+    )
+
+
+@contextmanager
+def compiling(monkeypatch, capabilities, every=True):
+    """Within, launched kernels are compiled and collected in the list this gives, not run; all their configs, or the
+    first of each.
+    """
+    built = []
+
+    def build(kernel, *args, grid, warmup, **named):
+        for capability in capabilities:
+            built.append(compiled(kernel, capability, args, named))
+
+    def tuned(kind, tried, run):
+        for config in tried if every else tried[:1]:
+            run(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", build)
+        patch.setattr(launch, "tuned", tuned)
+        yield built
+
+
+def compiled(kernel, capability, args, named):
+    """As `JITFunction.run` does it for the chip that is there."""
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    named = named | {"debug": False, "instrumentation_mode": ""}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **named)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, named, bound, specialization, options)
+    made = triton.compile(
+        ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
+    )
+    config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
+    spilled = stack(made.asm["cubin"])
+    return Built(kernel.__name__, capability, config, made.metadata.shared, spilled, made.asm["ptx"])
+
+
+def stack(cubin):
+    """Bytes a thread keeps outside registers."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+def backward(made):
+    """Launch the backward kernels of a call, with gradients of everything."""
+    shape = made.query.shape[:3]
+    out = torch.empty(*shape, made.dv)
+    launch.backward(made, torch.empty_like(out), out, torch.empty(shape), (True, True, True))
