@@ -43,9 +43,11 @@ def costs(results: dict) -> str:
         for tokens in settings["cost"]["tokens"]:
             found = runs.get(f"cost, {name}, {tokens}")
             if found is not None:
-                cells = [f"{found[w]['cpu']:.2f} s, {found[w]['mib']} MiB" for w in ("forward", "step")]
+                ways = ("forward", "step", "step with attention dropout")
+                cells = [f"{found[w]['cpu']:.2f} s, {found[w]['mib']:,} MiB" for w in ways]
                 rows.append([name, f"{found['batch']} x {tokens:,}", *cells])
-    return table(["model", "tokens", "forward", "forward and backward"], rows)
+    head = ["model", "tokens", "forward", "forward and backward", "the same with attention dropout"]
+    return table(head, rows)
 
 
 def paired(results: dict) -> str:

@@ -68,6 +68,22 @@ def test_all_lengths(lengths, segment_length):
     check_against_loops(hat(segment_length=segment_length), batch(lengths))
 
 
+def test_segments_of_the_callers_own():
+    model, given = hat(), batch((13, 1, 9), side="left")
+    groups = torch.arange(13).expand(3, 13) // 3
+    out = model(**given, segment_ids=groups)
+    for row, text in enumerate(texts(given)):
+        here = given["attention_mask"][row] != 0
+        segments, pooled = encode(model, text, groups[row][here].tolist())
+        assert (out.last_hidden_state[row][here] - tokens(segments)).abs().max() < 1e-12
+        assert (out.pooler_output[row] - pooled).abs().max() < 1e-12
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(13,\); allowed: \(3, 13\)"):
+        model(**given, segment_ids=groups[0])
+    long = batch((40,))
+    with pytest.raises(ValueError, match="makes 39 segments; allowed: at most 16"):
+        model(**long, segment_ids=torch.arange(40)[None])
+
+
 def test_large_values():
     model = hat()
     with torch.no_grad():

@@ -109,6 +109,23 @@ def test_segments_hold_what_the_definition_says(packed, length, lengths):
     assert found.filled[:, 0].all()
 
 
+@pytest.mark.parametrize("length", [2, 4, 30])
+@pytest.mark.parametrize("lengths", [[1], [7, 1, 4], [13, 12]])
+def test_segments_begin_where_groups_do(length, lengths):
+    real = batch_of(lengths, 13)
+    draw = torch.Generator().manual_seed(3)
+    groups = torch.randint(3, real.shape, generator=draw)
+    found = segment(real, length, groups=groups)
+    numbers = torch.arange(real.numel()).view(real.shape)
+    for row in range(len(lengths)):
+        here = real[row]
+        expected = cut(numbers[row][here].tolist(), length, groups[row][here].tolist())
+        members = found.members[row][found.present[row]]
+        assert [found.tokens[m][found.filled[m]].tolist() for m in members] == expected
+    changed = groups.masked_fill(~real, 7)
+    assert torch.equal(segment(real, length, groups=changed).tokens, found.tokens)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_to_segments_and_back(packed):
     real = batch_of([9, 3, 1], 11)

@@ -7,11 +7,15 @@ import torch
 from torch.nn import functional as F
 
 
-def cut(ids, length):
-    """The segments of a text, each led by the text's first token."""
-    rest = ids[1:]
-    parts = [rest[i : i + length - 1] for i in range(0, len(rest), length - 1)] or [[]]
-    return [[ids[0], *part] for part in parts]
+def cut(ids, length, groups=None):
+    """The segments of a text, each led by the text's first token; `groups` has a number for every token."""
+    groups = [0] * len(ids) if groups is None else groups
+    parts = []
+    for i in range(1, len(ids)):
+        if i == 1 or groups[i] != groups[i - 1] or len(parts[-1]) == length - 1:
+            parts.append([])
+        parts[-1].append(ids[i])
+    return [[ids[0], *part] for part in parts or [[]]]
 
 
 def linear(weights, name, x):
@@ -49,10 +53,10 @@ def embed(weights, ids, config):
     return norm(weights, "embeddings.norm", x, config.layer_norm_eps)
 
 
-def encode(model, ids):
+def encode(model, ids, groups=None):
     """Segments' states at the end, a list of [n, width], and the pooled vector, of one text by a `HatModel`."""
     weights, config = dict(model.named_parameters()), model.config
-    segments = [embed(weights, part, config) for part in cut(ids, config.segment_length)]
+    segments = [embed(weights, part, config) for part in cut(ids, config.segment_length, groups)]
     done = 0
     for number, crossing in enumerate(config.cross_blocks):
         segments = [block(weights, f"segment_blocks.{number}", x, config) for x in segments]

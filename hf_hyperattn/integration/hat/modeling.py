@@ -119,6 +119,7 @@ class HatModel(HatPreTrainedModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -131,6 +132,8 @@ class HatModel(HatPreTrainedModel):
             attention_mask: [B, N], 0 at padding, which may lie anywhere; every text has a token.
             token_type_ids: int64 [B, N]; None: all 0.
             inputs_embeds: [B, N, embedding_size] in place of `input_ids`; the first of a text leads its segments.
+            segment_ids: int64 [B, N], such as the number of each token's sentence or paragraph: where it changes a
+                segment begins, and also where one is full. None: only the latter. Not in a compiled graph.
             output_attentions: whether to return attention weights, which attn_implementation='eager' has.
             output_hidden_states: whether to return the states between the blocks.
             return_dict: False for a tuple.
@@ -141,7 +144,7 @@ class HatModel(HatPreTrainedModel):
         """
         real = self._real(input_ids, inputs_embeds, attention_mask)
         self._check(real, kwargs)
-        segments = self._segment(input_ids, real)
+        segments = self._segment(input_ids, real, segment_ids)
         x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -194,11 +197,23 @@ class HatModel(HatPreTrainedModel):
                 "HatConfig(max_length=...) sets"
             )
 
-    def _segment(self, input_ids: Tensor | None, real: Tensor) -> Segments:
-        led = None
+    def _segment(self, input_ids: Tensor | None, real: Tensor, groups: Tensor | None) -> Segments:
+        led, compiling = None, torch.compiler.is_compiling()
         if self.config.cls_token_id is not None and input_ids is not None:
             led = input_ids.gather(1, real.long().argmax(1, keepdim=True))[:, 0] == self.config.cls_token_id
-        return segment(real, self.config.segment_length, led, packed=not torch.compiler.is_compiling())
+        if groups is not None and (compiling or groups.shape != real.shape):
+            raise ValueError(
+                f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
+                "graph, whose shapes cannot depend on it"
+            )
+        found = segment(real, self.config.segment_length, led, packed=not compiling, groups=groups)
+        number, most = found.present.shape[1], self.config.max_segments
+        if groups is not None and number > most:
+            raise ValueError(
+                f"segment_ids makes {number} segments; allowed: at most {most}, for max_position_embeddings="
+                f"{self.config.max_position_embeddings} and segment_length={self.config.segment_length}"
+            )
+        return found
 
     def _embed(self, segments: Segments, input_ids, inputs_embeds, token_type_ids) -> Tensor:
         if inputs_embeds is None:

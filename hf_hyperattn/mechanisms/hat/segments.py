@@ -2,7 +2,7 @@
 
 The first token of a text is its CLS token. The tokens after it fill segments in order, K - 1 to each, the last one
 with what is left; every segment's first place holds the text's CLS token. So n tokens make max(1, ceil((n-1)/(K-1)))
-segments, and a text of at most K tokens is one segment, as it was.
+segments, and a text of at most K tokens is one segment, as it was. A caller may say where else segments begin.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ class Segments:
         return torch.cat([rows.flatten(0, 1)[self.rows][:, None], states[:, 1:]], 1)
 
 
-def segment(real: Tensor, length: int, led: Tensor | None = None, packed: bool = True) -> Segments:
+def segment(
+    real: Tensor,
+    length: int,
+    led: Tensor | None = None,
+    packed: bool = True,
+    groups: Tensor | None = None,
+) -> Segments:
     """Cut a batch into segments.
 
     Args:
@@ -67,36 +73,54 @@ def segment(real: Tensor, length: int, led: Tensor | None = None, packed: bool =
         led: bool [B], False for texts whose first token is no CLS token and stands behind one; None: all are led.
         packed: make only the segments that there are, as wide as the fullest one; else as many and as wide as N tokens
             could need, so that no shape depends on the data.
+        groups: int [B, N]: where the number changes from one token behind the CLS token to the next a segment begins,
+            and where K - 1 tokens are in one. None: only the latter. Only where packed.
     """
     B, N = real.shape
-    own = torch.ones(B, dtype=torch.long, device=real.device) if led is None else led.long()
-    rank = real.cumsum(1) - 1 - own[:, None]  # among the tokens behind the CLS token; -1 for that itself
-    behind = real.sum(1) - own
-    number = -(-behind // (length - 1))
-    number = number.clamp_min(1)
+    device = real.device
+    own = torch.ones(B, dtype=torch.long, device=device) if led is None else led.long()
+    rank = (real.cumsum(1) - 1 - own[:, None]).clamp_min(
+        -1
+    )  # among the tokens behind the CLS token, which has -1
+    behind = real & (rank >= 0)
+    number, inside = _numbered(rank, behind, length, groups)
+    each = torch.where(behind, number, 0).amax(1) + 1
     if packed:
-        most, total = int(number.max()), int(number.sum())
-        width = min(length, 1 + int(behind.max()))
-        first = number.cumsum(0) - number
-        text = torch.arange(B, device=real.device).repeat_interleave(number, output_size=total)
+        most, total = int(each.max()), int(each.sum())
+        width = 1 + int(torch.where(behind, inside + 1, 0).max())
+        first = each.cumsum(0) - each
+        text = torch.arange(B, device=device).repeat_interleave(each, output_size=total)
     else:
         most = segments_of(N + 1 - int(led is None), length)
         total, width = B * most, min(length, N + 1)
-        first = torch.arange(B, device=real.device) * most
-        text = torch.arange(B, device=real.device).repeat_interleave(most, output_size=total)
-    rank = rank.clamp_min(-1)
-    inside = first[:, None] + rank.clamp_min(0) // (length - 1)
-    places = inside * width + torch.where(rank < 0, 0, 1 + rank % (length - 1))
-    start = real.long().argmax(1) + torch.arange(B, device=real.device) * N
+        first = torch.arange(B, device=device) * most
+        text = torch.arange(B, device=device).repeat_interleave(most, output_size=total)
+    places = first[:, None] * width + torch.where(behind, number * width + 1 + inside, 0)
     tokens = _inverse(places, real, total * width).view(total, width)
     filled = tokens >= 0
     filled[:, 0] = True
-    tokens = torch.where(tokens >= 0, tokens, start[text][:, None])
-    tokens[:, 0] = start[text]
-    index = torch.arange(total, device=real.device) - first[text]
-    present = torch.arange(most, device=real.device) < number[:, None]
-    members = torch.where(present, first[:, None] + torch.arange(most, device=real.device), 0)
-    return Segments(tokens, filled, torch.where(real, places, 0), real, members, present, text * most + index)
+    start = (real.long().argmax(1) + torch.arange(B, device=device) * N)[text][:, None]
+    tokens = torch.cat([start, torch.where(tokens >= 0, tokens, start)[:, 1:]], 1)
+    index = torch.arange(most, device=device)
+    present = index < each[:, None]
+    members = torch.where(present, first[:, None] + index, 0)
+    rows = text * most + torch.arange(total, device=device) - first[text]
+    return Segments(tokens, filled, torch.where(real, places, 0), real, members, present, rows)
+
+
+def _numbered(rank: Tensor, behind: Tensor, length: int, groups: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In which segment of its text each token behind the CLS token stands, and how many stand before it there."""
+    if groups is None:
+        return rank // (length - 1), rank % (length - 1)
+    B, N = rank.shape
+    order = torch.where(behind, rank, N)
+    ranked = torch.zeros(B, N + 1, dtype=groups.dtype, device=groups.device).scatter(1, order, groups)[:, :N]
+    begins = torch.ones_like(behind)
+    begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
+    at = torch.arange(N, device=rank.device)
+    inside = (at - torch.where(begins, at, 0).cummax(1).values) % (length - 1)
+    number = (inside == 0).cumsum(1) - 1
+    return number.gather(1, rank.clamp_min(0)), inside.gather(1, rank.clamp_min(0))
 
 
 def _inverse(places: Tensor, real: Tensor, total: int) -> Tensor:
