@@ -60,11 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 def act(args: argparse.Namespace) -> int:
     """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
-        from . import hsa_tables
+        from . import head_tables, hsa_tables
         from .draw import draw
 
         draw()
         hsa_tables.draw()
+        head_tables.draw()
         return 0
     from .store import perform
 

@@ -78,7 +78,7 @@ def training(results: dict) -> str:
 
 
 def sentence(results: dict) -> str:
-    """Which heads a sentence uses, by the last training that is done."""
+    """Which heads a sentence uses, by the first training."""
     return "\n".join(results["runs"][f"{ways(results)[-1]}; trained"]["sentence"])
 
 
@@ -107,6 +107,8 @@ def plot(results: dict):
         axis.set(yscale="log", xlabel="heads dropped, %", ylabel="perplexity over that of the whole model")
         axis.set_title(f"trained {way}", fontsize=9)
     axes[0].legend(fontsize=8)
+    for unused in axes[len(ways(results)) :]:
+        unused.remove()
     return figure
 
 

@@ -1,0 +1,68 @@
+"""recipes/experiments/head_pruning: how heads are put in order, and that the page says what the results say."""
+
+import json
+import math
+
+import pytest
+import torch
+from experiments import draw, head_pruning, head_tables, store
+from experiments.head_ranks import RANKS, Heads, random_ranks
+
+import hf_hyperattn as ha
+from hf_hyperattn.analysis.heads import dropped_heads, head_usage
+from tests.integration.models import llama, perturb, run
+
+
+@pytest.fixture
+def heads():
+    model = ha.patch_model(llama(), ha.HeadFusionConfig())
+    perturb(model)
+    texts = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    return Heads(model, head_usage(model, input_ids=texts), texts)
+
+
+def test_a_contribution_is_what_the_residual_stream_loses_without_the_head(heads):
+    """For the last layer: dropping one head changes what the attention adds by exactly that."""
+    name, module = "model.layers.3.self_attn", heads.model.model.layers[3].self_attn
+    added = []
+    module.register_forward_hook(lambda _, args, output: added.append(output[0]))
+    for drop in ({}, {name: [2]}):
+        with dropped_heads(heads.model, drop):
+            run(heads.model, {"input_ids": heads.texts})
+    expected = (added[0] - added[1]).norm(dim=-1).mean().item()
+    assert RANKS["contribution"](heads)[name, 2] == pytest.approx(expected, rel=1e-4)
+
+
+def test_weight_norms_share_the_value_projection_of_a_group(heads):
+    host = heads.model.model.layers[1].self_attn
+    found = RANKS["weight norm"](heads)
+    for head in range(4):
+        values = host.v_proj.weight[8 * (head // 2) : 8 * (head // 2) + 8].norm()
+        expected = values * host.o_proj.weight[:, 8 * head : 8 * head + 8].norm()
+        assert found["model.layers.1.self_attn", head] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_every_head_has_a_rank(heads):
+    for ranks in (*(make(heads) for make in RANKS.values()), random_ranks(heads, 1)):
+        assert len(ranks) == 16 and all(math.isfinite(x) for x in ranks.values())
+    assert random_ranks(heads, 1) == random_ranks(heads, 1) != random_ranks(heads, 2)
+    assert sum(RANKS["beta"](heads).values()) == pytest.approx(16, rel=1e-5)
+
+
+def test_the_committed_results_are_of_these_settings_and_on_the_page():
+    results, page = store.load("head_pruning"), head_tables.PAGE.read_text()
+    assert results["settings"] == json.loads(json.dumps(head_pruning.SETTINGS))
+    wanted = [key for key, _ in head_pruning.runs(head_pruning.SETTINGS, {})]
+    assert set(results["runs"]) <= set(wanted) and wanted[: len(results["runs"])] == list(results["runs"])
+    for name, make in head_tables.TABLES.items():
+        assert draw.put(page, name, make(results)) == page, name
+
+
+def test_the_plot_is_drawn_from_the_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.md"
+    page.write_text(head_tables.PAGE.read_text())
+    head_tables.draw(page=page, plots=tmp_path)
+    assert (tmp_path / "head_pruning.svg").read_bytes().startswith(b"<?xml")
+    assert page.read_text() == head_tables.PAGE.read_text()
+    assert "plots/head_pruning.svg" in page.read_text() and (draw.PLOTS / "head_pruning.svg").exists()
