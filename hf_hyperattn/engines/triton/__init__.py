@@ -1,6 +1,6 @@
 """The GPU engine: Triton kernels with their own backward pass.
 
-    attend.py      what the engine can serve; a call's tensors as the operators take them
+    serve.py       what the engine can serve; a call's tensors as the operators take them
     operator.py    the operators of torch and their gradients
     launch.py      from tensors to launched kernels; configs.py: tile sizes
     forward.py, backward.py, tile.py   the kernels
@@ -9,6 +9,6 @@
 Importing the package does not import Triton.
 """
 
-from .attend import attend, hindrance, suits
+from .serve import attend, hindrance, suits
 
 __all__ = ["attend", "hindrance", "suits"]

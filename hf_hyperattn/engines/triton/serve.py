@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options
-from ..score import PairScore, Source, repeat_heads
+from ..score import PairScore, Source, parse_spec, repeat_heads
 from .operator import attention
 from .terms import triton_form
 
@@ -104,25 +104,32 @@ def too_old(index: int | None) -> bool:
 
 def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     """Why the call cannot be computed here; None if it can."""
-    if not installed():
-        return "Triton is not installed"
     device = value.device
-    if not interpreted():
-        if device.type != "cuda" or torch.version.hip is not None:
-            return f"its kernels need tensors on a CUDA device, these are on {device}"
-        if too_old(device.index):
-            return "the GPU's compute capability is below 8.0"
+    reason = obstacle(score.spec, device.type, device.index)
+    if reason is not None:
+        return reason
     if torch.float64 in (score.dtype, value.dtype):
         return "it is in float64"
-    missing = [p.term.name for p in score.pieces if triton_form(p.term) is None]
-    if missing:
-        return f"{missing[0]} has no Triton form"
     if max(source_of(score).query.shape[-1], value.shape[-1]) > WIDEST:
         return f"heads are wider than {WIDEST}"
     given = [t for t in (options.mask, options.bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return "masks and biases get no gradient"
     return None
+
+
+@torch.compiler.assume_constant_result
+def obstacle(spec: str, device: str, index: int | None) -> str | None:
+    """What is in the way of this score on this device; None if nothing is. Does not change while a program runs."""
+    if not installed():
+        return "Triton is not installed"
+    if not interpreted():
+        if device != "cuda" or torch.version.hip is not None:
+            return f"its kernels need tensors on a CUDA device, these are on {device}"
+        if too_old(index):
+            return "the GPU's compute capability is below 8.0"
+    missing = [term.name for term, _ in parse_spec(spec) if triton_form(term) is None]
+    return f"{missing[0]} has no Triton form" if missing else None
 
 
 @functools.cache
