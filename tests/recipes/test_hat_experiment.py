@@ -17,7 +17,7 @@ SETTINGS = hat_imdb.SETTINGS
 @pytest.fixture
 def rows(monkeypatch):
     """Reviews of 20 to 59 tokens, each id once."""
-    made = [([101, *range(1000 * i, 1000 * i + 18 + i % 40), 102], i % 2) for i in range(400)]
+    made = [([101, *range(1000 * i, 1000 * i + 18 + i % 40), 102], i % 2) for i in range(500)]
     monkeypatch.setattr(hat_imdb, "encoded", lambda least, most: made)
     return made
 
