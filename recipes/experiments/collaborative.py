@@ -27,13 +27,13 @@ from .store import Experiment
 
 SETTINGS = {
     "ranks": [384, 288, 192, 96],
-    "steps": 200,
+    "steps": 100,
     "seed": 0,
     "examples": {"verses": 64, "glosses": 64, "reviews": 64},
     "read_on": {"verses": 200, "glosses": 150, "reviews": 150},
-    "length": 256,
+    "length": 128,
     "batch": 16,
-    "probe": {"train": 1000, "test": 500, "C": 10.0, "seed": 3},
+    "probe": {"train": 500, "test": 500, "C": 10.0, "seed": 3},
 }
 WAYS = ("weights", "logits")
 

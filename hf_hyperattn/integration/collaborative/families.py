@@ -1,7 +1,7 @@
 """Families whose projections of queries and keys can be shared.
 
 In these the host's queries and keys are the outputs of their projections, reshaped into heads and nothing else: no
-rotation, no norm, no second use. `tests/integration/test_collaborative_families.py` converts each at full rank.
+rotation, no norm, no second use. `tests/integration/test_collaborative_families.py` holds each of them to that.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ from ...mechanisms.base import Host
 
 #: By the model type of the host's config.
 SHAREABLE = frozenset(
-    [
-        "bert",
-        "roberta",
-        "distilbert",
-        "albert",
-        "gpt2",
-        "opt",
-        "bart",
-        "t5",
-        "vit",
-        "clip_text_model",
-        "clip_vision_model",
-        "whisper",
-    ]
+    """
+    albert bart beit bert bert-generation biogpt blenderbot blenderbot-small blip_text_model camembert
+    clip_text_model clip_vision_model data2vec-text decision_transformer deit dinov2 distilbert dpr electra
+    ernie gpt2 gpt_neo hubert ijepa layoutlm m2m_100 marian mbart megatron-bert mpnet mt5 openai-gpt opt
+    pegasus plbart rembert roberta roberta-prelayernorm siglip_text_model siglip_vision_model speech_to_text
+    splinter switch_transformers t5 umt5 videomae vit vit_mae vit_msn vivit wav2vec2 whisper xglm xlm-roberta
+    xlm-roberta-xl
+    """.split()
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...config import MechanismConfig, option
 
 #: Steps of the decomposition where nothing is said.
-STEPS = 200
+STEPS = 100
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def decompose(
     query: Tensor,
     key: Tensor,
     rank: int,
-    steps: int = 200,
+    steps: int = 100,
     seed: int = 0,
     moments: tuple[Tensor, Tensor] | None = None,
     advance: Callable[[], None] = lambda: None,
