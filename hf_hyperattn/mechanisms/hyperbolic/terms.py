@@ -146,7 +146,9 @@ class SquaredLorentz(HyperbolicTerm):
 
 
 def _over(extreme, x):
-    """The extreme number of each head's tile, [..., 1, 1]."""
+    """The extreme number of each head's tile, [..., 1, 1]; 0 where rows see no key at all."""
+    if not x.numel():
+        return x.new_zeros(*x.shape[:-2], 1, 1)
     return extreme(x, (-1, -2), keepdim=True)
 
 
