@@ -1,4 +1,4 @@
-"""The blocks of HAT: BERT's, over the tokens of a segment, and over the CLS rows of a text's segments."""
+"""What HAT is made of: embeddings, and BERT's blocks, over a segment's tokens and over the CLS rows of a text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration import HatEncoderConfig
+
+
+class HatEmbeddings(nn.Module):
+    """Words, their kinds, and their places in the segment, [T, W] to [T, W, hidden_size]."""
+
+    def __init__(self, config: HatEncoderConfig):
+        super().__init__()
+        width, kinds = config.embedding_size, config.type_vocab_size
+        self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+        self.positions = nn.Embedding(config.segment_length, width)
+        self.kinds = nn.Embedding(kinds, width) if kinds else None
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
+
+    def forward(self, words: Tensor, kinds: Tensor | None) -> Tensor:
+        """Embed a batch of segments.
+
+        Args:
+            words: [T, W, embedding_size].
+            kinds: int64 [T, W]; None: all are of kind 0.
+        """
+        x = words + self.positions(torch.arange(words.shape[1], device=words.device))
+        if self.kinds is not None:
+            x = x + self.kinds(torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds)
+        x = self.dropout(self.norm(x))
+        return x if self.project is None else self.project(x)
 
 
 def eager_attention_forward(

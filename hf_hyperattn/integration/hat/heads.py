@@ -7,7 +7,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
 
 from .configuration import HatEncoderConfig
-from .modeling import HatModel, HatModelOutput, HatPreTrainedModel
+from .modeling import HatModel, HatPreTrainedModel
+from .outputs import HatModelOutput
 
 
 class _HatWithHead(HatPreTrainedModel):

@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.utils import ModelOutput
 
 from ...mechanisms.hat.segments import Segments, segment
-from .blocks import HatBlock, HatCrossBlock
+from .blocks import HatBlock, HatCrossBlock, HatEmbeddings
 from .configuration import HatEncoderConfig
-
-
-@dataclass
-class HatModelOutput(ModelOutput):
-    """What `HatModel` returns, with N tokens in S segments of W places.
-
-    Args:
-        last_hidden_state: [B, N, width], in the places of the tokens that came in; 0 at padding.
-        pooler_output: [B, width].
-        segment_states: [B, S, width], the segments' CLS rows at the end.
-        segment_mask: bool [B, S], whether the text has so many segments.
-        hidden_states: the embeddings, and the states after each segment-wise block and the cross-segment blocks behind
-            it, each [B, N, width]; where asked for.
-        attentions: of each segment-wise block, [B, S, H, W, W]; where asked for.
-        cross_segment_attentions: of each cross-segment block, [B, H, S, S]; where asked for.
-    """
-
-    last_hidden_state: Tensor | None = None
-    pooler_output: Tensor | None = None
-    segment_states: Tensor | None = None
-    segment_mask: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    cross_segment_attentions: tuple[Tensor, ...] | None = None
-
-
-class HatEmbeddings(nn.Module):
-    """Words, their kinds, and their places in the segment, [T, W] to [T, W, hidden_size]."""
-
-    def __init__(self, config: HatEncoderConfig):
-        super().__init__()
-        width, kinds = config.embedding_size, config.type_vocab_size
-        self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
-        self.positions = nn.Embedding(config.segment_length, width)
-        self.kinds = nn.Embedding(kinds, width) if kinds else None
-        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.project = nn.Linear(width, config.hidden_size) if width != config.hidden_size else None
-
-    def forward(self, words: Tensor, kinds: Tensor | None) -> Tensor:
-        """Embed a batch of segments.
-
-        Args:
-            words: [T, W, embedding_size].
-            kinds: int64 [T, W]; None: all are of kind 0.
-        """
-        x = words + self.positions(torch.arange(words.shape[1], device=words.device))
-        if self.kinds is not None:
-            x = x + self.kinds(torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds)
-        x = self.dropout(self.norm(x))
-        return x if self.project is None else self.project(x)
+from .outputs import HatModelOutput, Seen
 
 
 class HatPreTrainedModel(PreTrainedModel):
@@ -148,7 +95,7 @@ class HatModel(HatPreTrainedModel):
         x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        seen = _Seen(segments, states, attentions)
+        seen = Seen(segments, states, attentions)
         x = self._encode(x, segments, seen, kwargs | ({"output_attentions": True} if attentions else {}))
         last, rows = segments.to_tokens(x), segments.cls_rows(x)
         found = HatModelOutput(
@@ -227,7 +174,7 @@ class HatModel(HatPreTrainedModel):
             words, None if token_type_ids is None else segments.to_segments(token_type_ids)
         )
 
-    def _encode(self, x: Tensor, segments: Segments, seen: _Seen, keywords: dict) -> Tensor:
+    def _encode(self, x: Tensor, segments: Segments, seen: Seen, keywords: dict) -> Tensor:
         """The blocks, in the order of the layout."""
         mask = create_bidirectional_mask(self.config, x, segments.filled)
         rows = segments.cls_rows(x)
@@ -255,39 +202,3 @@ class HatModel(HatPreTrainedModel):
         else:
             pooled = last.sum(1) / segments.real.sum(1, keepdim=True)
         return pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
-
-
-class _Seen:
-    """What is returned beside the result: states and attention weights, in the places of the tokens."""
-
-    def __init__(self, segments: Segments, states: bool, attentions: bool):
-        self.segments, self.kept = segments, {}
-        if states:
-            self.kept["hidden_states"] = []
-        if attentions:
-            self.kept |= {"attentions": [], "cross_segment_attentions": []}
-
-    def states(self, x: Tensor) -> None:
-        if "hidden_states" in self.kept:
-            self.kept["hidden_states"].append(self.segments.to_tokens(x))
-
-    def within(self, weights: Tensor | None) -> None:
-        if "attentions" in self.kept:
-            present = self.segments.present[..., None, None, None]
-            self.kept["attentions"].append(_there(weights)[self.segments.members] * present)
-
-    def across(self, weights: Tensor | None) -> None:
-        if "attentions" in self.kept:
-            self.kept["cross_segment_attentions"].append(_there(weights))
-
-    def found(self) -> dict[str, tuple]:
-        return {name: tuple(values) for name, values in self.kept.items()}
-
-
-def _there(weights: Tensor | None) -> Tensor:
-    if weights is None:
-        raise ValueError(
-            "output_attentions=True needs an attention function that returns its weights; allowed: "
-            "model.set_attn_implementation('eager')"
-        )
-    return weights
