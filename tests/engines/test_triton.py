@@ -279,3 +279,37 @@ def test_no_more_work_than_wanted(device):
     double = exact(q, k, v, t)
     expected, _ = attention(SCORES["umbral_blend"](*double[:2], double[3]), double[2], backend="reference")
     assert_gradients([grad], torch.autograd.grad(expected.sum(), [double[2]]), 1e-4, ["value"])
+
+
+def operator_arguments(device, **changes):
+    q, k, v = inputs(device, n=20, m=20)
+    new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
+    named = {"query_factor": new(1, 2, 20), "key_factor": new(1, 2, 20)}
+    named |= {"row": new(2, 1, 2, 20), "column": new(2, 1, 2, 20), "head": torch.zeros(0, 2, device=device)}
+    named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key", "points_scale"])
+    rest = {"spec": "umbral", "width": 15, "scale": 1.0, "is_causal": True, "window": None, "offset": 0}
+    return tuple((named | rest | {"softcap": None, "dropout_p": 0.0} | changes).values()), (q, k, v)
+
+
+@devices
+def test_the_operator_is_one_to_torch(device):
+    """Schema, fake implementations, autograd, and tracing with shapes that are not known."""
+    from hf_hyperattn.engines.triton.operator import attention as operator
+
+    rest, (q, k, v) = operator_arguments(device, sinks=torch.zeros(2, device=device, requires_grad=True))
+    torch.library.opcheck(operator, (q, k, v, *rest))
+
+
+@devices
+@pytest.mark.parametrize("name", ["umbral_blend"])
+def test_under_the_compiler(device, name):
+    """One graph, the same numbers, also for another length."""
+    t = learned(2, device=device)
+    run = lambda q, k, v: attention(SCORES[name](q, k, t), v, Options(is_causal=True), backend="triton")[0]
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (20, 28):
+        q, k, v = inputs(device, n=n, m=n)
+        ours, plain = compiled(q, k, v), run(q, k, v)
+        assert_close(ours, plain, 1e-6, "output")
+        grads, wanted = (torch.autograd.grad(out.square().sum(), [q, k, v]) for out in (ours, plain))
+        assert_gradients(grads, wanted, 1e-5, NAMES)

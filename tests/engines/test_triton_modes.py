@@ -1,11 +1,19 @@
-"""The Triton engine where there is no GPU: its tests in the interpreter, and what it says without one."""
+"""The Triton engine where there is no GPU: its tests in the interpreter, what it says, and who takes over."""
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_hyperattn.engines import Options, attention, choice, dot_score, triton
+from hf_hyperattn.engines.score import PairScore, Piece, Term, register_term
+from hf_hyperattn.engines.triton import serve as engine
+from tests.engines.triton_scores import SCORES, learned
+from tests.oracles.cases import qkv
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton", reason="needs Triton")
@@ -37,3 +45,80 @@ def interpret(*arguments):
 def test_in_the_interpreter(which):
     said = interpret("tests/engines/test_triton.py", "-m", f"{which} and not gpu")
     assert " passed" in said and "failed" not in said
+
+
+class Distant(Term):
+    """A term whose room has no Triton form."""
+
+    name = "toy_without_triton"
+
+    def logits(self, dot, row, column, head, gap=None):
+        return -dot
+
+
+DISTANT = register_term(Distant())
+without_gpu = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on in this process"
+)
+
+
+@without_gpu
+def test_it_refuses_tensors_on_the_cpu():
+    q, k, v = qkv(d=4, dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match=r"backend='triton'.*CUDA device, these are on cpu; use backend='auto'"
+    ):
+        attention(dot_score(q, k), v, backend="triton")
+
+
+def hindrance(monkeypatch, score, v, **options):
+    monkeypatch.setattr(engine, "interpreted", lambda: True)  # as if the device were no matter
+    return engine.hindrance(score, v, Options(**options))
+
+
+def test_what_it_cannot_serve_is_named(monkeypatch):
+    q, k, v = qkv(d=4, dtype=torch.float32)
+    assert hindrance(monkeypatch, dot_score(q, k), v) is None
+    assert "float64" in hindrance(monkeypatch, dot_score(q.double(), k.double()), v.double())
+    other = PairScore(q, k, (Piece(DISTANT, lambda: -q @ k.mT),))
+    assert "toy_without_triton has no Triton form" == hindrance(monkeypatch, other, v)
+    wide = torch.zeros(1, 1, 2, 257)
+    assert "wider than 256" in hindrance(monkeypatch, dot_score(wide, wide), wide)
+    bias = torch.zeros(1, 1, 5, 5, requires_grad=True)
+    assert "no gradient" in hindrance(monkeypatch, dot_score(q, k), v, bias=bias)
+    with torch.no_grad():
+        assert hindrance(monkeypatch, dot_score(q, k), v, bias=bias) is None
+
+
+class Elsewhere:
+    """A tensor as `suits` sees it: on a GPU."""
+
+    device, dtype, shape = torch.device("cuda"), torch.float32, (2, 4, 5, 3)
+
+
+def test_auto_falls_back_with_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(engine, "hindrance", lambda *_: "for a test")
+    engine._told.cache_clear()
+    q, k, _ = qkv(d=4, dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert not any(engine.suits(dot_score(q, k), Elsewhere, Options()) for _ in range(3))
+    assert [r.getMessage() for r in caplog.records] == [
+        "hf_hyperattn: the Triton kernels cannot compute a call (for a test); another engine does"
+    ]
+
+
+@pytest.mark.parametrize("name, taken", [("dot", "sdpa"), ("hype_sinh", "triton"), ("umbral", "triton")])
+def test_auto_takes_it_where_it_serves(monkeypatch, name, taken):
+    q, k, v = qkv(lq=80, d=4, dtype=torch.float32)
+    monkeypatch.setattr(triton, "suits", lambda *_: True)
+    monkeypatch.setattr(choice.cpu, "suits", lambda *_: False)
+    assert choice.choose(SCORES[name](q, k, learned(4)), v, Options(), weights=False) == taken
+
+
+def test_importing_the_package_imports_no_kernels():
+    """Triton costs half a second: it waits for the first call."""
+    code = (
+        "import sys, hf_hyperattn; names = [n for n in sys.modules if n.startswith('hf_hyperattn')]; "
+        "assert not [n for n in names if n.endswith('triton_terms') or n.endswith('engines.triton.launch')], names"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)

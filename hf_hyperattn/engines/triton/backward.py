@@ -62,7 +62,7 @@ def attention_backward_query(
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
     tl.store(DELTA + bh * n + i, delta, mask=inside)
     lse = tl.load(LSE + bh * n + i, mask=inside, other=float("inf"))
-    row = load_statistics(ROW + bh * n, row_step, i, inside, ROWS)
+    row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, inside, ROWS)
     head = load_parameters(HEAD, h, heads, HEADS)
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
@@ -82,7 +82,7 @@ def attention_backward_query(
             if FACTOR_K is not None:
                 factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
             dot = multiplied(product(q, k), scale, factor_q, factor_k)
-            column = load_statistics(column_start, column_step, j, j < m, COLUMNS)
+            column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
             gap, near = dot, False
             if INEXACT is not None:
                 doubtful = INEXACT(dot, row, column, head) & inside & (j < m)
@@ -110,9 +110,9 @@ def attention_backward_query(
     place = bh * n + tl.arange(0, BM) + block * BM
     there = block * BM + tl.arange(0, BM) < n
     for index in tl.static_range(D_ROWS):
-        tl.store(D_ROW + index * row_step + place, d_rows[index], mask=there)
+        tl.store(D_ROW + index * row_step.to(tl.int64) + place, d_rows[index], mask=there)
     for index in tl.static_range(D_HEADS):
-        tl.store(D_HEAD + index * row_step + place, d_heads[index], mask=there)
+        tl.store(D_HEAD + index * row_step.to(tl.int64) + place, d_heads[index], mask=there)
     d_q = multiplied(d_q, scale, None, None)
     if FACTOR_Q is not None:
         tl.store(D_FACTOR_Q + place, tl.sum(d_q * q, 1), mask=there)  # q has zeros beyond W
@@ -174,7 +174,7 @@ def attention_backward_key(
         factor_k = tl.load(FACTOR_K + key_line + j, mask=inside, other=0.0)
     head = load_parameters(HEAD, h, heads, HEADS)
     column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
-    column = load_statistics(column_start, column_step, j, inside, COLUMNS)
+    column = load_statistics(column_start, column_step.to(tl.int64), j, inside, COLUMNS)
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
 
@@ -192,7 +192,7 @@ def attention_backward_key(
                 if FACTOR_Q is not None:
                     factor_q = tl.load(FACTOR_Q + bh * n + i, mask=i < n, other=0.0)
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                row = load_statistics(ROW + bh * n, row_step, i, i < n, ROWS)
+                row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, i < n, ROWS)
                 lse = tl.load(LSE + bh * n + i, mask=i < n, other=float("inf"))
                 delta = tl.load(DELTA + bh * n + i, mask=i < n, other=0.0)
                 gap, near = dot, False
@@ -227,7 +227,7 @@ def attention_backward_key(
     place = line + block * BN + tl.arange(0, BN)
     there = block * BN + tl.arange(0, BN) < m
     for index in tl.static_range(D_COLUMNS):
-        tl.store(D_COLUMN + index * column_out + place, d_columns[index], mask=there)
+        tl.store(D_COLUMN + index * column_out.to(tl.int64) + place, d_columns[index], mask=there)
     d_k = multiplied(d_k, scale, None, None)
     if FACTOR_K is not None:
         tl.store(D_FACTOR_K + place, tl.sum(d_k * k, 1), mask=there)  # k has zeros beyond W

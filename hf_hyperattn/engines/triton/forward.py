@@ -87,7 +87,7 @@ def attention_forward(
     factor_q = None
     if FACTOR_Q is not None:
         factor_q = tl.load(FACTOR_Q + bh * n + i, mask=inside, other=0.0)
-    row = load_statistics(ROW + bh * n, row_step, i, inside, ROWS)
+    row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, inside, ROWS)
     head = load_parameters(HEAD, h, heads, HEADS)
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
@@ -117,7 +117,7 @@ def attention_forward(
             if FACTOR_K is not None:
                 factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
             dot = multiplied(product(q, k), scale, factor_q, factor_k)
-            column = load_statistics(column_start, column_step, j, j < m, COLUMNS)
+            column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
             gap, near = dot, False
             if INEXACT is not None:
                 doubtful = INEXACT(dot, row, column, head) & inside & (j < m)
@@ -148,7 +148,7 @@ def attention_forward(
     there = tl.sum(inside.to(tl.int32), 1) > 0
     place = tl.sum(bh * n + i, 1)
     if PARTS > 1:
-        place += part * row_step
+        place += part * row_step.to(tl.int64)
         tl.store(SUM + place, weight, mask=there)
     else:
         total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
