@@ -76,9 +76,10 @@ KNOWN = {
         ("The weights of a row need not sum to 1 after mixing.",),
     ),
     "collaborative": About(
-        "mixing",
+        "score",
         "All heads share their key and query dimensions in one space, with a mixing vector per head.",
         ("Multi-Head Attention: Collaborate Instead of Concatenate, arXiv 2006.16362",),
+        ("With a rank, projections of queries and keys were replaced: the model is not the base model.",),
     ),
     "mkl": About("mixing", "The logits of each head are weighted as kernels in multiple kernel learning."),
     "hat": About(

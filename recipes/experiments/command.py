@@ -60,12 +60,14 @@ def main(argv: list[str] | None = None) -> int:
 def act(args: argparse.Namespace) -> int:
     """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
-        from . import head_tables, hsa_tables
+        from . import head_tables, hsa_tables, trilinear_tables
         from .draw import draw
 
         draw()
         hsa_tables.draw()
         head_tables.draw()
+        collaborative_tables.draw()
+        trilinear_tables.draw()
         return 0
     from .store import perform
 
