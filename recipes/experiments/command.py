@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 def act(args: argparse.Namespace) -> int:
     """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
-        from . import head_tables, hsa_tables, trilinear_tables
+        from . import collaborative_tables, head_tables, hsa_tables, trilinear_tables
         from .draw import draw
 
         draw()
