@@ -128,17 +128,15 @@ CONVERTED = "_hyperattn_converted"
 
 @dataclass(frozen=True)
 class Reader:
-    """How an engine that reads each key once, for one query or a few, makes a piece's column statistics itself.
+    """How an engine that reads each key once, for one query or a few, makes a piece's statistics itself.
 
     Args:
-        cpp: the type, in the header of the piece's term, that reads them (see engines/cpu/score.h).
-        head: its parameters, [H] each.
-        points: the first numbers of `Points`: of queries [B, H, N, p], and the scale [H]. Keys are read as points too.
+        cpp: the type, in the header of the piece's term, that reads them from vectors (see engines/cpu/score.h).
+        head: its parameters: tensors [H] or [1], then numbers.
     """
 
     cpp: str
-    head: Callable[[], tuple[Tensor, ...]]
-    points: Callable[[], tuple[Tensor, Tensor]]
+    head: tuple[Tensor | float, ...]
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,14 @@ class Piece(LateFields):
             row's number. None where there are none, or where float32 sums of the product would be too inexact.
         capped: whether `softcap` acts on it, as it does on the first piece: where it takes that one's place in some
             heads.
-        reader: makes `column` from keys, where the room has that; `row` and `column` may then be given as `Late`.
+        reader: makes `row` and `column` from vectors, where the room has that; they may then be given as `Late`.
     """
 
     term: Term
     definition: Callable[[], Tensor]
     row: tuple[Tensor, ...] = field(default_factory=tuple)
     column: tuple[Tensor, ...] = field(default_factory=tuple)
-    head: tuple[Tensor, ...] = ()
+    head: tuple[Tensor, ...] = field(default_factory=tuple)
     gate: Tensor | None = None
     columns: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     features: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -193,7 +191,7 @@ class Source(LateFields):
         key: [B, Hkv, M, d'].
         scale: for all queries.
         features: what was made from it: a score with others is not taken for it.
-        row: a factor per query [B, H, N], or None for 1.
+        row: a factor per query [B, H, N], or None for 1; may be given as `Late`.
         column: a factor per key [B, Hkv, M], or None for 1; may be given as `Late`.
         width: d, or None for all of d'.
     """
@@ -202,7 +200,7 @@ class Source(LateFields):
     key: Tensor
     scale: float
     features: tuple[Tensor | Late, Tensor | Late]
-    row: Tensor | None = None
+    row: Tensor | None = field(default_factory=lambda: None)
     column: Tensor | None = field(default_factory=lambda: None)
     width: int | None = None
 

@@ -123,7 +123,7 @@ def needs_grad(tensors: list[Tensor]) -> bool:
 def source(score: PairScore) -> tuple[Tensor, Tensor, float]:
     """Query, key and scale in the caller's dtype where they are those of the score's features."""
     found = score.raw
-    if found and found.row is None and found.given("column") is None and found.width is None:
+    if found and found.given("row") is None and found.given("column") is None and found.width is None:
         return found.query, found.key, found.scale
     return score.query, score.key, 1.0
 

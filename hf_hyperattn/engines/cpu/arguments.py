@@ -45,17 +45,15 @@ class Arguments:
     def parse(
         cls, tensors: Sequence[Tensor], spec: str, extras: str, capped: bool, reader: str = ""
     ) -> Arguments:
-        """From an operator's flat list; statistics of columns that `reader` reads are not in it."""
+        """From an operator's flat list; statistics that `reader` reads are not in it."""
         terms, names, read = parse_spec(spec), extras.split(), piece_of(reader)
         table = library.table(spec, capped, reader)
         if table is None:
             raise RuntimeError(f"hf_hyperattn: the compiled score {spec} is not there; use backend='auto'")
         query, key, value = (rows_of(t) for t in tensors[:3])
         take = iter(tensors[3:])
-        counts = [
-            sum(t.rows for t, _ in terms),
-            sum(t.columns for i, (t, _) in enumerate(terms) if i != read),
-        ]
+        given = [t for i, (t, _) in enumerate(terms) if i != read]
+        counts = [sum(t.rows for t in given), sum(t.columns for t in given)]
         row, column = ([rows_of(next(take)) for _ in range(n)] for n in counts)
         head = [next(take).contiguous() for _ in range(sum(t.heads + gated for t, gated in terms))]
         return cls(query, key, value, row, column, head, dict(zip(names, take, strict=True)), table)

@@ -89,15 +89,19 @@ class Slots(ctypes.Structure):
     ]
 
 
+class Parameter(ctypes.Structure):
+    """`struct Parameter` of decode.h."""
+
+    _fields_ = [("at", POINTER), ("step", LONG)]
+
+
 class Decode(ctypes.Structure):
     """`struct Decode` of decode.h."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("points", "scale")),
-        ("width", LONG),
         ("head", POINTER),
         *((name, LONG) for name in ("heads", "needs_dot")),
-        ("given", POINTER),
+        *((name, POINTER) for name in ("row", "column")),
     ]
 
 

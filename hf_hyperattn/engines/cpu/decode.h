@@ -9,14 +9,17 @@
 
 namespace hyper {
 
+// A parameter of every head: [H], or one number for all of them.
+struct Parameter {
+  const float* at;
+  int64_t step;
+};
+
 struct Decode {
-  const float* points;          // contiguous [B, H, N, width]: what gaps are measured from; or null
-  const float* scale;           // [H]: gap = scale² · |point - factor · key|²
-  int64_t width;                // of the points
-  const float* const* head;     // [H] each, what the readers take
+  const Parameter* head;        // what the reader takes
   int64_t heads;                // how many of them
   int64_t needs_dot;
-  const int64_t* given;         // for each statistic of columns, whether it is in Call::column; others are read
+  const int64_t *row, *column;  // for each statistic of the score, its place in Call, or -1 where it is read
 };
 
 // to[j] = the sum over registers of term(row j of the keys, e), for `count` rows of `registers` each (Known: how many,
@@ -62,16 +65,16 @@ class DecodeTask {
  public:
   DecodeTask(const Call& call, const Decode& decode)
       : c(call), d(decode), wide(padded(c.value_dim)), dim(padded(c.dim)), rows_(c.group() * c.queries),
-        scratch_(rows_ * (2 * dim + wide + 3) + kTileKeys * (dim + wide + 3) + 3 * kTileKeys * c.queries + dim +
-                 Frame::size(c) + 512) {
+        scratch_(rows_ * (2 * dim + wide + 3) + kTileKeys * (copies() + 3) + 3 * kTileKeys * c.queries + dim +
+                 Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
     queries_ = scratch_.take(rows_ * dim);
     points_ = scratch_.take(rows_ * dim);
     out_ = scratch_.take(rows_ * wide);
     top_ = scratch_.take(rows_);
     sum_ = scratch_.take(rows_);
     tops_ = scratch_.take(rows_);
-    key_rows_ = scratch_.take(kTileKeys * dim);
-    value_rows_ = scratch_.take(kTileKeys * wide);
+    key_rows_ = scratch_.take(in_place(c.dim, dim) ? 0 : kTileKeys * dim);
+    value_rows_ = scratch_.take(in_place(c.value_dim, wide) ? 0 : kTileKeys * wide);
     last_ = scratch_.take(kTileKeys);
     side_ = scratch_.take(kTileKeys);
     factor_ = scratch_.take(kTileKeys);
@@ -80,17 +83,15 @@ class DecodeTask {
     extra_ = scratch_.take(kTileKeys * c.queries);
     counts_ = scratch_.take(dim);
     frame_.columns = scratch_.take(Frame::size(c));
-    for (int64_t e = 0; e < dim; ++e) counts_[e] = e < d.width ? 1.0f : 0.0f;
+    row_numbers_ = scratch_.take(padded(c.queries) * (kMostNumbers + 3));
+    for (int64_t e = 0; e < dim; ++e) counts_[e] = e < c.dim - c.score->left_out ? 1.0f : 0.0f;
   }
 
   // Keys [start, stop) against all queries of their heads; leaves sums, maxima and totals in `found`.
   void run(int64_t b, int64_t kv, int64_t start, int64_t stop, float* found) {
     for (int64_t g = 0; g < c.group(); ++g) {
-      const int64_t h = kv * c.group() + g, from = (b * c.heads + h) * c.queries;
+      const int64_t h = kv * c.group() + g;
       copy_rows(queries_of<T>(c, b, h, 0), c.queries, 0, c.dim, dim, queries_ + g * c.queries * dim);
-      if (d.points)
-        copy_rows(Rows<float>{d.points + from * d.width, d.width, nullptr, 0, d.scale[h]}, c.queries, 0, d.width, dim,
-                  points_ + g * c.queries * dim);
     }
     std::fill_n(out_, rows_ * wide, 0.0f);
     std::fill_n(top_, rows_, -kInf);
@@ -110,11 +111,16 @@ class DecodeTask {
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g, slot = g * c.queries;
       if (!frame_.see(c, 0, c.queries, key, count)) continue;
-      load_statistics(b, h, key, count);
+      load_statistics(b, h, slot, key, count);
       for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
       product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * wide, wide, c.queries, wide, true);
     }
+  }
+
+  static bool in_place(int64_t width, int64_t filled) { return std::is_same_v<T, float> && width == filled; }
+  int64_t copies() const {
+    return (in_place(c.dim, dim) ? 0 : dim) + (in_place(c.value_dim, wide) ? 0 : wide);
   }
 
   // Rows as floats that fill whole registers: in place, or copied.
@@ -124,6 +130,29 @@ class DecodeTask {
     from.factor = nullptr;
     copy_rows(from, count, 0, width, filled, to);
     return {to, filled};
+  }
+
+  // Statistics and points of the queries of one head.
+  void measure_queries(int64_t b, int64_t h, float* points) {
+    const int64_t width = padded(c.queries);
+    float *last = row_numbers_, *side = last + width, *factor = side + width, *statistic[kMostNumbers];
+    for (int i = 0; i < kMostNumbers; ++i) statistic[i] = factor + (i + 1) * width;
+    copy_rows(Rows<T>{at<T>(c.query, b, h, 0), c.query.row, nullptr, 0}, c.queries, 0, c.dim, dim, points);
+    std::fill_n(last, 2 * width, 0.0f);
+    for (int64_t r = 0; r < c.queries; ++r) {
+      last[r] = points[r * dim + c.dim - 1];
+      for (int64_t e = 0; e < c.dim; ++e) side[r] += points[r * dim + e] * points[r * dim + e] * counts_[e];
+    }
+    read(h, width, last, side, statistic, factor);
+    for (int64_t r = 0; r < c.queries; ++r)
+      for (int64_t e = 0; e < dim; ++e) points[r * dim + e] *= factor[r] * counts_[e];
+  }
+
+  void read(int64_t h, int64_t count, const float* last, const float* side, float* const* statistic, float* factor) {
+    float parameters[kMostNumbers];
+    for (int64_t i = 0; i < d.heads; ++i) parameters[i] = d.head[i].at[h * d.head[i].step];
+    const VectorTile t = {count, static_cast<float>(c.dim), last, side, parameters, statistic, factor};
+    c.score->read(&t);
   }
 
   // Of each key the last number, and where they are needed the sum of the squares of the first ones.
@@ -144,25 +173,23 @@ class DecodeTask {
     if (j + kTileKeys < c.keys) ask_for(at<T>(c.key, b, kv, j + kTileKeys), c.dim * sizeof(T));
   }
 
-  void load_statistics(int64_t b, int64_t h, int64_t key, int64_t count) {
+  // All statistics of a head, given or read. The queries' are read anew, which is nothing beside a tile of keys.
+  void load_statistics(int64_t b, int64_t h, int64_t slot, int64_t key, int64_t count) {
     frame_.load_head(c, h);
-    frame_.load_rows(c, b, h, 0);
-    float *columns[kMostNumbers], parameters[kMostNumbers];
+    float* columns[kMostNumbers];
     for (int i = 0; i < c.score->columns; ++i) {
       float* to = frame_.columns + i * kTileKeys;
       frame_.column[i] = columns[i] = to;
-      if (d.given[i]) {
-        std::copy_n(c.column[i].of(b, h) + key, count, to);
-        std::fill(to + count, to + padded(count), 0.0f);
-      }
+      if (d.column[i] < 0) continue;
+      std::copy_n(c.column[d.column[i]].of(b, h) + key, count, to);
+      std::fill(to + count, to + padded(count), 0.0f);
     }
-    for (int64_t i = 0; i < d.heads; ++i) parameters[i] = d.head[i][h];
     if (c.score->read) {
-      const KeyTile t = {padded(count), static_cast<float>(c.dim), last_, side_, parameters, columns, factor_};
-      c.score->read(&t);
-      if (d.points)
-        for (int64_t j = 0; j < count; j += kLanes) store(factor_ + j, load(factor_ + j) * d.scale[h]);
+      read(h, padded(count), last_, side_, columns, factor_);
+      measure_queries(b, h, points_ + slot * dim);
     }
+    for (int i = 0; i < c.score->rows; ++i)
+      frame_.row[i] = d.row[i] < 0 ? row_numbers_ + (i + 3) * padded(c.queries) : c.row[d.row[i]].of(b, h);
   }
 
   // The products and the gaps of one query.
@@ -174,7 +201,7 @@ class DecodeTask {
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e) { return load(q + e) * load(k + e); },
                [&](int64_t j) { if (first) ask_ahead(b, kv, key + j); }, dots_ + r * kTileKeys);
     }
-    if (d.points) {  // beyond the point's width x is 0, and so must the key be
+    if (c.score->read) {  // beyond the point's width x is 0, and so must the key be
       const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e) {
         const Vec apart = load(x + e) - load(k + e) * (load(there + e) * factor[j]);
@@ -188,7 +215,7 @@ class DecodeTask {
     t.rows = c.queries, t.columns = count, t.step = kTileKeys, t.first_column = key;
     t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
     t.extra = extra_of(c, b, h, 0, c.queries, key, count, kTileKeys, extra_);
-    t.softcap = c.softcap, t.dot = dots_, t.top = tops_, t.gap = d.points ? gaps_ : nullptr;
+    t.softcap = c.softcap, t.dot = dots_, t.top = tops_, t.gap = c.score->read ? gaps_ : nullptr;
     t.query = queries_ + slot * dim, t.query_step = dim, t.keys = key_rows_, t.dim = 0;
     c.score->decode(&t);
     for (int64_t r = 0; r < c.queries; ++r) {
@@ -211,7 +238,7 @@ class DecodeTask {
   Scratch scratch_;
   Frame frame_;
   float *queries_, *points_, *out_, *top_, *sum_, *tops_, *key_rows_, *value_rows_, *last_, *side_, *factor_, *dots_,
-      *gaps_, *extra_, *counts_;
+      *gaps_, *extra_, *counts_, *row_numbers_;
 };
 
 // Joins what the chunks found for one row.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..late import Late
 from ..options import Options
@@ -34,8 +35,11 @@ def suits(score: PairScore, value: Tensor, options: Options) -> bool:
     if any(p.reader is None and isinstance(p.given("column"), Late) for p in score.pieces):
         return False
     if torch.is_grad_enabled():
-        numbers = [t for p in score.pieces for t in (*p.row, *p.head, p.gate)]
-        if any(t is not None and t.requires_grad for t in (query, key, value, options.sinks, *numbers)):
+        numbers = [
+            t for p in score.pieces for t in (*p.head, p.gate, *(p.reader.head if p.reader else p.row))
+        ]
+        tensors = [t for t in (query, key, value, options.sinks, *numbers) if isinstance(t, Tensor)]
+        if any(t.requires_grad for t in tensors):
             return False
     return library.ready(score.spec, options.softcap is not None, reader_of(score))
 
@@ -43,20 +47,23 @@ def suits(score: PairScore, value: Tensor, options: Options) -> bool:
 def attend(score: PairScore, value: Tensor, options: Options) -> Tensor:
     """softmax(S)·V in float32, [B, H, N, dv], of a call that suits."""
     reader, extras = reader_of(score), {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    read = piece_of(reader)
-    if read is not None:
-        used = score.pieces[read].reader
-        extras["points"], extras["scale"] = used.points()
-        extras |= {f"reader{i}": t for i, t in enumerate(used.head())}
+    read, constants = piece_of(reader), []
+    if read is not None:  # a parameter is a tensor, or a number for all heads
+        parameters = score.pieces[read].reader.head
+        constants = [p for p in parameters if not isinstance(p, Tensor)]
+        extras |= {f"reader{i}": p.float() for i, p in enumerate(parameters) if isinstance(p, Tensor)}
     extras = {name: t for name, t in extras.items() if t is not None}
-    row = [t for p in score.pieces for t in p.row]
-    column = [t for i, p in enumerate(score.pieces) if i != read for t in p.column]
+    given = [p for i, p in enumerate(score.pieces) if i != read]
+    row, column = [t for p in given for t in p.row], [t for p in given for t in p.column]
     head = [t for p in score.pieces for t in p.head + ((p.gate,) if p.gate is not None else ())]
-    return _decode(
+    # an operator costs as much as the call of a short cache: only where something may be watching
+    compute = _decode if _get_current_dispatch_mode() else _compute
+    return compute(
         [score.raw.query, score.raw.key, value, *row, *column, *head, *extras.values()],
         score.spec,
         reader,
         " ".join(extras),
+        constants,
         float(score.raw.scale),
         options.is_causal,
         options.window,
@@ -65,12 +72,12 @@ def attend(score: PairScore, value: Tensor, options: Options) -> Tensor:
     )
 
 
-@torch.library.custom_op("hf_hyperattn::cpu_decode", mutates_args=())
-def _decode(
+def _compute(
     tensors: Sequence[Tensor],
     spec: str,
     reader: str,
     extras: str,
+    constants: Sequence[float],
     scale: float,
     is_causal: bool,
     window: int | None,
@@ -81,24 +88,34 @@ def _decode(
     query, terms, read = arguments.query, [t for t, _ in parse_spec(spec)], piece_of(reader)
     out = query.new_empty(*query.shape[:3], arguments.value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(query.shape[:3])
-    given = [i != read for i, t in enumerate(terms) for _ in range(t.columns)]
-    # the statistics that are read have places among the others
-    take = iter(arguments.column)
-    arguments.column = [next(take) if there else arguments.key[..., 0] for there in given]
     options = Options(None, None, is_causal, window, offset, softcap, None)
     call, kept = arguments.call(out, lse, query.shape[-1], scale, options)
-    points, factor = (arguments.extras.get(name) for name in ("points", "scale"))
     head = [t.contiguous() for name, t in arguments.extras.items() if name.startswith("reader")]
-    points, factor = (None if t is None else t.contiguous() for t in (points, factor))
-    parameters, places = calls.pointers(head), (ctypes.c_int64 * len(given))(*given)
+    numbers = (ctypes.c_float * len(constants))(*constants)
+    parameters = (calls.Parameter * (len(head) + len(constants)))(
+        *((t.data_ptr(), int(t.numel() > 1)) for t in head),
+        *((ctypes.addressof(numbers) + 4 * i, 0) for i in range(len(constants))),
+    )
+    rows, columns = _places([t.rows for t in terms], read), _places([t.columns for t in terms], read)
     decode = calls.Decode(
-        calls.address(points), calls.address(factor), 0 if points is None else points.shape[-1],
-        ctypes.addressof(parameters), len(head), any(i != read for i in range(len(terms))),
-        ctypes.addressof(places),
+        ctypes.addressof(parameters), len(parameters), read is None or len(terms) > 1,
+        ctypes.addressof(rows), ctypes.addressof(columns),
     )  # fmt: skip
     library.core().hyper_decode(ctypes.byref(call), ctypes.byref(decode))
     del kept
     return out
+
+
+_decode = torch.library.custom_op("hf_hyperattn::cpu_decode", _compute, mutates_args=())
+
+
+def _places(counts: list[int], read: int | None):
+    """For each statistic its place among those that are given, or -1."""
+    found, there = [], 0
+    for i, n in enumerate(counts):
+        found += [-1] * n if i == read else range(there, there + n)
+        there += n * (i != read)
+    return (ctypes.c_int64 * len(found))(*found)
 
 
 @_decode.register_fake

@@ -228,25 +228,23 @@ void backward_rows(const Tile& t) {
   for (int i = 0; i < S::heads; ++i) t.d_head[i] += sum_of(d_head[i]);
 }
 
-// Reads the statistics of one piece from keys: `Column` is where its own begin. A room's reader has
-//   columns, norms                                         how many there are; whether it reads `side`
-//   read(last, side, dim, head, column) -> factor          for one register of keys
-template <class R, int Column>
-void read_columns(const KeyTile& t) {
-  for (int64_t j = 0; j < t.count; j += kLanes) {
-    Vec column[R::columns];
-    store(t.factor + j, R::read(load(t.last + j), load(t.side + j), t.dim, t.head, column));
-    for (int i = 0; i < R::columns; ++i) store(t.column[Column + i] + j, column[i]);
-  }
-}
-
-// The piece `I` of a score, read by R.
+// Reads the statistics of piece I from keys or queries. A room's reader R has
+//   columns, norms, left_out                               how many there are; whether it reads `side`; see ScoreTable
+//   read(last, side, dim, head, statistic) -> factor       for one register of vectors
 template <int I, class R>
 struct ReadBy {
   static constexpr bool norms = R::norms;
+  static constexpr int left_out = R::left_out;
+
   template <class S>
-  static void read(const KeyTile* t) {
-    read_columns<R, S::template column0<I>>(*t);
+  static void read(const VectorTile* t) {
+    constexpr int start = S::template column0<I>;
+    static_assert(start == S::template row0<I>, "queries and keys have the same statistics");
+    for (int64_t j = 0; j < t->count; j += kLanes) {
+      Vec found[R::columns];
+      store(t->factor + j, R::read(load(t->last + j), load(t->side + j), t->dim, t->head, found));
+      for (int i = 0; i < R::columns; ++i) store(t->statistic[start + i] + j, found[i]);
+    }
   }
 };
 
@@ -267,8 +265,11 @@ struct Passes {
       t->extra ? forward_rows<S, true, true>(*t) : forward_rows<S, false, true>(*t);
   }
   static constexpr ScoreTable make() {
-    ScoreTable t = {S::rows, S::columns, S::heads, forward, backward, decode, nullptr, false};
-    if constexpr (!std::is_void_v<Read>) t.read = &Read::template read<S>, t.reads_norms = Read::norms;
+    ScoreTable t = {S::rows, S::columns, S::heads, forward, backward, decode, nullptr, 0, 0};
+    if constexpr (!std::is_void_v<Read>) {
+      t.read = &Read::template read<S>;
+      t.reads_norms = Read::norms, t.left_out = Read::left_out;
+    }
     return t;
   }
   static constexpr ScoreTable table = make();

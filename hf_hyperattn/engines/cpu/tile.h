@@ -55,25 +55,26 @@ struct Tile {
   Dropout dropout;
 };
 
-// Decoding: from numbers of keys to the statistics that a score reads, `count` of each, whole registers.
-struct KeyTile {
+// Decoding: from numbers of keys, or of queries, to the statistics that a score reads; `count` of each, whole registers.
+struct VectorTile {
   int64_t count;
-  float dim;                    // of the keys
+  float dim;                    // of the vectors
   const float *last, *side;     // the last number of each, and the sum of the squares of those that points have
-  const float* head;            // what the readers take of this head
-  float* const* column;         // out
-  float* factor;                // out: what a key is multiplied with to be a point
+  const float* head;            // what the reader takes of this head
+  float* const* statistic;      // out
+  float* factor;                // out: what a vector is multiplied with to be a point
 };
 
 typedef void (*ScorePass)(const Tile*);
-typedef void (*ReadPass)(const KeyTile*);
+typedef void (*ReadPass)(const VectorTile*);
 
 // What a library of scores exports for one of them.
 struct ScoreTable {
   int32_t rows, columns, heads;
   ScorePass forward, backward, decode;
-  ReadPass read;                // null where no statistic is read from keys
-  int32_t reads_norms;          // whether it needs KeyTile::side
+  ReadPass read;                // null where no statistic is read from vectors
+  int32_t reads_norms;          // whether it needs VectorTile::side
+  int32_t left_out;             // numbers at a vector's end that its point has not
 };
 
 }  // namespace hyper

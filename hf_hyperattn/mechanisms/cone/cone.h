@@ -117,33 +117,31 @@ struct Penumbral {
   }
 };
 
-// Statistics of keys from the keys themselves, as features.py makes them. Parameters: the factors of heights and of gaps,
-// for penumbral cones also the scaled radius and the largest height.
+// Statistics of vectors from the vectors themselves, as features.py makes them, for pairs whose gap is known: of the
+// distance only that is read. Parameters: gamma and the radius.
 enum Mapping { kXi, kPsi };
 
-template <Mapping Map, bool IsPenumbral, bool OnProduct>
-struct Keys {
-  static constexpr int own = IsPenumbral ? 2 : 1, columns = own + (OnProduct ? 3 : 1);
+template <Mapping Map, bool IsPenumbral, bool Squared, bool Clamped, bool OnProduct>
+struct Vectors {
+  static constexpr int own = IsPenumbral ? 2 : 1, columns = own + (OnProduct ? 3 : 1), left_out = 1;
   static constexpr bool norms = false;
 
-  static Vec read(Vec last, Vec side, float dim, const float* head, Vec* column) {
-    const float height_factor = head[0];
+  static Vec read(Vec last, Vec, float dim, const float* head, Vec* statistic) {
+    const float gamma = head[0], unit = Map == kPsi ? head[1] : 1.0f;
     Vec stretch;
     if constexpr (Map == kXi) stretch = exponential(smaller(larger(last / dim, splat(-10.0f)), splat(10.0f)));
     else stretch = 1.0f / (1.0f + exponential(-last));
-    Vec h = stretch * height_factor;
-    if constexpr (IsPenumbral) {
-      const float radius = head[2], most = head[3];
-      h = smaller(h, splat(most));
-      const float square_radius = radius * radius;
-      column[0] = h * h;
-      column[1] = root(larger(square_radius - h * h, splat(1e-6f * square_radius)));
-    } else {
-      column[0] = h;
+    for (int i = own; i < columns; ++i) statistic[i] = Vec{};
+    if constexpr (!IsPenumbral) {
+      statistic[0] = stretch * (unit * gamma / 2);
+      return stretch * (unit * gamma / 2 / std::sinh(head[1]));
     }
-    column[own] = side;  // |X|² is not needed where the gap is known
-    if constexpr (OnProduct) column[own + 1] = stretch, column[own + 2] = last;
-    return stretch;
+    const float weight = Squared ? std::sqrt(gamma) : gamma, radius = head[1] * weight, square = radius * radius;
+    Vec h = stretch * (unit * weight);
+    if constexpr (Clamped) h = smaller(h, splat((1.0f - 1e-3f) * radius));
+    statistic[0] = h * h;
+    statistic[IsPenumbral] = root(larger(square - h * h, splat(1e-6f * square)));
+    return stretch * (unit * weight);
   }
 };
 

@@ -15,7 +15,7 @@ from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, re
 from .points import CLAMP, horizontal, of_parts
 from .score import FLOOR, definition, inverse_sinh
 
-#: Mappings whose statistics the CPU engine reads from keys itself (cone.h).
+#: Mappings whose statistics the CPU engine reads from vectors itself (cone.h).
 READERS = {"xi": "cone::kXi", "psi": "cone::kPsi"}
 
 
@@ -121,20 +121,23 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
         space: variant and parameters, checked.
     """
     query, key = unrounded(query), unrounded(key)
-    q, k, space = _sides(query, key, space)
-    square = space.gap_factor**2
+    reader, (q, k, at) = _reader(space, on_product=False), _sides(query, key, space)
     piece = Piece(
         TERMS[space.term],
         _definition(query, key, space),
-        row=late(lambda: (*space.own_statistics(q.height), per_head(q.square, square))),
-        column=late(lambda: _columns(space, value_of(k))),
-        head=space.head_parameters(query.shape[1]),
-        reader=_reader(q, space, on_product=False),
+        row=late(lambda: _distance(value_of(at), value_of(q))),
+        column=late(lambda: _distance(value_of(at), value_of(k))),
+        head=late(lambda: value_of(at).head_parameters(query.shape[1])),
+        reader=reader,
     )
-    features = late(lambda: q.horizontal() * square[:, None, None]), late(lambda: value_of(k).horizontal())
-    factors = per_head(q.stretch, square), late(lambda: value_of(k).stretch)
+    square = late(lambda: value_of(at).gap_factor ** 2)
+    features = (
+        late(lambda: value_of(q).horizontal() * value_of(square)[:, None, None]),
+        late(lambda: value_of(k).horizontal()),
+    )
+    factors = late(lambda: per_head(value_of(q).stretch, value_of(square))), late(lambda: value_of(k).stretch)
     source = Source(query, key, 1.0, features, *factors, width=query.shape[-1] - 1)
-    return PairScore(*features, (piece,), partial(_gap_points, q, k, space), source=source)
+    return PairScore(*features, (piece,), partial(_gap_points, q, k, at), source=source)
 
 
 def cone_piece(
@@ -145,52 +148,43 @@ def cone_piece(
     Returns:
         The piece, and the function that returns its points.
     """
-    q, k, space = _sides(query, key, space)
-    square = space.gap_factor**2
+    reader, (q, k, at) = _reader(space, on_product=True), _sides(query, key, space)
+
+    def row():
+        own, side = value_of(at), value_of(q)
+        return *_distance(own, side), per_head(side.stretch, own.gap_factor**2 / scale), side.last * scale
+
     piece = Piece(
         TERMS[space.term + "_on_product"],
         _definition(query, key, space),
-        row=(
-            *space.own_statistics(q.height),
-            per_head(q.square, square),
-            per_head(q.stretch, square / scale),
-            q.last * scale,
-        ),
-        column=late(lambda: (*_columns(space, value_of(k)), value_of(k).stretch, value_of(k).last)),
-        head=space.head_parameters(query.shape[1]),
+        row=late(row),
+        column=late(lambda: (*_distance(value_of(at), value_of(k)), value_of(k).stretch, value_of(k).last)),
+        head=late(lambda: value_of(at).head_parameters(query.shape[1])),
         gate=gate,
-        reader=_reader(q, space, on_product=True),
+        reader=reader,
     )
-    return piece, partial(_gap_points, q, k, space)
+    return piece, partial(_gap_points, q, k, at)
 
 
 def _sides(query, key, space):
+    """Queries, keys, and the space in the working dtype, all of them late."""
     dtype = working_dtype(query, key)
-    q, k = Side.of(query, dtype, space.mapping), late(lambda: Side.of(key, dtype, space.mapping))
-    return q, k, space.working(dtype)
+    sides = (late(partial(Side.of, x, dtype, space.mapping)) for x in (query, key))
+    return *sides, late(lambda: space.working(dtype))
 
 
-def _columns(space: ConeSpace, k: Side) -> tuple[Tensor, ...]:
-    return *space.own_statistics(k.height), per_head(k.square, space.gap_factor**2)
+def _distance(space: ConeSpace, side: Side) -> tuple[Tensor, ...]:
+    """The statistics of the score itself, and |X|²."""
+    return *space.own_statistics(side.height), per_head(side.square, space.gap_factor**2)
 
 
-def _reader(q: Side, space: ConeSpace, on_product: bool) -> Reader | None:
-    """How an engine reads keys; it does not for expmap."""
+def _reader(space: ConeSpace, on_product: bool) -> Reader | None:
+    """How an engine reads vectors; it does not for expmap."""
     if space.mapping not in READERS:
         return None
-    heads = q.vectors.shape[1]
-
-    penumbral = space.variant == "penumbral"
-
-    def head():
-        found = space.height_factor, space.gap_factor
-        if penumbral:
-            r = space.radius * space.weight
-            found += r, CLAMP * r if space.clamp_heights else torch.full_like(r, torch.inf)
-        return tuple(x.expand(heads) for x in found)
-
-    cpp = f"cone::Keys<{READERS[space.mapping]}, {penumbral:d}, {on_product:d}>"
-    return Reader(cpp, head, lambda: (q.horizontal(), space.gap_factor.expand(heads)))
+    flags = (space.variant == "penumbral", space.squared, space.clamp_heights, on_product)
+    cpp = f"cone::Vectors<{READERS[space.mapping]}, {', '.join(str(int(f)) for f in flags)}>"
+    return Reader(cpp, (space.gamma, space.radius))
 
 
 def _definition(query, key, space):
@@ -198,5 +192,6 @@ def _definition(query, key, space):
     return partial(definition, query, key, space.gamma, space.radius, **names)
 
 
-def _gap_points(q: Side, k: Side | Late, space: ConeSpace) -> Points:
-    return Points(q.horizontal(), value_of(k).horizontal(), space.gap_factor.expand(q.vectors.shape[1]))
+def _gap_points(q: Side | Late, k: Side | Late, space: ConeSpace | Late) -> Points:
+    q, k, space = map(value_of, (q, k, space))
+    return Points(q.horizontal(), k.horizontal(), space.gap_factor.expand(q.vectors.shape[1]))

@@ -57,16 +57,15 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
     piece = Piece(
         TERMS[space.distance],
         _definition(query, key, space),
-        row=space.statistics(q.norm),
+        row=late(lambda: space.statistics(value_of(q).norm)),
         column=late(lambda: space.statistics(value_of(k).norm)),
         head=(space.beta.expand(heads),),
         features=_features(query, key, space),
-        reader=_reader(q, space, heads, on_product=False),
+        reader=_reader(space, on_product=False),
     )
-    features = q.directions, late(lambda: value_of(value_of(k).directions))
-    source = Source(
-        query, key, space.scale, features, 1 / q.norm, late(lambda: space.scale / value_of(k).norm)
-    )
+    features = tuple(late(partial(_directions, side)) for side in (q, k))
+    factors = late(lambda: 1 / value_of(q).norm), late(lambda: space.scale / value_of(k).norm)
+    source = Source(query, key, space.scale, features, *factors)
     return PairScore(*features, (piece,), partial(_points, q, k, heads), watch=True, source=source)
 
 
@@ -82,12 +81,12 @@ def hyperbolic_piece(
     piece = Piece(
         TERMS[space.distance + "_on_product"],
         _definition(query, key, space),
-        row=(*space.statistics(q.norm), space.scale**2 / scale / q.norm),
+        row=late(lambda: (*space.statistics(value_of(q).norm), space.scale**2 / scale / value_of(q).norm)),
         column=late(lambda: (*space.statistics(value_of(k).norm), 1 / value_of(k).norm)),
         head=(space.beta.expand(heads),),
         gate=gate,
         features=_features(query, key, space),
-        reader=_reader(q, space, heads, on_product=True),
+        reader=_reader(space, on_product=True),
     )
     return piece, partial(_points, q, k, heads)
 
@@ -105,24 +104,24 @@ class Side:
         return cls(norm, late(lambda: direction_and_norm(x.to(dtype), scale)[0]))
 
 
-def _sides(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Side, Side | Late, HyperbolicSpace]:
+def _sides(
+    query: Tensor, key: Tensor, space: HyperbolicSpace
+) -> tuple[Side | Late, Side | Late, HyperbolicSpace]:
     dtype = working_dtype(query, key)
-    q, k = Side.of(query, dtype, space.scale), late(lambda: Side.of(key, dtype, space.scale))
-    return q, k, space.to(dtype)
+    return *(late(partial(Side.of, x, dtype, space.scale)) for x in (query, key)), space.to(dtype)
 
 
-def _points(q: Side, k: Side | Late, heads: int) -> Points:
-    return Points(value_of(q.directions), value_of(value_of(k).directions), q.norm.new_ones(heads))
+def _directions(side: Side | Late) -> Tensor:
+    return value_of(value_of(side).directions)
 
 
-def _reader(q: Side, space: HyperbolicSpace, heads: int, on_product: bool) -> Reader:
-    """How an engine reads keys."""
-    root = space.curvature.sqrt().expand(heads)
-    return Reader(
-        f"hyperbolic::Keys<{on_product:d}>",
-        lambda: (torch.full_like(root, space.scale), root),
-        lambda: (value_of(q.directions), torch.ones_like(root)),
-    )
+def _points(q: Side | Late, k: Side | Late, heads: int) -> Points:
+    return Points(_directions(q), _directions(k), value_of(q).norm.new_ones(heads))
+
+
+def _reader(space: HyperbolicSpace, on_product: bool) -> Reader:
+    """How an engine reads vectors."""
+    return Reader(f"hyperbolic::Vectors<{on_product:d}>", (space.curvature, space.scale))
 
 
 def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Tensor, Tensor]:

@@ -119,20 +119,20 @@ struct SquaredLorentz {
   }
 };
 
-// Statistics of keys from the keys themselves, as features.py makes them. Parameters: what vectors are scaled with, and
-// the square root of the curvature.
+// Statistics of vectors from the vectors themselves, as features.py makes them, for pairs whose gap is known. Parameters:
+// the curvature, and what vectors are scaled with.
 template <bool OnProduct>
-struct Keys {
-  static constexpr int columns = Separation<OnProduct>::count;
+struct Vectors {
+  static constexpr int columns = Separation<OnProduct>::count, left_out = 0;
   static constexpr bool norms = true;
 
-  static Vec read(Vec, Vec square, float, const float* head, Vec* column) {
-    const Vec inverse = 1.0f / larger(head[0] * root(square), splat(1e-15f));
-    const Vec a = smaller(head[1] / inverse, splat(kFarthest)), sine = hyperbolic_sine(a);
-    column[0] = sine;
-    column[1] = root(1.0f + sine * sine);
-    if constexpr (OnProduct) column[2] = inverse;
-    return head[0] * inverse;
+  static Vec read(Vec, Vec square, float, const float* head, Vec* statistic) {
+    const Vec norm = larger(head[1] * root(square), splat(1e-15f));
+    const Vec sine = hyperbolic_sine(smaller(std::sqrt(head[0]) * norm, splat(kFarthest)));
+    statistic[0] = sine;
+    statistic[1] = root(1.0f + sine * sine);
+    if constexpr (OnProduct) statistic[2] = Vec{};  // the product is not read
+    return head[1] / norm;
   }
 };
 
