@@ -18,13 +18,11 @@ from .three_way_model import Reader
 
 SETTINGS = {
     "kinds": {
-        "three-way": {"three_way": True, "width": 64, "heads": 4, "head_width": 16, "layers": 1, "steps": 1500},
+        "three-way": {"three_way": True, "width": 64, "heads": 4, "head_width": 16, "layers": 1, "steps": 1000},
         # as many parameters: wider heads in place of the second keys and values
-        "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 3000},
+        "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 2000},
         "pairwise, wider": {"three_way": False, "width": 128, "heads": 8, "head_width": 16, "layers": 1,
-                            "steps": 3000},
-        "pairwise, two layers": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 2,
-                                 "steps": 3000},
+                            "steps": 2000},
     },
     "modulus": 32,
     "length": 8,
@@ -32,8 +30,8 @@ SETTINGS = {
     "batch": 256,
     "learning_rate": 3e-3,
     "weight_decay": 0.01,
-    "test_sequences": 4096,
-    "looks": 20,
+    "test_sequences": 2048,
+    "looks": 10,
 }  # fmt: skip
 
 
