@@ -1,7 +1,7 @@
 """Is concatenation of heads wasteful? SmolLM2 with head_fusion, its heads pruned by their weight beta and otherwise.
 
-The base is frozen; the weights of heads are trained for a few minutes, with and without a penalty on their entropy.
-Then a share of all heads is dropped, and the perplexity on held-out text is read.
+The base is frozen; the weights of heads are trained for a few minutes, with a penalty on their entropy where a way of
+the settings has one. Then a share of all heads is dropped, and the perplexity on held-out text is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_hyperattn as ha
-from hf_hyperattn.analysis.heads import dropped_heads, head_usage, record_heads
+from hf_hyperattn.analysis.heads import dropped_heads, fusion_layers, head_usage, record_heads
 from hf_hyperattn.analysis.perplexity import perplexity
 
 from .fitting import fit
@@ -25,7 +25,7 @@ from .store import Experiment
 
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
-    "ways": {"plain": 0.0, "penalised": 0.3},
+    "ways": {"plain": 0.0},
     "steps": 45,
     "window": 256,
     "rate": 0.01,
@@ -39,7 +39,7 @@ SETTINGS = {
     "sentence": "The capital of France is Paris, and the capital of Italy is Rome.",
 }
 KINDS = ("Bible", "Python", "reviews")
-PER_TOKEN = "beta, per token"
+PER_TOKEN, RANDOM_PER_TOKEN = "beta, per token", "random, per token"
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
@@ -53,6 +53,7 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
         yield f"{way}; {PER_TOKEN}", functools.partial(pruned_per_token, settings, way)
         for ranking in settings["rankings"][1:]:
             yield f"{way}; {ranking}", functools.partial(pruned, settings, way, ranking)
+        yield f"{way}; {RANDOM_PER_TOKEN}", functools.partial(pruned_per_token, settings, way, at_random=True)
 
 
 def read_stock(settings: dict) -> dict:
@@ -107,13 +108,21 @@ def pruned(settings: dict, way: str, ranking: str | int) -> dict:
     return {"perplexity": found}
 
 
-def pruned_per_token(settings: dict, way: str) -> dict:
-    """Perplexity where every token drops a share of the heads of each layer, those it weighs least."""
+def pruned_per_token(settings: dict, way: str, at_random: bool = False) -> dict:
+    """Perplexity where every token drops a share of the heads of each layer: those it weighs least, or any."""
     model, found = fused(settings, way), {}
+    draw = torch.Generator().manual_seed(settings["seed"])
     for share in settings["shares"]:
         with dropped_heads(model, share):
+            for layers in fusion_layers(model).values() if at_random else ():
+                layers[0].keep = of_random(layers[0].keep, draw)
             found[str(share)] = perplexities(settings, model)
     return {"perplexity": found}
+
+
+def of_random(keep: Callable, draw: torch.Generator) -> Callable:
+    """The same choice among numbers that know nothing of the token."""
+    return lambda beta: keep(torch.rand(beta.shape, generator=draw))
 
 
 def perplexities(settings: dict, model: nn.Module) -> dict[str, float]:

@@ -13,12 +13,12 @@ from .store import FOLDER, load
 from .tables import table
 
 PAGE = ROOT / "docs" / "head_fusion.md"
-PER_TOKEN = "beta, per token"
+PER_TOKEN = ("beta, per token", "random, per token")
 
 
 def rankings(settings: dict) -> list[str]:
     """What heads are put in order by, as the tables call it."""
-    return [PER_TOKEN, *settings["rankings"], "random"]
+    return [*settings["rankings"], "random", *PER_TOKEN]
 
 
 def losses(perplexities: dict[str, float]) -> float:
@@ -39,6 +39,12 @@ def growth(results: dict, way: str, ranking: str, share: float) -> list[float]:
     return [math.exp(losses(perplexities) - before) for perplexities in found]
 
 
+def dropped_per_token(results: dict, way: str) -> list[float]:
+    """The shares, in percent, that tokens drop in truth: whole heads of a layer."""
+    heads = len(next(iter(results["runs"][f"{way}; trained"]["mean"].values())))
+    return [100 * round(share * heads) / heads for share in results["settings"]["shares"]]
+
+
 def pruning(results: dict) -> str:
     """Growth of the perplexity, a row for each way and ranking."""
     settings, rows = results["settings"], []
@@ -50,6 +56,8 @@ def pruning(results: dict) -> str:
                 continue
             cells = [f"{statistics.mean(x):.2f}" if len(x) == 1 else spread(x) for x in found]
             rows.append([way, ranking, *cells])
+    if len(ways(results)) == 1:
+        head, rows = head[1:], [row[1:] for row in rows]
     return table(head, rows)
 
 
@@ -73,7 +81,14 @@ def training(results: dict) -> str:
         least = min(x for mean in found["mean"].values() for x in mean)
         most = max(x for mean in found["mean"].values() for x in mean)
         cells = [f"{found['perplexity'][k]:.2f}" for k in kinds]
-        rows.append([f"head_fusion, {way}", *cells, f"{entropy:.3f}", f"{least:.2f} to {most:.2f}"])
+        rows.append(
+            [
+                "head_fusion" + f", {way}" * (len(ways(results)) > 1),
+                *cells,
+                f"{entropy:.3f}",
+                f"{least:.2f} to {most:.2f}",
+            ]
+        )
     return table(["model", *kinds, "entropy", "mean M·beta of a head"], rows)
 
 
@@ -88,9 +103,13 @@ TABLES = {"head_pruning": pruning, "head_pruning-training": training, "head_prun
 
 def plot(results: dict):
     """Growth of the perplexity over the share that is dropped, a line for each ranking."""
+    from matplotlib.figure import Figure
+
     from . import figures
 
-    figure, *axes = figures.pair()
+    count = len(ways(results))
+    figure = Figure(figsize=(6.0 * count, 3.8), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
     settings = results["settings"]
     shares = [100 * s for s in settings["shares"]]
     for axis, way in zip(axes, ways(results)):
@@ -98,17 +117,16 @@ def plot(results: dict):
             found = [growth(results, way, ranking, s) for s in settings["shares"]]
             if not all(found):
                 continue
-            axis.plot(shares, [statistics.geometric_mean(x) for x in found], color=colour, marker="o",
+            at = dropped_per_token(results, way) if ranking in PER_TOKEN else shares
+            axis.plot(at, [statistics.geometric_mean(x) for x in found], color=colour, marker="o",
                       markersize=4, linewidth=1, label=ranking)  # fmt: skip
             if len(found[0]) > 1:
                 axis.fill_between(
                     shares, [min(x) for x in found], [max(x) for x in found], color=colour, alpha=0.2
                 )
         axis.set(yscale="log", xlabel="heads dropped, %", ylabel="perplexity over that of the whole model")
-        axis.set_title(f"trained {way}", fontsize=9)
+        axis.set_title(f"trained {way}" if count > 1 else "", fontsize=9)
     axes[0].legend(fontsize=8)
-    for unused in axes[len(ways(results)) :]:
-        unused.remove()
     return figure
 
 
