@@ -1,0 +1,234 @@
+"""What the CPU engine promises beyond the contract of all engines (test_engines.py, test_sweep.py)."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hf_hyperattn as ha
+from hf_hyperattn.engines import Options, attention, dot_score, native
+from hf_hyperattn.engines.cpu import choice, decode, library, norms, squared_norms
+from hf_hyperattn.engines.cpu.operator import _forward, chunks_of
+from hf_hyperattn.engines.score import TERMS, Piece, Term
+from tests.engines.test_native import needs_compiler
+from tests.oracles.cases import assert_close, assert_gradients, qkv
+
+F = ha.functional
+CALLS = {
+    "umbral": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, **more),
+    "psi": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, mapping="psi", **more),
+    "penumbral": lambda q, k, v, **more: F.cone_attention(q, k, v, enable_gqa=True, variant="penumbral", **more),
+    "clamped": lambda q, k, v, **more: F.cone_attention(
+        q, k, v, enable_gqa=True, variant="penumbral", mapping="xi", clamp_heights=True, squared=False, **more
+    ),
+    "geodesic": lambda q, k, v, **more: F.hyperbolic_attention(q, k, v, enable_gqa=True, aggregation="mean", **more),
+    "lorentz": lambda q, k, v, **more: F.hyperbolic_attention(
+        q, k, v, enable_gqa=True, aggregation="mean", distance="squared_lorentz", **more
+    ),
+    "hype": lambda q, k, v, **more: F.hype_attention(
+        q, k, v, enable_gqa=True, mu=0.01, tau=1.5, form="cosh", **more
+    ),
+}  # fmt: skip
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def run(q, k, v, backend="cpu", **options):
+    return attention(dot_score(q, k), v, Options(**options), backend=backend)[0]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Names of the ways that calls took."""
+    taken = []
+    for module in (decode, choice.operator):
+        attend, name = module.attend, module.__name__.rsplit(".", 1)[-1]
+        monkeypatch.setattr(module, "attend", lambda *a, f=attend, n=name: taken.append(n) or f(*a))
+    return taken
+
+
+@needs_compiler
+@every_call
+@pytest.mark.parametrize("d, dv", [(64, 64), (7, 33), (256, 16)])
+def test_few_queries_against_many_keys(name, d, dv, watched):
+    """Generation: statistics are read from keys; keys that coincide with the query included."""
+    q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=2, lk=700, d=d, dv=dv, dtype=torch.float32)
+    k[:, :, 5] = q[:, ::3, 1]
+    mask = torch.rand(2, 1, 1, 700, generator=torch.Generator().manual_seed(0)) > 0.3
+    expected = CALLS[name](*(t.double() for t in (q, k, v)), attn_mask=mask, backend="reference")
+    assert_close(CALLS[name](q, k, v, attn_mask=mask, backend="cpu"), expected, 2e-5, name)
+    assert watched == ["decode"]
+    half = [t.bfloat16() for t in (q, k, v)]
+    expected = CALLS[name](*(t.double() for t in half), attn_mask=mask, backend="reference")
+    assert_close(CALLS[name](*half, attn_mask=mask, backend="cpu"), expected, 1e-2, name)
+
+
+@needs_compiler
+def test_decoding_leaves_calls_that_learn_to_the_other_way(watched):
+    q, k, v = qkv(heads=2, lq=1, lk=300, d=16, dtype=torch.float32)
+    F.cone_attention(q.requires_grad_(), k, v, backend="cpu")
+    gamma = torch.ones(2, requires_grad=True)
+    F.cone_attention(q.detach(), k, v, gamma=gamma, backend="cpu").sum().backward()
+    F.cone_attention(q.detach(), k, v, dropout_p=0.5, backend="cpu")
+    F.cone_attention(q.detach(), k, v, mapping="expmap", backend="cpu")
+    assert watched == ["operator"] * 4 and gamma.grad.abs().sum() > 0
+
+
+@needs_compiler
+def test_decoding_with_window_sinks_and_softcap(watched):
+    q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=3, lk=900, d=16, dtype=torch.float32)
+    more = {"is_causal": True, "window": 300, "offset": 800, "softcap": 2.0}
+    sinks = torch.linspace(-1, 1, 4)
+    expected = run(*(t.double() for t in (q, k, v)), "reference", sinks=sinks.double(), **more)
+    assert_close(run(q, k, v, sinks=sinks, **more), expected, 1e-5, "output")
+    assert watched == ["decode"]
+
+
+@needs_compiler
+@every_call
+def test_threads_do_not_change_the_outcome(name, threads):
+    """Few heads for two threads: the backward pass is cut into chunks of keys."""
+    q, k, v = qkv(batch=1, heads=3, kv_heads=1, lq=300, lk=700, d=20, dtype=torch.float32)
+    found = {}
+    for count in (1, 2, 2):
+        threads(count)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = CALLS[name](*leaves, backend="cpu")
+        found.setdefault(count, []).append([out.detach(), *torch.autograd.grad(out.cos().sum(), leaves)])
+    for one, two, again in zip(*found[1], *found[2], strict=True):
+        assert torch.equal(two, again)
+        assert_close(two, one, 1e-5 * max(1.0, float(one.abs().max())), name)
+
+
+def test_chunks_of_a_backward_pass(threads):
+    threads(1)
+    assert chunks_of(1, 100) == 1
+    threads(2)
+    assert chunks_of(8, 100) == 1 and chunks_of(3, 100) == 3 and chunks_of(1, 2) == 2
+
+
+@needs_compiler
+def test_dropout_is_the_same_forward_and_backward(threads):
+    """The output is linear in the values: their gradient, and so its product with them, is what was dropped forward."""
+    q, k, v = qkv(batch=1, heads=2, lq=200, lk=520, d=16, dtype=torch.float32)
+    found = []
+    for count in (1, 2):
+        threads(count)
+        torch.manual_seed(3)
+        value = v.clone().requires_grad_()
+        out = run(q, k, value, dropout_p=0.4)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (grad,) = torch.autograd.grad((out * weight).sum(), value)
+        assert_close((grad * v).sum(), (out * weight).sum().detach(), 1e-3, "sum")
+        found.append(out.detach())
+    assert_close(found[0], found[1], 1e-6, "output")
+    kept = run(q, k, torch.ones_like(v), dropout_p=0.4).mean()
+    assert abs(kept - 1) < 0.05
+    assert not torch.equal(run(q, k, v, dropout_p=0.4), run(q, k, v, dropout_p=0.4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(dtype):
+    x = (torch.randn(2, 3, 5000, 7, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    x[0, 0, 0] = 0
+    leaf = x.clone().requires_grad_()
+    exact = x.double().requires_grad_()
+    for found, expected in (
+        (squared_norms(leaf, torch.float32, 6), exact[..., :6].square().sum(-1)),
+        (norms(leaf, torch.float32), torch.linalg.vector_norm(exact, dim=-1)),
+    ):
+        assert_close(found, expected, 1e-4, "norms")
+        got, want = (torch.autograd.grad(t.sum(), x)[0] for t, x in ((found, leaf), (expected, exact)))
+        assert_close(got, want, 1e-5 if dtype == torch.float32 else 0.1, "gradient")
+    assert norms(torch.full((1, 1, 5000, 4), 1e25), torch.float32).isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("spec", ["dot", "dot+*umbral_on_product"])
+def test_operator_passes_opcheck(spec):
+    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=9, lk=12, d=8, dtype=torch.float32))
+    rows = [torch.rand(1, 2, 9, requires_grad=True) for _ in range(TERMS["umbral_on_product"].rows)]
+    columns = [torch.rand(1, 2, 12, requires_grad=True) for _ in rows]
+    numbers = [] if spec == "dot" else [*rows, *columns, torch.ones(2, requires_grad=True)]
+    extras = [torch.rand(2, requires_grad=True), torch.ones(9, 12, dtype=torch.bool)[None, None]]
+    call = ([q, k, v, *numbers, *extras], spec, "sinks mask", 8, 0.5, True, None, 0, None, 0.0)
+    torch.library.opcheck(_forward, call)
+
+
+@needs_compiler
+@every_call
+def test_compiled_whole_and_exported(name):
+    """One node, and nothing of the features that it does not read."""
+    q, k, v = qkv(batch=1, heads=2, lq=40, lk=40, d=16, dtype=torch.float32)
+
+    class Layer(nn.Module):
+        def forward(self, q, k, v):
+            return CALLS[name](q, k, v)
+
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer(), fullgraph=True, backend=backend)(q, k, v)
+    assert_close(compiled, CALLS[name](q, k, v, backend="cpu"), 1e-6, name)
+    assert sum("hf_hyperattn.cpu" in t and "norms" not in t for t in seen) == 1
+
+
+class Plain(Term):
+    """A term of somebody's that has no functor."""
+
+    name = "plain_for_test_cpu"
+
+    def logits(self, dot, row, column, head, gap=None):
+        return dot * 0 + 1.0
+
+
+def test_a_term_without_functor_goes_to_the_blocks_with_one_line(monkeypatch, caplog):
+    monkeypatch.setitem(TERMS, Plain.name, Plain())
+    choice.say_once.cache_clear()
+    q, k, v = qkv(batch=1, heads=1, lq=20, d=4, dtype=torch.float32)
+    score = dot_score(q, k).plus(Piece(TERMS[Plain.name], lambda: torch.ones(1, 1, 20, 20)))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        for _ in range(2):
+            out, _ = attention(score, v, backend="cpu")
+    assert_close(out, run(q, k, v, "reference"), 1e-5, "output")
+    assert [Plain.name in r.getMessage() for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("off", ["turned off", "no compiler"])
+def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
+    monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_tables", {})
+    monkeypatch.setenv(*(("HF_HYPERATTN_NATIVE", "0") if off == "turned off" else ("CXX", "/no/compiler")))
+    native.load.cache_clear()
+    choice.say_once.cache_clear()
+    q, k, v = qkv(batch=1, heads=2, lq=200, d=8, dtype=torch.float32)
+    try:
+        with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+            outs = [F.cone_attention(q, k, v, backend=b) for b in ("cpu", "auto")]
+    finally:
+        native.load.cache_clear()
+    for out in outs:
+        assert_close(out, F.cone_attention(q, k, v, backend="blockwise"), 1e-6, "output")
+    assert ["is not compiled" in r.getMessage() for r in caplog.records] == [True]
+
+
+@needs_compiler
+def test_gradients_of_masks_come_from_the_blocks():
+    q, k, v = qkv(batch=1, heads=2, lq=20, d=8, dtype=torch.float32)
+    bias = torch.randn(1, 2, 20, 20, requires_grad=True)
+    found, expected = (
+        torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias) for b in ("cpu", "reference")
+    )
+    assert_gradients(found, expected, 1e-4, ["bias"])
