@@ -104,7 +104,15 @@ def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
     own = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
     if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own):
         raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
-    return [(str(name), entry) for name, c in own for entry in c if isinstance(entry, Mapping)]
+    natural = lambda item: [
+        (int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d{1,9})", str(item[0]))
+    ]
+    return [
+        (str(name), entry)
+        for name, c in sorted(own, key=natural)
+        for entry in c
+        if isinstance(entry, Mapping)
+    ]
 
 
 def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:

@@ -209,14 +209,14 @@ def test_settings_of_single_modules_are_a_table():
         "near": [32, 2147483648, 96],
         "block_bias": [0.0, "-inf", 0.0],
     }
-    overrides = {f"model.layers.{i}.self_attn": [own] for i in (3, 4, 7)}
+    overrides = {f"model.layers.{i}.self_attn": [own] for i in (12, 3, 4)}
     overrides["model.layers.9.self_attn"] = [{"mechanism": "hsa", "near": 8}]
     config = {"mechanisms": [{"mechanism": "hsa"}], "overrides": overrides}
     shown = rows(hub_cards.render_model_card(config, "org/base", "apache-2.0"), "What was changed")
     head = shown.index(["Modules with settings of their own", "Mechanism", "Settings"])
     assert shown[head + 1 : head + 3] == [
         [
-            "`model.layers.(3-4, 7).self_attn`",
+            "`model.layers.(3-4, 12).self_attn`",
             "`hsa`",
             "`windows=[16, 64, 256], near=32 to no limit, block_bias=-inf to 0`",
         ],
