@@ -1,7 +1,7 @@
 """README.md does what it says: its Python runs as it stands, its commands and files exist, its table is true.
 
-The code loads "HuggingFaceTB/SmolLM2-135M". It runs in a folder in which that path is a tiny random Llama,
-which `from_pretrained` prefers to the Hub's model of the same name; nothing in the code is changed.
+The code loads two models of the Hub. It runs in a folder in which their paths are a tiny random Llama and a tiny random
+BERT, which `from_pretrained` prefers to the Hub's models of the same names; nothing in the code is changed.
 """
 
 import re
@@ -14,10 +14,12 @@ import torch
 import hf_hyperattn as ha
 from hf_hyperattn.cli.command import build_parser
 from tests.cli import tiny
+from tests.integration.models import bert, text_inputs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "HuggingFaceTB/SmolLM2-135M"
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -28,6 +30,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     tiny.save(folder / MODEL, num_hidden_layers=3)
+    bert(max_position_embeddings=128).save_pretrained(folder / ENCODER)
     return folder
 
 
@@ -86,13 +89,24 @@ def test_by_the_hub(ran, folder):
     assert torch.equal(logits(left["again"]), logits(left["model"]))
 
 
+def test_by_conversion(ran, folder):
+    from transformers import AutoModel
+
+    model = ran("ha.convert")["model"].eval()
+    again = AutoModel.from_pretrained("minilm-hat")
+    assert type(again) is type(model) is ha.HatModel
+    with torch.inference_mode():
+        found = [m(**text_inputs()).last_hidden_state for m in (model, again)]
+    assert torch.equal(*found)
+
+
 def test_functional(ran):
     output = ran("functional.cone_attention")["output"]
     assert output.shape == (1, 8, 128, 64) and output.isfinite().all()
 
 
 def test_every_block_of_python_is_among_these(ran):
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 6
 
 
 def test_commands_exist():
@@ -128,8 +142,7 @@ def test_the_table_of_mechanisms_is_true():
     rows = re.findall(r"^\| ([\w, ]+) \| .* \| ([^|]*) \|$", section, re.MULTILINE)
     status = {name: said for names, said in rows if said != "status" for name in names.split(", ")}
     known = {m["name"]: m for m in ha.list_mechanisms()}
-    assert {name for name, said in status.items() if said.startswith("works")} == set(known)
-    assert all(said == "planned" for name, said in status.items() if name not in known)
+    assert {name for name, said in status.items() if said.startswith("works")} == set(status) == set(known)
     for name, mechanism in known.items():
         assert all(f"`{implementation}`" in status[name] for implementation in mechanism["attn_implementation"])
 
