@@ -232,3 +232,28 @@ def test_gradients_of_masks_come_from_the_blocks():
         torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias) for b in ("cpu", "reference")
     )
     assert_gradients(found, expected, 1e-4, ["bias"])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["umbral", "geodesic"])
+def test_narrow_vectors_of_any_cpu(name, monkeypatch, tmp_path):
+    """Vectors of four without instructions of any one CPU, as on ARM: built anew, forward and backward."""
+    flags = native.flags()
+    monkeypatch.setattr(native, "flags", lambda: [*flags, "-DHYPER_PLAIN"])
+    monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_tables", {})
+    native.load.cache_clear()
+    try:
+        q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=70, lk=300, d=21, dtype=torch.float32)
+        found = {}
+        for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+            leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+            out = CALLS[name](*leaves, is_causal=True, backend=backend)
+            found[backend] = out, torch.autograd.grad(out.cos().sum(), leaves)
+        few = [CALLS[name](q[:, :, :1], k, v, backend=b) for b in ("cpu", "reference")]
+    finally:
+        native.load.cache_clear()
+    assert_close(found["cpu"][0], found["reference"][0], 2e-5, "output")
+    assert_gradients(found["cpu"][1], found["reference"][1], 1e-4, "qkv")
+    assert_close(*few, 2e-5, "one query")
