@@ -37,9 +37,8 @@ def models(ways: list[str]) -> dict[str, torch.nn.Module]:
         found[way] = ha.patch_model(load(), config, mode=mode)
         with torch.no_grad():
             for name, parameter in found[way].named_parameters():
-                if ".hyper." in name:  # larger maps of values would make attention so sharp that rounding shows
-                    size = 0.1 if name.endswith("beta") else 0.01
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+                if ".hyper." in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return found
 
 

@@ -16,24 +16,23 @@ PAGE = ROOT / "docs" / "trilinear.md"
 
 
 def accuracies(results: dict) -> str:
-    """Accuracy over seeds, a row for each kind; kinds without two runs have none."""
+    """Accuracy over seeds, a row for each kind; runs that are not done are left out."""
     rows = []
     for kind, found in by_kind(results).items():
         percent = [100 * run["accuracy"] for run in found]
         seconds = statistics.mean(run["seconds"]["cpu"] for run in found)
-        rows.append(
-            [kind, f"{found[0]['parameters']:,}", f"{found[0]['steps']:,}", mean_and_deviation(percent, 1)]
-        )
+        accuracy = mean_and_deviation(percent, 1) if len(found) > 1 else f"{percent[0]:.1f}"
+        rows.append([kind, f"{found[0]['parameters']:,}", f"{found[0]['steps']:,}", accuracy])
         rows[-1] += [" / ".join(f"{p:.1f}" for p in percent), f"{seconds:.0f} s"]
     return table(["attention", "parameters", "steps", "accuracy, %", "by seed", "CPU time a run"], rows)
 
 
 def by_kind(results: dict) -> dict[str, list[dict]]:
-    """The runs of every kind that has at least two."""
+    """The runs that are done of every kind that has some."""
     settings, runs = results["settings"], results["runs"]
     keys = {kind: [key_of(kind, seed) for seed in settings["seeds"]] for kind in settings["kinds"]}
     found = {kind: [runs[k] for k in names if k in runs] for kind, names in keys.items()}
-    return {kind: done for kind, done in found.items() if len(done) > 1}
+    return {kind: done for kind, done in found.items() if done}
 
 
 def curves(results: dict):
