@@ -37,7 +37,7 @@ class Config:
 #: statistics.
 CONFIGS = {
     "forward": {
-        64: (Config(128, 64, 4, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 2)),
+        64: (Config(128, 64, 8, 2), Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
         128: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
         256: (Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
         512: (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
