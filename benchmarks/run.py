@@ -25,7 +25,7 @@ from pathlib import Path
 
 from speed.cases import KINDS, Job, jobs, sweep
 from speed.compare import summary
-from speed.measure import blank, measure
+from speed.measure import blank, failure, measure
 from speed.models import MODELS, measure_model
 from speed.operations import OPERATIONS
 from speed.store import Store, default_path
@@ -83,7 +83,10 @@ def chosen(args) -> list[Job]:
 def one(job: Job, args) -> dict:
     """The row of a job; runs in the worker process."""
     if job.subject in MODELS:
-        return measure_model(job, args.seconds)
+        try:
+            return measure_model(job, args.seconds)
+        except Exception as error:  # whatever a model does wrong is no reason to stop
+            return blank(job) | {"status": failure(error)}
     return measure(job, args.seconds, args.memory, args.longest)
 
 

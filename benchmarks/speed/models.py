@@ -121,6 +121,6 @@ def step(case: Case, model: torch.nn.Module, ids: torch.Tensor) -> Callable:
     def decode():
         for _ in range(GENERATED):
             model(token, past_key_values=cache)
-        cache.crop(case.length)
+        cache.crop(-GENERATED)
 
     return decode

@@ -37,7 +37,7 @@ def section(result: dict) -> str:
     parts = [
         f"\n## {where['chip']}\n\ntorch {where['torch']}, transformers {where['transformers']}, Python "
         f"{where['python']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}; {when}. "
-        "Ratios to SDPA: median, in brackets the quartiles; ! above what it is held to.\n"
+        "Ratios to SDPA:\nmedian, in brackets the quartiles; ! above what it is held to.\n"
     ]
     for title, table in TABLES.items():
         found = table(rows)
@@ -64,8 +64,8 @@ def grid(header: list[str], lines: list[list[str]]) -> str:
     lines = [line for line in lines if any(line[1:])]
     if not lines:
         return ""
-    rule = [" --- "] * len(header)
-    return "".join("| " + " | ".join(x) + " |\n" for x in (header, rule, *lines)).replace("|  --- ", "| --- ")
+    rule = ["---"] * len(header)
+    return "".join("| " + " | ".join(x) + " |\n" for x in (header, rule, *lines))
 
 
 def best(rows: dict, name: str, case: Case) -> dict | None:
@@ -160,7 +160,7 @@ SHAPES = {n: {"length": n, "batch": b} for n, b in SIZES.items()}
 TABLES = {
     "Held to, float32, d = 64, 1 thread": held(1),
     "Held to, float32, d = 64, 2 threads": held(2),
-    "Decoding: one query against 8,192 keys, 8 heads": by_operation(
+    "Decoding: one query against 8,192 keys, 8 heads; umbral is held to 1.00": by_operation(
         {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)}, ("decode",)
     ),
     "Whole models by name": models,
