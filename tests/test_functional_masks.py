@@ -205,3 +205,16 @@ def test_dropout_backward_ignores_later_draws(backend):
             torch.rand(100)
         grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@every_backend
+@two_variants
+def test_a_query_without_keys_gives_zeros_and_finite_gradients_however_large(backend, pairing):
+    """A row of zeros over a sum of zero: the gradient must not become infinity times 0."""
+    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, kv_heads=2, lq=4, lk=5))
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[2] = False
+    out = attend(q, k, v, pairing, backend, attn_mask=mask)
+    assert not out[:, :, 2].any()
+    (1e6 * out).sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v)) and not q.grad[:, :, 2].any()

@@ -61,4 +61,5 @@ def softmax(logits: Tensor, sinks: Tensor | None = None) -> Tensor:
     total = e.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    return e / total.clamp_min(torch.finfo(logits.dtype).tiny)
+    # not the smallest number: the gradient divided by that would be infinite, and infinity times 0 is no number
+    return e / torch.where(total > 0, total, 1.0)

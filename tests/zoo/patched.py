@@ -24,8 +24,9 @@ COMMON = ("ties queries too", "rotary")
 #: What is patched in, each in its turn, with the mechanisms that have no meaning for some hosts, and say so.
 PATCHES = {
     "cone + head_fusion": ((ha.ConeConfig(), ha.HeadFusionConfig()), ("head_fusion",)),
-    "hyperbolic + talking_heads": ((ha.HyperbolicConfig(), ha.TalkingHeadsConfig()), ()),
+    "hyperbolic + talking_heads": ((ha.HyperbolicConfig(aggregation="mean"), ha.TalkingHeadsConfig()), ()),
     "HyPE + mkl": ((ha.HypeConfig(max_length=64), ha.MklConfig(kind="conditional")), ("hype", "mkl")),
+    "hyperbolic, midpoint": ((ha.HyperbolicConfig(distance="squared_lorentz"),), ()),
     "trilinear": ((ha.TrilinearConfig(windows=(4, 3)),), ("trilinear",)),
     "collaborative": ((ha.CollaborativeConfig(),), ("collaborative",)),
     "hsa": ((ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),), HSA),

@@ -39,9 +39,14 @@ class HyperbolicConfig(MechanismConfig):
 
     @property
     def refuses(self) -> dict[str, str]:
-        """HSA ties blocks of keys through their mean, which serves the squared Lorentz distance alone."""
-        if self.distance == "squared_lorentz":
-            return {}
-        return {
-            "hsa": "ties between keys need a score that is linear in the key, as distance='squared_lorentz' is"
-        }
+        """HSA ties blocks of keys through their mean; a midpoint is one of weights that are not negative."""
+        found = {}
+        if self.distance == "geodesic":
+            found["hsa"] = (
+                "ties between keys need a score that is linear in the key, as distance='squared_lorentz' is"
+            )
+        if self.aggregation == "einstein":
+            found["talking_heads"] = (
+                "mixed weights may be negative, which no midpoint has (aggregation='mean' takes them)"
+            )
+        return found
