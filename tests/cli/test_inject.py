@@ -159,6 +159,17 @@ def test_the_choice_is_the_cheapest_of_all():
     assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
 
 
+@pytest.mark.parametrize("length", [192, 2048, 8192])
+def test_candidates_fit_the_length(length):
+    """No window or nearness as long as the text, refinement within its pairs, biases of one rule in a row."""
+    found = frontier.candidates(length)
+    rules = [(s.windows, s.near, s.refine_top_k) for s in found]
+    assert len(set(found)) == len(found) == len(frontier.BIASES) * len(set(rules))
+    assert rules == sorted(rules, key=list(dict.fromkeys(rules)).index)
+    assert all(s.windows[-1] < length and s.near <= length / 2 for s in found)
+    assert all(s.share(length) <= frontier.MOST for s in found if s.refine_top_k)
+
+
 def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     code, out, err = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "0.5")
     assert code == 0, out + err
