@@ -21,7 +21,7 @@ def test_every_way_matches_the_definition_and_gets_a_time(name, way, kind):
     case = dataclasses.replace(TINY, kind=kind, causal=kind == "training")
     row = measure.measure(Job(name, way, case), seconds=0.0)
     assert row["status"] == "ok", row
-    assert row["error"] <= 1e-5 and (row["gradient_error"] or 0.0) <= 1e-4
+    assert row["error"] <= 5e-5 and (row["gradient_error"] or 0.0) <= 1e-4
     assert 0 < row["low"] <= row["q1"] <= row["median"] <= row["q3"] <= row["high"]
     assert row["rounds"] == measure.FEWEST_ROUNDS and row["seconds"] > 0
 
