@@ -110,7 +110,6 @@ struct Rows {
   float scale = 1.0f;
 
   float weight(int64_t r) const { return factor ? scale * factor[r * factor_step] : scale; }
-  Rows from(int64_t r) const { return {at + r * step, step, factor ? factor + r * factor_step : nullptr, factor_step, scale}; }
 };
 
 // Rows as floats, `padded` columns each, the ones past `width` 0; rows past `rows` up to `fill` are 0.
