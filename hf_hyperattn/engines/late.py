@@ -39,6 +39,8 @@ class LateFields:
     """Base of frozen dataclasses whose fields may be given as `Late`; reading one gives its value."""
 
     def __post_init__(self):
+        if torch.compiler.is_compiling():  # nothing is late then, and older compilers do not read __dict__
+            return
         waiting = {name: value for name, value in self.__dict__.items() if isinstance(value, Late)}
         for name in waiting:
             object.__delattr__(self, name)
