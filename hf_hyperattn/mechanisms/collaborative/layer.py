@@ -126,7 +126,10 @@ def shared_score(
         left, right = torch.cat([left, ones], -1), torch.cat([key, content], -1)
     score = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale)
     piece = replace(
-        score.pieces[0], term=SHARED_DOT, definition=partial(definition, query, key, mixing, scale, content)
+        score.pieces[0],
+        term=SHARED_DOT,
+        definition=partial(definition, query, key, mixing, scale, content),
+        features=lambda: (score.query, score.key),
     )
     return replace(score, pieces=(piece,), source=None)
 
