@@ -112,7 +112,7 @@ class BackwardTask {
     t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
     t.softcap = c.softcap, t.dot = dots_, t.weight = weights_;
     t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
-    t.lse = c.lse + start, t.delta = s.delta + start;
+    t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
     float *d_row[kMostNumbers], *d_column[kMostNumbers];
     for (int i = 0; i < c.score->rows; ++i) d_row[i] = s.row[i] + chunk * all * c.queries + start;
     for (int i = 0; i < c.score->columns; ++i) d_column[i] = d_columns_ + i * kTileKeys;

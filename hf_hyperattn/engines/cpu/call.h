@@ -48,7 +48,10 @@ struct Call {
   float scale, softcap;
   uint32_t drop_below, seed;
   float drop_factor;
-  float *out, *lse;                   // contiguous [B, H, N, dv] and [B, H, N]
+  float* out;                         // contiguous [B, H, N, dv]
+  // Contiguous [2, B, H, N]: the largest logit of a row, and 1 over its sum of e^(logit - largest). One number for both
+  // would be rounded where logits are large, and gradients of steep scores multiply that. Decoding writes such a one.
+  float* lse;
 
   int64_t group() const { return heads / kv_heads; }
   // The keys that row i may see, by position alone.

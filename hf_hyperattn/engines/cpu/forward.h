@@ -140,7 +140,8 @@ class ForwardTask {
       const float* from = out_ + (slot + r) * wide;
       float* to = c.out + (start + r) * c.value_dim;
       for (int64_t e = 0; e < c.value_dim; ++e) to[e] = from[e] * factor;
-      c.lse[start + r] = sum > 0 ? top_[slot + r] + std::log(sum) : -kInf;
+      c.lse[start + r] = sum > 0 ? top_[slot + r] : -kInf;
+      c.lse[c.batch * c.heads * c.queries + start + r] = factor;
     }
   }
 

@@ -60,7 +60,7 @@ def _forward(
     arguments = Arguments.parse(tensors, spec, extras, softcap is not None)
     query = arguments.query
     out = query.new_empty(*query.shape[:3], arguments.value.shape[-1], dtype=torch.float32)
-    lse = out.new_empty(query.shape[:3])
+    lse = out.new_empty(2, *query.shape[:3])
     options = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
     call, kept = arguments.call(out, lse, width, scale, options)
     library.core().hyper_forward(ctypes.byref(call))
@@ -72,7 +72,7 @@ def _forward(
 def _(tensors, *_):
     query, _, value = tensors[:3]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    return out, out.new_empty(query.shape[:3])
+    return out, out.new_empty(2, *query.shape[:3])
 
 
 @torch.library.custom_op("hf_hyperattn::cpu_backward", mutates_args=())
@@ -116,7 +116,7 @@ LEARNED = ("query_factor", "key_factor", "sinks")
 def slopes(a: Arguments, call: calls.Call, grad: Tensor, lse: Tensor, width: int) -> list[Tensor]:
     """All gradients, in the order of the operator's tensors; empty ones for what has none."""
     core, (batch, heads, n, _), (_, kv_heads, m, _) = library.core(), a.query.shape, a.key.shape
-    delta = torch.empty_like(lse)
+    delta = lse.new_empty(a.query.shape[:3])
     core.hyper_deltas(ctypes.byref(call), calls.at(grad), calls.at(delta))
     chunks = chunks_of(batch * kv_heads, -(-m // core.hyper_tile_keys()))
     query, key, value = (torch.empty(t.shape, dtype=t.dtype) for t in (a.query, a.key, a.value))
@@ -141,7 +141,8 @@ def slopes(a: Arguments, call: calls.Call, grad: Tensor, lse: Tensor, width: int
         ),
     )  # fmt: skip
     if "sinks" in a.extras:
-        factors["sinks"] = -(torch.exp(a.extras["sinks"][:, None] - lse) * delta).sum((0, 2))
+        weights = torch.exp(a.extras["sinks"][:, None] - lse[0]) * lse[1]
+        factors["sinks"] = -(weights * delta).sum((0, 2))
     extras = [factors.get(name, lse.new_empty(0)) for name in a.extras]
     return [
         query,

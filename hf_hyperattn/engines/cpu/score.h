@@ -192,19 +192,19 @@ void forward_rows(const Tile& t) {
 
 template <class S, bool Extra, bool Drop>
 void backward_rows(const Tile& t) {
-  Vec d_head[S::heads + 1] = {};
+  double sums[S::heads + 1] = {};  // over all pairs of a tile, of terms that cancel
   for (int64_t r = 0; r < t.rows; ++r) {
     const Reader<S> reader(t, r);
-    Vec d_row[S::rows + 1] = {};
+    Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {};
     float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
-    const float lse = t.lse[r] == -kInf ? kInf : t.lse[r];
+    const float largest = t.largest[r] == -kInf ? kInf : t.largest[r], inverse = t.inverse[r];
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
       Vec column[S::columns + 1];
       typename S::States states;
       const Pair pair = reader.pair(j, column, t.head);
       Vec x = S::logit(pair, states, t.softcap);
       if constexpr (Extra) x += load(t.extra + r * t.step + j);
-      Vec p = exponential<true>(smaller(x - lse, Vec{})), grad = load(weight + j), kept = p;
+      Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j), kept = p;
       if constexpr (Drop) {
         const Vec keep = t.dropout.of(t.first_row + r, t.first_column + j);
         grad *= keep, kept *= keep;
@@ -224,8 +224,9 @@ void backward_rows(const Tile& t) {
       for (int i = 0; i < S::columns; ++i) store(t.d_column[i] + j, load(t.d_column[i] + j) + slopes.column[i]);
     });
     for (int i = 0; i < S::rows; ++i) t.d_row[i][r] += sum_of(d_row[i]);
+    for (int i = 0; i < S::heads; ++i) sums[i] += sum_of(d_head[i]);
   }
-  for (int i = 0; i < S::heads; ++i) t.d_head[i] += sum_of(d_head[i]);
+  for (int i = 0; i < S::heads; ++i) t.d_head[i] += sums[i];
 }
 
 // Reads the statistics of piece I from keys or queries. A room's reader R has

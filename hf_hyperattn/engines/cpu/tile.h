@@ -48,7 +48,7 @@ struct Tile {
   const float* gap;             // decoding: squared distances from differences, [rows, step]; or null
   // backward
   float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
-  const float *lse, *delta;     // of the rows
+  const float *largest, *inverse, *delta;  // of the rows, see Call::lse
   float* const* d_row;          // gradients of the statistics, added to
   float* const* d_column;
   float* d_head;
