@@ -28,8 +28,13 @@ class MklConfig(MechanismConfig):
 
     @property
     def refuses(self) -> dict[str, str]:
-        """Key tying reads the keys that a cache keeps means of, and the weights of keys are not in them."""
+        """What weights of keys would break: means of keys that a cache keeps, and sums that a softmax does not see."""
         if self.kind == "global" and not self.combine:
             return {}
         what = "conditional weights differ" if self.kind == "conditional" else "the combined logits differ"
-        return {"hsa": f"{what} from what it keeps of the keys of every head"}
+        found = {"hsa": f"{what} from what it keeps of the keys of every head"}
+        if self.kind == "conditional":
+            found["trilinear"] = (
+                "weights of keys would change what a softmax does not see of w_1·q (kind='global' does not)"
+            )
+        return found
