@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
         f"  {CLASSIFIER} --model ID --layers 7,9,11\n             the same in a classifier of reviews, on IMDB\n"
         "  all        the first four, one after the other\n"
-        "  draw       tables and plots of docs/experiments.md and docs/hsa_experiments.md from the results",
+        "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
     parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, CLASSIFIER, "all", "draw"])
     parser.add_argument(
@@ -60,12 +60,13 @@ def main(argv: list[str] | None = None) -> int:
 def act(args: argparse.Namespace) -> int:
     """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
-        from . import collaborative_tables, head_tables, hsa_tables, trilinear_tables
+        from . import collaborative_tables, hat_tables, head_tables, hsa_tables, trilinear_tables
         from .draw import draw
 
         draw()
         hsa_tables.draw()
         head_tables.draw()
+        hat_tables.draw()
         collaborative_tables.draw()
         trilinear_tables.draw()
         return 0
