@@ -144,7 +144,7 @@ def ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     found[MASK] = lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask)  # made once for all layers
     found[PLAIN] = by_plain_columns
     for name, engine in WAYS.items():
-        if engine in available_engines():
+        if engine in available_engines() and (q.is_cuda or engine != "triton"):
             found[name] = functools.partial(
                 hype_attention, q, k, v, is_causal=True, mu=mu, tau=tau, backend=engine
             )
