@@ -30,7 +30,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     """
     row, column, head = score.numbers()
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if score.points and (score.watch or score.query.dtype == torch.float64):
+    if score.points is not None and (score.watch or score.query.dtype == torch.float64):
         points = (
             score.points()
         )  # without gradient: it flows through the statistics of which the gap is a function

@@ -242,7 +242,9 @@ class PairScore(LateFields):
     ) -> PairScore:
         """This score with one more piece, and where that piece measures a gap, the points it measures between."""
         return self.changed(
-            pieces=(*self.pieces, piece), points=points or self.points, watch=self.watch or watch
+            pieces=(*self.pieces, piece),
+            points=self.points if points is None else points,
+            watch=self.watch or watch,
         )
 
     def weighted(self, weight: Tensor) -> PairScore:
@@ -300,7 +302,13 @@ def working_dtype(*tensors: Tensor) -> torch.dtype:
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, Hkv, ...] to [B, heads, ...], each head repeated for its group of queries; free where they agree."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    if x.shape[1] == heads:
+        return x
+    group = heads // x.shape[1]
+    # needless from torch 2.13 on: before, an exported length that is free does not survive the joining of two dims
+    if torch.compiler.is_exporting():
+        return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
+    return x.repeat_interleave(group, dim=1)
 
 
 def converted(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -216,9 +216,10 @@ def layer_kinds(config_class, fields):
 def sub_configs(config_class, keep_widths):
     """Tiny sub-configs as dicts, of the class the default config has there."""
     names = getattr(config_class, "sub_configs", None) or {}
+    specs = getattr(config_class, "sub_configs_defaults", {})  # Transformers 5.17 has none
     found, default = {}, None
     for name, sub_class in names.items():
-        spec = config_class.sub_configs_defaults.get(name)
+        spec = specs.get(name)
         extra = dict(spec.init_kwargs) if spec is not None else {}
         if not dataclasses.is_dataclass(sub_class):
             known = spec is not None and spec.model_type in CONFIG_MAPPING

@@ -166,7 +166,8 @@ def with_own_keys(score: PairScore, heads: int) -> PairScore:
         found = score.points()
         return replace(found, key=repeat_heads(found.key, heads))
 
-    return replace(score, key=repeat_heads(score.key, heads), pieces=pieces, points=score.points and points)
+    points = None if score.points is None else points
+    return replace(score, key=repeat_heads(score.key, heads), pieces=pieces, points=points)
 
 
 def _definition(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Callable[[], Tensor]:

@@ -35,7 +35,7 @@ def attend(
     """Talking-heads attention without the full matrices; arguments as in `definition.attend`."""
     row, column, head = score.numbers()
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if score.points and (score.watch or score.query.dtype == torch.float64):
+    if score.points is not None and (score.watch or score.query.dtype == torch.float64):
         points = score.points()  # without gradient: it flows through the statistics
         extras["points_query"], extras["points_key"] = points.query.detach(), points.key.detach()
         extras["points_scale"] = points.scale.detach()
