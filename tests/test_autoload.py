@@ -30,7 +30,8 @@ def declared(tmp_path):
     metadata = tmp_path / "declared" / "autoload_under_test-0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: autoload-under-test\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[torch.backends]\nunder_test = hf_hyperattn_autoload:register\n")
+    declared = "[torch.backends]\nunder_test = hf_hyperattn_autoload:register\n"
+    (metadata / "entry_points.txt").write_text(declared)
     return metadata.parent
 
 
@@ -39,7 +40,8 @@ def python(code: str, *path: Path, autoload: str | None) -> subprocess.Completed
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     if autoload is not None:
         environment["HF_HYPERATTN_AUTOLOAD"] = autoload
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=path[0])
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path[0])
 
 
 @pytest.mark.parametrize("value", [None, "0"])

@@ -16,8 +16,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
 CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci")
-FILES = ("Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "constraints.txt")
-LEFT_BEHIND = (".git", ".venv", "build", "dist", "outputs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+FILES = set("Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md constraints.txt".split())
+LEFT_BEHIND = ".git .venv build dist outputs *.egg-info __pycache__ .*_cache .hypothesis".split()
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -69,8 +69,10 @@ def site(wheel, tmp_path_factory):
 
 
 def use(site: Path, code: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=site, capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(site)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -84,7 +86,7 @@ def test_wheel_holds_the_packages_and_no_more(wheel):
 
 def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
     held = files_in(archive, archive)
-    assert set(FILES) <= held
+    assert FILES <= held
     for folder in (*PACKAGES, *CHECKOUT_ONLY):
         assert files_in(tree / folder, tree) <= held, folder
     assert not [name for name in held if name.endswith((".pyc", ".so"))]

@@ -84,7 +84,7 @@ def test_by_training(ran, folder):
 
 
 def test_by_the_hub(ran, folder):
-    left = ran("save_pretrained(\"smollm2-cone\")")
+    left = ran('save_pretrained("smollm2-cone")')
     assert any("hyper" in name for name, _ in left["again"].named_modules())
     assert torch.equal(logits(left["again"]), logits(left["model"]))
 
@@ -112,7 +112,8 @@ def test_every_block_of_python_is_among_these(ran):
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     pages = [README, (ROOT / "CONTRIBUTING.md").read_text()]
-    lines = [line.split("#")[0] for page in pages for block in blocks("bash", page) for line in block.splitlines()]
+    scripts = [block for page in pages for block in blocks("bash", page)]
+    lines = [line.split("#")[0] for script in scripts for line in script.splitlines()]
     lines += [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
     commands = [shlex.split(line) for line in lines if line.strip()]
     assert ["make", "demo"] in commands and ["make", "test"] in commands
@@ -144,7 +145,7 @@ def test_the_table_of_mechanisms_is_true():
     known = {m["name"]: m for m in ha.list_mechanisms()}
     assert {name for name, said in status.items() if said.startswith("works")} == set(status) == set(known)
     for name, mechanism in known.items():
-        assert all(f"`{implementation}`" in status[name] for implementation in mechanism["attn_implementation"])
+        assert all(f"`{by_name}`" in status[name] for by_name in mechanism["attn_implementation"])
 
 
 def test_versions_are_those_of_the_package():

@@ -136,7 +136,8 @@ def test_a_terminal_without_the_letters(model, tmp_path):
     text = tmp_path / "text"
     text.write_text("the fox " * 20)
     arguments = ["demo", "--model", model, "--text", text, "--generate", "2", "--tokens", "40"]
-    process = start(*arguments, stdout=subprocess.PIPE, encoding="ascii", environment={"PYTHONIOENCODING": "ascii"})
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    process = start(*arguments, stdout=subprocess.PIPE, encoding="ascii", environment=ascii_only)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert r"max |\u0394 logit|" in out

@@ -81,7 +81,8 @@ def test_two_conversions_at_once_leave_one_whole_folder(cache, package, monkeypa
     def second(gguf, target):
         (target / "config.json").write_text("{}")
         if not list(cache.glob("smollm2*")):
-            monkeypatch.setattr(smollm2, "convert", lambda gguf, target: (target / "config.json").write_text("{}"))
+            first = lambda gguf, target: (target / "config.json").write_text("{}")
+            monkeypatch.setattr(smollm2, "convert", first)
             smollm2.smollm2()  # another process comes first
 
     monkeypatch.setattr(smollm2, "convert", second)

@@ -31,6 +31,7 @@ HOSTILE = [
     "x" * 5000,
 ]
 
+
 def shape(card) -> dict:
     """What a reader of the card sees as structure: headings, links, HTML, cells per row."""
     tokens = READER.parse(card.text)

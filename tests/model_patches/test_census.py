@@ -35,7 +35,8 @@ def own_attention(text):
     for source in re.split(r"^(?=class )", text, flags=re.MULTILINE)[1:]:
         name, bases = re.match(r"class (\w+)(?:\(([^)]*)\))?", source).groups()
         source = re.split(r"^(?=def |@|[A-Z_]+ = )", source, flags=re.MULTILINE)[0]
-        scores = re.search("Atte?n", name) and "softmax(" in source and re.search("matmul|einsum|bmm|@", source)
+        multiplies = re.search("matmul|einsum|bmm|@", source)
+        scores = re.search("Atte?n", name) and "softmax(" in source and multiplies
         if CALL not in source and (scores or any(call in source for call in OTHER_CALLS)):
             yield name, set(re.split(r"[,\s]+", bases or ""))
 
@@ -67,7 +68,9 @@ def test_dicts_of_names_are_known():
     assert stems <= known
 
 
-@pytest.mark.parametrize("model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)])
+@pytest.mark.parametrize(
+    "model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)]
+)
 def test_construct_as(model_type, name):
     assert model_patches.construct_as(model_type) == name
 

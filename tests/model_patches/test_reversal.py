@@ -129,11 +129,17 @@ def out_of_reach():
     pegasus = {"vocab_size": 60, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
     talking = transformers.DebertaConfig(**small, intermediate_size=37)
     talking.talking_head = True
-    yield "original_full", transformers.BigBirdModel(transformers.BigBirdConfig(**small, intermediate_size=37))
+    yield (
+        "original_full",
+        transformers.BigBirdModel(transformers.BigBirdConfig(**small, intermediate_size=37)),
+    )
     yield "original_full", transformers.BigBirdPegasusModel(transformers.BigBirdPegasusConfig(**pegasus))
     yield "talking_head=False", transformers.DebertaModel(talking)
-    yield "attention_type='full'", transformers.InformerModel(
-        transformers.InformerConfig(prediction_length=4, d_model=32, encoder_layers=1, decoder_layers=1)
+    yield (
+        "attention_type='full'",
+        transformers.InformerModel(
+            transformers.InformerConfig(prediction_length=4, d_model=32, encoder_layers=1, decoder_layers=1)
+        ),
     )
 
 
