@@ -14,7 +14,7 @@ from common import environment, interleaved, options, ratios, write_json
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.analysis.heads import record_heads
+from hf_hyperattn.analysis import record_heads
 from hf_hyperattn.cli.smollm2 import smollm2
 
 STOCK, PATCHED = "stock", "head_fusion"

@@ -96,7 +96,7 @@ def loss_of(model, head, ids: torch.Tensor) -> dict[str, float]:
         start = time.process_time()
         hidden = final_hidden(model, ids)
         seconds = time.process_time() - start
-        return {"loss": loss_and_slope(head, hidden, ids, None, slope=False)[0], "seconds": seconds}
+        return {"loss": loss_and_slope(head, hidden, ids, slope=False)[0], "seconds": seconds}
 
 
 def selections(model, length: int, data: dict, points: dict) -> dict[str, Selection]:

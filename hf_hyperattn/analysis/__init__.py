@@ -1,18 +1,24 @@
-"""Measures of a model: how well it predicts a text, how fast it is, how much memory it takes."""
+"""Measures of a model: how well it predicts a text, how fast it is, how much memory it takes, which heads it uses."""
 
 from .cost import Generation, PeakMemory, measure_generation
 from .fidelity import max_logit_difference, next_token_logits
+from .heads import HeadRecord, HeadUsage, dropped_heads, head_usage, record_heads
 from .hsa_certificate import LayerLoss, certificate
 from .perplexity import Perplexity, perplexity
 
 __all__ = [
     "Generation",
+    "HeadRecord",
+    "HeadUsage",
     "LayerLoss",
     "PeakMemory",
     "Perplexity",
     "certificate",
+    "dropped_heads",
+    "head_usage",
     "max_logit_difference",
     "measure_generation",
     "next_token_logits",
     "perplexity",
+    "record_heads",
 ]

@@ -28,22 +28,18 @@ PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def listen_to_gradients(
-    model: nn.Module, ids: Tensor, listener: Listener, teacher: Tensor | None = None, last: int | None = None
-) -> float:
+def listen_to_gradients(model: nn.Module, ids: Tensor, listener: Listener, last: int | None = None) -> float:
     """Run a patched model forward and backward on one text, and hand every host's gradient to `listener`.
 
     Args:
         model: a patched causal model, with all gates at 0 for gradients of the model as it was.
         ids: token ids [N].
         listener: called once a host, the last layer first.
-        teacher: final hidden states [N, e] of the model that this one should agree with: the loss is then the KL
-            from its predictions to those of this model, else the negative log-likelihood of the text.
         last: only so many tokens at the end are predicted and have queries; the others are read into a cache first,
             which is much cheaper for long texts. None: all.
 
     Returns:
-        The loss a token, in nats.
+        The loss a token: the negative log-likelihood of the text, in nats.
     """
     base = base_model(model)
     head = head_of(base, ids)
@@ -56,7 +52,7 @@ def listen_to_gradients(
             cache, read = prefix_cache(base, ids[:-last]), len(ids) - last
         stack.enter_context(heard(base, listener))
         hidden = final_hidden(base, ids[read:], cache)
-        loss, slope = loss_and_slope(head, hidden, ids[read:], teacher)
+        loss, slope = loss_and_slope(head, hidden, ids[read:])
         hidden.backward(slope)
     return loss
 
@@ -95,19 +91,14 @@ def head_of(model: nn.Module, ids: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def loss_and_slope(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, teacher: Tensor | None, slope: bool = True
+    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, slope: bool = True
 ) -> tuple[float, Tensor | None]:
     """The loss a token, and where wanted the gradient of its sum over tokens by the final hidden states."""
     leaf, total = hidden.detach().requires_grad_(True), 0.0
     for start in range(0, len(ids) - 1, PIECE):
         stop = min(start + PIECE, len(ids) - 1)
         logits = head(leaf[start:stop]).float()
-        if teacher is None:
-            loss = F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="sum")
-        else:
-            with torch.no_grad():
-                aim = head(teacher[start:stop]).float().log_softmax(-1)
-            loss = F.kl_div(logits.log_softmax(-1), aim, reduction="sum", log_target=True)
+        loss = F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="sum")
         if slope:
             loss.backward()
         total += loss.item()

@@ -5,8 +5,7 @@ at one query, the change that c makes to the loss of a text is about
 
     Σ G·(o_c - o) + ½ Σ (G·(o_c - o))²
 
-The first term is noise of the text where the model is as it was (its expectation under the model is 0), and says where
-to go where the loss is the divergence from the untied model and the model is tied already. The second is the Fisher
+The first term is noise of the text, its expectation under the model being 0, and is left out. The second is the Fisher
 information along the change. The certificate of a setting, KL(tied ‖ own attention), comes with it: since tied logits
 are the means of those they stand for, plus the block bias, it is the difference of the log-sum-exps plus the bias times
 the weight of closed blocks (math in docs/hsa.md).
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ..integration import patch_model, unpatch_model
-from ..integration.patching import base_model
 from ..mechanisms.base import HostCall
 from ..mechanisms.hsa import operator
 from ..mechanisms.hsa.config import HsaConfig
@@ -91,7 +89,6 @@ def measure(
     *,
     rows: int = 384,
     seed: int = 0,
-    teacher: Tensor | None = None,
     last: int | None = None,
     on_layer: Callable[[str], None] | None = None,
     keep: bool = False,
@@ -99,12 +96,14 @@ def measure(
     """Measure settings of every head of a causal model on one text.
 
     Args:
-        model: not patched, for its own attention as the starting point; or patched with hsa, for the setting it has.
+        model: not patched; it is, while it is measured.
         ids: token ids [N].
         settings: the candidates of a layer, by its name. Those that differ in their block bias alone are best beside
             each other: they are computed together.
         rows: how many queries are sampled.
-        teacher, last: see `listen_to_gradients`. With `last`, queries are sampled among that many at the end.
+        last: only so many tokens at the end are predicted, and queries are sampled among them; None: all (see
+            `listen_to_gradients`).
+        on_layer: called with the name of every layer that is done.
         keep: the slopes too, which may be many.
     """
     found = Sensitivity([], {}, {}, {}, 0.0)
@@ -123,14 +122,11 @@ def measure(
         if on_layer:
             on_layer(name)
 
-    patched = any(True for m in base_model(model).modules() if type(m).__name__ == "Hyper")
-    if not patched:
-        patch_model(model, HsaConfig(), mode="blend")  # gates at 0: the attention is the model's own
+    patch_model(model, HsaConfig(), mode="blend")  # gates at 0: the attention is the model's own
     try:
-        found.loss = listen_to_gradients(model, ids, listener, teacher, last)
+        found.loss = listen_to_gradients(model, ids, listener, last)
     finally:
-        if not patched:
-            unpatch_model(model)
+        unpatch_model(model)
     return found
 
 

@@ -51,7 +51,7 @@ def quality(model: nn.Module, texts: dict[str, Tensor], bar=None) -> Quality:
             start = time.perf_counter()
             hidden = final_hidden(model, ids)
             found.seconds += time.perf_counter() - start
-            found.losses[name] = loss_and_slope(head, hidden, ids, None, slope=False)[0]
+            found.losses[name] = loss_and_slope(head, hidden, ids, slope=False)[0]
             if bar:
                 bar.advance(1)
     found.memory = memory.peak

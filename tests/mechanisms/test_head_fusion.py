@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.analysis.heads import dropped_heads, head_usage, record_heads
+from hf_hyperattn.analysis import dropped_heads, head_usage, record_heads
 from hf_hyperattn.engines import Options
 from hf_hyperattn.integration.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall

@@ -9,7 +9,7 @@ import transformers as hf
 from peft import get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.analysis.heads import head_usage, record_heads
+from hf_hyperattn.analysis import head_usage, record_heads
 from tests.integration.lessons import next_character
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, text_inputs
 

@@ -9,7 +9,7 @@ from experiments import draw, head_pruning, head_tables, store
 from experiments.head_ranks import RANKS, Heads, random_ranks
 
 import hf_hyperattn as ha
-from hf_hyperattn.analysis.heads import dropped_heads, head_usage
+from hf_hyperattn.analysis import dropped_heads, head_usage
 from tests.integration.models import llama, perturb, run
 
 
