@@ -9,13 +9,13 @@ from .triton.terms import TritonTerm
 
 
 @triton.jit
-def dot_value(dot, gap, near):
+def dot_value(dot, gap, near, noise):
     """The product itself."""
     return dot
 
 
 @triton.jit
-def dot_pull(grad, dot, gap, near):
+def dot_pull(grad, dot, gap, near, noise):
     """Its gradient is the logits'."""
     return (grad,)
 

@@ -31,8 +31,14 @@ devices = pytest.mark.parametrize("device", DEVICES)
 ATOL = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 RTOL = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 #: Gradients smaller than this count as this large: sums of what cancels, of the numbers per head above all.
-FLOOR = {torch.float32: 0.2, torch.float16: 2.0, torch.bfloat16: 2.0}
+FLOOR = {torch.float32: 0.5, torch.float16: 2.0, torch.bfloat16: 2.0}
 slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch):
+    """On a GPU every kernel is compiled once, not for each of its tile sizes; test_triton_gpu.py tries those."""
+    monkeypatch.setenv("HF_HYPERATTN_TRITON_TUNE", "0")
 
 
 def inputs(
@@ -176,32 +182,40 @@ def test_few_queries_against_many_keys(device, name, n, offset):
     assert_close(got, expected, 1e-5, "output")
 
 
+CONES = [name for name in SCORES if "umbral" in name and "hype" not in name]
+
+
 @devices
-@pytest.mark.parametrize(
-    "name", some(["umbral", "umbral_blend", "penumbral", "penumbral_unsquared"], ["umbral"])
-)
-def test_ties(device, name):
-    """Queries equal to keys: D = 0 and equal heights, where a gradient must be finite and 0."""
+@pytest.mark.parametrize("last", [0.0, pytest.param(-8.0, marks=slow), pytest.param(20.0, marks=slow)])
+@pytest.mark.parametrize("name", some(CONES, ["umbral", "penumbral_unsquared_blend"]))
+def test_ties(device, name, last):
+    """Queries equal to keys, D = 0 and equal heights: logits and gradients as good as elsewhere, since a distance below
+    the noise of its product form is one of 0. Heights (of the last coordinate) low, and near the radius.
+    """
     q, k, v = inputs(device, n=40, m=40)
+    q = (q.detach() + last * (torch.arange(16, device=device) == 15)).requires_grad_()
     k = q.detach().clone().requires_grad_()
-    t = learned(2, device=device)
-    out, _ = attention(SCORES[name](q, k, t), v, backend="triton")
-    grads = torch.autograd.grad(out.square().sum(), [q, k, v, t["gamma"]])
-    q, k, v, t = exact(q, k, v, t)
-    expected, _ = attention(SCORES[name](q, k, t), v, backend="reference")
-    assert_close(out, expected, 2e-3, "output")  # the product form's distance of near points
-    wanted = torch.autograd.grad(expected.square().sum(), [q, k, v, t["gamma"]])
-    assert_gradients(grads, wanted, 5e-3, ["query", "key", "value", "gamma"])
+    check(SCORES[name], q, k, v, Options(is_causal=True), tolerance=10.0 if last else 1.0)
+
+
+@devices
+@pytest.mark.parametrize("name", some(["umbral_blend", "penumbral_unsquared", "geodesic"], []))
+def test_ties_in_half_precision(device, name):
+    """The gradients of a tied pair's products and norms are not rounded alike: none may be there."""
+    q, k, v = inputs(device, n=40, m=40, d=64, dtype=torch.bfloat16, scale=1.0)
+    check(SCORES[name], q, q.detach().clone().requires_grad_(), v, Options(is_causal=True), tolerance=1.5)
 
 
 @devices
 @pytest.mark.parametrize("name", some(["geodesic", "geodesic_blend", "squared_lorentz"], ["geodesic"]))
 def test_tiles_from_differences(device, name):
-    """Near points far out, where the product form has no digit left, and tied ones."""
+    """Near points far out, where the product form has no digit left, and tied ones. A gap of 1e-3 between coordinates
+    of 6 has four digits in float32, so that no engine has more of a gradient.
+    """
     q, k, v = inputs(device, n=40, m=40, scale=3.0 if "lorentz" in name else 6.0)
     k = (q.detach() + 1e-3 * tensor(*k.shape, seed=4).to(device)).float()
     k[:, :, ::3] = q.detach()[:, :, ::3]
-    check(SCORES[name], q, k.requires_grad_(), v, tolerance=10.0)
+    check(SCORES[name], q, k.requires_grad_(), v, tolerance=20.0)
 
 
 @devices

@@ -31,7 +31,7 @@ def attention_backward_query(
     DELTA, D_Q, D_FACTOR_Q, D_ROW, D_HEAD,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr,
+    SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_ROWS: tl.constexpr, D_HEADS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
@@ -85,12 +85,12 @@ def attention_backward_query(
             column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
             gap, near = dot, False
             if INEXACT is not None:
-                doubtful = INEXACT(dot, row, column, head) & inside & (j < m)
+                doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
                 near = tl.max(doubtful.to(tl.int32)) > 0
                 if near:
                     pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
                     gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
-            s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
+            s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
             if BIAS is not None:
                 s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)
             if MASK is not None:
@@ -102,7 +102,7 @@ def attention_backward_query(
             if SEED is not None:
                 d_p *= kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout) * (1 / (1 - dropout))
             d_s = p * (d_p - delta)
-            d_dot, by_row, _, by_head = PULL(d_s, dot, gap, near, row, column, head, softcap, CAP)
+            d_dot, by_row, _, by_head = PULL(d_s, dot, gap, near, NOISE, row, column, head, softcap, CAP)
             d_rows, d_heads = sums(d_rows, by_row, D_ROWS), sums(d_heads, by_head, D_HEADS)
             if d_dot is not None:
                 d_q += product(multiplied(d_dot, None, factor_k, None).to(k.dtype), tl.trans(k))
@@ -145,7 +145,7 @@ def attention_backward_key(
     LSE, GRAD, DELTA, D_K, D_V, D_FACTOR_K, D_COLUMN,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, column_step, column_out, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr,
+    SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_COLUMNS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
@@ -197,12 +197,12 @@ def attention_backward_key(
                 delta = tl.load(DELTA + bh * n + i, mask=i < n, other=0.0)
                 gap, near = dot, False
                 if INEXACT is not None:
-                    doubtful = INEXACT(dot, row, column, head) & inside & (i < n)
+                    doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (i < n)
                     near = tl.max(doubtful.to(tl.int32)) > 0
                     if near:
                         pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
                         gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
-                s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
+                s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
                 if BIAS is not None:
                     s = added(s, BIAS, bias_strides, b, h, i, j, inside & (i < n), False)
                 if MASK is not None:
@@ -218,7 +218,7 @@ def attention_backward_key(
                 else:
                     d_v += product(p.to(v.dtype), tl.trans(grad))
                 d_s = p * (d_p - delta)
-                d_dot, _, by_column, _ = PULL(d_s, dot, gap, near, row, column, head, softcap, CAP)
+                d_dot, _, by_column, _ = PULL(d_s, dot, gap, near, NOISE, row, column, head, softcap, CAP)
                 d_columns = sums(d_columns, by_column, D_COLUMNS)
                 if d_dot is not None:
                     d_k += product(multiplied(d_dot, None, factor_q, None).to(q.dtype), tl.trans(q))

@@ -20,7 +20,7 @@ from ..score import capped_in, parse_spec
 from .terms import triton_form
 from .tile import tanh
 
-NUMBERS = "row, column, head, softcap, CAP: tl.constexpr"
+NUMBERS = "noise: tl.constexpr, row, column, head, softcap, CAP: tl.constexpr"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Part:
     capped: bool
     dot: bool
     asks: bool
-    numbers: tuple[str, ...]  # what its functions are called with after dot, gap, near
+    numbers: tuple[str, ...]  # what its functions are called with after dot, gap, near, noise
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     heads: int
@@ -52,7 +52,7 @@ class Part:
     def value(self) -> list[str]:
         """Lines that leave the term's logits, capped where they are to be, in x<index>."""
         x = f"x{self.index}"
-        lines = [f"{x} = value{self.index}({', '.join(('dot', 'gap', 'near', *self.numbers))})"]
+        lines = [f"{x} = value{self.index}({', '.join(('dot', 'gap', 'near', 'noise', *self.numbers))})"]
         if self.capped:
             lines += [
                 "if CAP:",
@@ -67,7 +67,7 @@ class Part:
         lines = [f"{g} = grad" if self.gate is None else f"{g} = grad * head[{self.gate}]"]
         if self.capped:
             lines += ["if CAP:", f"    {g} = {g} * (1 - t{self.index} * t{self.index})"]
-        called = ", ".join((g, "dot", "gap", "near", *self.numbers))
+        called = ", ".join((g, "dot", "gap", "near", "noise", *self.numbers))
         return [*lines, f"{g} = pull{self.index}({called})"]
 
     def gradients(self) -> tuple[list[str], list[str], list[str], list[str]]:
@@ -95,8 +95,9 @@ def functions(spec: str) -> Functions:
         *indented(values + [line for p in parts for line in p.pull()]),
         f"    return {' + '.join(by_dot) or 'None'}, {listed(by_row)}, {listed(by_column)}, {listed(by_head)}",
     ]
-    asking = [f"inexact{p.index}({', '.join(('dot', *p.numbers))})" for p in parts if p.asks]
-    inexact = ["def inexact(dot, row, column, head):", f"    return {' | '.join(asking)}"] if asking else []
+    asking = [f"inexact{p.index}({', '.join(('dot', 'noise', *p.numbers))})" for p in parts if p.asks]
+    inexact = ["def inexact(dot, noise: tl.constexpr, row, column, head):"] if asking else []
+    inexact += [f"    return {' | '.join(asking)}"] if asking else []
     made = written(spec, [score, pull, inexact], names)
     counts = tuple(
         sum(getattr(t, kind) for t, _ in parse_spec(spec)) for kind in ("rows", "columns", "heads")

@@ -79,8 +79,16 @@ def configs(kernel: str, width: int, item: int) -> Sequence[Config]:
     return CONFIGS[kernel][max(64, width * item // 2)]
 
 
+def few(width: int, item: int) -> tuple[int, int]:
+    """Keys of a tile and tiles in flight where few queries meet many keys; arguments as of `configs`."""
+    if INTERPRETED.value:
+        return 32, 1
+    return 32 if width * item > 256 else 64, 1 if width * item > 512 else 2
+
+
 def tuned(kind: Hashable, tried: Sequence[Config], run: Callable[[Config], None]) -> None:
-    """Run a kernel, for the first time of its kind with each config to find the fastest.
+    """Run a kernel, for the first time of its kind with each config to find the fastest; where that is not to be found
+    out, with the first one that the chip has room for.
 
     Args:
         kind: what the best config depends on.
@@ -89,7 +97,14 @@ def tuned(kind: Hashable, tried: Sequence[Config], run: Callable[[Config], None]
     """
     if kind not in _chosen and measurable(tried):
         _chosen[kind] = min(tried, key=lambda config: seconds(run, config))
-    run(_chosen.get(kind, tried[0]))
+    if kind in _chosen:
+        return run(_chosen[kind])
+    for config in tried:
+        try:
+            return run(config)
+        except OutOfResources:  # before anything has run: the chip has too little for this one
+            if config is tried[-1]:
+                raise
 
 
 def measurable(tried: Sequence[Config]) -> bool:

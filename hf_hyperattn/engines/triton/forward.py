@@ -49,7 +49,7 @@ def attention_forward(
     OUT, LSE, SUM,
     q_strides, k_strides, v_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, INEXACT: tl.constexpr,
+    SCORE: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
@@ -100,7 +100,7 @@ def attention_forward(
     weight = tl.zeros([BM], tl.float32)
     if SINKS is not None:
         if part == 0:
-            top = tl.sum(tl.load(SINKS + h + line * 0), 1)
+            top = tl.sum(tl.load(SINKS + h + line * 0).to(tl.float32), 1)
             weight += 1.0
 
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
@@ -120,12 +120,12 @@ def attention_forward(
             column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
             gap, near = dot, False
             if INEXACT is not None:
-                doubtful = INEXACT(dot, row, column, head) & inside & (j < m)
+                doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
                 near = tl.max(doubtful.to(tl.int32)) > 0
                 if near:
                     pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
                     gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
-            s = SCORE(dot, gap, near, row, column, head, softcap, CAP)
+            s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
             if BIAS is not None:
                 s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)
             if MASK is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backward import attention_backward_key, attention_backward_query
 from .compose import Functions, functions
-from .configs import Config, configs, padded, tuned
+from .configs import Config, configs, few, padded, tuned
 from .forward import attention_forward, combine
 from .tile import INTERPRETED
 
@@ -54,6 +54,11 @@ class Call:
 
     def __post_init__(self):
         self.query, self.key, self.value = map(lined, (self.query, self.key, self.value))
+        # of all else kernels know no strides
+        for name in ("query_factor", "key_factor", "row", "column", "head", "sinks"):
+            t = getattr(self, name)
+            setattr(self, name, None if t is None else t.contiguous())
+        self.points = self.points and tuple(t.contiguous() for t in self.points)
         self.batch, self.heads, self.n, self.d = self.query.shape
         self.kv_heads, self.m, self.dv = *self.key.shape[1:3], self.value.shape[-1]
 
@@ -65,6 +70,12 @@ class Call:
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return 0 in (self.batch, self.heads, self.n, self.m, self.dv)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """What decides about tiles: the width of vectors, padded, and the bytes of a number."""
+        item = max(self.query.element_size(), self.value.element_size())
+        return max(padded(self.d), padded(self.dv)), item
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
@@ -105,6 +116,7 @@ class Call:
             "dropout": self.dropout_p,
             "SCORE": made.score,
             "INEXACT": made.inexact if self.points else None,
+            "NOISE": noise(self.d, self.query.element_size()),
             "ROWS": self.row.shape[0],
             "COLUMNS": self.column.shape[0],
             "HEADS": self.head.shape[0],
@@ -123,19 +135,10 @@ class Call:
 
     def run(self, name: str, kernel, lines: tuple[int, int, int], block: str, arguments: dict) -> None:
         """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads."""
-        item = max(self.query.element_size(), self.value.element_size())
-        width = max(padded(self.d), padded(self.dv))
+        given = (self.window, self.mask, self.bias, self.seed)
         kind = (
-            *(
-                name,
-                self.spec,
-                width,
-                self.query.dtype,
-                self.value.dtype,
-                self.is_causal,
-                self.window is None,
-            ),
-            *(self.mask is None, self.bias is None, self.seed is None, self.query.device, self.n >= 1024),
+            *(name, self.spec, self.size, self.query.dtype, self.value.dtype, self.query.device),
+            *(self.is_causal, self.n >= 1024, *(x is None for x in given)),
         )
 
         def launch(config: Config) -> None:
@@ -148,7 +151,17 @@ class Call:
                 num_stages=config.stages,
             )
 
-        tuned(kind, configs(name, width, item), launch)
+        tuned(kind, configs(name, *self.size), launch)
+
+
+def noise(width: int, item: int) -> float:
+    """What rounding may leave of |q|² + |k|² - 2 q·k where q = k, as a share of |q|².
+
+    A few units in the last place come from norms and factors. Tensor cores cut off what falls below the last place of a
+    product's sum as it grows, half a unit on average with every 8 numbers they add to it, 4 of float32 (Fasi et al.,
+    Numerical behavior of NVIDIA tensor cores, 2021), all in the same direction.
+    """
+    return torch.finfo(torch.float32).eps * (4 + width / (16 if item == 2 else 8))
 
 
 def lined(t: Tensor) -> Tensor:
@@ -164,10 +177,10 @@ def on(device: torch.device):
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32; rows that see nothing are 0 and +inf."""
     like, shape = call.query, (call.batch, call.heads, call.n)
-    out = like.new_zeros(*shape, call.dv, dtype=torch.float32)
-    lse = like.new_full(shape, float("inf"), dtype=torch.float32)
+    out = like.new_empty(*shape, call.dv, dtype=torch.float32)
+    lse = like.new_empty(shape, dtype=torch.float32)
     if call.empty:
-        return out, lse
+        return out.zero_(), lse.fill_(float("inf"))
     arguments = call.numbers() | {"SINKS": call.sinks}
     lines = call.n * call.heads // call.kv_heads
     with on(like.device):
@@ -188,10 +201,8 @@ def split(call: Call, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> 
     if parts > 1:
         target = (out.new_empty(parts, *out.shape), *(lse.new_empty(parts, *lse.shape) for _ in range(2)))
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
-    columns = 32 if max(arguments["BD"], arguments["BDV"]) * call.key.element_size() > 256 else 64
-    attention_forward[(blocks * parts,)](
-        **arguments, BM=rows, BN=32 if INTERPRETED.value else columns, num_warps=4, num_stages=2
-    )
+    columns, stages = few(*call.size)
+    attention_forward[(blocks * parts,)](**arguments, BM=rows, BN=columns, num_warps=4, num_stages=stages)
     if parts > 1:
         combine[(lse.numel(),)](
             out,
@@ -250,7 +261,10 @@ def backward(
         for t, like in ((d_key, call.key), (d_value, call.value), (d_factor_k, d_factor_k))
     )
     d_column = shared_sum(d_column, call.column.shape[2], 2)
-    d_row, d_column = spread(d_row, made.rows, call.row), spread(d_column, made.columns, call.column)
+    if wanted[0]:
+        d_row = spread(d_row, made.rows, call.row)
+    if wanted[1]:
+        d_column = spread(d_column, made.columns, call.column)
     return d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head.sum((1, 3))
 
 
@@ -261,7 +275,7 @@ def shared_sum(t: Tensor, heads: int, axis: int) -> Tensor:
 
 def spread(found: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
     """Gradients of the statistics that have one among zeros for the others."""
-    if not len(found) or len(moving) == len(like):
+    if len(moving) == len(like):
         return found
     full = torch.zeros_like(like)
     full[list(moving)] = found

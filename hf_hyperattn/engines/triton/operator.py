@@ -151,6 +151,7 @@ def _(
 def _save(ctx, inputs, output):
     tensors, ctx.rest = inputs[:15], inputs[15:]
     sinks = tensors[10]
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors[:10], *tensors[11:], sinks)
 
 

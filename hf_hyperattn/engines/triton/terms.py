@@ -20,9 +20,10 @@ from ..score import Term
 class TritonTerm:
     """A term's arithmetic on a tile, as `@triton.jit` functions.
 
-    They are called with `dot, gap, near`, then the term's row statistics, column statistics and head parameters. All
-    are float32; statistics broadcast against the tile, whichever way it lies. Where the scalar `near` is true, `gap`
-    is the squared distance of the two points from differences (see `score.Term`).
+    They are called with `dot, gap, near, noise`, then the term's row statistics, column statistics and head parameters.
+    All are float32; statistics broadcast against the tile, whichever way it lies. Where the scalar `near` is true,
+    `gap` is the squared distance of the two points from differences (see `score.Term`). `noise` is a constant: what
+    rounding may leave of |q|² + |k|² - 2 q·k where q = k, as a share of |q|².
 
     Args:
         value: returns the logits.
@@ -31,8 +32,8 @@ class TritonTerm:
             have one.
         dot: whether there is a gradient of dot.
         rows, columns: which statistics have a gradient; None: all.
-        inexact: returns the pairs on which the product form is too inexact; called with `dot` and the numbers. Given
-            such a pair, the engine takes the whole tile from differences. None: there are none.
+        inexact: returns the pairs on which the product form is too inexact; called with `dot, noise` and the
+            numbers. Given such a pair, the engine takes the whole tile from differences. None: there are none.
     """
 
     value: Callable

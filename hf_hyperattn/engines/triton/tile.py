@@ -114,7 +114,7 @@ def added(s, pointers, strides, b, h, i, j, inside, TRUTH: tl.constexpr):
         seen = tl.load(pointers + offsets, mask=inside, other=0)
         return tl.where(seen != 0, s, float("-inf"))
     else:
-        return s + tl.load(pointers + offsets, mask=inside, other=0.0)
+        return s + tl.load(pointers + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
 """The cone scores as Triton functions: the arithmetic of terms.py, tile by tile on a GPU (see engines/triton/terms.py).
 
-One rsqrt gives a root and its reciprocal. Floors keep both finite; what is below them is 0 in every digit that counts.
+Squared distances are less by what rounding may leave of those of coinciding points: ties come out as 0, exactly, and a
+distance below that noise steers no gradient. It is the row's own number and costs nothing a pair. One rsqrt gives a
+root and its reciprocal; floors keep both finite.
 """
 
 from __future__ import annotations
@@ -10,27 +12,20 @@ import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
 
-NOISE = tl.constexpr(
-    4 * 1.1920928955078125e-07
-)  # of a squared norm: what sums in any order and two factors leave
 TINY = tl.constexpr(1e-24)  # of a square whose root is taken
-SMALLEST = tl.constexpr(1e-6)  # of a distance that is divided by
+SMALLEST = tl.constexpr(1e-6)  # of a distance or height that is divided by
 
 
 @triton.jit
-def _gap(dot, norm_q, norm_k):
-    return norm_q + (norm_k - 2 * dot)
+def _gap(dot, noise, norm_q, norm_k):
+    return norm_q * (1 - noise) + (norm_k - 2 * dot)
 
 
 @triton.jit
-def _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
-    return norm_q + (norm_k - (dot - last_q * last_k) * stretch_k * (2 * stretch_q))
-
-
-@triton.jit
-def _through_gap(d_gap, gap, norm_q):
-    """What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient."""
-    return tl.where(gap <= NOISE * norm_q, 0.0, d_gap)
+def _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
+    # the product with the last coordinates has their noise too
+    inner = dot - (last_q * (1 - 0.5 * noise)) * last_k
+    return norm_q * (1 - noise) + (norm_k - inner * stretch_k * (2 * stretch_q))
 
 
 @triton.jit
@@ -61,70 +56,69 @@ def _umbral_pull(grad, gap, hq, hk):
 
 
 @triton.jit
-def umbral(dot, gap, near, hq, norm_q, hk, norm_k):
+def umbral(dot, gap, near, noise, hq, norm_q, hk, norm_k):
     """-(h_q + h_k + sqrt(max(D², (h_q - h_k)²)))"""
-    return _umbral(_gap(dot, norm_q, norm_k), hq, hk)
+    return _umbral(_gap(dot, noise, norm_q, norm_k), hq, hk)
 
 
 @triton.jit
-def umbral_pull(grad, dot, gap, near, hq, norm_q, hk, norm_k):
+def umbral_pull(grad, dot, gap, near, noise, hq, norm_q, hk, norm_k):
     """dot; h_q, |X_q|²; h_k, |X_k|²"""
-    distance2 = _gap(dot, norm_q, norm_k)
+    distance2 = _gap(dot, noise, norm_q, norm_k)
     d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
-    d_gap = _through_gap(d_gap, distance2, norm_q)
     return -2 * d_gap, d_hq, d_gap, d_hk, d_gap
 
 
 @triton.jit
-def umbral_on_product(dot, gap, near, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k):
+def umbral_on_product(dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k):
     """The same from the host's product."""
-    return _umbral(_gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk)
+    return _umbral(_gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk)
 
 
 @triton.jit
 def umbral_on_product_pull(
-    grad, dot, gap, near, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k
+    grad, dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k
 ):
     """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last"""
-    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
-    d_gap = _through_gap(d_gap, distance2, norm_q)
     d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
     return d_dot, d_hq, d_gap, d_sq, d_lq, d_hk, d_gap, d_sk, d_lk
 
 
 @triton.jit
+def _inside(gap, a, b):
+    """1/D, (a + b - D) / 2 and min(a, b); D is 0 at ties, and 1/D never more than 1/SMALLEST."""
+    root = tl.rsqrt(tl.maximum(gap, SMALLEST * SMALLEST))
+    half = 0.5 * (a + b - tl.maximum(gap, 0.0) * root)
+    return root, half, tl.minimum(a, b)
+
+
+@triton.jit
 def _height2(gap, pq, a, pk, b, r2):
-    """H² from squared heights p, half widths a and b, and r²."""
-    gap = tl.maximum(gap, SMALLEST * SMALLEST)
-    root = tl.rsqrt(gap)
-    half = 0.5 * (a + b - gap * root)
-    narrow = tl.minimum(tl.minimum(a, b), half)
+    """H² from squared heights p, half widths a and b, and r². One cone may hold the other's point: the higher one's."""
+    root, half, least = _inside(gap, a, b)
     ratio = (pk - pq) * root
-    return tl.where(half < 0, 0.25 * (gap + 2 * (pq + pk) + ratio * ratio), r2 - narrow * narrow)
+    outside = 0.25 * (gap + 2 * (pq + pk) + ratio * ratio)
+    return tl.where(half < 0, outside, tl.where(half < least, r2 - half * half, tl.maximum(pq, pk)))
 
 
 @triton.jit
 def _height2_pull(grad, gap, pq, a, pk, b):
-    """Gradients of the gap, of h_q², a, h_k², b and r² from that of H²; equal arguments of a minimum share it."""
-    gap = tl.maximum(gap, SMALLEST * SMALLEST)
-    root = tl.rsqrt(gap)
-    half = 0.5 * (a + b - gap * root)
-    narrow = tl.minimum(tl.minimum(a, b), half)
-    outside = half < 0
-    out, ins = tl.where(outside, grad, 0.0), tl.where(outside, 0.0, grad)
-    by_half, by_a, by_b = (
-        (half == narrow).to(tl.float32),
-        (a == narrow).to(tl.float32),
-        (b == narrow).to(tl.float32),
-    )
-    count = by_half + by_a + by_b
-    share = -2 * narrow * ins * tl.where(count == 2, 0.5, tl.where(count == 3, 0.3333333333333333, 1.0))
+    """Gradients of the gap, of h_q², a, h_k², b and r² from that of H²; equal heights share it."""
+    root, half, least = _inside(gap, a, b)
+    out = tl.where(half < 0, grad, 0.0)
+    both = tl.where((half >= 0) & (half < least), grad, 0.0)
+    one = tl.where((half >= 0) & (half >= least), grad, 0.0)
+    d_half = -both * half  # of each half width; D counts as much, less
     ratio = (pk - pq) * (root * root)
-    d_gap = 0.25 * (out * (1 - ratio * ratio) - share * by_half * root)
-    d_half = 0.5 * share * by_half
-    d_pq, d_pk = 0.5 * out * (1 - ratio), 0.5 * out * (1 + ratio)
-    return d_gap, d_pq, d_half + share * by_a, d_pk, d_half + share * by_b, ins
+    d_gap = 0.25 * out * (1 - ratio * ratio) - 0.5 * d_half * root
+    # a distance below the noise is one of 0, whose gradient is 0
+    d_gap = tl.where(gap > 0, d_gap, 0.0)
+    larger_q = tl.where(pq > pk, 1.0, tl.where(pq < pk, 0.0, 0.5))
+    d_pq = 0.5 * out * (1 - ratio) + one * larger_q
+    d_pk = 0.5 * out * (1 + ratio) + one * (1 - larger_q)
+    return d_gap, d_pq, d_half, d_pk, d_half, both
 
 
 @triton.jit
@@ -138,92 +132,106 @@ def _penumbral(gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
 
 
 @triton.jit
-def _penumbral_pull(grad, gap, norm_q, pq, a, pk, b, r2, SQUARED: tl.constexpr):
+def _penumbral_pull(grad, gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
     if SQUARED:
         d_height2 = -grad
     else:
         height2 = _height2(gap, pq, a, pk, b, r2)
         d_height2 = -0.5 * grad * tl.rsqrt(tl.maximum(height2, SMALLEST * SMALLEST))
     d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _height2_pull(d_height2, gap, pq, a, pk, b)
-    return _through_gap(d_gap, gap, norm_q), d_pq, d_a, d_pk, d_b, d_r2
+    return d_gap, d_pq, d_a, d_pk, d_b, d_r2
 
 
 @triton.jit
-def penumbral_squared(dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_squared(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
     """-H²"""
-    return _penumbral(_gap(dot, norm_q, norm_k), pq, a, pk, b, r2, True)
+    return _penumbral(_gap(dot, noise, norm_q, norm_k), pq, a, pk, b, r2, True)
 
 
 @triton.jit
-def penumbral(dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
     """-H"""
-    return _penumbral(_gap(dot, norm_q, norm_k), pq, a, pk, b, r2, False)
+    return _penumbral(_gap(dot, noise, norm_q, norm_k), pq, a, pk, b, r2, False)
 
 
 @triton.jit
-def _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
-    distance2 = _gap(dot, norm_q, norm_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, norm_q, pq, a, pk, b, r2, SQUARED)
+def _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
+    distance2 = _gap(dot, noise, norm_q, norm_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
     return -2 * d_gap, d_pq, d_a, d_gap, d_pk, d_b, d_gap, d_r2
 
 
 @triton.jit
-def penumbral_squared_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_squared_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
     """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, True)
+    return _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, True)
 
 
 @triton.jit
-def penumbral_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
     """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, pq, a, norm_q, pk, b, norm_k, r2, False)
+    return _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, False)
 
 
 @triton.jit
 def penumbral_squared_on_product(
-    dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
 ):
     """-H² from the host's product."""
-    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     return _penumbral(distance2, pq, a, pk, b, r2, True)
 
 
 @triton.jit
 def penumbral_on_product(
-    dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
 ):
     """-H from the host's product."""
-    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     return _penumbral(distance2, pq, a, pk, b, r2, False)
 
 
 @triton.jit
 def _product_pull(
-    grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, SQUARED: tl.constexpr
+    grad,
+    dot,
+    noise,
+    pq,
+    a,
+    norm_q,
+    stretch_q,
+    last_q,
+    pk,
+    b,
+    norm_k,
+    stretch_k,
+    last_k,
+    r2,
+    SQUARED: tl.constexpr,
 ):
-    distance2 = _gap_on_product(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, norm_q, pq, a, pk, b, r2, SQUARED)
+    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
     d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
     return d_dot, d_pq, d_a, d_gap, d_sq, d_lq, d_pk, d_b, d_gap, d_sk, d_lk, d_r2
 
 
 @triton.jit
 def penumbral_squared_on_product_pull(
-    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
     return _product_pull(
-        grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
+        grad, dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
     )
 
 
 @triton.jit
 def penumbral_on_product_pull(
-    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
     return _product_pull(
-        grad, dot, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
+        grad, dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
     )
 
 

@@ -59,27 +59,27 @@ def _cosh(sinh):
 
 
 @triton.jit
-def hype_sinh(dot, gap, near, i, j, mu, tau):
+def hype_sinh(dot, gap, near, noise, i, j, mu, tau):
     """τ sinh(μ (j - i))"""
     return tau * _sinh(_argument(i, j, mu), _far(i, j, mu))
 
 
 @triton.jit
-def hype_sinh_pull(grad, dot, gap, near, i, j, mu, tau):
+def hype_sinh_pull(grad, dot, gap, near, noise, i, j, mu, tau):
     """μ, τ"""
     sinh = _sinh(_argument(i, j, mu), _far(i, j, mu))
     return grad * _cosh(sinh) * (j - i) * tau, grad * sinh
 
 
 @triton.jit
-def hype_cosh(dot, gap, near, i, j, mu, tau):
+def hype_cosh(dot, gap, near, noise, i, j, mu, tau):
     """-2 τ sinh²(μ (j - i) / 2)"""
     half = _sinh(0.5 * _argument(i, j, mu), _far(i, j, 0.5 * mu))
     return -2 * tau * half * half
 
 
 @triton.jit
-def hype_cosh_pull(grad, dot, gap, near, i, j, mu, tau):
+def hype_cosh_pull(grad, dot, gap, near, noise, i, j, mu, tau):
     """μ, τ"""
     half = _sinh(0.5 * _argument(i, j, mu), _far(i, j, 0.5 * mu))
     return -2 * grad * half * _cosh(half) * (j - i) * tau, -2 * grad * half * half

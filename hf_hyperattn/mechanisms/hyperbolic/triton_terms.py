@@ -12,7 +12,6 @@ from . import terms
 
 EPS = tl.constexpr(1.1920928955078125e-07)
 TINY = tl.constexpr(1e-30)  # of w (w + 1) under a root that is divided by
-NOISE = tl.constexpr(terms.NOISE * 1.1920928955078125e-07)
 BLUR = tl.constexpr((terms.BLUR * 1.1920928955078125e-07) ** 2)
 EXACT = tl.constexpr(terms.EXACT)
 STEEP = tl.constexpr(terms.STEEP)
@@ -40,13 +39,12 @@ def _separation(opening, x, p_q, p_k):
 
 
 @triton.jit
-def _pull(d_w, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k):
+def _pull(d_w, opening, x, near, noise, w, sinh_q, cosh_q, sinh_k, cosh_k):
     """Gradients of the cosine and of sinh and cosh of both sides; what rounding leaves of the distance of coinciding
     points must not steer one.
     """
     p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
-    noise = tl.where(near, BLUR, NOISE) * p_q * p_k
-    d_w = tl.where(w <= noise, 0.0, d_w)
+    d_w = tl.where(w <= tl.where(near, BLUR, noise) * p_q * p_k, 0.0, d_w)
     d_x, inner = 2 * d_w * x, d_w * opening
     by_q, by_k = inner * p_k, inner * p_q
     d_sinh_q, d_cosh_q = d_x * cosh_k + cosh_q * by_q, sinh_q * by_q - d_x * sinh_k
@@ -62,14 +60,14 @@ def _geodesic(w):
 
 
 @triton.jit
-def _geodesic_uncertain(w, noise, beta):
+def _geodesic_uncertain(w, error, beta):
     square = w * w + w
-    return (beta * noise * (beta * noise) > (EXACT * EXACT) * square) | (w < STEEP * noise)
+    return (beta * error * (beta * error) > (EXACT * EXACT) * square) | (w < STEEP * error)
 
 
 @triton.jit
-def _squared_uncertain(w, noise, beta):
-    return (beta * noise > EXACT) & (noise > RELATIVE * w)
+def _squared_uncertain(w, error, beta):
+    return (beta * error > EXACT) & (error > RELATIVE * w)
 
 
 @triton.jit
@@ -81,50 +79,50 @@ def _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k):
 
 
 @triton.jit
-def geodesic(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def geodesic(dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """-β arcosh(1 + 2w)"""
     _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     return -beta * _geodesic(w)
 
 
 @triton.jit
-def _geodesic_pull(grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def _geodesic_pull(grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     opening, x, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     d_w = -beta * grad * tl.rsqrt(tl.maximum(w * w + w, TINY))
-    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(d_w, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k)
+    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(d_w, opening, x, near, noise, w, sinh_q, cosh_q, sinh_k, cosh_k)
     return d_cosine, d_sq, d_cq, d_sk, d_ck, -grad * _geodesic(w)
 
 
 @triton.jit
-def _squared_pull(grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def _squared_pull(grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     opening, x, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(
-        -beta * grad, opening, x, near, w, sinh_q, cosh_q, sinh_k, cosh_k
+        -beta * grad, opening, x, near, noise, w, sinh_q, cosh_q, sinh_k, cosh_k
     )
     return d_cosine, d_sq, d_cq, d_sk, d_ck, -grad * w
 
 
 @triton.jit
-def geodesic_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def geodesic_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """dot; sinh and cosh of the query; of the key; β"""
-    return _geodesic_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta)
+    return _geodesic_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta)
 
 
 @triton.jit
-def squared_lorentz(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def squared_lorentz(dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """-β w"""
     _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     return -beta * w
 
 
 @triton.jit
-def squared_lorentz_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def squared_lorentz_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """dot; sinh and cosh of the query; of the key; β"""
-    return _squared_pull(grad, dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta)
+    return _squared_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta)
 
 
 @triton.jit
-def geodesic_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+def geodesic_on_product(dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
     """-β arcosh(1 + 2w) from the host's product."""
     _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     return -beta * _geodesic(w)
@@ -132,12 +130,12 @@ def geodesic_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_
 
 @triton.jit
 def geodesic_on_product_pull(
-    grad, dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+    grad, dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
 ):
     """dot; sinh, cosh and inverse norm of the query; of the key; β"""
     cosine = dot * inverse_k * inverse_q
     d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _geodesic_pull(
-        grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta
+        grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta
     )
     turned = d_cosine * dot
     d_dot = d_cosine * inverse_k * inverse_q
@@ -145,7 +143,9 @@ def geodesic_on_product_pull(
 
 
 @triton.jit
-def squared_lorentz_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+def squared_lorentz_on_product(
+    dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+):
     """-β w from the host's product."""
     _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     return -beta * w
@@ -153,12 +153,12 @@ def squared_lorentz_on_product(dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k
 
 @triton.jit
 def squared_lorentz_on_product_pull(
-    grad, dot, gap, near, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+    grad, dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
 ):
     """dot; sinh, cosh and inverse norm of the query; of the key; β"""
     cosine = dot * inverse_k * inverse_q
     d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _squared_pull(
-        grad, cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta
+        grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta
     )
     turned = d_cosine * dot
     d_dot = d_cosine * inverse_k * inverse_q
@@ -166,39 +166,41 @@ def squared_lorentz_on_product_pull(
 
 
 @triton.jit
-def _doubt(cosine, sinh_q, cosh_q, sinh_k, cosh_k):
+def _doubt(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k):
     """w by the product, and what rounding may add to it or take from it."""
     p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
     x = _apart(sinh_q, cosh_q, sinh_k, cosh_k)
-    return _separation(tl.maximum(2 - 2 * cosine, 0.0), x, p_q, p_k), NOISE * p_q * p_k
+    return _separation(tl.maximum(2 - 2 * cosine, 0.0), x, p_q, p_k), noise * p_q * p_k
 
 
 @triton.jit
-def geodesic_inexact(dot, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def geodesic_inexact(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """Where the distance needs differences."""
-    w, noise = _doubt(dot, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _geodesic_uncertain(w, noise, beta)
+    w, error = _doubt(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _geodesic_uncertain(w, error, beta)
 
 
 @triton.jit
-def geodesic_on_product_inexact(dot, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+def geodesic_on_product_inexact(dot, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
     """Where the distance needs differences."""
-    w, noise = _doubt(dot * inverse_k * inverse_q, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _geodesic_uncertain(w, noise, beta)
+    w, error = _doubt(dot * inverse_k * inverse_q, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _geodesic_uncertain(w, error, beta)
 
 
 @triton.jit
-def squared_lorentz_inexact(dot, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+def squared_lorentz_inexact(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     """Where the squared distance needs differences."""
-    w, noise = _doubt(dot, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _squared_uncertain(w, noise, beta)
+    w, error = _doubt(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _squared_uncertain(w, error, beta)
 
 
 @triton.jit
-def squared_lorentz_on_product_inexact(dot, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
+def squared_lorentz_on_product_inexact(
+    dot, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
+):
     """Where the squared distance needs differences."""
-    w, noise = _doubt(dot * inverse_k * inverse_q, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _squared_uncertain(w, noise, beta)
+    w, error = _doubt(dot * inverse_k * inverse_q, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+    return _squared_uncertain(w, error, beta)
 
 
 TRITON_TERMS = {
