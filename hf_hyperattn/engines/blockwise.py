@@ -239,7 +239,7 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     factors = keep(tile, weights)
     if factors is not None:
         d_weights.mul_(factors)
-    delta = (grad * out).sum(-1, keepdim=True)
+    delta = deltas(tile, weights, d_weights, grad, out, lse)
     tile.of_key(grads.value).add_(
         tile.transposed_product(weights if factors is None else weights * factors, grad)
     )
@@ -251,6 +251,20 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
         if getattr(grads, name) is not None:
             add(tile.of_pair(getattr(grads, name)), d_logits)
     through_pieces(tile, grads, found, d_logits)
+
+
+def deltas(tile: Tile, weights: Tensor, d_weights: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The mean of `d_weights` in each row, [hc, G, R, 1], which is grad · out.
+
+    Parameters may have slopes so large that these multiply what rounding leaves of a row's gradients, which should add
+    up to 0: for them it is the mean by these very weights, the sum of which is 1 but for the rounding of `lse`.
+    """
+    if not tile.call.tensors.head:
+        return (grad * out).sum(-1, keepdim=True)
+    total, sinks = weights.sum(-1, keepdim=True), tile.call.tensors.sinks
+    if sinks is not None:
+        total = total + torch.exp(tile.of_head(sinks) - lse)
+    return (weights * d_weights).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
 
 
 def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Tensor) -> None:

@@ -123,7 +123,10 @@ def _build(full: str, sources: list[str], library: Path) -> None:
         raise RuntimeError("no ninja; pip install ninja")
     if shutil.which(compiler := cpp_extension.get_cxx_compiler()) is None:
         raise RuntimeError(f"no C++ compiler {compiler!r}; install one, or set CXX")
-    with tempfile.TemporaryDirectory(dir=library.parent) as place:
+    for left in library.parent.glob(f"{full}.*"):
+        if left.is_dir() and os.name == "posix":  # of one that was killed: the lock on this name is ours
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{full}.") as place:
         made = cpp_extension.load(
             full, sources, extra_cflags=flags(), extra_ldflags=["-fopenmp"], build_directory=place,
             is_python_module=False, verbose=False,

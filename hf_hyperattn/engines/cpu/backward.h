@@ -1,6 +1,12 @@
 // The backward pass. A task is a chunk of the keys of one key head: it owns the gradients of those keys and values, and
 // adds to a buffer of its chunk for the queries. With few heads there are several chunks, whose buffers are summed in
 // a fixed order, so that a result depends on the number of threads at most by rounding.
+//
+// The gradient of a head's parameter is the sum over all pairs of ds · dS/dparameter. In a row the ds add up to 0, but
+// for rounding: the logits here and in the forward pass may differ in their last digit, and delta is made of the output.
+// Where slopes are large but nearly the same along a row, that residue times their size is all that one would see. So
+// the mean slope is taken off them, which changes nothing else: the sum over rows of residue · mean is subtracted from
+// the gradient at the end (`centred` in operator.py).
 #pragma once
 
 #include "call.h"
@@ -11,10 +17,10 @@ struct Slots {
   const float *grad, *delta;      // contiguous [B, H, N, dv] and [B, H, N]
   int64_t chunks;
   float* query_sums;              // [chunks, B, H, N, padded dim], zeros
-  float* const* row;              // [chunks, B, H, N] each, zeros
+  float* const* row;              // [chunks, B, H, N] each, zeros; then, of a score with parameters, residue and means
   float* const* column;           // [B, H or Hkv, M] each
   const int64_t* column_heads;    // H or Hkv
-  float* head;                    // [chunks, B, H, heads of the score], zeros
+  double* head;                   // [chunks, B, H, heads of the score], zeros
   void *query, *key, *value;      // contiguous, in the dtype of the inputs, `width` numbers a row of query and key
   int64_t width;
   float *query_factor, *key_factor;  // [B, H, N] and [B, Hkv, M], or null
@@ -113,10 +119,11 @@ class BackwardTask {
     t.softcap = c.softcap, t.dot = dots_, t.weight = weights_;
     t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
-    float *d_row[kMostNumbers], *d_column[kMostNumbers];
-    for (int i = 0; i < c.score->rows; ++i) d_row[i] = s.row[i] + chunk * all * c.queries + start;
+    float *d_row[2 * kMostNumbers + 1], *d_column[kMostNumbers];
+    const int rows_of_numbers = c.score->rows + (c.score->heads ? 1 + c.score->heads : 0);
+    for (int i = 0; i < rows_of_numbers; ++i) d_row[i] = s.row[i] + chunk * all * c.queries + start;
     for (int i = 0; i < c.score->columns; ++i) d_column[i] = d_columns_ + i * kTileKeys;
-    t.d_row = d_row, t.d_column = d_column;
+    t.d_row = d_row, t.d_column = d_column, t.residue = d_row[c.score->rows], t.mean = d_row + c.score->rows + 1;
     t.d_head = s.head + (chunk * all + b * c.heads + h) * c.score->heads;
     if (c.drop_below) t.dropout = c.dropout(b, h);
     c.score->backward(&t);

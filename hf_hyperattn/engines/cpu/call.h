@@ -109,8 +109,6 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-constexpr int kMostNumbers = 24;
-
 // What a tile needs beside its products: visible ranges, statistics, masks.
 struct Frame {
   int32_t first[kTileRows], last[kTileRows];

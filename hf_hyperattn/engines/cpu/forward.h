@@ -27,6 +27,12 @@ inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest,
   return total;
 }
 
+inline bool holds_nan(const float* x, int32_t first, int32_t last) {
+  int32_t found = 0;
+  for (int32_t j = first; j < last; ++j) found |= x[j] != x[j];
+  return found;
+}
+
 // Queries of a task: so many that packing the keys hardly counts.
 inline int64_t span_of(const Call& c) {
   return std::max(kTileRows, kTaskRows / c.group() / kTileRows * kTileRows);
@@ -110,7 +116,7 @@ class ForwardTask {
   void weigh(int64_t r, int64_t slot) {
     float* x = dots_ + r * kTileKeys;
     const float old = top_[slot], top = std::max(old, tops_[r]);
-    if (tops_[r] == -kInf) {
+    if (tops_[r] == -kInf && !holds_nan(x, frame_.first[r], frame_.last[r])) {  // maxima pass over NaN, sums do not
       std::fill(x + frame_.lowest, x + frame_.highest, 0.0f);
       return;
     }
@@ -136,11 +142,11 @@ class ForwardTask {
   void finish(int64_t b, int64_t h, int64_t row0, int64_t rows, int64_t slot) {
     const int64_t start = (b * c.heads + h) * c.queries + row0;
     for (int64_t r = 0; r < rows; ++r) {
-      const float sum = sum_[slot + r], factor = sum > 0 ? 1.0f / sum : 0.0f;
+      const float sum = sum_[slot + r], factor = sum == 0 ? 0.0f : 1.0f / sum;  // NaN stays
       const float* from = out_ + (slot + r) * wide;
       float* to = c.out + (start + r) * c.value_dim;
       for (int64_t e = 0; e < c.value_dim; ++e) to[e] = from[e] * factor;
-      c.lse[start + r] = sum > 0 ? top_[slot + r] : -kInf;
+      c.lse[start + r] = sum == 0 ? -kInf : top_[slot + r];
       c.lse[c.batch * c.heads * c.queries + start + r] = factor;
     }
   }

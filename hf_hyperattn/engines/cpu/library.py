@@ -7,7 +7,9 @@ with the core but `struct Tile` (tile.h), so that a score builds in a second or 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 
 from .. import native
 from ..score import capped_in, parse_spec
+
+logger = logging.getLogger("hf_hyperattn")
 
 HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
@@ -56,7 +60,8 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
         return None
     try:
         source = written(text_of(spec, capped, reader))
-    except OSError:  # nowhere to write: the core was built elsewhere, or is gone
+    except OSError as error:  # nowhere to write: the core was built before that
+        say_once(spec, error.strerror or str(error))  # without the file's name, which is another each time
         return None
     headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
     library = native.load(f"cpu_score_{source.stem}", source, *headers, *SHARED)
@@ -65,6 +70,12 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
     library.hyper_score.restype = ctypes.c_void_p
     _tables[spec, capped, reader] = library, library.hyper_score()
     return _tables[spec, capped, reader][1]
+
+
+@functools.cache
+def say_once(spec: str, error: str) -> None:
+    """One line in the log for a score that has no file."""
+    logger.warning("hf_hyperattn: %s is not compiled (%s); the plain torch way is used", spec, error)
 
 
 def has_functors(spec: str) -> bool:

@@ -124,9 +124,10 @@ def slopes(a: Arguments, call: calls.Call, grad: Tensor, lse: Tensor, width: int
     # where the sums have the shape of the gradient they need no memory of their own
     own = query.dtype == torch.float32 and chunks == 1 and padded == query.shape[-1]
     sums = query.zero_() if own else lse.new_zeros(chunks, batch, heads, n, padded)
-    row = [lse.new_zeros(chunks, batch, heads, n) for _ in a.row]
+    extra = 1 + len(a.head) if a.head else 0  # of each row the residue and the mean slopes (see backward.h)
+    row = [lse.new_zeros(chunks, batch, heads, n) for _ in range(len(a.row) + extra)]
     column = [lse.new_empty(batch, t.shape[1], m) for t in a.column]
-    head = lse.new_zeros(chunks, batch, heads, len(a.head))
+    head = lse.new_zeros(chunks, batch, heads, len(a.head), dtype=torch.float64)
     factors = {name: torch.empty(a.extras[name].shape) for name in LEARNED[:2] if name in a.extras}
     column_heads = (ctypes.c_int64 * len(column))(*(t.shape[1] for t in column))
     tables = calls.pointers(row), calls.pointers(column), column_heads
@@ -140,19 +141,38 @@ def slopes(a: Arguments, call: calls.Call, grad: Tensor, lse: Tensor, width: int
             )
         ),
     )  # fmt: skip
+    row = [t.sum(0) for t in row]
     if "sinks" in a.extras:
-        weights = torch.exp(a.extras["sinks"][:, None] - lse[0]) * lse[1]
-        factors["sinks"] = -(weights * delta).sum((0, 2))
+        of_sinks = -torch.exp(a.extras["sinks"][:, None] - lse[0]) * lse[1] * delta
+        factors["sinks"] = of_sinks.sum((0, 2))
+    head = head.sum((0, 1))
+    if a.head:
+        residue, *means = row[len(a.row) :]
+        if "sinks" in a.extras:  # a sink is a pair of its row, whose slopes are 0
+            residue = residue + of_sinks
+        head = centred(head, residue, means)
     extras = [factors.get(name, lse.new_empty(0)) for name in a.extras]
     return [
         query,
         key,
         value,
-        *(t.sum(0) for t in row),
+        *row[: len(a.row)],
         *column,
-        *(t.clone() for t in head.sum((0, 1)).unbind(-1)),
+        *(t.clone() for t in head.float().unbind(-1)),
         *extras,
     ]
+
+
+def centred(head: Tensor, residue: Tensor, means: list[Tensor]) -> Tensor:
+    """Gradients of the parameters [H, heads], float64, as if the mean slope of each row had been taken off.
+
+    Args:
+        head: the gradients.
+        residue: what the gradients of each row's logits add up to, [B, H, N]; 0 but for rounding.
+        means: for each parameter the mean slope of each row, [B, H, N].
+    """
+    residue = residue.double()
+    return head - torch.stack([(residue * mean).sum((0, 2)) for mean in means], -1)
 
 
 def chunks_of(heads: int, blocks: int) -> int:
@@ -160,7 +180,7 @@ def chunks_of(heads: int, blocks: int) -> int:
     threads = torch.get_num_threads()
     if threads == 1 or heads % threads == 0 or heads >= TASKS * threads:
         return 1
-    return min(blocks, -(-TASKS * threads // heads))
+    return max(1, min(blocks, -(-TASKS * threads // heads)))
 
 
 def _save(ctx, inputs, output):

@@ -3,7 +3,8 @@
 // A piece's arithmetic is a functor of its mechanism's room: a type with
 //   rows, columns, heads       how many statistics and parameters it reads, in the order of its Python term
 //   State open(pair)           its logit (State::logit) and what its derivative needs, for one register of pairs
-//   Slopes pull(pair, state, grad)   from the gradient of the logit to those of the product, statistics, parameters
+//   Slopes pull(pair, state, grad)   from the gradient of the logit to those of the product and the statistics; for the
+//                              parameters the slopes of the logit itself, which the engine weighs in two ways
 #pragma once
 
 #include <initializer_list>
@@ -37,6 +38,7 @@ struct Pair {
   }
 };
 
+// Gradients, but for `head`: those of the parameters are that times the gradient of the logit.
 template <int R, int C, int H>
 struct Slopes {
   Vec dot = {};
@@ -133,8 +135,8 @@ struct Score {
     all.dot += found.dot;
     for (int i = 0; i < Piece::rows; ++i) all.row[row0<I> + i] = found.row[i];
     for (int i = 0; i < Piece::columns; ++i) all.column[column0<I> + i] = found.column[i];
-    for (int i = 0; i < Piece::term::heads; ++i) all.head[head0<I> + i] = found.head[i];
-    if constexpr (Piece::gated) all.head[head0<I> + Piece::heads - 1] = grad * x;
+    for (int i = 0; i < Piece::term::heads; ++i) all.head[head0<I> + i] = found.head[i] * slope;
+    if constexpr (Piece::gated) all.head[head0<I> + Piece::heads - 1] = x;
     if constexpr (I + 1 < count) pull<I + 1>(p, states, cap, grad, all);
   }
 };
@@ -142,8 +144,9 @@ struct Score {
 // Calls body(column, edge) for the registers that hold [first, last); `edge` says that some lanes are outside.
 template <class Body>
 inline void over_columns(int32_t first, int32_t last, Body body) {
+  if (first >= last) return;
   int32_t j = first / kLanes * kLanes;
-  if (j < first && j < last) body(j, std::true_type{}), j += kLanes;
+  if (j < first) body(j, std::true_type{}), j += kLanes;
   for (; j + kLanes <= last; j += kLanes) body(j, std::false_type{});
   if (j < last) body(j, std::true_type{});
 }
@@ -152,6 +155,9 @@ inline Ints outside(int32_t j, int32_t first, int32_t last) {
   const Ints at = lane_numbers() + j;
   return (at < first) | (at >= last);
 }
+
+// Logits with mask and bias added; a hidden pair is hidden whatever its logit is.
+inline Vec with_extra(Vec x, Vec extra) { return extra == splat(-kInf) ? extra : x + extra; }
 
 template <class S>
 struct Reader {
@@ -181,7 +187,7 @@ void forward_rows(const Tile& t) {
       Vec gap;
       if constexpr (Gap) gap = load(t.gap + r * t.step + j), pair.gap = &gap;
       Vec x = S::logit(pair, states, t.softcap);
-      if constexpr (Extra) x += load(t.extra + r * t.step + j);
+      if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
       if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
       top = larger(top, x);
       store(t.dot + r * t.step + j, x);
@@ -195,7 +201,7 @@ void backward_rows(const Tile& t) {
   double sums[S::heads + 1] = {};  // over all pairs of a tile, of terms that cancel
   for (int64_t r = 0; r < t.rows; ++r) {
     const Reader<S> reader(t, r);
-    Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {};
+    Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {}, mean[S::heads + 1] = {}, residue = {};
     float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
     const float largest = t.largest[r] == -kInf ? kInf : t.largest[r], inverse = t.inverse[r];
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
@@ -203,28 +209,29 @@ void backward_rows(const Tile& t) {
       typename S::States states;
       const Pair pair = reader.pair(j, column, t.head);
       Vec x = S::logit(pair, states, t.softcap);
-      if constexpr (Extra) x += load(t.extra + r * t.step + j);
-      Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j), kept = p;
+      if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
+      Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j);
+      if constexpr (edge) p = outside(j, t.first[r], t.last[r]) ? Vec{} : p;
+      Vec kept = p;
       if constexpr (Drop) {
         const Vec keep = t.dropout.of(t.first_row + r, t.first_column + j);
         grad *= keep, kept *= keep;
       }
       grad = p * (grad - t.delta[r]);
-      if constexpr (edge) {
-        const Ints hidden = outside(j, t.first[r], t.last[r]);
-        kept = hidden ? Vec{} : kept, grad = hidden ? Vec{} : grad;
-      }
+      if constexpr (edge) grad = outside(j, t.first[r], t.last[r]) ? Vec{} : grad;
       Slopes<S::rows, S::columns, S::heads> slopes;
       S::template pull<0>(pair, states, t.softcap, grad, slopes);
       if constexpr (edge) slopes.dot = outside(j, t.first[r], t.last[r]) ? Vec{} : slopes.dot;
       store(weight + j, kept);
       store(dot + j, slopes.dot);
       for (int i = 0; i < S::rows; ++i) d_row[i] += slopes.row[i];
-      for (int i = 0; i < S::heads; ++i) d_head[i] += slopes.head[i];
+      for (int i = 0; i < S::heads; ++i) d_head[i] += grad * slopes.head[i], mean[i] += p * slopes.head[i];
+      if constexpr (S::heads > 0) residue += grad;
       for (int i = 0; i < S::columns; ++i) store(t.d_column[i] + j, load(t.d_column[i] + j) + slopes.column[i]);
     });
     for (int i = 0; i < S::rows; ++i) t.d_row[i][r] += sum_of(d_row[i]);
-    for (int i = 0; i < S::heads; ++i) sums[i] += sum_of(d_head[i]);
+    for (int i = 0; i < S::heads; ++i) sums[i] += sum_of(d_head[i]), t.mean[i][r] += sum_of(mean[i]);
+    if constexpr (S::heads > 0) t.residue[r] += sum_of(residue);
   }
   for (int i = 0; i < S::heads; ++i) t.d_head[i] += sums[i];
 }
@@ -251,6 +258,7 @@ struct ReadBy {
 
 template <class S, class Read = void>
 struct Passes {
+  static_assert(S::rows <= kMostNumbers && S::columns <= kMostNumbers && S::heads <= kMostNumbers);
   static void forward(const Tile* t) { t->extra ? forward_rows<S, true>(*t) : forward_rows<S, false>(*t); }
   static void backward(const Tile* t) {
     const bool drop = t->dropout.below > 0;

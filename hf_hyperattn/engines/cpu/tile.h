@@ -28,6 +28,8 @@ struct Dropout {
   static uint32_t mixed_number(uint32_t x) { return mixed(Words{} + x)[0]; }
 };
 
+constexpr int kMostNumbers = 24;  // statistics of rows, of columns, and parameters that a score may have
+
 struct Tile {
   int64_t rows, columns;        // of the tile; `step` numbers lie from one row to the next
   int64_t step;
@@ -51,7 +53,11 @@ struct Tile {
   const float *largest, *inverse, *delta;  // of the rows, see Call::lse
   float* const* d_row;          // gradients of the statistics, added to
   float* const* d_column;
-  float* d_head;
+  // of the parameters, and for each row what these need to be exact (backward.h): the sum of its logits' gradients, and
+  // for each parameter the mean of the logits' slopes; all added to
+  double* d_head;
+  float* residue;
+  float* const* mean;
   Dropout dropout;
 };
 

@@ -36,8 +36,9 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec splat(float x) { return Vec{} + x; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-inline Vec smaller(Vec a, Vec b) { return a < b ? a : b; }
+// Where one of the two is NaN, the first is taken: what may be NaN stands there, and the limit that it is cut at second.
+inline Vec larger(Vec a, Vec b) { return b > a ? b : a; }
+inline Vec smaller(Vec a, Vec b) { return b < a ? b : a; }
 inline Vec magnitude(Vec a) { return larger(a, -a); }
 inline Vec as_floats(Ints x) { return reinterpret_cast<Vec>(x); }
 inline Ints as_bits(Vec x) { return reinterpret_cast<Ints>(x); }
@@ -84,8 +85,22 @@ inline Vec root(Vec x) {
 #endif
 }
 
+// x as a whole, whatever sum it is part of: -ffast-math may join constants that are apart for accuracy.
+inline Vec as_it_is(Vec x) {
+#if defined(__x86_64__) && (defined(__AVX512F__) || !defined(__clang__))
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 // e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0; otherwise
-// x is cut at 88.
+// x is cut at 88. NaN stays NaN.
 template <bool Negative = false>
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.3f);
@@ -96,7 +111,7 @@ inline Vec exponential(Vec x) {
   }
   const Ints bits = truncated(y * 1.44269504f + half);  // to the nearest integer
   const Vec n = rounded(bits);
-  Vec r = y - n * 0.693359375f;
+  Vec r = as_it_is(y - n * 0.693359375f);
   r = r + n * 2.12194440e-4f;
   Vec p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -108,7 +123,7 @@ inline Vec exponential(Vec x) {
   return x < low ? Vec{} : as_floats(as_bits(p) + (bits << 23));
 }
 
-// log(1 + y) for y >= 0, relative error about 2e-7 however small y is.
+// log(1 + y) for y >= 0, relative error about 2e-7 however small y is. What is no number stays as it is.
 inline Vec log_of_one_plus(Vec y) {
   const Vec u = y + 1.0f;
   // the power of 2 that leaves a number from sqrt(1/2) to sqrt(2)
@@ -125,7 +140,8 @@ inline Vec log_of_one_plus(Vec y) {
   p = p * f - 2.4999993993e-1f;
   p = p * f + 3.3333331174e-1f;
   const Vec square = f * f, n = rounded(power);
-  return n * 0.693359375f + (f + (p * f * square - 0.5f * square - n * 2.12194440e-4f));
+  const Vec found = n * 0.693359375f + (f + (p * f * square - 0.5f * square - n * 2.12194440e-4f));
+  return y < splat(kInf) ? found : y;
 }
 
 // sinh x, |x| <= 80, relative error about 2e-7.

@@ -63,9 +63,9 @@ struct Umbral {
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
     Slopes<rows, columns, heads> s;
     const Vec u = p.row[0] - p.column[0];
-    const Ints apart = state.distance.gap > u * u;
-    Vec d_gap = apart ? -0.5f * grad / larger(state.w, splat(kSmallest)) : Vec{};
-    const Vec d_u = apart ? Vec{} : (u > Vec{} ? -grad : (u < Vec{} ? grad : Vec{}));
+    const Ints near = state.distance.gap <= u * u;
+    const Vec d_gap = near ? Vec{} : -0.5f * grad / larger(state.w, splat(kSmallest));
+    const Vec d_u = near ? (u > Vec{} ? -grad : (u < Vec{} ? grad : Vec{})) : Vec{};
     state.distance.pull(p, state.distance.without_noise(p, d_gap), s);
     s.row[0] = d_u - grad;
     s.column[0] = -d_u - grad;
@@ -86,7 +86,7 @@ struct Penumbral {
     const Gap from(p);
     const Vec gap = larger(from.gap, splat(kSmallest * kSmallest)), distance = root(gap);
     const Vec pq = splat(p.row[0]), pk = p.column[0], a = splat(p.row[1]), b = p.column[1];
-    const Vec half = 0.5f * (a + b - distance), narrow = smaller(smaller(a, b), half), difference = pk - pq;
+    const Vec half = 0.5f * (a + b - distance), narrow = smaller(half, smaller(a, b)), difference = pk - pq;
     const Vec outside = 0.25f * (gap + 2.0f * (pq + pk) + difference * difference / gap);
     const Vec height2 = half < Vec{} ? outside : p.head[0] - narrow * narrow;
     const Vec logit = Squared ? -height2 : -root(larger(height2, splat(kSmallest * kSmallest)));
@@ -95,7 +95,7 @@ struct Penumbral {
 
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
     Slopes<rows, columns, heads> s;
-    const Vec d_h2 = Squared ? -grad : 0.5f * grad / state.logit;
+    const Vec slope = Squared ? splat(-1.0f) : 0.5f / state.logit, d_h2 = slope * grad;  // of the squared height
     const Ints outside = state.half < Vec{};
     const Vec out = outside ? d_h2 : Vec{}, in = outside ? Vec{} : d_h2;
     const Vec ratio = (p.column[0] - p.row[0]) / state.gap;
@@ -112,7 +112,7 @@ struct Penumbral {
     s.row[1] = d_half + d_narrow * by_a;
     s.column[0] = 0.5f * out * (1.0f + ratio);
     s.column[1] = d_half + d_narrow * by_b;
-    s.head[0] = in;
+    s.head[0] = outside ? Vec{} : slope;
     return s;
   }
 };

@@ -31,12 +31,12 @@ struct Hype {
     return {p.head[1] * (Cosh ? -2.0f * sine * sine : sine), sine};
   }
 
-  static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
+  static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec) {
     Slopes<rows, columns, heads> s;
     const Vec sine = state.sine, cosine = cosine_of(sine);
     const Vec unit = Cosh ? -2.0f * sine * sine : sine, slope = Cosh ? -2.0f * sine * cosine : cosine;
-    s.head[0] = grad * slope * (p.column[0] - p.row[0]) * p.head[1];
-    s.head[1] = grad * unit;
+    s.head[0] = slope * (p.column[0] - p.row[0]) * p.head[1];
+    s.head[1] = unit;
     return s;
   }
 };

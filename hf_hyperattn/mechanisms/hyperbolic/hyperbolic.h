@@ -91,7 +91,7 @@ struct Geodesic {
     Slopes<rows, columns, heads> s;
     const Vec d_w = -p.head[0] * grad / larger(state.slope, splat(1e-30f));
     state.from.pull(p, state.from.without_noise(d_w), s);
-    s.head[0] = -grad * state.distance;
+    s.head[0] = -state.distance;
     return s;
   }
 };
@@ -114,7 +114,7 @@ struct SquaredLorentz {
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
     Slopes<rows, columns, heads> s;
     state.from.pull(p, state.from.without_noise(-p.head[0] * grad), s);
-    s.head[0] = -grad * state.from.w;
+    s.head[0] = -state.from.w;
     return s;
   }
 };
