@@ -62,6 +62,16 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     return tiles
 
 
+def decoded(score: PairScore, value: Tensor, options: Options) -> Tensor | None:
+    """The output for a few queries against many keys, where the compiled engine has a way of its own for them; None
+    where it has not, or SDPA serves as well.
+    """
+    alone = len(score.pieces) == 1 and score.pieces[0].reader is None
+    if alone or torch.compiler.is_compiling() or math.prod(score.shape) <= dense.DECODED:
+        return None
+    return cpu.decode.attend(score, value, options)
+
+
 def learns(score: PairScore, value: Tensor) -> bool:
     """Whether there will be a backward pass, as far as queries, keys, values and what heads have tell."""
     if not torch.is_grad_enabled():
@@ -97,6 +107,10 @@ def attention(
     options = checked(options or Options(), score)
     if backend not in ("auto", *ENGINES):
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(available_engines())}")
+    if backend == "auto" and not weights:
+        out = decoded(score, value, options)
+        if out is not None:
+            return out, None
     name = choose(score, value, options, weights) if backend == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
@@ -107,6 +121,8 @@ def attention(
 
 def checked(options: Options, score: PairScore) -> Options:
     """Options whose masks have four axes and the working dtype."""
+    if options.mask is None and options.bias is None and options.sinks is None:
+        return options
     shape, dtype = score.shape, score.dtype
     heads = shape[1]
     mask = check_broadcast("attn_mask", options.mask, shape)

@@ -7,7 +7,6 @@ are made of (`Source`). Late fields leave them unmade there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 
@@ -35,17 +34,34 @@ def value_of(given):
     return given.value() if isinstance(given, Late) else given
 
 
+class once:
+    """A property that is computed once; anew at every reading while a call is traced, which follows no locks."""
+
+    def __init__(self, make: Callable):
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = self.make(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self.make.__name__] = value
+        return value
+
+
 class LateFields:
     """Base of frozen dataclasses whose fields may be given as `Late`; reading one gives its value."""
 
     def __post_init__(self):
         if torch.compiler.is_compiling():  # nothing is late then, and older compilers do not read __dict__
             return
-        waiting = {name: value for name, value in self.__dict__.items() if isinstance(value, Late)}
+        own, waiting = self.__dict__, {}
+        for name, value in own.items():
+            if type(value) is Late:
+                waiting[name] = value
         for name in waiting:
-            object.__delattr__(self, name)
-        if waiting:
-            object.__setattr__(self, "_late", waiting)
+            del own[name]
+        own["_late"] = waiting
 
     def __getattr__(self, name: str):  # called for what is not there
         waiting = self.__dict__.get("_late", {})
@@ -57,8 +73,11 @@ class LateFields:
 
     def given(self, name: str):
         """The field as it was given, without making it."""
-        return self.__dict__.get("_late", {}).get(name, self.__dict__.get(name))
+        own = self.__dict__
+        return own[name] if name in own else own.get("_late", {}).get(name)
 
     def changed(self, **changes):
         """A copy with these fields instead; unlike `dataclasses.replace` it makes nothing."""
-        return type(self)(**{f.name: changes.get(f.name, self.given(f.name)) for f in fields(self)})
+        return type(self)(
+            **{n: changes[n] if n in changes else self.given(n) for n in self.__dataclass_fields__}
+        )

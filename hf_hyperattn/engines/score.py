@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .late import Late, LateFields, late
+from .late import Late, LateFields, late, once
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
 #: arguments can be tensors, numbers and strings, but not functions.
@@ -225,7 +226,7 @@ class PairScore(LateFields):
     watch: bool = False
     source: Source | None = None
 
-    @property
+    @once
     def spec(self) -> str:
         """The pieces as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
         return "+".join("*" * (p.gate is not None) + "^" * p.capped + p.term.name for p in self.pieces)
@@ -252,7 +253,7 @@ class PairScore(LateFields):
         gates = [weight if p.gate is None else p.gate * weight for p in self.pieces]
         return self.changed(pieces=tuple(p.changed(gate=g) for p, g in zip(self.pieces, gates, strict=True)))
 
-    @property
+    @once
     def raw(self) -> Source | None:
         """The source of these very features, where it is known."""
         if self.source is None:
@@ -263,7 +264,7 @@ class PairScore(LateFields):
                 return None
         return self.source
 
-    @property
+    @once
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M), without making features."""
         query, key = (self.query, self.key) if self.raw is None else (self.source.query, self.source.key)
@@ -274,7 +275,7 @@ class PairScore(LateFields):
         """Hkv, without making features."""
         return (self.key if self.raw is None else self.source.key).shape[1]
 
-    @property
+    @once
     def dtype(self) -> torch.dtype:
         """The features' dtype, without making them."""
         return self.query.dtype if self.raw is None else working_dtype(self.source.query, self.source.key)
@@ -285,9 +286,10 @@ class PairScore(LateFields):
         return self.query.device if self.raw is None else self.source.query.device
 
 
-def parse_spec(spec: str) -> list[tuple[Term, bool]]:
+@lru_cache(maxsize=1024)
+def parse_spec(spec: str) -> tuple[tuple[Term, bool], ...]:
     """The inverse of `PairScore.spec`: each term, and whether it has a gate."""
-    return [(TERMS[part.lstrip("*^")], part.startswith("*")) for part in spec.split("+")]
+    return tuple((TERMS[part.lstrip("*^")], part.startswith("*")) for part in spec.split("+"))
 
 
 def capped_in(spec: str) -> list[bool]:
@@ -297,7 +299,10 @@ def capped_in(spec: str) -> list[bool]:
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor has it, else float32: half precision never does arithmetic here."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    for t in tensors:
+        if t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
+import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -58,11 +59,16 @@ def by_name(name: str, default: MechanismConfig):
     """The attention function of a mechanism used by name."""
 
     def forward(module, query, key, value, attention_mask, **keywords):
-        plan = Plan.of(host_call(module, query, key, value, attention_mask, **keywords))
+        call = host_call(module, query, key, value, attention_mask, **keywords)
+        plan, weights = Plan.of(call), wants_weights(module, keywords)
         if get_mechanism(default.mechanism).cross_attention or not is_cross_module(module):
             config = by_name_config(module, default).for_model(getattr(module, "config", None))
-            plan = _layer(config)(plan)
-        return module_output(*plan.run(weights=wants_weights(module, keywords)))
+            layer = _layer(config)
+            out = None if weights or torch.compiler.is_compiling() else layer.at_once(call)
+            if out is not None:
+                return module_output(out.to(query.dtype), None)
+            plan = layer(plan)
+        return module_output(*plan.run(weights=weights))
 
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward

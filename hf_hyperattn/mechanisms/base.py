@@ -7,7 +7,7 @@ order of the stages, changes what its stage is about; then the plan runs on an e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from transformers import initialization as init
 
 from ..engines import Options, PairScore, attention, dot_score
 from ..engines.halves import unrounded
+from ..engines.late import LateFields, late
 from ..engines.options import full_precision
 
 
@@ -100,8 +101,8 @@ class HostCall:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a call will be computed; layers return a changed copy."""
+class Plan(LateFields):
+    """How a call will be computed; layers return a changed copy. The score may be given as `Late`."""
 
     call: HostCall
     score: PairScore
@@ -113,7 +114,8 @@ class Plan:
     @classmethod
     def of(cls, call: HostCall) -> Plan:
         """The host's own attention."""
-        return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
+        score = late(lambda: dot_score(call.query, call.key, call.scale))
+        return cls(call, score, call.value, call.options)
 
     def base(self) -> tuple[Tensor, Tensor, PairScore]:
         """Queries, keys and the score so far, for a piece that joins it: each from one float32 tensor, where half
@@ -128,7 +130,7 @@ class Plan:
 
     def change(self, **changes) -> Plan:
         """The plan with these fields in place of its own."""
-        return replace(self, **changes)
+        return self.changed(**changes)
 
     def run(self, backend: str = "auto", weights: bool = False) -> tuple[Tensor, Tensor | None]:
         """The output [B, H, N, dv] in the query's dtype, and the weights where asked for."""
@@ -168,6 +170,12 @@ class MechanismLayer(nn.Module):
     def change(self, plan: Plan) -> Plan:
         """The plan with the mechanism in it, whether or not it changes anything."""
         raise NotImplementedError
+
+    def at_once(self, call: HostCall) -> Tensor | None:
+        """The output [B, H, N, dv] of a call that this layer alone changes, where there is a shorter way to it than by
+        a plan, as there may be for a few queries; else None.
+        """
+        return None
 
     def identical(self) -> bool:
         """Whether the layer, as its parameters stand, changes nothing. The default answer is no."""

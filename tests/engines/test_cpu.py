@@ -48,9 +48,21 @@ def threads():
 def watched(monkeypatch):
     """Names of the ways that calls took."""
     taken = []
-    for module in (decode, choice.operator):
-        attend, name = module.attend, module.__name__.rsplit(".", 1)[-1]
-        monkeypatch.setattr(module, "attend", lambda *a, f=attend, n=name: taken.append(n) or f(*a))
+
+    def watch(owner, name):
+        attend = owner.attend
+
+        def attended(*arguments):
+            out = attend(*arguments)
+            if out is not None:
+                taken.append(name)
+            return out
+
+        monkeypatch.setattr(owner, "attend", attended)
+
+    watch(decode, "decode")
+    watch(decode.Alone, "alone")
+    watch(choice.operator, "operator")
     return taken
 
 
@@ -68,6 +80,33 @@ def test_few_queries_against_many_keys(name, d, dv, watched):
     half = [t.bfloat16() for t in (q, k, v)]
     expected = CALLS[name](*(t.double() for t in half), attn_mask=mask, backend="reference")
     assert_close(CALLS[name](*half, attn_mask=mask, backend="cpu"), expected, 1e-2, name)
+
+
+CONES = {
+    "umbral": {},
+    "psi": {"mapping": "psi"},
+    "penumbral": {"variant": "penumbral"},
+    "heights": {"variant": "penumbral", "squared": False},
+    "clamped": {"variant": "penumbral", "mapping": "xi", "clamp_heights": True},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("more", CONES.values(), ids=CONES)
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+def test_cones_with_the_same_numbers_for_all_heads_take_the_shortest_way(more, backend, watched):
+    q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=2, lk=700, d=20, dv=24, dtype=torch.float32)
+    k[:, :, 5] = q[:, ::3, 1]
+    more = {"enable_gqa": True, "gamma": 0.7, "radius": 1.3, **more}
+    expected = F.cone_attention(*(t.double() for t in (q, k, v)), backend="reference", **more)
+    assert_close(F.cone_attention(q, k, v, backend=backend, **more), expected, 2e-5, "output")
+    assert watched == ["alone"]
+    half = [t.bfloat16() for t in (q, k, v)]
+    expected = F.cone_attention(*(t.double() for t in half), backend="reference", **more)
+    assert_close(F.cone_attention(*half, backend=backend, **more), expected, 1e-2, "in half precision")
+    F.cone_attention(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), backend=backend, **more)
+    F.cone_attention(q, k, v.requires_grad_(), backend=backend, **more)  # learns
+    assert watched == ["alone"] * 3 + ["operator"]
 
 
 @needs_compiler

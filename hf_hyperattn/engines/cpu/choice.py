@@ -21,10 +21,12 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
 
     What this engine cannot compute the blockwise engine does, after one line in the log for each reason.
     """
+    out = decode.attend(score, value, options)
+    if out is not None:
+        return out, None
     reason = hindrance(score, value, options)
     if reason is None:
-        way = decode if decode.suits(score, value, options) else operator
-        return way.attend(score, value, options), None
+        return operator.attend(score, value, options), None
     say_once(reason)
     return blockwise.attend(score, value, options)
 
@@ -45,11 +47,9 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     ):
         return "its mask or bias wants a gradient"
     spec = score.spec
-    if not library.has_functors(spec):
-        return f"a term of {spec} has no C++ functor"
-    if not library.ready(spec, options.softcap is not None):
-        return f"{spec} is not compiled"
-    return None
+    if library.ready(spec, options.softcap is not None):
+        return None
+    return f"{spec} is not compiled" if library.has_functors(spec) else f"a term of {spec} has no C++ functor"
 
 
 @functools.cache

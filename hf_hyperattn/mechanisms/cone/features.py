@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
+from ...engines.cpu.decode import Alone
 from ...engines.halves import unrounded
 from ...engines.late import Late, LateFields, late, value_of
 from ...engines.score import TERMS, PairScore, Piece, Points, Reader, Source, repeat_heads, working_dtype
@@ -56,7 +57,7 @@ class ConeSpace:
 
     @property
     def term(self) -> str:
-        return "umbral" if self.variant == "umbral" else "penumbral_squared" if self.squared else "penumbral"
+        return term_of(self.variant, self.squared)
 
     def own_statistics(self, height: Tensor) -> tuple[Tensor, ...]:
         """(h,) for umbral, (h², sqrt(r² - h²)) for penumbral, of heights at unit scale."""
@@ -69,9 +70,21 @@ class ConeSpace:
         floor = FLOOR * r**2
         return h**2, torch.sqrt(torch.maximum(r**2 - h**2, floor))
 
-    def head_parameters(self, heads: int) -> tuple[Tensor, ...]:
-        """() for umbral, (r²,) for penumbral, [H]."""
-        return () if self.variant == "umbral" else (((self.radius * self.weight) ** 2).expand(heads),)
+    def head_parameters(self, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...] | Late:
+        """() for umbral, (r²,) for penumbral, [H], late."""
+        if self.variant == "umbral":
+            return ()
+
+        def make():
+            own = self.working(dtype)
+            return (((own.radius * own.weight) ** 2).expand(heads),)
+
+        return late(make)
+
+
+def term_of(variant: str, squared: bool) -> str:
+    """The name of the score's term."""
+    return "umbral" if variant == "umbral" else "penumbral_squared" if squared else "penumbral"
 
 
 def per_head(statistic: Tensor, factor: Tensor) -> Tensor:
@@ -127,7 +140,7 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
         _definition(query, key, space),
         row=late(lambda: _distance(value_of(at), value_of(q))),
         column=late(lambda: _distance(value_of(at), value_of(k))),
-        head=late(lambda: value_of(at).head_parameters(query.shape[1])),
+        head=space.head_parameters(query.shape[1], working_dtype(query, key)),
         reader=reader,
     )
     square = late(lambda: value_of(at).gap_factor ** 2)
@@ -159,7 +172,7 @@ def cone_piece(
         _definition(query, key, space),
         row=late(row),
         column=late(lambda: (*_distance(value_of(at), value_of(k)), value_of(k).stretch, value_of(k).last)),
-        head=late(lambda: value_of(at).head_parameters(query.shape[1])),
+        head=space.head_parameters(query.shape[1], working_dtype(query, key)),
         gate=gate,
         reader=reader,
     )
@@ -180,11 +193,28 @@ def _distance(space: ConeSpace, side: Side) -> tuple[Tensor, ...]:
 
 def _reader(space: ConeSpace, on_product: bool) -> Reader | None:
     """How an engine reads vectors; it does not for expmap."""
-    if space.mapping not in READERS:
-        return None
-    flags = (space.variant == "penumbral", space.squared, space.clamp_heights, on_product)
-    cpp = f"cone::Vectors<{READERS[space.mapping]}, {', '.join(str(int(f)) for f in flags)}>"
-    return Reader(cpp, (space.gamma, space.radius))
+    cpp = _type(space.variant, space.mapping, space.squared, space.clamp_heights, on_product)
+    return cpp and Reader(cpp, (space.gamma, space.radius))
+
+
+def _type(variant: str, mapping: str, *flags: bool) -> str | None:
+    """The C++ type that reads vectors."""
+    flags = (variant == "penumbral", *flags)
+    return (
+        f"cone::Vectors<{READERS[mapping]}, {', '.join(str(int(f)) for f in flags)}>"
+        if mapping in READERS
+        else None
+    )
+
+
+@lru_cache(maxsize=64)
+def alone(
+    variant: str, mapping: str, squared: bool, clamp_heights: bool, gamma: float, radius: float
+) -> Alone | None:
+    """The cone score of a few queries, for checked numbers that hold for all heads and learn nothing."""
+    cpp = _type(variant, mapping, squared, clamp_heights, False)
+    head = () if variant == "umbral" else (radius**2 * (gamma if squared else gamma**2),)
+    return cpp and Alone(term_of(variant, squared), cpp, (gamma, radius), head)
 
 
 def _definition(query, key, space):

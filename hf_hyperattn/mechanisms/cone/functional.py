@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...engines import Options, attention
 from ..checks import check_choice, check_dropout, check_positive, check_qkv
 from .config import VARIANTS, check_pairing, resolve_mapping
-from .features import ConeSpace, cone_score
+from .features import ConeSpace, alone, cone_score
 from .points import MAPPINGS
 from .score import definition
 
@@ -58,7 +59,16 @@ def cone_attention(
     check_dropout(dropout_p)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = attention(cone_score(query, key, space), value, options, backend=backend)
+    out, numbers = None, (gamma, radius)
+    if (
+        backend in ("auto", "cpu")
+        and not torch.compiler.is_compiling()
+        and not any(map(torch.is_tensor, numbers))
+    ):
+        few = alone(variant, space.mapping, space.squared, space.clamp_heights, *map(float, numbers))
+        out = few and few.attend(query, key, value, options)
+    if out is None:
+        out, _ = attention(cone_score(query, key, space), value, options, backend=backend)
     return out.to(query.dtype)
 
 

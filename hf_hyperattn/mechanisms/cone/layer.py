@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...engines import working_dtype
-from ..base import Host, MechanismLayer, Plan
+from ..base import Host, HostCall, MechanismLayer, Plan
 from .config import ConeConfig
-from .features import ConeSpace, cone_piece, cone_score
+from .features import ConeSpace, alone, cone_piece, cone_score
 
 
 class ConeLayer(MechanismLayer):
@@ -38,6 +38,13 @@ class ConeLayer(MechanismLayer):
             return plan.change(score=score.plus(piece, points))
         score = score.weighted(1 - chosen.to(dtype))
         return plan.change(score=score.plus(piece.changed(capped=True), points))
+
+    def at_once(self, call: HostCall) -> Tensor | None:
+        if self.log_gamma is not None:
+            return None
+        c = self.config
+        found = alone(c.variant, c.resolved_mapping, c.squared, c.clamp_heights, c.gamma, c.radius)
+        return found and found.attend(call.query, call.key, call.value, call.options)
 
     def space(self, dtype: torch.dtype, device) -> ConeSpace:
         """The cone's parameters as they stand, in the working dtype."""
