@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from .layouts import ProjectedRoute
+from .layouts import ProjectedRoute, causal_decoder
 
 
 class BertRoute(ProjectedRoute):
@@ -29,7 +29,7 @@ class BertRoute(ProjectedRoute):
         self, hidden_states, attention_mask=None, encoder_hidden_states=None, past_key_values=None, **kwargs
     ):
         states = self.project_cached(hidden_states, encoder_hidden_states, past_key_values)
-        causal = bool(getattr(self, "is_decoder", False)) and encoder_hidden_states is None
+        causal = causal_decoder(self) and encoder_hidden_states is None
         return self.merge(*states, attention_mask, is_causal=causal, **kwargs)
 
 

@@ -13,6 +13,7 @@ How it is routed. Only `_attn` is replaced. Where the mask is None a square or o
 from __future__ import annotations
 
 import torch
+from transformers.utils import torch_float
 
 from .routing import AttentionRoute, intersect
 
@@ -66,7 +67,9 @@ class ImageGPTRoute(TriangleRoute):
         return self.reorder_and_upcast_attn
 
     def _attn(self, query, key, value, attention_mask=None):
-        scaling = value.shape[-1] ** -0.5 if self.scale_attn_weights else 1.0
+        root = value.shape[-1] ** 0.5
+        root = root if self.upcast_scores else torch_float(root)  # rounded down in Transformers 5.17
+        scaling = 1 / root if self.scale_attn_weights else 1.0
         if self.scale_attn_by_inverse_layer_idx:
             scaling = scaling / (self.layer_idx + 1)
         causal = not self.is_cross_attention

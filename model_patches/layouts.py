@@ -6,10 +6,22 @@ the family's own file.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
 from .routing import AttentionRoute
+
+
+def causal_decoder(module: torch.nn.Module) -> bool:
+    """Whether the module is a decoder's, and its file in Transformers hides the future from decoders.
+
+    It does not in megatron-bert, rembert and roformer of Transformers 5.17, nor in tapas of any: without a mask, their
+    decoders attend to everything, and a causal route would be another model.
+    """
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return bool(getattr(module, "is_decoder", False)) and any(hasattr(f, "create_causal_mask") for f in files)
 
 
 class ProjectedRoute(AttentionRoute):

@@ -8,7 +8,7 @@ How it is routed. Projections, rotation and cache are as in the stock; the mask 
 
 from __future__ import annotations
 
-from .layouts import ProjectedRoute
+from .layouts import ProjectedRoute, causal_decoder
 
 
 class RoFormerRoute(ProjectedRoute):
@@ -31,7 +31,7 @@ class RoFormerRoute(ProjectedRoute):
         own = encoder_hidden_states is None
         turned = rotate if own and sinusoidal_pos is not None else None
         states = self.project_cached(hidden_states, encoder_hidden_states, past_key_values, turned)
-        return self.merge(*states, attention_mask, is_causal=self.is_decoder and own, **kwargs)
+        return self.merge(*states, attention_mask, is_causal=causal_decoder(self) and own, **kwargs)
 
 
 ROUTES = {"RoFormerSelfAttention": RoFormerRoute}

@@ -24,11 +24,21 @@ def logits(model, **inputs):
     return model(**inputs).logits
 
 
+def sees_future(model) -> bool:
+    """Whether later tokens change earlier logits, as in some decoders of Transformers 5.17; a cache then does too."""
+    whole, first = ids()["input_ids"], ids()["input_ids"][:, :6]
+    return not torch.allclose(
+        logits(model, input_ids=whole)[:, :6], logits(model, input_ids=first), atol=TOLERANCE
+    )
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
 @pytest.mark.parametrize("pieces", [[1] * 11, [6, 5], [4, 1, 4, 2]], ids=["steps", "halves", "mixed"])
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_equal_one_call(name, pieces, implementation, calls):
     model = DECODERS[name]()
+    if sees_future(model):
+        pytest.skip(f"this Transformers lets {name} attend to the future")
     switch(model, "eager" if implementation == "eager" else model.config._attn_implementation)
     expected = logits(model, **ids())
     model_patches.serve(model)
@@ -55,7 +65,7 @@ def test_generate(name, side, calls):
     switch(model, NAME)
     assert torch.equal(model.generate(**inputs, **options), expected)
     assert calls
-    if name != "cpmant":
+    if name != "cpmant" and not sees_future(model):
         assert torch.equal(model.generate(**inputs, **options, use_cache=False), expected)
 
 
@@ -90,12 +100,19 @@ def test_beams(name, calls):
 def test_static_prefill_without_mask(calls):
     """The mask is None and there are more keys than queries: causal from the top left, also under alibi."""
     model = DECODERS["bloom"]()
-    expected = logits(model, **ids())
+    static = lambda: {
+        "past_key_values": StaticCache(config=model.config, max_cache_len=24),
+        "use_cache": True,
+    }
+    try:
+        expected = logits(model, **ids())
+        logits(model, **ids(), **static())
+    except RuntimeError:
+        pytest.skip("this BLOOM makes alibi for the tokens it is given, not for all keys of a static cache")
     model_patches.serve(model)
     switch(model, NAME)
     with torch.no_grad():
-        cache = StaticCache(config=model.config, max_cache_len=24)
-        out = model(**ids(), past_key_values=cache, use_cache=True)
+        out = model(**ids(), **static())
     keys = [call[3].shape[-1] for call in calls]
     assert keys == [24, 24] and all(call[1] is None for call in calls)
     assert (out.logits - expected).abs().max() <= TOLERANCE
