@@ -57,7 +57,7 @@ def complaints(seed: int) -> list[str]:
         noise = max(FLOOR, NOISE * (batch * n * m * width) ** 0.5)
         for name, g in grads.items():
             if g is not None:
-                many = 1 if g.dim() > 1 else 25  # numbers of heads multiply what is left with a whole score
+                many = 1 if g.dim() > 1 else 5  # numbers of heads multiply what is left with a whole score
                 off = slope_allowed * max(float(g.abs().max()), many * noise)
                 found += compare(f"gradient of {name}", slopes[name], g, off, STRAY)
         if found:
