@@ -298,10 +298,17 @@ def test_no_more_work_than_wanted(device):
 def operator_arguments(device, **changes):
     q, k, v = inputs(device, n=20, m=20)
     new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
-    named = {"query_factor": new(1, 2, 20), "key_factor": new(1, 2, 20)}
-    named |= {"row": new(2, 1, 2, 20), "column": new(2, 1, 2, 20), "head": torch.zeros(0, 2, device=device)}
+    named = {"row": new(1, 2, 20, 3), "column": new(1, 2, 20, 3), "head": torch.zeros(0, 2, device=device)}
     named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key", "points_scale"])
-    rest = {"spec": "umbral", "width": 15, "scale": 1.0, "is_causal": True, "window": None, "offset": 0}
+    rest = {
+        "spec": "umbral",
+        "factored": True,
+        "width": 15,
+        "scale": 1.0,
+        "is_causal": True,
+        "window": None,
+        "offset": 0,
+    }
     return tuple((named | rest | {"softcap": None, "dropout_p": 0.0} | changes).values()), (q, k, v)
 
 

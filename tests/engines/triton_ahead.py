@@ -19,12 +19,13 @@ from hf_hyperattn.engines.triton.compose import functions
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel for a chip: bytes of shared memory of a program, bytes of a thread that are not in registers."""
+    """A kernel for a chip: bytes of shared memory of a program; a thread's registers, and its bytes outside them."""
 
     kernel: str
     capability: int
     config: tuple
     shared: int
+    registers: int
     spilled: int
     ptx: str
 
@@ -47,16 +48,15 @@ def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=
     }
     plain |= {"dropout_p": 0.0, "is_causal": True, "width": d - ("umbral" in spec and factored)}
     return launch.Call(
-        query=new(1, heads, given.pop("queries", length), d, dtype=dtype),
+        query=new(1, heads, given.get("queries", length), d, dtype=dtype),
         key=new(1, kv_heads, length, d, dtype=dtype),
         value=new(1, kv_heads, length, dv, dtype=dtype),
-        query_factor=new(1, heads, length) if factored else None,
-        key_factor=new(1, kv_heads, length) if factored else None,
-        row=new(rows, 1, heads, length),
-        column=new(columns, 1, kv_heads, length),
+        row=new(1, heads, given.pop("queries", length), rows + factored),
+        column=new(1, kv_heads, length, columns + factored),
         head=new(parameters, heads),
         points=points if functions(spec).inexact else None,
         spec=spec,
+        factored=factored,
         scale=1.0 if factored else d**-0.5,
         **(plain | given),
     )
@@ -95,12 +95,12 @@ def compiled(kernel, capability, args, named):
         ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
     )
     config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
-    spilled = stack(made.asm["cubin"])
-    return Built(kernel.__name__, capability, config, made.metadata.shared, spilled, made.asm["ptx"])
+    numbers = made.metadata.shared, *usage(made.asm["cubin"])
+    return Built(kernel.__name__, capability, config, *numbers, made.asm["ptx"])
 
 
-def stack(cubin):
-    """Bytes a thread keeps outside registers."""
+def usage(cubin):
+    """Registers of a thread, and the bytes that it keeps outside them."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -108,7 +108,7 @@ def stack(cubin):
         said = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+    return tuple(int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
 
 
 def backward(made):

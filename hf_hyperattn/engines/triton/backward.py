@@ -10,11 +10,13 @@ import triton.language as tl
 
 from .forward import LENGTHS, reach
 from .tile import (
+    LOG2E,
     added,
     differences,
     in_reach,
     kept,
     load_parameters,
+    load_records,
     load_statistics,
     load_vectors,
     multiplied,
@@ -27,18 +29,20 @@ from .tile import (
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_query(
-    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, OUT, LSE, GRAD,
-    DELTA, D_Q, D_FACTOR_Q, D_ROW, D_HEAD,
+    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, OUT, LSE, GRAD,
+    RECORD, D_Q, D_ROW, D_HEAD,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
-    heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
+    heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_ROWS: tl.constexpr, D_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
+    D_ROWS: tl.constexpr, D_HEADS: tl.constexpr, D_FACTORS: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """D_Q [B, H, N, D], D_FACTOR_Q [B, H, N], D_ROW [D_ROWS, B, H, N], D_HEAD [D_HEADS, B, H, N] (by
-    rows, to be summed), and for the other kernel DELTA [B, H, N], the rows' sums of GRAD · OUT; float32, D_Q as Q.
+    """D_Q [B, H, N, D], D_ROW [B, H, N, D_ROWS + D_FACTORS], D_HEAD [D_HEADS, B, H, N] (by rows, to be summed);
+    float32, D_Q as Q. For the other kernel the last two numbers of RECORD [B, H, N, ROWS + FACTORS + 2]: LSE, with
+    FUSED to base 2, and the sums of GRAD · OUT. ROW and COLUMN are as in the forward kernel.
     """
     blocks = tl.cdiv(n, BM)
     number = tl.program_id(0)
@@ -53,21 +57,23 @@ def attention_backward_query(
 
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     q = load_vectors(q_start, i, width[None, :], q_strides[2], n, W, W < BD, False)
-    factor_q = None
-    if FACTOR_Q is not None:
-        factor_q = tl.load(FACTOR_Q + bh * n + i, mask=inside, other=0.0)
+    row = load_statistics(ROW + (bh * n + i) * (ROWS + FACTORS), inside, ROWS + FACTORS)
+    factor_q = row[ROWS] if FACTORS else None
     grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
     grad = load_vectors(grad_start, i, width_v[None, :], grad_strides[2], n, DV, DV < BDV, False)
     out = load_vectors(OUT + bh * n * DV, i, width_v[None, :], DV, n, DV, DV < BDV, False)
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
-    tl.store(DELTA + bh * n + i, delta, mask=inside)
-    lse = tl.load(LSE + bh * n + i, mask=inside, other=float("inf"))
-    row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, inside, ROWS)
+    lse = tl.load(LSE + bh * n + i, mask=inside, other=float("inf")) * (LOG2E if FUSED else 1.0)
+    record = RECORD + (bh * n + i) * (ROWS + FACTORS + 2) + ROWS + FACTORS
+    tl.store(record, lse, mask=inside)
+    tl.store(record + 1, delta, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
     key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
-    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
+    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (
+        COLUMNS + FACTORS
+    )
 
     d_q = tl.zeros([BM, BD], tl.float32)
     d_rows, d_heads = zeros(BM, D_ROWS), zeros(BM, D_HEADS)
@@ -78,11 +84,9 @@ def attention_backward_query(
             j = start + tl.arange(0, BN)[None, :]
             k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
             v = load_vectors(v_start, j, width_v[:, None], v_strides[2], m, DV, DV < BDV, EDGE == 0)
-            factor_k = None
-            if FACTOR_K is not None:
-                factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
-            dot = multiplied(product(q, k), scale, factor_q, factor_k)
-            column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
+            column = load_records(column_start, start, m, EDGE == 0, BN, COLUMNS + FACTORS, PACK)
+            factor_k = column[COLUMNS] if FACTORS else None
+            dot = multiplied(product(q, k), scale, factor_k, factor_q)
             gap, near = dot, False
             if INEXACT is not None:
                 doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
@@ -97,7 +101,7 @@ def attention_backward_query(
                 s = added(s, MASK, mask_strides, b, h, i, j, inside & (j < m), TRUTH)
             if EDGE == 1:
                 s = tl.where((j < m) & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-            p = weights(s, lse)
+            p = weights(s, lse, FUSED)
             d_p = product(grad, v)
             if SEED is not None:
                 d_p *= kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout) * (1 / (1 - dropout))
@@ -110,12 +114,14 @@ def attention_backward_query(
     place = bh * n + tl.arange(0, BM) + block * BM
     there = block * BM + tl.arange(0, BM) < n
     for index in tl.static_range(D_ROWS):
-        tl.store(D_ROW + index * row_step.to(tl.int64) + place, d_rows[index], mask=there)
+        tl.store(D_ROW + place * (D_ROWS + D_FACTORS) + index, d_rows[index], mask=there)
     for index in tl.static_range(D_HEADS):
         tl.store(D_HEAD + index * row_step.to(tl.int64) + place, d_heads[index], mask=there)
     d_q = multiplied(d_q, scale, None, None)
-    if FACTOR_Q is not None:
-        tl.store(D_FACTOR_Q + place, tl.sum(d_q * q, 1), mask=there)  # q has zeros beyond W
+    if D_FACTORS:
+        tl.store(
+            D_ROW + place * (D_ROWS + 1) + D_ROWS, tl.sum(d_q * q, 1), mask=there
+        )  # q has zeros beyond W
     d_q = tl.where(width[None, :] < W, multiplied(d_q, None, factor_q, None), 0.0)
     tl.store(D_Q + place[:, None] * D + width[None, :], d_q, mask=inside & (width[None, :] < D))
 
@@ -141,18 +147,19 @@ def queries_in_reach(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_key(
-    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
-    LSE, GRAD, DELTA, D_K, D_V, D_FACTOR_K, D_COLUMN,
+    Q, K, V, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, GRAD, RECORD, D_K, D_V, D_COLUMN,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
-    heads, n, m, column_heads, row_step, column_step, column_out, offset, window, scale, softcap, dropout,
+    heads, n, m, column_heads, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, D_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
+    D_COLUMNS: tl.constexpr, D_FACTORS: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """D_K [B, H, M, D], D_V [B, H, M, DV], D_FACTOR_K [B, H, M], D_COLUMN [D_COLUMNS, B, H, M]: for shared keys one for
-    each query head, to be summed. Tiles lie with keys down and queries across, as the products that follow need them.
+    """D_K [B, H, M, D], D_V [B, H, M, DV], D_COLUMN [B, H, M, D_COLUMNS + D_FACTORS]: for shared keys one for each
+    query head, to be summed. RECORD is what the other kernel left. Tiles lie with keys down and queries across, as the
+    products that follow need them.
     """
     blocks = tl.cdiv(m, BN)
     number = tl.program_id(0)
@@ -169,12 +176,10 @@ def attention_backward_key(
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
     k = load_vectors(k_start, j, width[None, :], k_strides[2], m, W, W < BD, False)
     v = load_vectors(v_start, j, width_v[None, :], v_strides[2], m, DV, DV < BDV, False)
-    factor_k = None
-    if FACTOR_K is not None:
-        factor_k = tl.load(FACTOR_K + key_line + j, mask=inside, other=0.0)
     head = load_parameters(HEAD, h, heads, HEADS)
-    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
-    column = load_statistics(column_start, column_step.to(tl.int64), j, inside, COLUMNS)
+    column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
+    column = load_statistics(COLUMN + (column_line + j) * (COLUMNS + FACTORS), inside, COLUMNS + FACTORS)
+    factor_k = column[COLUMNS] if FACTORS else None
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     grad_start = GRAD + b.to(tl.int64) * grad_strides[0] + h.to(tl.int64) * grad_strides[1]
 
@@ -188,13 +193,12 @@ def attention_backward_key(
                 i = start + tl.arange(0, BM)[None, :]
                 q = load_vectors(q_start, i, width[:, None], q_strides[2], n, D, D < BD, False)
                 grad = load_vectors(grad_start, i, width_v[:, None], grad_strides[2], n, DV, DV < BDV, False)
-                factor_q = None
-                if FACTOR_Q is not None:
-                    factor_q = tl.load(FACTOR_Q + bh * n + i, mask=i < n, other=0.0)
+                row = load_records(
+                    RECORD + bh * n * (ROWS + FACTORS + 2), start, n, False, BM, ROWS + FACTORS + 2, PACK
+                )
+                factor_q = row[ROWS] if FACTORS else None
+                lse, delta = tl.where(i < n, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, i < n, ROWS)
-                lse = tl.load(LSE + bh * n + i, mask=i < n, other=float("inf"))
-                delta = tl.load(DELTA + bh * n + i, mask=i < n, other=0.0)
                 gap, near = dot, False
                 if INEXACT is not None:
                     doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (i < n)
@@ -209,7 +213,7 @@ def attention_backward_key(
                     s = added(s, MASK, mask_strides, b, h, i, j, inside & (i < n), TRUTH)
                 if EDGE == 1:
                     s = tl.where(in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-                p = weights(s, lse)
+                p = weights(s, lse, FUSED)
                 d_p = product(v, grad)
                 if SEED is not None:
                     factor = kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout) * (1 / (1 - dropout))
@@ -227,10 +231,12 @@ def attention_backward_key(
     place = line + block * BN + tl.arange(0, BN)
     there = block * BN + tl.arange(0, BN) < m
     for index in tl.static_range(D_COLUMNS):
-        tl.store(D_COLUMN + index * column_out.to(tl.int64) + place, d_columns[index], mask=there)
+        tl.store(D_COLUMN + place * (D_COLUMNS + D_FACTORS) + index, d_columns[index], mask=there)
     d_k = multiplied(d_k, scale, None, None)
-    if FACTOR_K is not None:
-        tl.store(D_FACTOR_K + place, tl.sum(d_k * k, 1), mask=there)  # k has zeros beyond W
+    if D_FACTORS:
+        tl.store(
+            D_COLUMN + place * (D_COLUMNS + 1) + D_COLUMNS, tl.sum(d_k * k, 1), mask=there
+        )  # k: zeros beyond W
     d_k = tl.where(width[None, :] < W, multiplied(d_k, None, factor_k, None), 0.0)
     tl.store(D_K + (line + j) * D + width[None, :], d_k, mask=inside & (width[None, :] < D))
     tl.store(D_V + (line + j) * DV + width_v[None, :], d_v, mask=inside & (width_v[None, :] < DV))

@@ -17,14 +17,16 @@ from .tile import (
     in_reach,
     kept,
     load_parameters,
+    load_records,
     load_statistics,
     load_vectors,
     multiplied,
     product,
+    weights,
 )
 
 #: Numbers that change from call to call, as lengths do in decoding: one compiled kernel serves them all.
-LENGTHS = ["n", "m", "row_step", "column_step", "column_out", "offset", "window"]
+LENGTHS = ["n", "m", "row_step", "offset", "window"]
 
 
 @triton.jit
@@ -45,20 +47,23 @@ def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, FACTOR_Q, FACTOR_K, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
+    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
     OUT, LSE, SUM,
     q_strides, k_strides, v_strides, mask_strides, bias_strides,
-    heads, n, m, column_heads, row_step, column_step, offset, window, scale, softcap, dropout,
+    heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
-    PACKED: tl.constexpr, PARTS: tl.constexpr,
+    PACKED: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H, N, DV] and LSE [B, H, N], float32, rows that see nothing 0 and +inf.
 
     With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
+    ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M, COLUMNS + FACTORS] end in what vectors are multiplied
+    with, where FACTORS is 1. SHARED: heads that share a key share its statistics. With FUSED, maxima are of logits to
+    base 2.
     """
     lines = n * GROUP if PACKED else n
     blocks = tl.cdiv(lines, BM)
@@ -84,23 +89,23 @@ def attention_forward(
     q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
     pointers = q_start + i.to(tl.int64) * q_strides[2] + width[None, :]
     q = tl.load(pointers, mask=inside & (width[None, :] < W), other=0.0)  # zeros keep out what is beyond W
-    factor_q = None
-    if FACTOR_Q is not None:
-        factor_q = tl.load(FACTOR_Q + bh * n + i, mask=inside, other=0.0)
-    row = load_statistics(ROW + bh * n, row_step.to(tl.int64), i, inside, ROWS)
+    row = load_statistics(ROW + (bh * n + i) * (ROWS + FACTORS), inside, ROWS + FACTORS)
+    factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
     key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
     # a statistic of keys has as many heads as keys or as queries
-    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
+    column_head = kv if SHARED else h // (heads // column_heads)
+    column_start = COLUMN + (b * column_heads + column_head).to(tl.int64) * m * (COLUMNS + FACTORS)
+    base_2 = LOG2E if FUSED else 1.0
 
     total = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     if SINKS is not None:
         if part == 0:
-            top = tl.sum(tl.load(SINKS + h + line * 0).to(tl.float32), 1)
+            top = tl.sum(tl.load(SINKS + h + line * 0).to(tl.float32), 1) * base_2
             weight += 1.0
 
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
@@ -113,11 +118,12 @@ def attention_forward(
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             j = start + tl.arange(0, BN)[None, :]
             k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
-            factor_k = None
-            if FACTOR_K is not None:
-                factor_k = tl.load(FACTOR_K + key_line + j, mask=j < m, other=0.0)
-            dot = multiplied(product(q, k), scale, factor_q, factor_k)
-            column = load_statistics(column_start, column_step.to(tl.int64), j, j < m, COLUMNS)
+            if SHARED or not PACKED:
+                column = load_records(column_start, start, m, EDGE == 0, BN, COLUMNS + FACTORS, PACK)
+            else:
+                column = load_statistics(column_start + j * (COLUMNS + FACTORS), j < m, COLUMNS + FACTORS)
+            factor_k = column[COLUMNS] if FACTORS else None
+            dot = multiplied(product(q, k), scale, factor_k, factor_q)
             gap, near = dot, False
             if INEXACT is not None:
                 doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
@@ -132,10 +138,10 @@ def attention_forward(
                 s = added(s, MASK, mask_strides, b, h, i, j, inside & (j < m), TRUTH)
             if EDGE == 1:
                 s = tl.where((j < m) & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, 1))
+            new = tl.maximum(top, tl.max(s, 1) * base_2)
             base = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2((s - base[:, None]) * LOG2E)
-            shrink = tl.exp2((top - base) * LOG2E)
+            p = weights(s, base[:, None], FUSED)
+            shrink = tl.exp2((top - base) * (LOG2E / base_2))
             weight = weight * shrink + tl.sum(p, 1)
             if SEED is not None:
                 p *= kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout)
@@ -152,26 +158,27 @@ def attention_forward(
         tl.store(SUM + place, weight, mask=there)
     else:
         total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
-        top = tl.where(weight > 0, top + tl.log(weight), float("inf"))
+        top = tl.where(weight > 0, top / base_2 + tl.log(weight), float("inf"))
     tl.store(LSE + place, top, mask=there)
     out = OUT + place[:, None] * DV + width_v[None, :]
     tl.store(out, total, mask=inside & (width_v[None, :] < DV))
 
 
 @triton.jit
-def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, DV: tl.constexpr,
+def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, FUSED: tl.constexpr, DV: tl.constexpr,
             BP: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
     """OUT and LSE of one row from its parts."""
     place = tl.program_id(0).to(tl.int64)
     parts, width = tl.arange(0, BP).to(tl.int64), tl.arange(0, BDV)
     tops = tl.load(PART_TOP + parts * row_step + place, mask=parts < PARTS, other=float("-inf"))
-    weights = tl.load(SUM + parts * row_step + place, mask=parts < PARTS, other=0.0)
+    sums = tl.load(SUM + parts * row_step + place, mask=parts < PARTS, other=0.0)
+    base_2 = LOG2E if FUSED else 1.0
     top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    shrink = tl.exp2((tops - base) * LOG2E)
-    weight = tl.sum(weights * shrink, 0)
+    shrink = tl.exp2((tops - base) * (LOG2E / base_2))
+    weight = tl.sum(sums * shrink, 0)
     pointers = PART_OUT + (parts * row_step + place)[:, None] * DV + width[None, :]
     there = (parts < PARTS)[:, None] & (width < DV)[None, :]
     total = tl.sum(tl.load(pointers, mask=there, other=0.0) * shrink[:, None], 0)
     tl.store(OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV)
-    tl.store(LSE + place, tl.where(weight > 0, base + tl.log(weight), float("inf")))
+    tl.store(LSE + place, tl.where(weight > 0, base / base_2 + tl.log(weight), float("inf")))

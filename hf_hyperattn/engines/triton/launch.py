@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    query_factor: Tensor | None
-    key_factor: Tensor | None
     row: Tensor
     column: Tensor
     head: Tensor
@@ -44,6 +41,7 @@ class Call:
     seed: Tensor | None
     points: tuple[Tensor, Tensor, Tensor] | None
     spec: str
+    factored: bool
     width: int
     scale: float
     is_causal: bool
@@ -55,7 +53,7 @@ class Call:
     def __post_init__(self):
         self.query, self.key, self.value = map(lined, (self.query, self.key, self.value))
         # of all else kernels know no strides
-        for name in ("query_factor", "key_factor", "row", "column", "head", "sinks"):
+        for name in ("row", "column", "head", "sinks"):
             t = getattr(self, name)
             setattr(self, name, None if t is None else t.contiguous())
         self.points = self.points and tuple(t.contiguous() for t in self.points)
@@ -70,6 +68,12 @@ class Call:
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return 0 in (self.batch, self.heads, self.n, self.m, self.dv)
+
+    @property
+    def fused(self) -> bool:
+        """See `tile.weights`: not beside numbers that are added, of which -3.4e38 may be all that a row sees."""
+        added = self.bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
+        return not added and not INTERPRETED.value
 
     @property
     def size(self) -> tuple[int, int]:
@@ -87,8 +91,6 @@ class Call:
             "Q": self.query,
             "K": self.key,
             "V": self.value,
-            "FACTOR_Q": self.query_factor,
-            "FACTOR_K": self.key_factor,
             "ROW": self.row,
             "COLUMN": self.column,
             "HEAD": self.head,
@@ -106,9 +108,7 @@ class Call:
             "heads": self.heads,
             "n": self.n,
             "m": self.m,
-            "column_heads": self.column.shape[2],
-            "row_step": self.batch * self.heads * self.n,
-            "column_step": self.batch * self.column.shape[2] * self.m,
+            "column_heads": self.column.shape[1],
             "offset": self.offset,
             "window": self.window or 0,
             "scale": None if self.scale == 1 else self.scale,
@@ -117,9 +117,11 @@ class Call:
             "SCORE": made.score,
             "INEXACT": made.inexact if self.points else None,
             "NOISE": noise(self.d, self.query.element_size()),
-            "ROWS": self.row.shape[0],
-            "COLUMNS": self.column.shape[0],
+            "ROWS": self.row.shape[-1] - self.factored,
+            "COLUMNS": self.column.shape[-1] - self.factored,
             "HEADS": self.head.shape[0],
+            "FACTORS": int(self.factored),
+            "FUSED": self.fused,
             "D": self.d,
             "W": self.width,
             "DV": self.dv,
@@ -133,8 +135,10 @@ class Call:
             "BDV": padded(self.dv),
         }
 
-    def run(self, name: str, kernel, lines: tuple[int, int, int], block: str, arguments: dict) -> None:
-        """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads."""
+    def run(self, name: str, kernel, lines: tuple[int, int, int], arguments: dict, numbers: int) -> None:
+        """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads; the lines that it
+        walks over have so many numbers.
+        """
         given = (self.window, self.mask, self.bias, self.seed)
         kind = (
             *(name, self.spec, self.size, self.query.dtype, self.value.dtype, self.query.device),
@@ -142,9 +146,11 @@ class Call:
         )
 
         def launch(config: Config) -> None:
-            grid = (triton.cdiv(lines[2], getattr(config, block)) * lines[0] * lines[1],)
+            own, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
+            grid = (triton.cdiv(lines[2], own) * lines[0] * lines[1],)
             kernel[grid](
                 **arguments,
+                PACK=pack(numbers, other, config.warps),
                 BM=config.rows,
                 BN=config.columns,
                 num_warps=config.warps,
@@ -152,6 +158,13 @@ class Call:
             )
 
         tuned(kind, configs(name, *self.size), launch)
+
+
+def pack(numbers: int, lines: int, warps: int) -> int:
+    """In how wide a tile the numbers of so many lines are read: where it has less elements than there are threads, the
+    compiler reads number by number after all.
+    """
+    return min(16, max(2, triton.next_power_of_2(max(1, numbers)), 32 * warps // lines))
 
 
 def noise(width: int, item: int) -> float:
@@ -181,14 +194,15 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = like.new_empty(shape, dtype=torch.float32)
     if call.empty:
         return out.zero_(), lse.fill_(float("inf"))
-    arguments = call.numbers() | {"SINKS": call.sinks}
+    arguments = call.numbers() | {"SINKS": call.sinks, "row_step": lse.numel()}
+    arguments["SHARED"] = call.column.shape[1] == call.kv_heads
     lines = call.n * call.heads // call.kv_heads
     with on(like.device):
         if lines <= FEW and call.m >= 2 * PART:
             split(call, arguments, lines, out, lse)
         else:
             arguments |= {"OUT": out, "LSE": lse, "SUM": None, "PACKED": False, "PARTS": 1}
-            call.run("forward", attention_forward, shape, "rows", arguments)
+            call.run("forward", attention_forward, shape, arguments, call.column.shape[-1])
     return out, lse
 
 
@@ -202,7 +216,10 @@ def split(call: Call, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> 
         target = (out.new_empty(parts, *out.shape), *(lse.new_empty(parts, *lse.shape) for _ in range(2)))
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
     columns, stages = few(*call.size)
-    attention_forward[(blocks * parts,)](**arguments, BM=rows, BN=columns, num_warps=4, num_stages=stages)
+    wide = pack(call.column.shape[-1], columns, 4)
+    attention_forward[(blocks * parts,)](
+        **arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages
+    )
     if parts > 1:
         combine[(lse.numel(),)](
             out,
@@ -212,6 +229,7 @@ def split(call: Call, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> 
             target[1],
             lse.numel(),
             PARTS=parts,
+            FUSED=call.fused,
             DV=call.dv,
             BP=triton.next_power_of_2(parts),
             BDV=arguments["BDV"],
@@ -228,55 +246,56 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 def backward(
     call: Call, grad: Tensor, out: Tensor, lse: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, their factors, row, column and head; of the last three as far as wanted; empty
-    where there are none.
-    """
+    """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
-    made, group = call.functions, call.heads // call.kv_heads
+    made, factors = call.functions, int(call.factored)
     new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
-    own = None if group == 1 else torch.float32  # for shared keys one sum of each query head
+    own = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
     d_query = torch.empty_like(call.query, memory_format=torch.contiguous_format)
     d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=own) for t in (call.key, call.value))
-    d_factor_q = new(0) if call.query_factor is None else new(*shape)
-    d_factor_k = new(0) if call.key_factor is None else new(*key_shape)
-    d_row = new(len(made.rows) * wanted[0], *shape)
-    d_column = new(len(made.columns) * wanted[1], *key_shape)
+    d_row = new(*shape, (len(made.rows) + factors) * wanted[0])
+    d_column = new(*key_shape, (len(made.columns) + factors) * wanted[1])
     d_head = new(call.head.shape[0] * wanted[2], *shape)
     if call.empty:
-        for t in (d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head):
+        for t in (d_query, d_key, d_value, d_row, d_column, d_head):
             t.zero_()
     else:
-        shared = call.numbers() | {"LSE": lse, "GRAD": grad, "DELTA": new(*shape), "PULL": made.pull}
-        shared["grad_strides"] = grad.stride()[:3]
-        rows = {"OUT": out, "D_Q": d_query, "D_FACTOR_Q": d_factor_q, "D_ROW": d_row, "D_HEAD": d_head}
-        rows |= {"D_ROWS": d_row.shape[0], "D_HEADS": d_head.shape[0]}
-        columns = {"D_K": d_key, "D_V": d_value, "D_FACTOR_K": d_factor_k, "D_COLUMN": d_column}
-        columns |= {"D_COLUMNS": d_column.shape[0], "column_out": math.prod(key_shape)}
+        # of each query: its statistics, its factor, and what the first kernel leaves there for the second
+        record = new(*shape, call.row.shape[-1] + 2)
+        record[..., :-2] = call.row
+        shared = call.numbers() | {"GRAD": grad, "grad_strides": grad.stride()[:3], "PULL": made.pull}
+        rows = {"ROW": call.row, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
+        rows |= {"D_ROWS": len(made.rows) * wanted[0], "D_FACTORS": factors * wanted[0]}
+        rows |= {"D_HEADS": d_head.shape[0], "row_step": lse.numel()}
+        columns = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
+        columns |= {"D_COLUMNS": len(made.columns) * wanted[1], "D_FACTORS": factors * wanted[1]}
+        shared["RECORD"] = record
         with on(call.query.device):
-            call.run("query", attention_backward_query, shape, "rows", shared | rows)
-            call.run("key", attention_backward_key, key_shape, "columns", shared | columns)
-    d_key, d_value, d_factor_k = (
-        shared_sum(t, call.kv_heads, 1).to(like.dtype)
-        for t, like in ((d_key, call.key), (d_value, call.value), (d_factor_k, d_factor_k))
+            call.run("query", attention_backward_query, shape, shared | rows, call.column.shape[-1])
+            del shared["ROW"]
+            call.run("key", attention_backward_key, key_shape, shared | columns, record.shape[-1])
+    d_key, d_value = (
+        shared_sum(t, call.kv_heads).to(like.dtype) for t, like in ((d_key, call.key), (d_value, call.value))
     )
-    d_column = shared_sum(d_column, call.column.shape[2], 2)
+    d_column = shared_sum(d_column, call.column.shape[1])
     if wanted[0]:
         d_row = spread(d_row, made.rows, call.row)
     if wanted[1]:
         d_column = spread(d_column, made.columns, call.column)
-    return d_query, d_key, d_value, d_factor_q, d_factor_k, d_row, d_column, d_head.sum((1, 3))
+    return d_query, d_key, d_value, d_row, d_column, d_head.sum((1, 3))
 
 
-def shared_sum(t: Tensor, heads: int, axis: int) -> Tensor:
-    """Summed over the query heads, along `axis`, that share one of `heads`."""
-    return t if t.dim() == 1 or t.shape[axis] == heads else t.unflatten(axis, (heads, -1)).sum(axis + 1)
+def shared_sum(t: Tensor, heads: int) -> Tensor:
+    """Summed over the query heads [B, H, ...] that share one of `heads`."""
+    return t if t.shape[1] == heads else t.unflatten(1, (heads, -1)).sum(2)
 
 
 def spread(found: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
-    """Gradients of the statistics that have one among zeros for the others."""
-    if len(moving) == len(like):
+    """Gradients of the statistics that have one, and of a factor after them, among zeros for the others."""
+    if found.shape[-1] == like.shape[-1]:
         return found
+    factor = [like.shape[-1] - 1] * (found.shape[-1] - len(moving))
     full = torch.zeros_like(like)
-    full[list(moving)] = found
+    full[..., [*moving, *factor]] = found
     return full

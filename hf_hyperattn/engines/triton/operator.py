@@ -14,8 +14,6 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_factor: Tensor | None,
-    key_factor: Tensor | None,
     row: Tensor,
     column: Tensor,
     head: Tensor,
@@ -27,6 +25,7 @@ def attention(
     points_key: Tensor | None,
     points_scale: Tensor | None,
     spec: str,
+    factored: bool,
     width: int,
     scale: float,
     is_causal: bool,
@@ -41,14 +40,14 @@ def attention(
         query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `Source`.
         key: [B, Hkv, M, d].
         value: [B, Hkv, M, dv].
-        query_factor, key_factor: what queries [B, H, N] and keys [B, Hkv, M] are multiplied with, float32.
-        row, column, head: all statistics of queries [r, B, H, N] and of keys [c, B, H or Hkv, M], all parameters and
+        row, column, head: all statistics of queries [B, H, N, r] and of keys [B, H or Hkv, M, c], all parameters and
             gates [p, H], piece by piece, float32.
         mask, bias: as in `Options`, four axes, without gradient.
         sinks: [H].
         seed: of dropout, int64 [1].
         points_query, points_key, points_scale: as in `Points`, where differences may be asked for.
         spec: the score's terms.
+        factored: whether the last number in `row` and `column` is what the vectors are multiplied with.
         width: of each vector this many numbers count for the product.
         scale: what all products are multiplied with.
         is_causal, window, offset, softcap, dropout_p: as in `Options`.
@@ -57,8 +56,8 @@ def attention(
 
     points = None if points_query is None else (points_query, points_key, points_scale)
     call = launch.Call(
-        *(query, key, value, query_factor, key_factor, row, column, head, mask, bias, sinks, seed, points),
-        *(spec, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
+        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.forward(call)
 
@@ -80,8 +79,6 @@ def attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_factor: Tensor | None,
-    key_factor: Tensor | None,
     row: Tensor,
     column: Tensor,
     head: Tensor,
@@ -95,6 +92,7 @@ def attention_backward(
     wanted_column: bool,
     wanted_head: bool,
     spec: str,
+    factored: bool,
     width: int,
     scale: float,
     is_causal: bool,
@@ -102,16 +100,14 @@ def attention_backward(
     offset: int,
     softcap: float | None,
     dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, their factors, row, column and head; of the last three as far as wanted; empty
-    where there are none.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
     from . import launch
 
     points = None if points_query is None else (points_query, points_key, points_scale)
     call = launch.Call(
-        *(query, key, value, query_factor, key_factor, row, column, head, mask, bias, None, seed, points),
-        *(spec, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(query, key, value, row, column, head, mask, bias, None, seed, points),
+        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.backward(call, grad, out, lse, (wanted_row, wanted_column, wanted_head))
 
@@ -124,8 +120,6 @@ def _(
     query,
     key,
     value,
-    f,
-    g,
     row,
     column,
     head,
@@ -140,30 +134,30 @@ def _(
     by_head,
     *_,
 ):
-    wanted = zip((row, column, head), (by_row, by_column, by_head), strict=True)
+    nothing = (*row.shape[:3], 0), (*column.shape[:3], 0), (0, head.shape[1])
+    wanted = zip((row, column, head), (by_row, by_column, by_head), nothing, strict=True)
     return (
         *(t.new_empty(t.shape) for t in (query, key, value)),
-        *(lse.new_empty(0) if t is None else lse.new_empty(t.shape) for t in (f, g)),
-        *(t.new_empty(t.shape) if w else t.new_empty(0, *t.shape[1:]) for t, w in wanted),
+        *(t.new_empty(t.shape if w else nothing) for t, w, nothing in wanted),
     )
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.rest = inputs[:15], inputs[15:]
-    sinks = tensors[10]
+    tensors, ctx.rest = inputs[:13], inputs[13:]
+    sinks = tensors[8]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, *tensors[:10], *tensors[11:], sinks)
+    ctx.save_for_backward(*output, *tensors[:8], *tensors[9:], sinks)
 
 
 def _pullback(ctx, grad, _grad_lse):
     out, lse, *tensors, sinks = ctx.saved_tensors
     needs, d_sinks = ctx.needs_input_grad, None
-    found = attention_backward(grad, out, lse, *tensors, *needs[5:8], *ctx.rest)
-    if needs[10]:
+    found = attention_backward(grad, out, lse, *tensors, *needs[3:6], *ctx.rest)
+    if needs[8]:
         weight = torch.exp(sinks[:, None] - lse)
         d_sinks = -(weight * (grad * out).sum(-1)).sum((0, 2))
     main = [g if need else None for g, need in zip(found, needs)]
-    return *main, None, None, d_sinks, *[None] * (len(needs) - 11)
+    return *main, None, None, d_sinks, *[None] * (len(needs) - 9)
 
 
 attention.register_autograd(_pullback, setup_context=_save)

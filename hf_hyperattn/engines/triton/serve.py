@@ -44,23 +44,27 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         query, key = query.float(), key.float()
     (batch, heads, n, m), kv_heads, device = score.shape, key.shape[1], query.device
     row, column, head = score.numbers()
+    factored = source.row is not None or source.column is not None
+    if factored:
+        new = lambda *shape: torch.ones(shape, device=device)
+        row = [*row, new(batch, heads, n) if source.row is None else source.row]
+        column = [*column, new(batch, kv_heads, m) if source.column is None else source.column]
     if any(t.shape[1] != kv_heads for t in column):
         column = [repeat_heads(t, heads) for t in column]
     out, _ = attention(
         query,
         key,
         value if value.dtype in DTYPES else value.float(),
-        None if source.row is None else source.row.float().contiguous(),
-        None if source.column is None else source.column.float().contiguous(),
-        packed(row, device, (batch, heads, n)),
-        packed(column, device, (batch, kv_heads, m)),
-        packed(head, device, (heads,)),
+        packed(row, -1, (batch, heads, n, 0), device),
+        packed(column, -1, (batch, kv_heads, m, 0), device),
+        packed(head, 0, (0, heads), device),
         options.mask,
         options.bias,
         options.sinks,
         torch.randint(2**62, (1,), device=device) if options.dropout_p else None,
         *points,
         score.spec,
+        factored,
         query.shape[-1] if source.width is None else source.width,
         float(source.scale),
         options.is_causal,
@@ -78,11 +82,9 @@ def source_of(score: PairScore) -> Source:
     return raw if raw is not None else Source(score.query, score.key, 1.0, (score.query, score.key))
 
 
-def packed(numbers: list[Tensor], device: torch.device, shape: tuple[int, ...]) -> Tensor:
-    """Statistics one after the other, [count, *shape], float32."""
-    if not numbers:
-        return torch.empty(0, *shape, device=device)
-    return torch.stack([t.float() for t in numbers])
+def packed(numbers: list[Tensor], axis: int, none: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers as float32 along a new axis; where there are none, an empty tensor of that shape."""
+    return torch.stack([t.float() for t in numbers], axis) if numbers else torch.empty(none, device=device)
 
 
 def interpreted() -> bool:

@@ -47,11 +47,71 @@ def load_vectors(
 
 
 @triton.jit
-def load_statistics(start, stride, number, there, COUNT: tl.constexpr):
-    """A tuple of statistics, each `stride` after the one before."""
+def load_statistics(pointers, there, COUNT: tl.constexpr):
+    """A tuple of the COUNT numbers that lie side by side from each pointer on."""
     found = ()
     for index in tl.static_range(COUNT):
-        found = found + (tl.load(start + index * stride + number, mask=there, other=0.0),)
+        found = found + (tl.load(pointers + index, mask=there, other=0.0),)
+    return found
+
+
+@triton.jit
+def split_in_2(t, N: tl.constexpr):
+    """The columns of [N, 2], each [N]."""
+    return tl.split(tl.reshape(t, (N, 2)))
+
+
+@triton.jit
+def split_in_4(t, N: tl.constexpr):
+    """As split_in_2."""
+    even, odd = tl.split(tl.reshape(t, (N, 2, 2)))
+    a, c = split_in_2(even, N)
+    b, d = split_in_2(odd, N)
+    return a, b, c, d
+
+
+@triton.jit
+def split_in_8(t, N: tl.constexpr):
+    """As split_in_2."""
+    even, odd = tl.split(tl.reshape(t, (N, 4, 2)))
+    a, c, e, g = split_in_4(even, N)
+    b, d, f, h = split_in_4(odd, N)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def split_in_16(t, N: tl.constexpr):
+    """As split_in_2."""
+    even, odd = tl.split(tl.reshape(t, (N, 8, 2)))
+    a, c, e, g, i, k, m, o = split_in_8(even, N)
+    b, d, f, h, j, l, n, p = split_in_8(odd, N)  # noqa: E741
+    return a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p
+
+
+@triton.jit
+def load_records(
+    start, first, lines, INSIDE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr
+):
+    """The COUNT numbers that belong to each of the N lines from `first` on, as a tuple of [1, N].
+
+    They are read as one tile [N, PACK], PACK a power of two. Number by number, the compiler would have every thread
+    copy all that it will need, for each number as many words as the tile has columns in a thread: a third of all
+    instructions.
+    """
+    line, place = first + tl.arange(0, N), tl.arange(0, PACK)
+    there = (place < COUNT)[None, :] & ((line < lines) | INSIDE)[:, None]
+    tile = tl.load(start + line.to(tl.int64)[:, None] * COUNT + place[None, :], mask=there, other=0.0)
+    if PACK == 2:
+        parts = split_in_2(tile, N)
+    elif PACK == 4:
+        parts = split_in_4(tile, N)
+    elif PACK == 8:
+        parts = split_in_8(tile, N)
+    else:
+        parts = split_in_16(tile, N)
+    found = ()
+    for index in tl.static_range(COUNT):
+        found = found + (parts[index][None, :],)
     return found
 
 
@@ -148,6 +208,10 @@ def tanh(x):
 
 
 @triton.jit
-def weights(s, lse):
-    """exp(s - lse); 0 in rows that see nothing, whose `lse` is +inf."""
-    return tl.exp2((s - lse) * LOG2E)
+def weights(s, lse, FUSED: tl.constexpr):
+    """exp(s - lse), of FUSED the lse is one to base 2; 0 in rows that see nothing, whose `lse` is +inf.
+
+    FUSED is one operation less for each pair, but has no answer where all that a row sees is -3.4e38, as additive masks
+    may have it.
+    """
+    return tl.exp2(s * LOG2E - lse) if FUSED else tl.exp2((s - lse) * LOG2E)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
 
-TINY = tl.constexpr(1e-24)  # of a square whose root is taken
 SMALLEST = tl.constexpr(1e-6)  # of a distance or height that is divided by
 
 
@@ -39,20 +38,19 @@ def _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k):
 @triton.jit
 def _umbral(gap, hq, hk):
     u = hq - hk
-    square = tl.maximum(tl.maximum(gap, u * u), TINY)
+    square = tl.maximum(gap, u * u + SMALLEST * SMALLEST)
     return -(hq + (hk + square * tl.rsqrt(square)))
 
 
 @triton.jit
 def _umbral_pull(grad, gap, hq, hk):
-    """Gradients of the gap and of both heights; sign(0) = 0 at ties."""
+    """Gradients of the gap and of both heights; u / |u| is 0 at ties."""
     u = hq - hk
-    apart = gap > u * u
-    root = tl.minimum(tl.rsqrt(tl.maximum(tl.maximum(gap, u * u), TINY)), 1 / SMALLEST)
-    d_gap = tl.where(apart, -0.5 * grad * root, 0.0)
-    sign = tl.where(u > 0, 1.0, 0.0) - tl.where(u < 0, 1.0, 0.0)
-    d_u = tl.where(apart, 0.0, -grad * sign)
-    return d_gap, d_u - grad, -(d_u + grad)
+    least = u * u + SMALLEST * SMALLEST
+    apart = gap > least
+    d_w = -grad * tl.rsqrt(tl.maximum(gap, least))
+    d_u = tl.where(apart, 0.0, d_w * u)
+    return tl.where(apart, 0.5 * d_w, 0.0), d_u - grad, -(d_u + grad)
 
 
 @triton.jit
