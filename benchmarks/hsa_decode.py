@@ -20,7 +20,7 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.kept import attend_kept
+from hf_hyperattn.mechanisms.hsa.following import attend_following
 from hf_hyperattn.mechanisms.hsa.key import attend, key_tied
 from hf_hyperattn.mechanisms.hsa.store import Keep
 
@@ -62,7 +62,7 @@ class Step:
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
         asked = {"offset": store.exact[0].length - 1, "scale": self.args.dim**-0.5, **rule}
         if store.forgetful:
-            return attend_kept(self.query, store, **asked, sink_logit=None)
+            return attend_following(self.query, store, **asked, sink_logit=None)
         return attend(self.query, levels, refine_top_k=self.top_k, is_causal=True, **asked)
 
     def held(self) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
+from hf_hyperattn.mechanisms.hsa.following import attend_following
+from hf_hyperattn.mechanisms.hsa.kept import attend_kept
+from hf_hyperattn.mechanisms.hsa.store import Keep, Store
 from tests.integration.models import llama, perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -302,3 +306,38 @@ def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
     plain = model.generate(ids, use_cache=False, **how)
     cache = HierarchicalCache(model, evict=evict)
     assert torch.equal(model.generate(ids, past_key_values=cache, **how), plain)
+
+
+@pytest.mark.parametrize("heads", ["all", "each"])
+def test_one_token_after_another_sees_what_it_would_see_alone(heads):
+    """What a window's queries see is gathered once: with rules per head, and when tokens are taken back in between."""
+    rule = {"near": 5, "sinks": 3, "block_bias": None, "sink_logit": None}
+    if heads == "each":
+        rule = {
+            "near": torch.tensor([0, 7, 12, 3]),
+            "sinks": [0, 1, 4, 9],
+            "block_bias": torch.tensor([0.0, -math.inf, 1.5, -2.0]),
+            "sink_logit": torch.tensor([0.3, -1.0, 2.0, 0.0]),
+        }
+    generator = torch.Generator().manual_seed(0)
+
+    def new(heads, n):
+        return torch.randn(2, heads, n, 8, generator=generator)
+
+    store = Store(new(2, 1), new(2, 1), Keep((4, 16), 12, 9))
+    store.append(new(2, 150), new(2, 150))
+    store.levels((4, 16), None)
+    for step in range(140):
+        if step in (90, 115):
+            store.crop(store.exact[0].length - 3)
+        if step == 100:
+            store.pick(torch.tensor([1, 0]))
+        if step == 120 and heads == "each":
+            rule["near"] = torch.tensor([1, 2, 3, 4])
+        store.append(new(2, 1), new(2, 1))
+        store.levels((4, 16), None)
+        query, asked = new(4, 1), dict(rule, offset=store.exact[0].length - 1, scale=0.3)
+        assert_close(
+            attend_following(query, store, **asked), attend_kept(query, store, **asked), 1e-6, f"{step}"
+        )
+    assert store.forgetful

@@ -12,6 +12,7 @@ from ...hierarchy import Hierarchy
 from ..base import START, FirstKey
 from .both import both
 from .config import Rule
+from .following import attend_following
 from .kept import attend_kept
 from .key import attend, key_tied
 from .levels import Levels
@@ -142,7 +143,8 @@ def tied(
         levels = kept_levels(asked.store, options, hierarchy, key, offset + n)
         if levels is not None and asked.store.forgetful:
             del ask["backend"], ask["refine_top_k"]
-            return attend_kept(query, asked.store, **ask), None
+            newest = n == 1 and asked.store.starts is None and offset + 1 == asked.store.exact[0].length
+            return (attend_following if newest else attend_kept)(query, asked.store, **ask), None
         if levels is not None:
             return attend(query, levels, is_causal=True, **ask), None
     if asked.forgets:

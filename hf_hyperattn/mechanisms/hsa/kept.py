@@ -50,6 +50,11 @@ class Places:
         return seen & self.opened(level + 1, entry * width // self.sizes[level])
 
 
+def whole(numbers, like: Tensor) -> Tensor:
+    """Numbers of the heads, or one for all, as int64 [1, H or 1, 1, 1]."""
+    return torch.as_tensor(numbers, device=like.device).reshape(1, -1, 1, 1)
+
+
 def attend_kept(
     query: Tensor,
     store: Store,
@@ -75,8 +80,7 @@ def attend_kept(
     )
     starts = starts.view(-1, 1, 1, 1)
     rows = torch.arange(query.shape[2], device=device).view(1, 1, -1, 1) + offset - starts
-    whole = lambda x: torch.as_tensor(x, device=device).reshape(1, -1, 1, 1)
-    places = Places(store.sizes, rows, whole(near), whole(sinks))
+    places = Places(store.sizes, rows, whole(near, query), whole(sinks, query))
     query = query.to(store.exact[0].room.dtype) * scale
     grouped = query.unflatten(1, (kv_heads, -1))
     bias = torch.as_tensor(0.0 if block_bias is None else block_bias, dtype=query.dtype, device=device)

@@ -110,6 +110,7 @@ class Store:
         self.starts: Tensor | None = None
         self.means: list[tuple[Growing, Growing]] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
+        self.gathered = None  # what the last query saw, while it holds for the next one (following.py)
 
     @property
     def forgetful(self) -> bool:
@@ -141,7 +142,7 @@ class Store:
                     "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
                     "attention_mask of the earlier calls, continued"
                 )
-            self.sizes, self.starts = sizes, starts
+            self.sizes, self.starts, self.gathered = sizes, starts, None
             self.means = [tuple(Growing(t.room, t.room.dtype) for t in self.exact) for _ in sizes]
             self.counts = [[0] * len(self.exact[0].room) for _ in sizes]
         below, width = self.exact, 1
@@ -206,6 +207,7 @@ class Store:
                 f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.safe}; allowed: at "
                 f"most {TAKEN_BACK} tokens at once, or evict=False"
             )
+        self.gathered = None
         for grown in (*self.tokens, *self.exact):
             grown.length = min(grown.length, length)
         for level, size in enumerate(self.sizes):
@@ -217,6 +219,7 @@ class Store:
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
+        self.gathered = None
         for grown in {id(g): g for pair in (self.tokens, self.exact, *self.means) for g in pair}.values():
             grown.pick(rows)
         self.starts = None if self.starts is None else somewhere(self.starts[rows.to(self.starts.device)])
