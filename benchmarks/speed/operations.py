@@ -71,8 +71,8 @@ class Operation:
 
 
 def usable(engine: str) -> bool:
-    """Whether the engine runs here at all: kernels for a GPU are not timed in an interpreter."""
-    return torch.cuda.is_available() if engine == "triton" else True
+    """Whether the engine runs on what is measured here: kernels for a GPU are not timed in an interpreter."""
+    return torch.cuda.is_available() == (engine == "triton") if engine in ("triton", "cpu") else True
 
 
 def plain(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .cases import DIMS, LENGTHS, Case, shape
+from .cases import DIMS, LENGTHS, Case, gpu_case, shape
 from .models import MODELS
 from .operations import OPERATIONS
 from .store import FOLDER
@@ -95,6 +95,38 @@ def held(threads: int):
     return table
 
 
+def gpu(dim: int):
+    """A line for each operation and direction, a column for each length and kind."""
+
+    def table(rows):
+        header, lines = ["", ""], []
+        for kind in KIND_TITLES:
+            header += [f"{KIND_TITLES[kind]} {n}" for n in LENGTHS_HELD] + ["held to"]
+        for name, operation in OPERATIONS.items():
+            for causal in (False, True):
+                line, any_found = [operation.title, "causal" if causal else "full"], False
+                for kind in KIND_TITLES:
+                    found = [best(rows, name, gpu_case(kind, n, dim, causal)) for n in LENGTHS_HELD]
+                    limit = operation.limits.get("cuda bfloat16", ())[kind == "training" :][:1]
+                    line += [cell(r) for r in found] + [f"{limit[0]:.2f}" if limit else ""]
+                    any_found |= any(found)
+                lines += [line] if any_found else []
+        return grid(header, lines)
+
+    return table
+
+
+def gpu_ways(rows):
+    lines = []
+    for name, operation in OPERATIONS.items():
+        for way in ("triton", "sdpa", "blockwise", *operation.peers):
+            found = [
+                rows.get(f"{name} | {way} | {gpu_case(kind, 2048, 64, True).key}") for kind in KIND_TITLES
+            ]
+            lines.append([f"{operation.title}, {way}", *[cell(r, memory=True) for r in found]])
+    return grid(["", *KIND_TITLES.values()], lines)
+
+
 def ways(rows):
     lines = []
     for name, operation in OPERATIONS.items():
@@ -162,6 +194,12 @@ TABLES = {
     "Held to, float32, d = 64, 2 threads": held(2),
     "Decoding: one query against 8,192 keys, 8 heads; umbral is held to 1.00": by_operation(
         {f", {t} thread{'s' * (t > 1)}": {"length": 8192, "threads": t} for t in (1, 2)}, ("decode",)
+    ),
+    "GPU, bfloat16, d = 64; SDPA's FlashAttention is 1": gpu(64),
+    "GPU, bfloat16, d = 128; SDPA's FlashAttention is 1": gpu(128),
+    "GPU, all ways at length 2,048, causal, 32 heads, d = 64": gpu_ways,
+    "GPU, decoding: one query against 8,192 keys, 8 heads, bfloat16": by_operation(
+        {"": {"length": 8192, "dtype": "bfloat16", "device": "cuda"}}, ("decode",)
     ),
     "Whole models by name": models,
     "Extra memory at length 8,192, 8 heads": by_operation({"": {"length": 8192}}, memory=True),

@@ -1,5 +1,6 @@
 """The code of the benchmarks on tiny sizes: what a row says, and that none says a time for a wrong result."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -207,3 +208,38 @@ def test_tables_hold_what_was_measured_and_mark_what_is_missed():
     assert "1.05!" not in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
+    ways = {name: ["triton", *operation.peers] for name, operation in OPERATIONS.items()}
+    found = jobs(ways, {}, "cuda", full=False)
+    held = [name for name, operation in OPERATIONS.items() if operation.limits.get("cuda bfloat16")]
+    first = found[: 24 * len(held)]  # three lengths, two dimensions, two directions, two kinds
+    assert {job.subject for job in first} == set(held) and {job.way for job in first} == {"triton"}
+    rows = {
+        job.key: {"status": "ok", "median": 1.3, "q1": 1.2, "q3": 1.4, "way_mib": 7.0, "limit": None,
+                  "way": job.way, "commit": "abc", "date": "2026-01-01"} for job in found
+    }  # fmt: skip
+    where = {"chip": "some GPU", "torch": "2", "transformers": "5", "python": "3"}
+    text = page.section({"environment": where, "rows": rows})
+    for line in (
+        "| cone, umbral | causal | 1.30 (1.20-1.40) |",
+        "| geodesic | full |",
+        "GPU, decoding",
+        "umbral, flex",
+    ):
+        assert line in text
+    assert "GPU" not in page.section(
+        {"environment": where | {"chip": "c"}, "rows": {"x": {**rows[found[0].key]}}}
+    )
+
+
+def test_on_a_gpu_sdpa_is_flash_attention(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        measure, "sdpa_kernel", lambda backend: asked.append(backend) or contextlib.nullcontext()
+    )
+    q = torch.zeros(1, 1, 4, 8)
+    for case in (Case("forward", 4, dtype="bfloat16", device="cuda"), Case("forward", 4)):
+        measure.base(case)(q, q, q)
+    assert asked == [measure.SDPBackend.FLASH_ATTENTION]
