@@ -107,8 +107,9 @@ def check_asked(model: PreTrainedModel) -> None:
     for config, name in model.__dict__[ASKED]:
         check_config(model, config, name)
         if name not in running:
+            part = config.model_type or type(config).__name__  # Transformers 5.17 has parts without a type
             raise ValueError(
-                f"attn_implementation={name!r} was asked for the part {config.model_type!r} of "
+                f"attn_implementation={name!r} was asked for the part {part!r} of "
                 f"{type(model).__name__}, which lacks that part, or none of whose attention runs on its config; "
                 "leave that part out"
             )

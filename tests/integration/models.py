@@ -69,6 +69,13 @@ def of_type(model_type: str, auto=hf.AutoModel, **sizes):
     return lambda: auto.from_config(hf.AutoConfig.for_model(model_type, **sizes)).eval()
 
 
+def set_implementation(model: nn.Module, name: str) -> None:
+    """As `set_attn_implementation`; that of Transformers 5.17 passes over parts with a config of the same class."""
+    for part in model.modules():
+        if isinstance(part, hf.PreTrainedModel):
+            part.set_attn_implementation(name)
+
+
 def text_inputs() -> dict:
     """Two rows, the first one padded at its left."""
     generator = torch.Generator().manual_seed(1)

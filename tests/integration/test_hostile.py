@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import transformers as hf
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
@@ -190,7 +191,8 @@ def test_whatever_the_note_of_the_implementation_from_before_says(stock, tmp_pat
     assert difference(expected, run(again, inputs)) == 0
 
 
-def test_the_note_of_a_family_that_has_no_sdpa(tmp_path):
+def test_the_note_of_a_family_that_has_no_sdpa(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.Gemma2PreTrainedModel, "_supports_sdpa", False)  # Transformers 5.17 says it has
     make, inputs = FAMILIES["gemma2"]
     model, inputs = ha.patch_model(make(), ha.ConeConfig()), inputs()
     perturb(model)

@@ -13,6 +13,7 @@ from tests.integration.models import (
     perturb,
     real,
     run,
+    set_implementation,
     tensors,
     text_inputs,
 )
@@ -93,7 +94,7 @@ def test_every_variant_starts_as_the_identity(family, variant):
 )
 def test_the_identity_holds_with_eager_attention_and_its_weights(family):
     model, inputs = make(family)
-    model.set_attn_implementation("eager")
+    set_implementation(model, "eager")
     before = run(model, inputs | dict(output_attentions=True))
     assert any("attention" in name for name in before)
     ha.patch_model(model, CONE, include_cross_attention=True)

@@ -10,7 +10,16 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import hf_hyperattn as ha
-from tests.integration.models import FAMILIES, bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    bert,
+    difference,
+    llama,
+    perturb,
+    run,
+    set_implementation,
+    text_inputs,
+)
 from tests.integration.patches import CONE, added, patched
 
 
@@ -34,7 +43,7 @@ def test_every_family_comes_back_and_is_saved_again_without_loss(family, tmp_pat
 def test_whatever_ran_before(family, implementation, tmp_path):
     make, inputs = FAMILIES[family]
     model, inputs = make(), inputs()
-    model.set_attn_implementation(implementation)
+    set_implementation(model, implementation)
     ha.patch_model(model, CONE, layers="last-half")
     perturb(model)
     expected = run(model, inputs)
