@@ -28,10 +28,10 @@ FEW = 4
 def few(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
     """Whether queries are few, keys are more, and the kernel takes all of them as they are."""
     return (
-        query.shape[2] <= FEW
+        not torch.compiler.is_compiling()  # first: no guard on lengths, which an exported call would be bound by
+        and query.shape[2] <= FEW
         and query.shape[2] < key.shape[2]
         and not options.dropout_p
-        and not torch.compiler.is_compiling()
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and query.device.type == key.device.type == value.device.type == "cpu"
