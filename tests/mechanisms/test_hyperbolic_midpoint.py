@@ -155,3 +155,19 @@ def test_dense_midpoints_agree_with_the_loops():
     grads = [torch.autograd.grad((o * pull).sum(), leaves) for o in (ours, plain)]
     # the sum of a row's weights is 1: only then does the Lorentz form know where the origin is
     assert_gradients(grads[0][1:], grads[1][1:], 1e-8, ("value", "curvature"))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_columns_without_gradients_are_those_with(heads, dtype):
+    """Vectors of length 0, tiny, long, and as long as float32 holds among them."""
+    value = torch.randn(2, 2, 3000, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    value *= torch.tensor([0.0, 1e-30, 1e-15, 1e-4, 1.0, 30.0, 1e5, 1e30]).repeat(375)[:, None]
+    value, curvature = value.to(dtype), torch.linspace(0.5, 3, heads)
+    expected = midpoint_columns(value.clone().requires_grad_(), curvature, 0.3).detach()
+    found = midpoint_columns(value, curvature, 0.3)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert_close(found, expected, 1e-6 * expected.abs().max(), "columns")
+    assert_close(
+        found[:, :, 3::8], expected[:, :, 3::8], 1e-6 * expected[:, :, 3::8].abs().max(), "short ones"
+    )

@@ -158,7 +158,7 @@ def _features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Callable | 
 
 def with_own_keys(score: PairScore, heads: int) -> PairScore:
     """The same score with keys repeated for every query head, for values that differ by query head."""
-    if score.key.shape[1] == heads:
+    if score.kv_heads == heads:
         return score
     pieces = tuple(replace(p, column=tuple(repeat_heads(t, heads) for t in p.column)) for p in score.pieces)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...engines.cpu import norms
 from ...engines.score import repeat_heads, working_dtype
 from .points import direction_and_norm, half_radius, shortest
 
@@ -35,12 +36,31 @@ def midpoint_columns(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
         [B, Hkv or H, M, dv + 3] in the working dtype: sinh(2a) v̂, sinh(2a), exp(-2a), 1.
     """
     dtype = working_dtype(value)
+    learns = torch.is_grad_enabled() and (value.requires_grad or curvature.requires_grad)
+    if not torch.compiler.is_compiling() and not learns:
+        return _columns_at_once(value, curvature.to(dtype), scale)
     direction, norm = direction_and_norm(value.to(dtype), scale)
     if curvature.shape[0] > 1:
         direction, norm = (repeat_heads(x, curvature.shape[0]) for x in (direction, norm))
     r = 2 * half_radius(norm, curvature.to(dtype)[:, None])[..., None]
     sinh = torch.sinh(r)
     return torch.cat([sinh * direction, sinh, torch.exp(-r), torch.ones_like(r)], dim=-1)
+
+
+def _columns_at_once(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
+    """The same in one reading and one writing of the values, as a generated token needs it: nothing of them is kept for
+    a backward pass.
+    """
+    norm = (scale * norms(value, curvature.dtype)).clamp_min(shortest(curvature.dtype))
+    if curvature.shape[0] > 1:
+        value, norm = (repeat_heads(x, curvature.shape[0]) for x in (value, norm))
+    r = 2 * half_radius(norm, curvature[:, None])
+    sinh, width = torch.sinh(r), value.shape[-1]
+    columns = value.new_empty(*value.shape[:3], width + EXTRA, dtype=curvature.dtype)
+    torch.mul(value, (sinh * (scale / norm))[..., None], out=columns[..., :width])
+    for i, column in enumerate((sinh, torch.exp(-r), 1.0)):
+        columns[..., width + i] = column
+    return columns
 
 
 def midpoint(sums: Tensor, curvature: Tensor, scale: float, sinks: bool = False) -> Tensor:
