@@ -155,6 +155,17 @@ def test_options(device, option, name):
 
 
 @devices
+def test_more_numbers_a_line_than_one_tile_takes(device, monkeypatch):
+    """Statistics read number by number."""
+    from hf_hyperattn.engines.triton import launch
+
+    assert [launch.pack(count, 64, 8) for count in (1, 5, 16, 17)] == [4, 8, 16, 1]
+    monkeypatch.setattr(launch, "pack", lambda *_: 1)
+    q, k, v = inputs(device, n=20)
+    check(SCORES["umbral_with_hype"], q, k, v, Options(is_causal=True))
+
+
+@devices
 def test_strided_inputs(device):
     """As a host hands them over: [batch, length, heads, d] transposed, and a key whose numbers are not side by side."""
     q, k, v = inputs(device, batch=2, n=20, m=20)

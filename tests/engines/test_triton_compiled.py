@@ -17,8 +17,8 @@ from tests.engines.triton_scores import SCORES, learned  # noqa: E402
 slow = pytest.mark.slow
 CHIPS = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program may have
 SMALL = 99 * 1024  # the same on GPUs for desktops
-#: Bytes a thread may keep outside its registers in a kernel's smallest config.
-SPILLED = 128
+#: Bytes a thread may keep outside its registers in a kernel's first config.
+SPILLED = 64
 
 
 def specs():
@@ -33,7 +33,7 @@ def fits(built):
     for kernel, capability in {(b.kernel, b.capability) for b in built}:
         of = [b for b in built if (b.kernel, b.capability) == (kernel, capability)]
         assert min(b.shared for b in of) <= SMALL, (kernel, capability)
-        assert min(b.spilled for b in of) <= SPILLED, [(b.kernel, b.config, b.spilled) for b in of]
+        assert of[0].spilled <= SPILLED, [(b.kernel, b.config, b.spilled) for b in of]
 
 
 def test_umbral_in_bfloat16(monkeypatch):
@@ -48,10 +48,11 @@ def test_umbral_in_bfloat16(monkeypatch):
 
 @slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("spec", specs())
-def test_every_score(monkeypatch, spec):
+def test_every_score(monkeypatch, spec, d):
     with compiling(monkeypatch, CHIPS) as built:
-        made = call(spec)
+        made = call(spec, d=d)
         launch.forward(made)
         backward(made)
     fits(built)

@@ -2,8 +2,10 @@
 
 What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
 its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each
-kernel two or three sizes are tried, once per kind of call: a large one, which reads keys least often, and a small one,
-for chips with less shared memory (the smallest needs at most 99 KiB) and for short sequences.
+kernel two or three sizes are tried, once per kind of call: first the largest that the compiler keeps in registers for
+most scores, which reads keys least often (`python -m tests.engines.triton_report` says what it keeps), then smaller
+ones, for chips with less shared memory (the smallest needs at most 99 KiB), short sequences and long scores. Twice as
+large, or with half the warps, kernels keep hundreds of bytes a thread outside registers.
 tests/engines/test_triton_compiled.py holds them to what chips have.
 
 Environment: HF_HYPERATTN_TRITON_TUNE=0 takes the first size without measuring.
@@ -32,12 +34,10 @@ class Config:
     stages: int
 
 
-#: By kernel and width for numbers of 2 bytes; float32 takes the sizes of twice its width. Chosen among what the
-#: compiler keeps in registers: larger tiles spill hundreds of bytes a thread in the backward kernels, which walk over
-#: statistics.
+#: By kernel and width for numbers of 2 bytes; float32 takes the sizes of twice its width.
 CONFIGS = {
     "forward": {
-        64: (Config(128, 64, 8, 2), Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
+        64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
         128: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
         256: (Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
         512: (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
@@ -50,9 +50,24 @@ CONFIGS = {
     },
     "key": {
         64: (Config(32, 128, 8, 2), Config(32, 64, 4, 2)),
-        128: (Config(32, 64, 8, 2), Config(32, 32, 4, 2)),
+        128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
         256: (Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
         512: (Config(16, 16, 4, 1),),
+    },
+}
+#: The same for scores that may ask for differences and keep both distances for that, where it is another.
+LONG = {
+    "forward": {
+        64: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+        128: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+    },
+    "query": {
+        64: (Config(128, 16, 8, 2), Config(64, 16, 4, 2)),
+        128: (Config(64, 16, 8, 2), Config(32, 32, 4, 2)),
+    },
+    "key": {
+        64: (Config(16, 128, 8, 2), Config(16, 64, 4, 2)),
+        128: (Config(16, 64, 8, 2), Config(32, 32, 4, 2)),
     },
 }
 #: For Triton's interpreter, which is fastest with few tiles, and whose tests want several.
@@ -66,17 +81,19 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def configs(kernel: str, width: int, item: int) -> Sequence[Config]:
+def configs(kernel: str, width: int, item: int, differences: bool) -> Sequence[Config]:
     """What is tried for a kernel, the best guess first.
 
     Args:
         kernel: "forward", "query" or "key".
         width: of heads, the larger of that of keys and of values, as padded.
         item: bytes of a number, 2 or 4.
+        differences: whether the score may ask for them.
     """
     if INTERPRETED.value:
         return INTERPRETER
-    return CONFIGS[kernel][max(64, width * item // 2)]
+    size = max(64, width * item // 2)
+    return (differences and LONG[kernel].get(size)) or CONFIGS[kernel][size]
 
 
 def few(width: int, item: int) -> tuple[int, int]:

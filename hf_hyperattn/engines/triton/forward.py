@@ -13,6 +13,7 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     added,
+    any_of,
     differences,
     in_reach,
     kept,
@@ -127,7 +128,7 @@ def attention_forward(
             gap, near = dot, False
             if INEXACT is not None:
                 doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
-                near = tl.max(doubtful.to(tl.int32)) > 0
+                near = any_of(doubtful)
                 if near:
                     pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
                     gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)

@@ -157,14 +157,16 @@ class Call:
                 num_stages=config.stages,
             )
 
-        tuned(kind, configs(name, *self.size), launch)
+        tuned(kind, configs(name, *self.size, self.points is not None), launch)
 
 
 def pack(numbers: int, lines: int, warps: int) -> int:
-    """In how wide a tile the numbers of so many lines are read: where it has less elements than there are threads, the
-    compiler reads number by number after all.
+    """In how wide a tile the numbers of so many lines are read, see `tile.load_records`: where it has fewer elements
+    than there are threads, the compiler reads number by number after all.
     """
-    return min(16, max(2, triton.next_power_of_2(max(1, numbers)), 32 * warps // lines))
+    return (
+        min(16, max(2, triton.next_power_of_2(max(1, numbers)), 32 * warps // lines)) if numbers <= 16 else 1
+    )
 
 
 def noise(width: int, item: int) -> float:

@@ -94,24 +94,31 @@ def load_records(
 ):
     """The COUNT numbers that belong to each of the N lines from `first` on, as a tuple of [1, N].
 
-    They are read as one tile [N, PACK], PACK a power of two. Number by number, the compiler would have every thread
+    They are read as one tile [N, PACK], PACK a power of two, or 1: number by number. Then the compiler has every thread
     copy all that it will need, for each number as many words as the tile has columns in a thread: a third of all
     instructions.
     """
-    line, place = first + tl.arange(0, N), tl.arange(0, PACK)
-    there = (place < COUNT)[None, :] & ((line < lines) | INSIDE)[:, None]
-    tile = tl.load(start + line.to(tl.int64)[:, None] * COUNT + place[None, :], mask=there, other=0.0)
-    if PACK == 2:
-        parts = split_in_2(tile, N)
-    elif PACK == 4:
-        parts = split_in_4(tile, N)
-    elif PACK == 8:
-        parts = split_in_8(tile, N)
-    else:
-        parts = split_in_16(tile, N)
+    line = first + tl.arange(0, N)
+    there = (line < lines) | INSIDE
     found = ()
-    for index in tl.static_range(COUNT):
-        found = found + (parts[index][None, :],)
+    if PACK == 1:
+        for index in tl.static_range(COUNT):
+            number = tl.load(start + line.to(tl.int64) * COUNT + index, mask=there, other=0.0)
+            found = found + (number[None, :],)
+    else:
+        place = tl.arange(0, PACK)[None, :]
+        pointers = start + line.to(tl.int64)[:, None] * COUNT + place
+        tile = tl.load(pointers, mask=there[:, None] & (place < COUNT), other=0.0)
+        if PACK == 2:
+            parts = split_in_2(tile, N)
+        elif PACK == 4:
+            parts = split_in_4(tile, N)
+        elif PACK == 8:
+            parts = split_in_8(tile, N)
+        else:
+            parts = split_in_16(tile, N)
+        for index in tl.static_range(COUNT):
+            found = found + (parts[index][None, :],)
     return found
 
 
@@ -152,6 +159,12 @@ def multiplied(x, scale, first, second):
     if second is not None:
         x *= second
     return x
+
+
+@triton.jit
+def any_of(x):
+    """Whether any of a tile is true; axis by axis, since a reduction of both at once moves the whole tile."""
+    return tl.max(tl.max(x.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
