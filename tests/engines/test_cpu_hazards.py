@@ -129,6 +129,21 @@ def test_no_keys_or_no_queries(count, threads):
         assert out.shape == (1, 3, n, 8) and all(not t.any() for t in (out, *grads))
 
 
+def test_rows_of_nothing_but_a_sink_of_minus_infinity():
+    q, k, v = qkv(batch=1, heads=2, lq=9, lk=20, d=8, dtype=torch.float32)
+    mask = torch.ones(9, 20, dtype=torch.bool)
+    mask[3] = False
+    leaves = [torch.tensor([0.5, float("-inf")]), torch.full((2,), 0.1), torch.full((2,), 2.0)]
+    sinks, mu, tau = (t.requires_grad_() for t in leaves)
+    found = []
+    for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+        vectors = (t.to(dtype) for t in (q, k, v))
+        out = hype(*vectors, mu, tau, backend=backend, mask=mask, sinks=sinks)
+        found.append([out, *torch.autograd.grad(out.cos().sum(), (sinks, mu, tau))])
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, 1e-4, "with sinks")
+
+
 def test_rows_beyond_their_window_leave_no_trace():
     """Their range is empty at the end of the keys, within a register, where no product was formed."""
     q, k, v = qkv(batch=1, heads=1, lq=90, lk=37, d=8, dtype=torch.float32)

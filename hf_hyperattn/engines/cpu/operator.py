@@ -143,7 +143,8 @@ def slopes(a: Arguments, call: calls.Call, grad: Tensor, lse: Tensor, width: int
     )  # fmt: skip
     row = [t.sum(0) for t in row]
     if "sinks" in a.extras:
-        of_sinks = -torch.exp(a.extras["sinks"][:, None] - lse[0]) * lse[1] * delta
+        top = lse[0].masked_fill(lse[0] == float("-inf"), float("inf"))  # a row of nothing but a sink of -inf
+        of_sinks = -torch.exp(a.extras["sinks"][:, None] - top) * lse[1] * delta
         factors["sinks"] = of_sinks.sum((0, 2))
     head = head.sum((0, 1))
     if a.head:
