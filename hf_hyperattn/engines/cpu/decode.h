@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "forward.h"
+#include "row_sums.h"
 
 namespace hyper {
 
@@ -21,44 +22,6 @@ struct Decode {
   int64_t needs_dot;
   const int64_t *row, *column;  // for each statistic of the score, its place in Call, or -1 where it is read
 };
-
-// to[j] = the sum over registers of term(row j of the keys, e), for `count` rows of `registers` each (Known: how many,
-// or 0). What is read next, `ahead` of each row, is asked for meanwhile: there is little else to do than to wait for
-// memory.
-template <int Known, class Term, class Ahead>
-inline void sum_known_rows(const float* keys, int64_t step, int64_t count, int64_t registers, Term term, Ahead ahead,
-                           float* to) {
-  const int64_t n = Known ? Known : registers;
-  for (int64_t j = 0; j < count; j += kLanes) {
-    Vec sums[kLanes] = {};
-    const int64_t there = std::min<int64_t>(kLanes, count - j);
-    for (int64_t i = 0; i < there; ++i) {
-      const float* key = keys + (j + i) * step;
-      ahead(j + i);
-      Vec even = term(key, j + i, 0), odd = {};
-#pragma GCC unroll 8
-      for (int64_t e = 1; e < n; ++e) (e % 2 ? odd : even) += term(key, j + i, e * kLanes);
-      sums[i] = even + odd;
-    }
-    transpose(sums);
-    Vec total = sums[0];
-#pragma GCC unroll 16
-    for (int i = 1; i < kLanes; ++i) total += sums[i];
-    store(to + j, total);
-  }
-}
-
-template <class Term, class Ahead>
-inline void sum_rows(const float* keys, int64_t step, int64_t count, int64_t dim, Term term, Ahead ahead, float* to) {
-  const int64_t n = dim / kLanes;
-  if (n == 4) sum_known_rows<4>(keys, step, count, n, term, ahead, to);
-  else if (n == 8) sum_known_rows<8>(keys, step, count, n, term, ahead, to);
-  else sum_known_rows<0>(keys, step, count, n, term, ahead, to);
-}
-
-inline void ask_for(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
-}
 
 template <typename T>
 class DecodeTask {
@@ -161,8 +124,8 @@ class DecodeTask {
     std::fill(last_ + count, last_ + padded(count), 0.0f);
     if (!c.score->reads_norms) return;
     const float* there = counts_;
-    sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e) {
-      const Vec x = load(k + e) * load(there + e);
+    sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
+      const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
       return x * x;
     }, [&](int64_t j) { ask_ahead(b, kv, key + j); }, side_);
   }
@@ -198,13 +161,13 @@ class DecodeTask {
     const bool first = slot == 0 && !c.score->reads_norms;
     if (d.needs_dot) {
       const float* q = queries_ + slot * dim;
-      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e) { return load(q + e) * load(k + e); },
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool) { return load(q + e) * load(k + e); },
                [&](int64_t j) { if (first) ask_ahead(b, kv, key + j); }, dots_ + r * kTileKeys);
     }
-    if (c.score->read) {  // beyond the point's width x is 0, and so must the key be
+    if (c.score->read) {  // beyond the point's width, in the last register, x is 0, and so must the key be
       const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
-      sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e) {
-        const Vec apart = load(x + e) - load(k + e) * (load(there + e) * factor[j]);
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e, bool last) {
+        const Vec point = last ? load(k + e) * load(there + e) : load(k + e), apart = load(x + e) - point * factor[j];
         return apart * apart;
       }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j); }, gaps_ + r * kTileKeys);
     }

@@ -25,7 +25,16 @@ HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
 CORE = [
     HERE / name
-    for name in ("core.cpp", "product.h", "call.h", "forward.h", "backward.h", "decode.h", "norms.h")
+    for name in (
+        "core.cpp",
+        "product.h",
+        "call.h",
+        "forward.h",
+        "backward.h",
+        "row_sums.h",
+        "decode.h",
+        "norms.h",
+    )
 ]
 
 TEXT = """// {spec}
