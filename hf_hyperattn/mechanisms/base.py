@@ -96,7 +96,7 @@ class HostCall:
     is_causal: bool
     options: Options
     keywords: dict = field(default_factory=dict)
-    first: FirstKey = START
+    first: FirstKey = field(default_factory=FirstKey)
     hidden: Tensor | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Asked:
     backend: str = "auto"
     weights: bool = False
     store: Store | None = None
-    first: FirstKey = START
+    first: FirstKey = field(default_factory=FirstKey)
     forgets: bool = False
 
 

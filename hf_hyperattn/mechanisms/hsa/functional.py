@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def hierarchical_attention(
         raise ValueError(f"{given} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
     if learned:
         check_heads(block_bias, query.shape[1])
-        rule = type(rule)(**{**vars(rule), "block_bias": block_bias})
+        rule = replace(rule, block_bias=block_bias)
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
     asked = dict(hierarchy=hierarchy, rule=rule, is_causal=is_causal, backend=backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -87,13 +88,13 @@ class HsaLayer(MechanismLayer):
         if self.block_bias is None:
             return rule
         start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
-        return Rule(**{**vars(rule), "block_bias": start + self.block_bias.to(features.dtype)})
+        return replace(rule, block_bias=start + self.block_bias.to(features.dtype))
 
     def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""
         near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * heads
         near = tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near))
-        return Rule(**{**vars(rule), "near": near})
+        return replace(rule, near=near)
 
     def identical(self) -> bool:
         return self.mode == "blend" and not bool(self.gate.any())
