@@ -68,8 +68,9 @@ def table() -> str:
 def main() -> None:
     """Write the page."""
     torch.set_num_threads(1)
+    made = table()
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + BEGIN + "\n" + made + "\n" + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Functions:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     counts: tuple[int, int, int]  # of row statistics, column statistics, head parameters with gates
+    long: bool  # see `TritonTerm`
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def functions(spec: str) -> Functions:
         joined(p.rows for p in parts),
         joined(p.columns for p in parts),
         (counts[0], counts[1], counts[2] + gates),
+        any(triton_form(term).long for term, _ in parse_spec(spec)),
     )
 
 

@@ -55,7 +55,8 @@ CONFIGS = {
         512: (Config(16, 16, 4, 1),),
     },
 }
-#: The same for scores that may ask for differences and keep both distances for that, where it is another.
+#: The same for long scores, where it is another: those that may ask for differences keep both distances for that, and
+#: those that say so (`TritonTerm.long`) have long gradients.
 LONG = {
     "forward": {
         64: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
@@ -81,19 +82,19 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def configs(kernel: str, width: int, item: int, differences: bool) -> Sequence[Config]:
+def configs(kernel: str, width: int, item: int, long: bool) -> Sequence[Config]:
     """What is tried for a kernel, the best guess first.
 
     Args:
         kernel: "forward", "query" or "key".
         width: of heads, the larger of that of keys and of values, as padded.
         item: bytes of a number, 2 or 4.
-        differences: whether the score may ask for them.
+        long: whether the score is long, see `LONG`.
     """
     if INTERPRETED.value:
         return INTERPRETER
     size = max(64, width * item // 2)
-    return (differences and LONG[kernel].get(size)) or CONFIGS[kernel][size]
+    return (long and LONG[kernel].get(size)) or CONFIGS[kernel][size]
 
 
 def few(width: int, item: int) -> tuple[int, int]:

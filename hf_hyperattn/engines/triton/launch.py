@@ -157,7 +157,8 @@ class Call:
                 num_stages=config.stages,
             )
 
-        tuned(kind, configs(name, *self.size, self.points is not None), launch)
+        long = self.points is not None or (self.functions.long and name != "forward")
+        tuned(kind, configs(name, *self.size, long), launch)
 
 
 def pack(numbers: int, lines: int, warps: int) -> int:

@@ -34,6 +34,7 @@ class TritonTerm:
         rows, columns: which statistics have a gradient; None: all.
         inexact: returns the pairs on which the product form is too inexact; called with `dot, noise` and the
             numbers. Given such a pair, the engine takes the whole tile from differences. None: there are none.
+        long: whether gradients need so many registers that tiles of the backward kernels have to be smaller.
     """
 
     value: Callable
@@ -42,6 +43,7 @@ class TritonTerm:
     rows: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
     inexact: Callable | None = None
+    long: bool = False
 
     def moving(self, term: Term) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of the row and of the column statistics that have a gradient."""

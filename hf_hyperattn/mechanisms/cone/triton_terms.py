@@ -236,10 +236,10 @@ def penumbral_on_product_pull(
 TRITON_TERMS = {
     "umbral": TritonTerm(umbral, umbral_pull),
     "umbral_on_product": TritonTerm(umbral_on_product, umbral_on_product_pull),
-    "penumbral_squared": TritonTerm(penumbral_squared, penumbral_squared_pull),
+    "penumbral_squared": TritonTerm(penumbral_squared, penumbral_squared_pull, long=True),
     "penumbral_squared_on_product": TritonTerm(
-        penumbral_squared_on_product, penumbral_squared_on_product_pull
+        penumbral_squared_on_product, penumbral_squared_on_product_pull, long=True
     ),
-    "penumbral": TritonTerm(penumbral, penumbral_pull),
-    "penumbral_on_product": TritonTerm(penumbral_on_product, penumbral_on_product_pull),
+    "penumbral": TritonTerm(penumbral, penumbral_pull, long=True),
+    "penumbral_on_product": TritonTerm(penumbral_on_product, penumbral_on_product_pull, long=True),
 }
