@@ -3,6 +3,7 @@
     python benchmarks/hsa_frontier.py --length 2048 [--minutes 9]     # again until it says that all is done
     python benchmarks/hsa_frontier.py --length 8192
     python benchmarks/hsa_frontier.py --draw                          # table and plot of docs/inject.md
+    python benchmarks/hsa_frontier.py --length 8192 --config FILE --only "chosen 0.2"   # that point's HyperAttnConfig
 
 Every point is a pass of the whole model over three texts of different kind: the King James Bible, the source of
 Python's standard library, film reviews. Settings are measured and chosen on other parts of them (at 8,192 tokens of the
@@ -20,6 +21,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from hf_hyperattn.analysis.attention_gradients import final_hidden, head_of, los
 from hf_hyperattn.analysis.frontier import Selection, candidates, choose, predicted
 from hf_hyperattn.analysis.sensitivity import Sensitivity, Setting, measure
 from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
+from hf_hyperattn.config import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Shares of the pairs that settings are chosen for, by length; the one that matters first.
@@ -239,6 +242,13 @@ def curves(axis, result: dict, x: str) -> None:
     axis.set(xlim=(0, 1), ylim=(-0.6, 80))
 
 
+def write_config(results: Path, length: int, point: str, file: Path) -> None:
+    """What `patch_model` takes for a point that is measured, as JSON."""
+    heads = json.loads(results.read_text())["points"][point]["heads"]
+    config = replace(told(heads, length).config(), layers=None, hosts=tuple(heads))
+    write_atomically(file, json.dumps(config.to_dict()) + "\n")
+
+
 def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(
@@ -248,6 +258,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--only", metavar="POINT", help="one point, such as 'chosen 0.2'")
     parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="write the config of the point of --only, measured"
+    )
     parser.add_argument("--draw", action="store_true", help="the table and the plot, from the results")
     parser.add_argument("--times", type=int, nargs="*", default=[], help="lengths whose times are drawn too")
     args = parser.parse_args()
@@ -257,6 +270,8 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     if args.draw:
         return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)), args.times)
+    if args.config:
+        return write_config(folder / f"hsa_frontier_{args.length}.json", args.length, args.only, args.config)
     done = work(args.length, args.minutes, folder / f"hsa_frontier_{args.length}.json", args.only)
     print("all is done" if done else "stopped; the same command goes on from here")
 

@@ -90,6 +90,21 @@ def test_nan_is_seen_where_it_acts_and_nowhere_else(name, where):
 
 
 @every_call
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_in_decoding(name, where):
+    """One query against chunks of keys: NaN among others, alone, and behind a mask."""
+    q, k, v = qkv(batch=1, heads=2, lq=1, lk=900, d=16, dtype=torch.float32)
+    {"query": q, "key": k, "value": v}[where][0, 1, 0, 3] = NAN
+    alone = torch.zeros(1, 1, 1, 900, dtype=torch.bool)
+    alone[..., 0] = True
+    for mask in (None, alone, ~alone):
+        got = CALLS[name](q, k, v, attn_mask=mask, backend="cpu")
+        want = CALLS[name](*(t.double() for t in (q, k, v)), attn_mask=mask, backend="reference")
+        assert torch.equal(got.isnan(), want.isnan()), mask is None
+        assert_close(got.nan_to_num(), want.nan_to_num(), 1e-4, "output")
+
+
+@every_call
 def test_nan_behind_a_mask_does_not_act_and_nan_alone_does(name):
     q, k, v = qkv(batch=1, heads=2, lq=40, lk=300, d=16, dtype=torch.float32)
     k[0, 1, 5] = NAN

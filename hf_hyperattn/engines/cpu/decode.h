@@ -184,7 +184,7 @@ class DecodeTask {
     for (int64_t r = 0; r < c.queries; ++r) {
       float *x = dots_ + r * kTileKeys, *out = out_ + (slot + r) * wide;
       const float old = top_[slot + r], top = std::max(old, tops_[r]);
-      if (tops_[r] == -kInf) {
+      if (tops_[r] == -kInf && !holds_nan(x, frame_.first[r], frame_.last[r])) {  // maxima pass over NaN
         std::fill_n(x, count, 0.0f);
         continue;
       }
@@ -218,8 +218,8 @@ inline void join(const Call& c, const float* found, int64_t chunks, int64_t step
     sum += factor * from[wide + 1];
     for (int64_t e = 0; e < c.value_dim; ++e) to[e] += factor * from[e];
   }
-  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum > 0 ? to[e] / sum : 0.0f;
-  c.lse[row] = sum > 0 ? top + std::log(sum) : -kInf;
+  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum == 0 ? 0.0f : to[e] / sum;
+  c.lse[row] = sum == 0 ? -kInf : top + std::log(sum);
 }
 
 template <typename T>
