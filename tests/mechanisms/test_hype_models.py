@@ -76,10 +76,8 @@ def test_cross_attention_keeps_its_dot_product_and_is_refused_by_patch():
 def test_patch_is_the_identity_learns_and_comes_back(family, tmp_path):
     make, inputs = FAMILIES[family]
     model, inputs = make(), inputs()
-    if family == "gemma2":
-        model.set_attn_implementation(
-            "eager"
-        )  # SDPA leaves its softcap out, which Transformers 5.17 does not mind
+    if family == "gemma2":  # SDPA leaves its softcap out, which Transformers 5.17 does not mind
+        model.set_attn_implementation("eager")
     model.save_pretrained(tmp_path)  # Transformers notes dtype and class in the config of what it saves
     before, state = run(model, inputs), State(model)
     config = HypeConfig() if family not in ("t5", "vit") else HypeConfig(max_length=32)
