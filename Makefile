@@ -42,6 +42,7 @@ zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes 
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
 clean:  ## remove the virtual environment and what builds left
