@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from ..engines import Options
+from ..engines import Options, repeat_heads
 from ..mechanisms.base import HostCall
 from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
 from .heard import hierarchy_of
@@ -72,6 +72,9 @@ def host_call(
         **visibility(attention_mask, hidden, sliding_window, query.shape[2], key.shape[2]),
     )
     query = query if applied == 1.0 else query / applied
+    if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
+        heads = max(key.shape[1], value.shape[1])
+        key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     hidden_states = take_hidden(module, query.shape[2])
     return HostCall(query, key, value, scale * applied, causal, options, keywords, first, hidden_states)
 

@@ -14,11 +14,15 @@ from ..mechanisms.base import MechanismLayer
 
 #: Where a host keeps the note, from the start of its forward to its attention function.
 NOTED = "_hyperattn_hidden"
+#: The names of the mechanisms that read them.
+READERS = "_hyperattn_hidden_readers"
 
 
 def listen(host: nn.Module, layers: Iterable[MechanismLayer]) -> None:
     """Add the hook to a host where one of the layers it was patched with reads hidden states."""
-    if any(layer.reads_hidden for layer in layers):
+    readers = [layer.config.mechanism for layer in layers if layer.reads_hidden]
+    if readers:
+        setattr(host, READERS, " and ".join(readers))
         host.register_forward_pre_hook(note, with_kwargs=True)
 
 
@@ -27,7 +31,8 @@ def ignore(host: nn.Module) -> None:
     for key in [k for k, hook in host._forward_pre_hooks.items() if hook is note]:
         del host._forward_pre_hooks[key]
         host._forward_pre_hooks_with_kwargs.pop(key, None)
-    host.__dict__.pop(NOTED, None)
+    for name in (NOTED, READERS):
+        host.__dict__.pop(name, None)
 
 
 def note(host: nn.Module, args: tuple, keywords: dict) -> None:
@@ -49,7 +54,7 @@ def take_hidden(host: nn.Module, queries: int) -> Tensor | None:
     if hidden is None or hidden.dim() < 3 or hidden.shape[-2] != queries:
         found = "none" if hidden is None else f"of shape {tuple(hidden.shape)}"
         raise ValueError(
-            f"{type(host).__name__} was called with hidden states {found} for {queries} queries, and a mechanism that "
-            "it was patched with reads one row a query; allowed: mechanisms that read none there"
+            f"{type(host).__name__} was called with hidden states {found} for {queries} queries, of which "
+            f"{getattr(host, READERS)} reads one row a query; allowed: mechanisms that read none there"
         )
     return hidden

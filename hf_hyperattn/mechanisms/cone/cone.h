@@ -8,7 +8,7 @@ namespace cone {
 using namespace hyper;
 
 constexpr float kSmallest = 1e-6f;  // of a distance that is divided by
-constexpr float kEpsilon = 1.1920929e-07f;
+constexpr float kEpsilon = 1.1920929e-07f, kNoise = 8.0f * kEpsilon;  // of a product; taken off, so that ties are ties
 
 // Squared distances from the product. Statistics, after the `Own` of the score: |X|², and where the product is the
 // host's, the stretch and the last coordinate.
@@ -21,10 +21,10 @@ struct Distance {
 
   explicit Distance(const Pair& p) {
     inner = p.dot;
-    if constexpr (OnProduct) inner = inner - p.row[Own + 2] * p.column[Own + 2];
+    if constexpr (OnProduct) inner = inner - (1.0f - 0.5f * kNoise) * p.row[Own + 2] * p.column[Own + 2];
     Vec twice = inner * -2.0f;
     if constexpr (OnProduct) twice = twice * p.column[Own + 1] * p.row[Own + 1];
-    gap = p.gap ? *p.gap : twice + p.column[Own] + p.row[Own];
+    gap = p.gap ? *p.gap : twice + p.column[Own] + (1.0f - kNoise) * p.row[Own];
   }
 
   // What expansion leaves of the distance of coinciding points is noise; it must not steer a gradient.
@@ -78,7 +78,8 @@ struct Penumbral {
   using Gap = Distance<2, OnProduct>;
   static constexpr int rows = Gap::count, columns = Gap::count, heads = 1;
   struct State {
-    Vec logit, gap, distance, half, narrow;
+    Vec logit, gap, distance, half;
+    Ints outside, between;  // no cone holds the other point; one of neither's own height holds both
     Gap from;
   };
 
@@ -86,33 +87,27 @@ struct Penumbral {
     const Gap from(p);
     const Vec gap = larger(from.gap, splat(kSmallest * kSmallest)), distance = root(gap);
     const Vec pq = splat(p.row[0]), pk = p.column[0], a = splat(p.row[1]), b = p.column[1];
-    const Vec half = 0.5f * (a + b - distance), narrow = smaller(half, smaller(a, b)), difference = pk - pq;
-    const Vec outside = 0.25f * (gap + 2.0f * (pq + pk) + difference * difference / gap);
-    const Vec height2 = half < Vec{} ? outside : p.head[0] - narrow * narrow;
+    const Vec half = 0.5f * (a + b - (from.gap > Vec{} ? distance : Vec{})), difference = pk - pq;
+    const Ints outside = half < Vec{}, between = ~outside & (half < smaller(a, b));
+    const Vec apart = 0.25f * (gap + 2.0f * (pq + pk) + difference * difference / gap);
+    const Vec height2 = outside ? apart : (between ? p.head[0] - half * half : larger(pq, pk));
     const Vec logit = Squared ? -height2 : -root(larger(height2, splat(kSmallest * kSmallest)));
-    return {logit, gap, distance, half, narrow, from};
+    return {logit, gap, distance, half, outside, between, from};
   }
 
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
     Slopes<rows, columns, heads> s;
     const Vec slope = Squared ? splat(-1.0f) : 0.5f / state.logit, d_h2 = slope * grad;  // of the squared height
-    const Ints outside = state.half < Vec{};
-    const Vec out = outside ? d_h2 : Vec{}, in = outside ? Vec{} : d_h2;
-    const Vec ratio = (p.column[0] - p.row[0]) / state.gap;
-    // the gradient of min(a, b, half): equal ones share it evenly
-    const Vec one = splat(1.0f);
-    const Vec by_half = state.half == state.narrow ? one : Vec{};
-    const Vec by_a = splat(p.row[1]) == state.narrow ? one : Vec{};
-    const Vec by_b = p.column[1] == state.narrow ? one : Vec{};
-    const Vec d_narrow = -2.0f * state.narrow * in / (by_half + by_a + by_b);
-    const Vec d_half = 0.5f * d_narrow * by_half;
+    const Vec out = state.outside ? d_h2 : Vec{}, both = state.between ? d_h2 : Vec{}, higher = d_h2 - out - both;
+    const Vec ratio = (p.column[0] - p.row[0]) / state.gap, pq = splat(p.row[0]), pk = p.column[0];
+    const Vec by_q = pq > pk ? higher : (pq < pk ? Vec{} : 0.5f * higher);  // equal heights share it evenly
+    const Vec d_half = -both * state.half;  // of each half width; the distance counts as much, less
     const Vec d_gap = 0.25f * out * (1.0f - ratio * ratio) - d_half * (0.5f / state.distance);
     state.from.pull(p, state.from.without_noise(p, d_gap), s);
-    s.row[0] = 0.5f * out * (1.0f - ratio);
-    s.row[1] = d_half + d_narrow * by_a;
-    s.column[0] = 0.5f * out * (1.0f + ratio);
-    s.column[1] = d_half + d_narrow * by_b;
-    s.head[0] = outside ? Vec{} : slope;
+    s.row[0] = 0.5f * out * (1.0f - ratio) + by_q;
+    s.row[1] = s.column[1] = d_half;
+    s.column[0] = 0.5f * out * (1.0f + ratio) + higher - by_q;
+    s.head[0] = state.between ? slope : Vec{};
     return s;
   }
 };

@@ -23,6 +23,7 @@ import torch
 from ...engines.score import Term, register_term
 
 SMALLEST = 1e-6  # of a distance that is divided by
+NOISE = 8  # · eps: what rounding leaves of a product, as a share of |X|²
 HEADER = Path(__file__).with_name("cone.h")
 
 
@@ -36,13 +37,16 @@ class ConeTerm(Term):
         self.rows = self.columns = self.own + (3 if on_product else 1)
 
     def gap(self, dot, row, column):
-        """D² expanded through the product, [..., R, C]; may be slightly negative."""
+        """D² expanded through the product, less its noise, [..., R, C]: where points coincide it is 0 or negative."""
+        noise = NOISE * torch.finfo(dot.dtype).eps
         if not self.on_product:
-            return torch.sub(column[self.own], dot, alpha=2).add_(row[self.own])
+            return torch.sub(column[self.own], dot, alpha=2).add_(row[self.own] * (1 - noise))
         norm_q, stretch_q, last_q = row[self.own :]
         norm_k, stretch_k, last_k = column[self.own :]
-        product = torch.addcmul(dot, last_q, last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
-        return product.mul_(-2).add_(norm_k).add_(norm_q)
+        product = (
+            torch.addcmul(dot, last_q * (1 - noise / 2), last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
+        )
+        return product.mul_(-2).add_(norm_k).add_(norm_q * (1 - noise))
 
     def logits(self, dot, row, column, head, gap=None):
         return self.vjp(dot, row, column, head, gap)[0]
@@ -117,37 +121,32 @@ class Penumbral(ConeTerm):
 
     def score(self, gap, row, column, head):
         (pq, a), (pk, b), (r2,) = row, column, head
-        gap = gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
+        tie, gap = (
+            gap <= 0,
+            gap.clamp_min(SMALLEST**2),
+        )  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
         difference = pk - pq
-        half = (a + b - distance).mul_(0.5)
+        half = (a + b - distance.masked_fill(tie, 0.0)).mul_(0.5)
         outside = half < 0
-        narrow = torch.minimum(torch.minimum(a, b), half)
-        height2 = torch.where(
-            outside, 0.25 * (gap + 2 * (pq + pk) + difference.square() / gap), r2 - narrow.square()
-        )
+        between = (half < torch.minimum(a, b)) & ~outside
+        apart = 0.25 * (gap + 2 * (pq + pk) + difference.square() / gap)
+        inside = torch.where(between, r2 - half.square(), torch.maximum(pq, pk))
+        height2 = torch.where(outside, apart, inside)
         root = None if self.squared else height2.clamp_min(SMALLEST**2).sqrt()
 
         def pullback(grad):
             d_h2 = -grad if self.squared else grad / (-2 * root)
-            out, ins = torch.where(outside, d_h2, 0.0), torch.where(outside, 0.0, d_h2)
-            ratio = difference / gap
-            d_narrow = -2 * narrow * ins
-            by_half, by_a, by_b = _split_minimum(d_narrow, half, a, b)
-            d_gap = 0.25 * out * (1 - ratio.square()) - by_half * (0.25 / distance)
-            d_row = (0.5 * out * (1 - ratio), 0.5 * by_half + by_a)
-            d_column = (0.5 * out * (1 + ratio), 0.5 * by_half + by_b)
-            return d_gap, d_row, d_column, (ins,)
+            out, both = torch.where(outside, d_h2, 0.0), torch.where(between, d_h2, 0.0)
+            higher, ratio = d_h2 - out - both, difference / gap
+            by_q = higher * (0.5 * (1 - difference.sign()))  # equal heights share it evenly
+            d_half = -both * half  # of each half width; the distance counts as much, less
+            d_gap = 0.25 * out * (1 - ratio.square()) - d_half * (0.5 / distance)
+            d_row = 0.5 * out * (1 - ratio) + by_q, d_half
+            d_column = 0.5 * out * (1 + ratio) + higher - by_q, d_half
+            return d_gap, d_row, d_column, (both,)
 
         return -(height2 if self.squared else root), pullback
-
-
-def _split_minimum(grad, half, a, b):
-    """The gradient of min(a, b, half) to its arguments; equal ones share it evenly."""
-    smallest = torch.minimum(torch.minimum(a, b), half)
-    shares = [(x == smallest).to(grad.dtype) for x in (half, a, b)]
-    grad = grad / (shares[0] + shares[1] + shares[2])
-    return tuple(grad * share for share in shares)
 
 
 for _on_product in (False, True):
