@@ -59,7 +59,9 @@ def complaints(seed: int) -> list[str]:
             if g is not None:
                 many = 1 if g.dim() > 1 else 5  # numbers of heads multiply what is left with a whole score
                 off = slope_allowed * max(float(g.abs().max()), many * noise)
-                row = g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0  # a pair on a kink turns one row
+                row = (
+                    g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0
+                )  # a pair on a kink turns one row
                 found += compare(f"gradient of {name}", slopes[name], g, off, max(STRAY, row))
         if found:
             return [f"seed {seed}, {backend}: {call}", *found]
