@@ -26,10 +26,9 @@ def model_of(family, name="cone", auto=None, **changes):
     config = tiny_config(family)
     for key, value in changes.items():
         setattr(config, key, value)
-    if getattr(
-        config, "layer_types", None
-    ):  # a list for other layers would have a cache make layers never used
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    kinds, layers = (getattr(config, name, None) for name in ("layer_types", "num_hidden_layers"))
+    if kinds and layers and len(kinds) > layers:  # a cache would make layers that are never used
+        config.layer_types = kinds[:layers]
     torch.manual_seed(0)
     return (auto or AUTO[family]).from_config(config, attn_implementation=name).eval()
 

@@ -87,8 +87,8 @@ struct Penumbral {
     const Gap from(p);
     const Vec gap = larger(from.gap, splat(kSmallest * kSmallest)), distance = root(gap);
     const Vec pq = splat(p.row[0]), pk = p.column[0], a = splat(p.row[1]), b = p.column[1];
-    const Vec half = 0.5f * (a + b - (from.gap > Vec{} ? distance : Vec{})), difference = pk - pq;
-    const Ints outside = half < Vec{}, between = ~outside & (half < smaller(a, b));
+    const Vec half = 0.5f * (a + b - (from.gap <= Vec{} ? Vec{} : distance)), difference = pk - pq;
+    const Ints outside = half < Vec{}, between = ~outside & ~(half >= smaller(a, b));  // NaN is between
     const Vec apart = 0.25f * (gap + 2.0f * (pq + pk) + difference * difference / gap);
     const Vec height2 = outside ? apart : (between ? p.head[0] - half * half : larger(pq, pk));
     const Vec logit = Squared ? -height2 : -root(larger(height2, splat(kSmallest * kSmallest)));

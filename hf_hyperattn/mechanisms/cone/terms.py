@@ -129,7 +129,7 @@ class Penumbral(ConeTerm):
         difference = pk - pq
         half = (a + b - distance.masked_fill(tie, 0.0)).mul_(0.5)
         outside = half < 0
-        between = (half < torch.minimum(a, b)) & ~outside
+        between = ~(half >= torch.minimum(a, b)) & ~outside  # NaN is between
         apart = 0.25 * (gap + 2 * (pq + pk) + difference.square() / gap)
         inside = torch.where(between, r2 - half.square(), torch.maximum(pq, pk))
         height2 = torch.where(outside, apart, inside)
