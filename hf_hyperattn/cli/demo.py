@@ -20,7 +20,7 @@ its text show. To keep the quality, patch and train:
     accelerate launch recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
 and use attn_implementation="cone" for models that were trained with it.
 "hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
-hyperattn inject found for each head at 2,048 tokens; find them for your model and texts:
+were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:
     hyperattn inject MODEL --mechanism hsa --text FILE --budget 0.02 --output DIR"""
 
 
