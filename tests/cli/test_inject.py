@@ -17,6 +17,7 @@ from hf_hyperattn.analysis.sensitivity import Setting
 from hf_hyperattn.cli import main
 from hf_hyperattn.mechanisms.hsa.key import key_tied
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+from tests.oracles.marks import first_always
 
 from . import tiny
 
@@ -159,7 +160,7 @@ def test_the_choice_is_the_cheapest_of_all():
     assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
 
 
-@pytest.mark.parametrize("length", [192, 2048, 8192])
+@first_always("length", [192, 2048, 8192])
 def test_candidates_fit_the_length(length):
     """No window or nearness as long as the text, refinement within its pairs, biases of one rule in a row."""
     found = frontier.candidates(length)

@@ -28,6 +28,7 @@ def run_python(script: str, *arguments) -> subprocess.CompletedProcess:
 OTHERS = ("llama", "llava", "clip", "t5", "whisper", "falcon", "deberta-v2")
 
 
+@pytest.mark.slow
 def test_another_process_with_one_import_and_without(tmp_path):
     expected, directories = {}, [tmp_path / family for family in OTHERS]
     for family, directory in zip(OTHERS, directories, strict=True):

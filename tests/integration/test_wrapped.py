@@ -82,6 +82,7 @@ def test_a_patched_model_compiles_without_a_break():
     assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Bloom", "Gemma2"])
 def test_hosts_that_keep_their_own_eager_attention_compile_beside_patched_ones(family):
     """Bloom has no other implementation, Gemma2's softcap is for no other."""
@@ -158,6 +159,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     assert difference(plain, gradients()) == 0
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_model(bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")

@@ -9,6 +9,7 @@ from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.mechanisms.mkl import MklConfig
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, train
 from tests.integration.test_families import CAUSAL, generate, inputs_of, logits, model_of
+from tests.oracles.marks import first_always
 
 from .hype_models import ids_of
 from .test_hype_caches import CHUNKS, fed
@@ -172,12 +173,12 @@ def test_half_precision_autocast_and_checkpointing(form):
     torch.testing.assert_close(got.float(), exact, atol=5e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
+@first_always(
     "form, others",
     [
+        ("conditional", (ha.ConeConfig(),)),
         ("global", ()),
         ("conditional", ()),
-        ("conditional", (ha.ConeConfig(),)),
         ("combined", (ha.ConeConfig(),)),
     ],
 )
