@@ -70,7 +70,7 @@ def base() -> torch.nn.Module:
 def open_gates(model, value: float) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("gate"):
+            if name.endswith("gate") and "original_module" not in name:
                 parameter.fill_(value)
 
 
@@ -112,7 +112,7 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
         with pytest.raises(ValueError, match="does not support"):
             other.load_adapter(tmp_path / "adapter")
     else:
-        missing = other.load_adapter(tmp_path / "adapter").missing_keys
+        missing = {k for k in other.load_adapter(tmp_path / "adapter").missing_keys if "ranknum" not in k}
         assert bool(missing) == (method.native == "warned") and not any("hyper" in key for key in missing)
         assert method.native == "warned" or gap(said(other), trained) <= 1e-6
     with pytest.raises(ValueError, match="is not patched; first call hf_hyperattn"):
@@ -245,9 +245,11 @@ def test_plain_peft_refuses_the_adapter_by_our_name_and_warns_of_a_plain_one(tmp
     code = """
 import sys, warnings, peft, transformers
 from peft import AutoPeftModelForCausalLM, PeftModel
-stock, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=40, vocab_size=99,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)), sys.argv[1]
-for load in (lambda d: PeftModel.from_pretrained(stock, d), lambda d: stock.load_adapter(d), AutoPeftModelForCausalLM.from_pretrained):
+sizes = dict(hidden_size=32, intermediate_size=40, vocab_size=99, num_hidden_layers=2, num_attention_heads=4)
+stock = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+folder = sys.argv[1]
+by_path = AutoPeftModelForCausalLM.from_pretrained
+for load in (lambda d: PeftModel.from_pretrained(stock, d), stock.load_adapter, by_path):
     try:
         load(folder + "/whole")
     except KeyError as error:
@@ -260,6 +262,26 @@ print(any("hf_hyperattn" in str(w.message) for w in seen), "hf_hyperattn" in sys
     assert ran.stdout.splitlines() == ["'HF_HYPERATTN_LORA'"] * 3 + ["True False"], ran.stderr[-2000:]
     config = peft.PeftConfig.from_pretrained(tmp_path / "whole")
     assert isinstance(config, LoraConfig) and config.peft_type == peft.PeftType.LORA
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_card_s_snippet_runs_as_it_is_written(native, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = llama()
+    model.save_pretrained("path/to/the/base/model")
+    ha.patch_model(model, ha.ConeConfig(), layers="last-half")
+    if native:
+        model.add_adapter(ha.lora_config(model))
+    else:
+        model = get_peft_model(model, ha.lora_config(model))
+    step(model)
+    model.save_pretrained("path/to/this/directory")
+    card = (tmp_path / "path/to/this/directory/README.md").read_text()
+    assert "(`LORA`)" in card
+    names = {}
+    exec(card.partition("```python\n")[2].partition("```")[0], names)
+    assert gap(said(names["model"]), said(model)) <= 1e-6
 
 
 def test_adapters_of_earlier_versions_load(tmp_path):
@@ -327,7 +349,6 @@ def test_an_adapter_without_its_tensors_is_refused(native, tmp_path):
 
 def test_native_adapters_are_disabled_and_enabled_whole():
     model = base()
-    original = said(model)
     model.add_adapter(lora())
     open_gates(model, 0.5)
     trained = said(model)
@@ -343,7 +364,6 @@ def test_native_adapters_are_disabled_and_enabled_whole():
 @pytest.mark.parametrize("native", [False, True])
 def test_adapters_are_switched_and_deleted(native):
     one = base()
-    original = said(one)
     model = one if native else get_peft_model(one, lora(), "one")
     if native:
         model.add_adapter(lora(), "one")
@@ -369,7 +389,7 @@ def test_adapters_are_switched_and_deleted(native):
     assert not any(".modules_to_save.one." in n for n, _ in model.named_parameters())
     model.set_adapter("plain")
     model.delete_adapter("two")
-    assert gap(said(model), second["plain"]) == 0 and original is not None
+    assert gap(said(model), second["plain"]) == 0
 
 
 def two_adapters() -> PeftModel:
@@ -448,8 +468,3 @@ def test_the_trainer_s_own_decay_spares_what_was_added(tmp_path):
     decay = {names[id(p)]: g["weight_decay"] for g in trainer.optimizer.param_groups for p in g["params"]}
     assert {n for n in decay if "hyper" in n} == set(added(model))
     assert all((decay[n] == 0) == (".hyper." in n) for n in decay)
-
-
-def test_the_trainer_is_not_imported_for_it():
-    code = "import hf_hyperattn, sys; print('transformers.trainer' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
