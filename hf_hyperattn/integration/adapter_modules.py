@@ -53,7 +53,8 @@ def give_adapters_hyper(model: nn.Module, base: PreTrainedModel) -> None:
                 "patch the model first and use an adapter that has modules_to_save"
             )
             continue
-        config.modules_to_save = [*(config.modules_to_save or ()), "hyper"]
+        if not holds_hyper(config):
+            config.modules_to_save = [*(config.modules_to_save or ()), "hyper"]
         for _, host in list(patched_hosts(base)):
             if isinstance(host.hyper, ModulesToSaveWrapper):
                 host.hyper.update(name)

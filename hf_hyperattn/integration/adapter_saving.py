@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 
 import hub_cards
 
-from ..config import HyperAttnConfig
+from ..config import CONFIG_NAME, HyperAttnConfig
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
 from .guard import WRAPPED, wrap
 from .hyper import Hyper
 from .publishing import card_facts
 from .records import inner, patched_hosts, recorded_hosts, tree, write_records
-from .stock import OURS
+from .stock import OURS, PATCHED
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +110,12 @@ def wrap_class_method(name: str, cls: type):
 
 @wrap_class_method("from_json_file", PeftConfigMixin)
 def _read(original, cls, path_json_file, **kwargs):
-    data = original(cls, path_json_file, **kwargs)
+    data, folder = original(cls, path_json_file, **kwargs), Path(path_json_file).parent
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)
+    elif "hyper" in (data.get("modules_to_save") or ()) and (folder / CONFIG_NAME).is_file():
+        record = HyperAttnConfig.from_pretrained(folder).to_dict()  # an adapter of an earlier version
+        data.setdefault(SAVED_BASE, {"attn_implementation": PATCHED, "hyperattn": record})
     return data
 
 

@@ -89,11 +89,12 @@ def _add(original, self, adapter_name, peft_config, *args, **kwargs):
 @wrap("load_adapter", PeftModel)
 def _load(original, self, *args, **kwargs):
     try:
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
     except KeyError as error:
-        if "hyper" in str(error).strip("'\"").split("."):
-            raise missing_tensors([str(error)]) from error
+        check_tensors([str(error.args[0])])
         raise
+    check_tensors(result.unexpected_keys)
+    return result
 
 
 @wrap("load_adapter", PeftAdapterMixin)
@@ -106,18 +107,20 @@ def _load_natively(original, self, *args, **kwargs):
         name = given.get("adapter_name") or "default"
         if holds_hyper(self.peft_config[name]):
             set_peft_model_state_dict(self, adapter_weights(given), name)
-    missing = [key for key in getattr(result, "missing_keys", ()) if ".hyper.modules_to_save." in key]
-    if missing:
-        raise missing_tensors(sorted(missing))
+        return result
+    missing = (key for key in result.missing_keys if ".modules_to_save." in key)
+    check_tensors([*missing, *result.unexpected_keys])
     return result
 
 
-def missing_tensors(names: list[str]) -> ValueError:
-    """The error for an adapter whose file lacks added parameters that its config promises."""
-    return ValueError(
-        f"this adapter has no tensor {names[0].strip(chr(39))}, though its modules_to_save has 'hyper'; patch the base "
-        "as hyperattn_config.json beside the adapter says, and if it is so, save the adapter anew from what trained it"
-    )
+def check_tensors(names: list[str]) -> None:
+    """Raise if one of the tensors that a model or an adapter's file lacks is an added parameter."""
+    lost = next((name for name in sorted(names) if "hyper" in name.split(".")), None)
+    if lost is not None:
+        raise ValueError(
+            f"the added parameter {lost} is not both in this adapter's file and in the model; patch the base as "
+            "hyperattn_config.json beside the adapter says, and if it is so, save the adapter anew from what trained it"
+        )
 
 
 def adapter_weights(given: dict) -> dict:
