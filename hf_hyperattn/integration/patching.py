@@ -12,6 +12,7 @@ import model_patches
 from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
+from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
 from .hidden import ignore
@@ -37,7 +38,7 @@ def patch_model(
 
     Args:
         model: any Transformers model whose attention is served: bare, with a head, composite, wrapped by PEFT,
-            compiled, offloaded or quantised.
+            compiled, offloaded or quantised. Adapters that it has get the added parameters, to train and save.
         mechanisms: mechanism configs such as `ConeConfig()`, at most one per stage; or one `HyperAttnConfig`.
         layers: None for all, a number, a list or range of numbers (negative ones count from the end), "last-third",
             "first-half", "last-4", "every-2nd", or a function of a `Host`. Numbers and names count within each stack
@@ -76,6 +77,7 @@ def patch_model(
         if newly_routed:
             model_patches.unserve(base)
         raise
+    give_adapters_hyper(model, base)
     return model
 
 
@@ -102,6 +104,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             "unpatch_model on that"
         )
     take_off(base)
+    take_hyper_from_adapters(model, base)
     return model
 
 

@@ -15,15 +15,13 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from peft import PeftModel
 from transformers import PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
 
 import hub_cards
 
-from ..config import HyperAttnConfig
-from ..registry import MECHANISMS
+from .adapter_saving import before_saving_natively
 from .guard import wrap
+from .publishing import card_facts
 from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
 
 STAGE = ".hyperattn-saving-"
@@ -32,26 +30,13 @@ WEIGHTS = re.compile(rf"(?P<of>(adapter_)?model){VARIANT}(?P<shard>-\d+-of-\d+)?
 INDEX = re.compile(rf"(?P<of>(adapter_)?model)\.safetensors\.index{VARIANT}\.json")
 
 
-def card_facts(published: object) -> dict | None:
-    """What the card of a published object says beyond its files; None for anything that is not ours."""
-    facts = hub_cards.patched_facts(published)
-    if facts is not None:
-        papers = {
-            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
-        }
-        facts["about"] = papers
-    return facts
-
-
-hub_cards.hook_uploads(PushToHubMixin, card_facts)
-
-
 @wrap("save_pretrained")
 def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
     patched = next(patched_hosts(self), None) is not None
     if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
-    elif any(recorded_hosts(part) is not None for part in tree(self.config)):
+    before_saving_natively(self, kwargs.get("state_dict", args[0] if args else None))
+    if not patched and any(recorded_hosts(part) is not None for part in tree(self.config)):
         with without_records(self):  # it shares its config with a patched model, or with parts that were one
             return original(self, save_directory, is_main_process, *args, **kwargs)
     alone = not is_main_process or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory)
@@ -61,27 +46,8 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     with hub_cards.card_beside(save_directory, self, facts_for=card_facts), staged(target) as stage:
         local = {name: value for name, value in kwargs.items() if name not in HUB_ONLY}
         original(self, stage, is_main_process, *args, **local)
-        _write_config_beside(stage, self)
     if pushed:
         _push(original, self, target.resolve().name, *args, **kwargs)
-
-
-@wrap("save_pretrained", PeftModel)
-def _save_adapter(original, self, save_directory, *args, **kwargs):
-    base = self.get_base_model()
-    if not isinstance(base, PreTrainedModel) or next(patched_hosts(base), None) is None:
-        return original(self, save_directory, *args, **kwargs)
-    with hub_cards.card_beside(save_directory, self, facts_for=card_facts):
-        result = original(self, save_directory, *args, **kwargs)
-        for folder in (Path(save_directory), *(p for p in Path(save_directory).iterdir() if p.is_dir())):
-            _write_config_beside(folder, base)
-    return result
-
-
-def _write_config_beside(folder: Path, model: PreTrainedModel) -> None:
-    """Beside an adapter goes the config that patches its base: `HyperAttnConfig.from_pretrained(adapter_directory)`."""
-    if (folder / "adapter_config.json").is_file() and recorded_hosts(model.config) is not None:
-        HyperAttnConfig.from_dict(model.config.hyperattn).save_pretrained(folder)
 
 
 #: Arguments of `save_pretrained` that only a push reads.
