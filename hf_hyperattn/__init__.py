@@ -1,6 +1,7 @@
 """Hierarchy-aware attention for any pretrained Transformers model. Importing this package registers its names."""
 
 from . import functional, geometry
+from .address import VERSION as __version__
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -25,8 +26,6 @@ from .integration.hat import (
 from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
-
-__version__ = "0.1.0"
 
 __all__ = [
     "HatEncoderConfig",

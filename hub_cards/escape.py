@@ -7,11 +7,14 @@ Markdown rules: CommonMark 0.31 (code spans, backslash escapes) and its GitHub e
 
 import json
 import re
+import runpy
 import unicodedata
 from functools import cache
 from pathlib import Path
 
 LONGEST = 200
+#: Where the package is to be had; run by itself, since importing `hf_hyperattn` imports torch.
+ADDRESS = Path(__file__).parents[1] / "hf_hyperattn" / "address.py"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$!#])")
 PLAIN_CODE = re.compile(r"[\w .,:;=/()+\-\[\]{}\"'@%*^#~!?$]+", re.ASCII)
 
@@ -68,9 +71,7 @@ def environment():
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters |= {
-        "text": text,
-        "code": code,
-        "literal": literal,
-    }
+    made.filters |= {"text": text, "code": code, "literal": literal}
+    address = runpy.run_path(str(ADDRESS))
+    made.globals |= {"install": lambda *more: Safe(address["install"](*more)), "source": Safe(address["SOURCE"])}
     return made
