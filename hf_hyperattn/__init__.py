@@ -1,7 +1,6 @@
 """Hierarchy-aware attention for any pretrained Transformers model. Importing this package registers its names."""
 
-from . import functional, geometry
-from .address import VERSION as __version__
+from . import address, functional, geometry
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -26,6 +25,8 @@ from .integration.hat import (
 from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
+
+__version__ = address.VERSION
 
 __all__ = [
     "HatEncoderConfig",

@@ -1,4 +1,4 @@
-"""What this package is called, its version, and where it is to be had: errors, cards, exports and the build read it here.
+"""What this package is called, its version, and where it is to be had: errors, cards and the build read it here.
 
 Standard library alone: `hub_cards` runs this file without importing the package.
 """
@@ -15,4 +15,6 @@ def install(*more: str) -> str:
     """The command that installs this package, and `more`: other packages, or options such as "-U"."""
     if RELEASED or SOURCE:
         return " ".join(["pip install", NAME if RELEASED else f"git+{SOURCE}", *more])
-    return " ".join(["pip install", "./hf_hyperattn", *more, "# a clone of its source: no package index has it yet"])
+    return " ".join(
+        ["pip install", "./hf_hyperattn", *more, "# a clone of its source: no package index has it yet"]
+    )

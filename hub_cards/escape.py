@@ -73,5 +73,8 @@ def environment():
     )
     made.filters |= {"text": text, "code": code, "literal": literal}
     address = runpy.run_path(str(ADDRESS))
-    made.globals |= {"install": lambda *more: Safe(address["install"](*more)), "source": Safe(address["SOURCE"])}
+    made.globals |= {
+        "install": lambda *more: Safe(address["install"](*more)),
+        "source": Safe(address["SOURCE"]),
+    }
     return made

@@ -12,7 +12,14 @@ from hub_cards import escape
 ROOT = Path(__file__).parents[1]
 TEXTS = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "*/**/*.py", "hub_cards/**/*.jinja", "hub_cards/**/*.md", "Makefile")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "*/**/*.py",
+        "hub_cards/**/*.jinja",
+        "hub_cards/**/*.md",
+        "Makefile",
+    )
     for path in ROOT.glob(pattern)
     if ".venv" not in path.parts and path != Path(__file__)
 ]
@@ -24,7 +31,7 @@ def test_nothing_is_installed_by_a_name_that_nobody_has_registered():
         f"{path.relative_to(ROOT)}:{number}"
         for path in TEXTS
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if "pip install" in line and address.NAME in line or '= ["hf-hyperattn' in line
+        if "pip install" in line and address.NAME in line or 'dependencies = ["hf-hyperattn' in line
     ]
     assert TEXTS and (address.RELEASED or not guilty)
 

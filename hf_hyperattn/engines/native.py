@@ -5,8 +5,9 @@ depends on: its sources, the flags, and the instructions of this CPU (`-march=na
 once: one builds, the others wait for it. Where nothing can be built, `load` logs one line and returns None, and callers
 take their plain way.
 
-A library runs with the rights of who loads it. So the folder that keeps them must be the user's own, and nobody else may
-write to it; and beside every library lies a SHA-256 of its name and content, without which it is built anew, not loaded.
+A library runs with the rights of who loads it. So the directory that keeps them must be the user's own, and nobody else
+may write to it; and beside every library lies a SHA-256 of its name and content, without which it is built anew, not
+loaded.
 
 Environment: HF_HYPERATTN_NATIVE=0 turns compiled kernels off; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
 ~/.cache/hf_hyperattn/native).
@@ -202,7 +203,9 @@ def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] 
 def _run(calls: list[list[str]]) -> None:
     """Call the compiler with each list of arguments, at the same time."""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls]
+    running = [
+        subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls
+    ]
     said = [process.communicate()[0] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:

@@ -110,7 +110,12 @@ def test_one_line_where_it_cannot_be_built(place, monkeypatch, caplog, broken):
         assert native.load("add", path) is None
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
-    expected = {"compiler": "no C++ compiler", "path": "no C++ compiler", "source": "error", "directory": "no directory"}
+    expected = {
+        "compiler": "no C++ compiler",
+        "path": "no C++ compiler",
+        "source": "error",
+        "directory": "no directory",
+    }
     assert "add is not compiled" in message and expected[broken] in message
     assert "\n" not in message and len(message) < 400
 
@@ -199,7 +204,10 @@ NOT_OWN = {
         lambda d, _: [d.rename(d.parent / "elsewhere"), d.symlink_to(d.parent / "elsewhere")],
         "is a symbolic link",
     ),
-    "a dead link": (lambda d, _: [shutil.rmtree(d), d.symlink_to(d.parent / "nowhere")], "is a symbolic link"),
+    "a dead link": (
+        lambda d, _: [shutil.rmtree(d), d.symlink_to(d.parent / "nowhere")],
+        "is a symbolic link",
+    ),
 }
 
 

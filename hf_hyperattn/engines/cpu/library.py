@@ -93,4 +93,3 @@ def text_of(spec: str, capped: bool, reader: str = "") -> str:
     index, _, kind = reader.partition(" ")
     read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
     return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces), reader=read)
-
