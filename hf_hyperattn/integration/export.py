@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -43,7 +43,7 @@ from .checkpoint_files import (
     without_code,
 )
 from .conversions import REBUILDERS
-from .loading import is_path
+from .loading import errors_as, is_path, load_config
 from .vendoring import PACKAGE, PREFIX, flat_name, vendored
 
 MODELING = f"modeling_{PREFIX}"
@@ -167,7 +167,7 @@ def find_source(source: str | os.PathLike) -> Path:
 
 def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfig]:
     """config.json as it is and as a config, and the record of what was patched."""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / "adapter_config.json").exists():
         raise ValueError(
             f"{directory} holds an adapter; merge it into its model and save that, then export it"
         )
@@ -182,8 +182,7 @@ def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfi
         raise ValueError(
             f"{directory} has remote code of its own (auto_map); allowed: models of Transformers"
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return data, config, HyperAttnConfig.from_dict(record)
+    return data, load_config(directory), HyperAttnConfig.from_dict(record)
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type]:
@@ -208,7 +207,7 @@ def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
             f"config.json names the class {name!r}, which none of Transformers' Auto classes loads for "
             f"{type(config).__name__}; allowed: {', '.join(sorted(known)) or 'none'}"
         )
-    with torch.device("meta"):
+    with errors_as("the model of config.json cannot be built"), torch.device("meta"):
         return known[name](copy.deepcopy(config))
 
 
