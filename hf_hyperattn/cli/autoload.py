@@ -22,7 +22,9 @@ try:
     import hf_hyperattn_autoload
     hf_hyperattn_autoload.register()
 except Exception as error:
-    sys.stderr and print("{VARIABLE}=1, but hf_hyperattn is not available:", error, file=sys.stderr)
+    if sys.stderr and not hasattr(sys, "_hf_hyperattn_absent"):  # some Pythons run this twice
+        sys._hf_hyperattn_absent = True
+        print("{VARIABLE}=1, but hf_hyperattn is not available:", error, file=sys.stderr)
 """
 LINE = f"import os, sys; exec({CODE!r}) if os.environ.get({VARIABLE!r}) == '1' else None\n"
 
