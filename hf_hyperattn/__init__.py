@@ -1,6 +1,6 @@
 """Hierarchy-aware attention for any pretrained Transformers model. Importing this package registers its names."""
 
-from . import functional, geometry
+from . import address, functional, geometry
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -26,7 +26,7 @@ from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderFor
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .registry import MECHANISMS
 
-__version__ = "0.1.0"
+__version__ = address.VERSION
 
 __all__ = [
     "HatEncoderConfig",

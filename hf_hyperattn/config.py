@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
+from .address import install
 from .choice import checked
 from .fields import option, short
 from .mechanism_config import MechanismConfig, plain
@@ -133,8 +134,8 @@ class HyperAttnConfig(PushToHubMixin):
             raise ValueError(f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'")
         if not 1 <= data["format"] <= FORMAT:
             raise ValueError(
-                f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; pip "
-                "install -U hf-hyperattn"
+                f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
+                f"a newer one: {install('-U')}"
             )
         known = {f.name for f in fields(cls)}
         unknown = sorted(map(str, set(data) - known - {"format"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .address import install
 from .fields import short
 
 #: What a mechanism may change, in the order in which the changes are applied.
@@ -66,6 +67,6 @@ def get_mechanism(name: str) -> Mechanism:
     if name not in MECHANISMS:
         raise ValueError(
             f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}; for others, import the "
-            "package that registers them first, or pip install -U hf-hyperattn"
+            f"package that registers them first; a newer hf_hyperattn may know it: {install('-U')}"
         )
     return MECHANISMS[name]

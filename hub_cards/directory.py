@@ -33,7 +33,7 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"hub_cards: {path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"hub_cards: {path} holds a {type(content).__name__}; allowed: a JSON object")

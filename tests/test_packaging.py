@@ -103,7 +103,7 @@ def test_metadata(wheel):
     extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
     assert extras == {"cpu", "plots", "experiments", "recipes", "demo", "test", "dev"}
     assert "hyperattn = hf_hyperattn.cli:main" in entries
-    assert "[torch.backends]\nhf_hyperattn = hf_hyperattn_autoload:register" in entries
+    assert "torch.backends" not in entries  # what fails there makes `import torch` fail
 
 
 def test_the_installed_wheel_works(site):

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .command import check_count
+
 #: What hsa takes where nothing is said.
 BUDGET, ROWS = 0.02, 384
 HELP = "change a pretrained model's attention without training, and say what it loses"
@@ -92,8 +94,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     for name, least in (("length", 64), ("rows", 16)):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value} is not allowed; allowed: {least} or more")
+        if value is not None:
+            check_count(name, value, least)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
     if args.output is not None:

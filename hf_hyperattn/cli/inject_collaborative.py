@@ -16,15 +16,16 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hub_cards
 
 from ..integration.collaborative import conversion
-from ..integration.loading import class_of
+from ..integration.loading import class_of, errors_as, load_config
 from ..mechanisms.collaborative.config import CollaborativeConfig
+from .command import check_count
 from .console import table
-from .inject_output import REPORT, publish
+from .inject_output import REPORT, public_name, publish
 from .inject_setting import Setting, prepare, read_config
 
 
@@ -62,8 +63,7 @@ def check(args: argparse.Namespace) -> None:
             "--mechanism collaborative needs --rank R; allowed: 1 to the heads times their dimension, half of it to "
             "begin with"
         )
-    if args.rank < 1:
-        raise ValueError(f"--rank {args.rank} is not allowed; allowed: 1 or more")
+    check_count("rank", args.rank, 1)
     for name in ("budget", "pairs", "rows"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank")
@@ -75,10 +75,8 @@ def load(path: str) -> tuple[nn.Module, torch.dtype]:
     """The model as the class that it was saved as, in float32, and the dtype of the checkpoint."""
     config = read_config(path)
     dtype = getattr(config, "dtype", None)
-    try:
+    with errors_as(f"{path}: cannot load it"):
         model = class_of(config).from_pretrained(path, dtype=torch.float32).eval()
-    except Exception as error:
-        raise ValueError(f"{path}: cannot load it: {error}") from error
     return model, dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -154,7 +152,7 @@ def write(args: argparse.Namespace, model: nn.Module, dtype: torch.dtype, parts:
 def copy_tokenizer(path: str, stage: Path) -> None:
     """The tokenizer, where the model has one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=AutoConfig.from_pretrained(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, config=load_config(path), trust_remote_code=False)
     except Exception:
         return  # a model of images, or saved without one: the checkpoint is what counts
     tokenizer.save_pretrained(stage)
@@ -175,6 +173,6 @@ def said(args: argparse.Namespace, parts: list, lost: dict) -> dict:
         "mechanism": "collaborative",
         "rank": args.rank,
         "seed": args.seed,
-        "texts": list(args.text or ()),
+        "texts": list(map(public_name, args.text or ())),
     }
     return {"asked": asked, "layers": layers, "texts": {n: list(pair) for n, pair in lost.items()}}

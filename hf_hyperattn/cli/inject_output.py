@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
+import shlex
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -50,10 +52,8 @@ def said(task: Task, selection: Selection | None, report: dict) -> dict:
 
 def results(task: Task, report: dict) -> list[dict]:
     """What the card says was measured."""
-    texts = " ".join(task.args.text)
-    command = f"hyperattn inject {task.path} --mechanism {task.args.mechanism} --text {texts} --seed {task.args.seed}"
     common = {
-        "command": f"{command} --length {task.length} --budget {task.args.budget:g}",
+        "command": public_command(task.args),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
@@ -70,6 +70,25 @@ def results(task: Task, report: dict) -> list[dict]:
         }
         for name, r in report["texts"].items()
     ]
+
+
+def public_command(args: argparse.Namespace) -> str:
+    """The command as it was run; of paths on this machine the last part alone."""
+    local = {
+        p for p in (args.model, args.output, *(args.text or ())) if p and not hub_cards.hub_id_or_none(p)
+    }
+    words = []
+    for word in args.argv:
+        option, equals, value = word.partition("=")
+        if option.startswith("-") and value in local:
+            word = option + equals + public_name(value)
+        words.append(public_name(word) if word in local else word)
+    return shlex.join(["hyperattn", *words])
+
+
+def public_name(path: str) -> str:
+    """The last part of a path, which is all of it that is anybody else's business."""
+    return os.path.basename(os.path.abspath(path))
 
 
 def publish(stage: Path, target: Path) -> None:

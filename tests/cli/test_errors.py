@@ -115,10 +115,13 @@ def test_traceback_on_request(files, model):
         cli.main(["demo", "--traceback", "--model", str(model), "--text", str(files / "latin.txt")])
 
 
-def test_an_unforeseen_error_is_not_hidden(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.cli.demo.run", lambda args: {}["a bug of ours"])
-    with pytest.raises(KeyError, match="a bug of ours"):
-        cli.main(["demo"])
+def test_an_unforeseen_error_is_one_line_that_says_how_to_see_more(monkeypatch, capsys):
+    monkeypatch.setattr("hf_hyperattn.cli.demo.run", lambda args: {}["a bug\nof ours"])
+    assert cli.main(["demo"]) == 2
+    err = capsys.readouterr().err
+    assert err == "hyperattn demo: error: KeyError: 'a bug\\nof ours'; --traceback shows where\n"
+    with pytest.raises(KeyError, match="a bug"):
+        cli.main(["demo", "--traceback"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`hyperattn inject` on tiny models: what is measured, chosen, verified and written; and what stands behind it."""
 
+import getpass
 import json
 import math
 import random
@@ -15,6 +16,8 @@ from hf_hyperattn.analysis import frontier, hsa_pairs, sensitivity
 from hf_hyperattn.analysis.attention_gradients import listen_to_gradients
 from hf_hyperattn.analysis.sensitivity import Setting
 from hf_hyperattn.cli import main
+from hf_hyperattn.cli.command import build_parser
+from hf_hyperattn.cli.inject_output import public_command
 from hf_hyperattn.mechanisms.hsa.key import key_tied
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
 from tests.oracles.marks import first_always
@@ -179,13 +182,42 @@ def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert 0 < report["pairs"] < 1
     assert re.search(rf"attended pairs +100 % +{report['pairs']:.1%}", out)
-    assert "perplexity" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    texts = "one.txt two.txt"
+    run = f"hyperattn inject model --mechanism hsa --length 192 --rows 32 --text {texts} --output out --budget 0.5"
+    assert "perplexity" in card and f"`{run}`" in card  # as it was run, of paths the last part
+    assert_nothing_private(tmp_path / "out", folder, tmp_path)
     patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     for name in ("one", "two"):  # the third part of the text has the perplexity that was printed
         ids = torch.tensor(tiny.tokenizer()((folder / f"{name}.txt").read_text()).input_ids[384:576])[None]
         after = math.exp(patched(ids, labels=ids).loss.item())
         assert after == pytest.approx(report["texts"][f"{name}.txt"]["after"], rel=1e-4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def assert_nothing_private(written, *folders):
+    for path in (p for p in written.rglob("*") if p.is_file()):
+        for private in (*map(str, folders), getpass.getuser() + "@"):
+            assert private.encode() not in path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    "model, more, said",
+    [
+        ("org/base", ["--text", "/home/me/a b.txt", "c.txt"], "org/base --text 'a b.txt' c.txt"),
+        ("/home/me/base/", ["--text=/x/y.txt", "--output=/z/new"], "base --text=y.txt --output=new"),
+        ("../me/base", ["--budget", "0.10", "--text", "y"], "base --budget 0.10 --text y"),
+        (".", ["--output", "../new", "--text", "y"], "here --output new --text y"),
+    ],
+)
+def test_the_command_on_a_card(model, more, said, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    argv = ["inject", model, "--mechanism", "hsa", *more]
+    args = build_parser().parse_args(argv)
+    args.argv = argv
+    first, _, rest = said.partition(" ")
+    assert public_command(args) == f"hyperattn inject {first} --mechanism hsa {rest}"
 
 
 def test_a_seed_gives_one_result(capsys, folder, tmp_path):
