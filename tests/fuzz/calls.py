@@ -15,6 +15,7 @@ from hf_hyperattn.engines.cpu import decode, norms, squared_norms
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
 
+
 def run(seed: int) -> str:
     """Do the call of this seed; returns what it was.
 

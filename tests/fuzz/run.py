@@ -10,6 +10,7 @@ Calls run in processes of their own, some hundred each, so that one that dies is
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -19,7 +20,13 @@ from pathlib import Path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 PORTION = 400
-SANITIZERS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZERS = [
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
 
 
 def compiler() -> str | None:
@@ -41,7 +48,10 @@ def missing(tool: str) -> str | None:
 def runtimes() -> list[str]:
     """The sanitizers' libraries: Python is not built with them, so they have to be loaded first."""
     ask = lambda name: [compiler(), f"-print-file-name={name}"]
-    return [subprocess.run(ask(n), capture_output=True, text=True).stdout.strip() for n in ("libasan.so", "libubsan.so")]
+    return [
+        subprocess.run(ask(n), capture_output=True, text=True).stdout.strip()
+        for n in ("libasan.so", "libubsan.so")
+    ]
 
 
 def environment(tool: str, folder: Path) -> dict[str, str]:
@@ -52,7 +62,18 @@ def environment(tool: str, folder: Path) -> dict[str, str]:
         found["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=0"  # Python never frees all of its memory
     else:
         library = folder / "guard.so"
-        command = [compiler(), "-x", "c", "-O2", "-shared", "-fPIC", str(HERE / "guard.c"), "-o", str(library), "-ldl"]
+        command = [
+            compiler(),
+            "-x",
+            "c",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            str(HERE / "guard.c"),
+            "-o",
+            str(library),
+            "-ldl",
+        ]
         subprocess.run(command, check=True)
         found["LD_PRELOAD"] = str(library)
     return found
@@ -65,9 +86,23 @@ def fuzz(tool: str, first: int, calls: int) -> list[str]:
         variables = environment(tool, Path(folder))
         while calls > 0:
             portion = min(calls, PORTION)
-            command = [sys.executable, "-m", "tests.fuzz.run", tool, "--first", str(first), "--calls", str(portion)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.fuzz.run",
+                tool,
+                "--first",
+                str(first),
+                "--calls",
+                str(portion),
+            ]
             done = subprocess.run(
-                [*command, "--here"], cwd=ROOT, env=variables, capture_output=True, text=True, errors="replace"
+                [*command, "--here"],
+                cwd=ROOT,
+                env=variables,
+                capture_output=True,
+                text=True,
+                errors="replace",
             )
             begun = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
             if done.returncode:
@@ -84,8 +119,9 @@ def work(tool: str, first: int, calls: int) -> None:
     from hf_hyperattn.engines import cpu, native
 
     if tool == "sanitize":
-        plain = native.flags()
-        native.flags = lambda: [flag for flag in plain if not flag.startswith("-O")] + SANITIZERS
+        plain = [flag for flag in native.flags() if not flag.startswith("-O")]
+        native.flags = lambda: plain + SANITIZERS  # libraries are kept under a name that depends on the flags
+        native.compile_library = functools.partial(native.compile_library, more=SANITIZERS)
     if not cpu.library.core():
         raise SystemExit("the kernels were not built")
     from . import calls as kernels
