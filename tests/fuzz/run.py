@@ -1,7 +1,7 @@
 """Random calls of the compiled kernels, under sanitizers or between guard pages.
 
-    python -m tests.fuzz.run sanitize --calls 20000     address and undefined-behaviour sanitizers (g++ and its libraries)
-    python -m tests.fuzz.run guard --calls 20000        the kernels as users run them, tensors between guard pages (Linux)
+    python -m tests.fuzz.run sanitize --calls 20000     address and undefined-behaviour sanitizers
+    python -m tests.fuzz.run guard --calls 20000        the kernels as users run them, tensors between guard pages
     python -m tests.fuzz.run guard --first 123 --calls 1    one call again
 
 Calls run in processes of their own, some hundred each, so that one that dies is named by its seed.

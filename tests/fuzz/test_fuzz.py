@@ -1,4 +1,7 @@
-"""Some hundred random calls of the compiled kernels: no byte outside a tensor is touched. `run.py` does more of them."""
+"""Some hundred random calls of the compiled kernels: no byte outside a tensor is touched.
+
+`run.py` does more of them.
+"""
 
 import os
 import subprocess
