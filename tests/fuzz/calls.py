@@ -1,5 +1,6 @@
 """Random calls of every compiled kernel, each from one seed: attention forward and backward, decoding, key-tied
-attention over windows, norms. Tensors lie in memory as models have them: transposed, cut out of larger ones, or as they are.
+attention over windows, norms. Tensors lie in memory as models have them: transposed, cut out of larger ones, or as
+they are.
 """
 
 from __future__ import annotations
