@@ -139,7 +139,7 @@ def check_combination(config: HyperAttnConfig, found: list[Found]) -> None:
 def attach(
     base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
 ) -> None:
-    """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
+    """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
