@@ -93,6 +93,28 @@ def test_memory_estimators_build_from_the_config_of_a_patched_model():
     assert calculate_maximum_sizes(model)[0] == calculate_maximum_sizes(llama())[0] + added
 
 
+def test_hat():
+    """On the meta device masks are refused by Transformers itself, for stock models with SDPA too."""
+    with FakeTensorMode():
+        model = ha.HatModel(ha.HatEncoderConfig(vocab_size=99, hidden_size=32, num_attention_heads=4))
+        assert call(model, "cpu", True) == (2, LENGTH, 32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_given_hierarchy(causal):
+    query, key, value = (torch.zeros(1, h, 12, 8, device="meta") for h in (4, 2, 2))
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool, device="meta")
+    for hierarchy in (
+        ha.Hierarchy.windows(12, (2, 6)),
+        torch.zeros(1, 12, 2, dtype=torch.long, device="meta"),
+    ):
+        out = ha.functional.hierarchical_attention(
+            query, key, value, mask, is_causal=causal, enable_gqa=True, hierarchy=hierarchy,
+            tying="key" if causal else "both",
+        )  # fmt: skip
+        assert out.shape == query.shape
+
+
 @pytest.mark.parametrize("name", PATCHES)
 def test_fake_tensors_and_nothing_of_them_is_kept(name):
     make, *configs = PATCHES[name]
