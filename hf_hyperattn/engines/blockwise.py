@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .flops import count_flops
 from .options import Options, full_precision, position_mask
 from .score import PairScore, Term
 from .tiles import Call, Tensors, Tile
@@ -301,3 +302,7 @@ def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Ten
 def add(target: Tensor, gradient: Tensor) -> None:
     """Add a gradient to a slice of a buffer, summed over the axes along which the slice is broadcast."""
     target.add_(gradient.sum_to_size(target.shape))
+
+
+count_flops(_forward)
+count_flops(_backward, at=3, backward=True)

@@ -3,8 +3,8 @@
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
-    guard,  # noqa: F401  wraps four methods of PreTrainedModel
-    saving,  # noqa: F401  wraps a fifth
+    guard,  # noqa: F401  wraps six methods of PreTrainedModel
+    saving,  # noqa: F401  wraps one more
 )
 from .collator import HierarchyCollator
 from .converting import convert
@@ -12,6 +12,7 @@ from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
 from .names import register_names
 from .patching import patch_model, unpatch_model
+from .record_check import fresh_patch
 from .training import freeze_base, lora_config, parameter_groups
 
 register_names()
@@ -22,6 +23,7 @@ __all__ = [
     "convert",
     "describe",
     "freeze_base",
+    "fresh_patch",
     "list_mechanisms",
     "lora_config",
     "parameter_groups",

@@ -139,7 +139,7 @@ def check_combination(config: HyperAttnConfig, found: list[Found]) -> None:
 def attach(
     base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
 ) -> None:
-    """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
+    """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
@@ -155,8 +155,12 @@ def attach(
 def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:
     """A new hyper where its host is; on the meta device, where a model is built to be loaded, it stays there."""
     device, dtype = placement(base, module)
-    empty = any(p.is_meta for p in hyper.parameters())
-    return hyper.to(dtype=dtype, device=None if empty else device).train(module.training)
+    for part in hyper.modules():
+        for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
+            if p is not None:
+                moved = p.detach().to(dtype=dtype, device=p.device if p.is_meta else device)
+                part._parameters[name] = nn.Parameter(moved, p.requires_grad)
+    return hyper.train(module.training)
 
 
 def placement(base: PreTrainedModel, module: nn.Module) -> tuple:

@@ -1,21 +1,26 @@
 """No name of ours is ever silently ignored.
 
 Transformers accepts any registered name for any family, also for those that never call the attention interface, and
-`set_attn_implementation` only warns. So four methods of `PreTrainedModel` are wrapped, once, at import; for models
+`set_attn_implementation` only warns. So six methods of `PreTrainedModel` are wrapped, once, at import; for models
 that ask for none of our names the wrappers do nothing.
 
 - `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
   are built under a name they know;
 - `post_init`: served families are routed, unrouted ones and unrouted parts refused by name, patched checkpoints get
   their `hyper`;
-- `_initialize_weights`: added parameters that a checkpoint lacks get their starting value, not uninitialised memory;
+- `_finalize_model_loading`: record and added tensors of what was loaded are compared;
+- `_initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
+- `load_state_dict`: warns where added tensors are passed over;
 - `set_attn_implementation`: raises where it would only warn.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Iterator
+from importlib.metadata import version
 
 from transformers import PreTrainedModel
 
@@ -27,10 +32,13 @@ from .families import note_all, note_masks
 from .hierarchical import settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
+from .record_check import check_loaded, warn_of_state_dict
 from .records import sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
 from .stock import OURS, PATCHED, RUNNING, STOCK, stock_name
+
+logger = logging.getLogger("hf_hyperattn")
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
@@ -41,18 +49,29 @@ WRAPPED = "_hyperattn_wrapped"
 
 
 def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; once only."""
+    """Decorator: the function becomes method `name` of a class and gets the original first; once only.
+
+    A method that this version of the library does not have is left alone, with a warning.
+    """
 
     def install(wrapper):
+        kept = inspect.getattr_static(cls, name, None)
+        if kept is None:
+            library = cls.__module__.partition(".")[0]
+            logger.warning(
+                f"{library} {version(library)} has no {cls.__name__}.{name}, which hf_hyperattn builds on: patched "
+                "models may lose their mechanisms there unnoticed; install a version that pyproject.toml allows"
+            )
+            return wrapper
         original = getattr(cls, name)
         if not hasattr(original, WRAPPED):
 
             @functools.wraps(original)
-            def method(self, *args, **kwargs):
-                return wrapper(original, self, *args, **kwargs)
+            def method(*args, **kwargs):
+                return wrapper(original, *args, **kwargs)
 
             setattr(method, WRAPPED, True)
-            setattr(cls, name, method)
+            setattr(cls, name, staticmethod(method) if isinstance(kept, staticmethod) else method)
         return wrapper
 
     return install
@@ -122,6 +141,19 @@ def _initialize(original, self, module, *args, **kwargs):
     if not getattr(module, "_is_hf_initialized", False):
         module.reset_parameters()
         module._is_hf_initialized = True
+
+
+@wrap("_finalize_model_loading")
+def _check_loading(original, model, load_config, loading_info):
+    check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
+    return original(model, load_config, loading_info)
+
+
+@wrap("load_state_dict")
+def _load_state_dict(original, self, state_dict, *args, **kwargs):
+    result = original(self, state_dict, *args, **kwargs)
+    warn_of_state_dict(self, state_dict, result.missing_keys, result.unexpected_keys)
+    return result
 
 
 @wrap("set_attn_implementation")

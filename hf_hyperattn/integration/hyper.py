@@ -12,6 +12,7 @@ from ..choice import head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..overrides import mechanisms_of
+from ..readable import can_read
 from ..registry import get_mechanism
 
 
@@ -33,6 +34,7 @@ class Hyper(nn.Module):
         heads = head_numbers(config.heads, host.heads, host.name)
         for mechanism in self.mechanisms():
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
+            check_heads(layer, heads, host)
             self.add_module(mechanism.mechanism, layer)
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
@@ -77,9 +79,9 @@ class Hyper(nn.Module):
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
         if (
             self.moved
-            or torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or call.options.dropout_p
+            or not can_read(*self.parameters())
         ):
             return False
         self.moved = not all(layer.identical() for layer in self.children())
@@ -90,3 +92,20 @@ class Hyper(nn.Module):
         self.moved = False
         for layer in self.children():
             layer.reset_parameters()
+
+
+def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:
+    """Refuse some of a host's heads for a layer that would change all of them.
+
+    Args:
+        layer: as its mechanism built it.
+        heads: those that were chosen, None for all.
+        host: where it is to be put.
+    """
+    some = heads is not None and len(heads) < host.heads
+    if some and not (layer.honours_heads and layer.heads == heads):
+        raise ValueError(
+            f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
+            f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
+            "changes those alone (self.chosen) and says honours_heads = True"
+        )

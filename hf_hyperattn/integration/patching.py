@@ -19,6 +19,7 @@ from .hidden import ignore
 from .hierarchical import ignore_hierarchy
 from .records import erase_records, inner, patched_hosts, recorded_hosts
 from .refusal import check_parts, has_attention, refusal
+from .rollback import rollback_on_error
 from .selection import select
 from .stock import OURS, PATCHED
 
@@ -66,18 +67,14 @@ def patch_model(
             f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
             "before patching: del model.config.hyperattn"
         )
-    newly_routed = route(base)
-    try:
+    with rollback_on_error(base):
+        newly_routed = route(base)
         chosen = choose_hosts(base, config)
         check_own_attention(chosen)
         check_parts(base, PATCHED, [module.config for module, _ in chosen])
         config = settle_overrides(settle_heads(config, chosen), chosen, base)
         attach(base, config, chosen, newly_routed)
-    except BaseException:
-        if newly_routed:
-            model_patches.unserve(base)
-        raise
-    give_adapters_hyper(model, base)
+        give_adapters_hyper(model, base)
     return model
 
 
@@ -103,8 +100,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
             "unpatch_model on that"
         )
-    take_off(base)
-    take_hyper_from_adapters(model, base)
+    with rollback_on_error(base):
+        take_off(base)
+        take_hyper_from_adapters(model, base)
     return model
 
 

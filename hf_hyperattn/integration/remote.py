@@ -6,12 +6,13 @@ while it is built. Nothing of Transformers is wrapped, so only the exported clas
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
 from .conversions import rebuild
 from .families import family_mask, note_all
+from .record_check import check_loaded
 from .records import tree
 from .serving import patched_forward
 from .stock import PATCHED, RUNNING
@@ -49,6 +50,12 @@ class Patched:
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
         rebuild(self)
         super().post_init()
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        """As in Transformers, after the record is compared with the tensors."""
+        check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
 
 AttentionInterface.register(RUNNING, patched_forward)

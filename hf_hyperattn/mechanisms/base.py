@@ -18,6 +18,7 @@ from ..engines import Options, PairScore, attention, dot_score
 from ..engines.halves import unrounded
 from ..engines.late import LateFields, late
 from ..engines.options import full_precision
+from ..readable import can_read
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,12 @@ class MechanismLayer(nn.Module):
         config: the mechanism's config.
         host: the host it is built for, or None where the mechanism is used by name and has nothing to learn.
         mode: "blend" or "replace".
-        heads: the query heads it changes, None for all.
+        heads: the query heads it changes, None for all. `chosen` makes a mask of them.
     """
+
+    #: Whether the layer leaves heads alone that are not in `heads`. Where it does not say so, patching with heads= is
+    #: refused.
+    honours_heads = False
 
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
@@ -182,8 +187,8 @@ class MechanismLayer(nn.Module):
         return False
 
     def idle(self) -> bool:
-        """Whether the call can be left to the host: identical, and no gradient is wanted. Never while tracing."""
-        if torch.compiler.is_compiling():
+        """Whether the call can be left to the host: identical, and no gradient is wanted; no where that is unknown."""
+        if not can_read(*self.parameters()):
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return not learning and self.identical()

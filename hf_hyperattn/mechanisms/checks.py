@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..fields import LARGEST, SMALLEST
+from ..readable import can_read
 
 #: What is allowed of a positive parameter.
 POSITIVE = f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}"
@@ -67,7 +68,7 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 def check_positive(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
     """A positive number, or one per query head, as a tensor [1] or [H] on the device of `like`.
 
-    The values of a tensor are looked at except while the call is traced, when there are none to look at.
+    The values of a tensor are looked at where they can be read.
     """
     if isinstance(value, Tensor):
         if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
@@ -75,8 +76,9 @@ def check_positive(name: str, value: float | Tensor, heads: int, like: Tensor) -
                 f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, "
                 f"({heads},)"
             )
-        looked = not torch.compiler.is_compiling() and not value.is_complex()
-        if value.is_complex() or (looked and not bool(((value >= SMALLEST) & (value <= LARGEST)).all())):
+        if value.is_complex() or (
+            can_read(value) and not bool(((value >= SMALLEST) & (value <= LARGEST)).all())
+        ):
             raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {POSITIVE}")
         return value.reshape(-1).to(like.device)
     number = isinstance(value, int | float) and not isinstance(value, bool)

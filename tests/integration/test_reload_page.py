@@ -22,13 +22,15 @@ def blocks(language: str) -> list[str]:
 def test_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("HuggingFaceTB/SmolLM2-135M")
-    (saving, loading), (command,) = blocks("python"), blocks("bash")
+    (saving, starting_anew, loading), (command,) = blocks("python"), blocks("bash")
     names: dict = {}
     exec(saving, names)
     ids = torch.arange(9)[None]
     with torch.no_grad():
         expected = names["model"](ids).logits
         assert torch.equal(names["again"](ids).logits, expected)
+    exec(starting_anew, names)
+    assert ha.describe(names["fresh"])["patched"] == 2
     program, *arguments = shlex.split(command)
     assert program == "hyperattn" and main(arguments) == 0
     exec(loading, names)

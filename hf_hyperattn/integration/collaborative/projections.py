@@ -60,6 +60,8 @@ class SharedProjection(nn.Module):
         heads: of which the keys carry the content bias, 0 for none.
     """
 
+    added_by_conversion = True  # a load checks that its tensors are there
+
     def __init__(self, inputs: int, rank: int, width: int, bias: bool = False, heads: int = 0):
         super().__init__()
         self.width = width

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, Piece, repeat_heads
 from ...hierarchy import Hierarchy
+from ...readable import can_read
 from ..base import START, FirstKey
 from .both import both
 from .config import Rule
@@ -91,7 +92,7 @@ def hierarchical(
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
     asked = Asked(hierarchy, rule, is_causal, backend, weights, store, first)
-    if torch.compiler.is_compiling():
+    if not can_read(query, options.mask):
         from . import compiled  # it calls this module
 
         if compiled.wanted(options, asked):

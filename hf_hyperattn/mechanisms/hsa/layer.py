@@ -28,6 +28,8 @@ class HsaLayer(MechanismLayer):
         ValueError: tying="both" in a causal host, numbers for another count of heads, or a host with a softcap.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)

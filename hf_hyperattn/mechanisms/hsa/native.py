@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engines import native
+from ...readable import can_read
 
 #: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
 LANES = 16
@@ -57,7 +58,8 @@ def library() -> ctypes.CDLL | None:
 
 def serves(t: Tensor) -> bool:
     """Whether the kernel can compute a call with this query."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and native.enabled() and library() is not None
+    suitable = t.dtype == torch.float32 and t.device.type == "cpu" and can_read(t)
+    return suitable and native.enabled() and library() is not None
 
 
 def longs(values: Sequence[int]):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...engines import Options, attention, dot_score
 from ...fields import LARGEST
+from ...readable import can_read
 from ..checks import check_choice, check_dropout, check_positive, check_qkv
 from .bias import FORMS, definition
 from .positions import from_first, given
@@ -118,13 +119,12 @@ def hype_bias(
 
 
 def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """A finite number, or one per query head, as a tensor [1] or [H]; tensors are not looked at while traced."""
+    """A finite number, or one per query head, as a tensor [1] or [H]; tensors are looked at where they can be read."""
     allowed = f"a finite number of at most {LARGEST:g}, or a tensor of one per query head, ({heads},)"
     if isinstance(value, Tensor):
         if value.dim() > 1 or value.numel() not in (1, heads):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {allowed}")
-        looked = not torch.compiler.is_compiling() and not value.is_complex()
-        if value.is_complex() or (looked and not bool((value.abs() <= LARGEST).all())):
+        if value.is_complex() or (can_read(value) and not bool((value.abs() <= LARGEST).all())):
             raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {allowed}")
         return value.reshape(-1).to(like.device)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
@@ -133,8 +133,8 @@ def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> 
 
 
 def reach_of(queries: Tensor, keys: Tensor) -> float | None:
-    """The largest distance of two positions; not known while traced, or where there are none."""
-    if torch.compiler.is_compiling() or not queries.numel() or not keys.numel():
+    """The largest distance of two positions; not known where positions cannot be read, or there are none."""
+    if not can_read(queries, keys) or not queries.numel() or not keys.numel():
         return None
     ends = [(float(p.min()), float(p.max())) for p in (queries, keys)]
     return max(high for _, high in ends) - min(low for low, _ in ends)

@@ -22,6 +22,8 @@ class HypeLayer(MechanismLayer):
         ValueError: the config has numbers for another count of heads, or neither it nor the model's says a length.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HypeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         self.host = "this layer" if host is None else host.name

@@ -25,6 +25,8 @@ class HyperbolicLayer(MechanismLayer):
     configured values.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         einstein = config.aggregation == "einstein"

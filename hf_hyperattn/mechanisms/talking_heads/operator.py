@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engines import blockwise
+from ...engines.flops import count_flops
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
@@ -241,3 +242,5 @@ def _pullback(ctx, grad):
 
 
 forward.register_autograd(_pullback, setup_context=_save)
+count_flops(forward)
+count_flops(backward, at=1, backward=True)
