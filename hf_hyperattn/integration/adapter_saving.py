@@ -202,7 +202,9 @@ def is_trained(hyper: Hyper) -> bool:
     parameters = list(hyper.parameters())
     if any(p.requires_grad for p in parameters):
         return True
-    elsewhere = any(p.is_meta or hasattr(p, "device_mesh") for p in parameters)  # offloaded, or spread over ranks
+    elsewhere = any(
+        p.is_meta or hasattr(p, "device_mesh") for p in parameters
+    )  # offloaded, or spread over ranks
     if getattr(hyper, "_is_hf_initialized", False) or elsewhere:
         return False
     with torch.random.fork_rng(devices=[]):
