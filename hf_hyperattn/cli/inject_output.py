@@ -6,8 +6,6 @@ import datetime
 import json
 import os
 import platform
-import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,29 +14,25 @@ import torch
 import hub_cards
 
 from ..analysis.frontier import Selection
+from ..folders import replace_folder
 from .inject_setting import Setting as Task
 
 REPORT = "hyperattn_inject.json"
 
 
 def write(task: Task, model, selection: Selection | None, report: dict) -> None:
-    """Write the folder beside its place and rename it; without --output nothing is written."""
+    """Write the folder, whole or not at all; without --output nothing is written."""
     if task.args.output is None:
         print("\nnothing is written: no --output")
         return
     target = Path(task.args.output)
-    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
-    try:
+    with replace_folder(target, keep_others=False) as stage:
         model.to(task.dtype).save_pretrained(stage)
         task.tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(said(task, selection, report), indent=1) + "\n")
         hub_cards.write_card(
             stage, base_model=hub_cards.hub_id_or_none(task.path), results=results(task, report)
         )
-        stage.chmod(0o755)
-        publish(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print(f"\nwritten: {target}")
 
 
@@ -70,14 +64,3 @@ def results(task: Task, report: dict) -> list[dict]:
         }
         for name, r in report["texts"].items()
     ]
-
-
-def publish(stage: Path, target: Path) -> None:
-    """Put the finished folder in its place; what was there (--force) goes away last."""
-    if not target.exists():
-        stage.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}.old."))
-    target.rename(old / "replaced")
-    stage.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -13,8 +13,10 @@ from .hierarchical_cache import HierarchicalCache
 from .names import register_names
 from .patching import patch_model, unpatch_model
 from .training import freeze_base, lora_config, parameter_groups
+from .wrapping import warn_of_changes
 
 register_names()
+warn_of_changes()
 
 __all__ = [
     "HierarchicalCache",

@@ -13,9 +13,6 @@ import copy
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,6 +24,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 import model_patches
 
 from ..config import HyperAttnConfig
+from ..folders import replace_folder
 from ..registry import MECHANISMS
 from .conversions import REBUILDERS
 from .loading import is_path
@@ -80,10 +78,11 @@ def export_remote_code(
         files |= vendored_files(record)
     data["auto_map"] = {auto: f"{MODELING}.{cls.__name__}" for auto, cls in classes.items()}
     files["config.json"] = json.dumps(data, indent=2) + "\n"
-    with replaced(target, force) as stage:
+    with replace_folder(target, keep_others=False) as stage:
         shutil.copytree(directory, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*SKIPPED))
         for name, text in files.items():
             (stage / name).write_text(text, encoding="utf-8")
+        check_target(target, force)  # again: it may hold something by now
     return packages
 
 
@@ -199,34 +198,3 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
             '    """The stock class, patched."""',
         ]
     return GENERATED + "\n".join(lines) + "\n"
-
-
-@contextmanager
-def replaced(target: Path, force: bool) -> Iterator[Path]:
-    """A directory beside `target` that takes its place when the block ends without an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    around = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    stage, old = around / "new", around / "old"
-    try:
-        stage.mkdir()
-        yield stage
-        _sync(stage)
-        check_target(target, force)
-        if target.is_dir() and any(target.iterdir()):
-            target.rename(old)
-        stage.rename(target)
-    except BaseException:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        shutil.rmtree(around, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -14,7 +14,6 @@ that ask for none of our names the wrappers do nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from transformers import PreTrainedModel
@@ -31,31 +30,13 @@ from .records import sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
 from .stock import OURS, PATCHED, RUNNING, STOCK, stock_name
+from .wrapping import wrap
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
 WANTED = "_hyperattn_wanted"
 #: The sub-configs that a name of ours was given for by themselves, with the name.
 ASKED = "_hyperattn_asked_parts"
-WRAPPED = "_hyperattn_wrapped"
-
-
-def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; once only."""
-
-    def install(wrapper):
-        original = getattr(cls, name)
-        if not hasattr(original, WRAPPED):
-
-            @functools.wraps(original)
-            def method(self, *args, **kwargs):
-                return wrapper(original, self, *args, **kwargs)
-
-            setattr(method, WRAPPED, True)
-            setattr(cls, name, method)
-        return wrapper
-
-    return install
 
 
 @wrap("__init__")
