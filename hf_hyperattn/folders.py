@@ -277,7 +277,8 @@ def _read_record(folder: Path) -> dict | None:
 
 def _commit(stage: Path, target: Path, record: dict) -> None:
     """Bring a complete stage to its place; what was done of it already is not done again."""
-    beside = stage.parent == target.parent
+    untouched = all(os.path.lexists(stage / name) for name in record["files"])  # no file was renamed yet
+    beside = stage.parent == target.parent and untouched
     if beside and not (target.is_dir() and any(target.iterdir())):
         with suppress(OSError):
             os.rename(stage, target)

@@ -131,6 +131,18 @@ def test_what_finishes_a_save_is_killed_too(way, tmp_path, monkeypatch):
     assert pairs > 8
 
 
+def test_renames_that_were_begun_are_not_ended_by_an_exchange(tmp_path, monkeypatch):
+    for kill_at in range(10, 60):
+        target = tmp_path / str(kill_at) / "model"
+        fill(target, SINGLE, "old")
+        with monkeypatch.context() as patch:
+            no_exchange(patch)
+            if not killed(save, target, SHARDS, kill_at=kill_at):
+                break
+        recover(target)
+        assert contents(target) in (dict.fromkeys(SINGLE, "old"), dict.fromkeys(SHARDS, "new"))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_all_else_goes_where_nothing_is_kept(way, tmp_path, monkeypatch):
     WAYS[way](monkeypatch)
