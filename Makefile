@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test zoo lint clean
+.PHONY: help demo recipe experiments bench test faults zoo lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -36,6 +36,9 @@ bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full",
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
+	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
 
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)

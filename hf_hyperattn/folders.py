@@ -285,7 +285,9 @@ def _commit(stage: Path, target: Path, record: dict) -> None:
     elif beside:
         with suppress(OSError):
             if Path(os.getcwd()).is_relative_to(target):
-                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # this process would stand in the old folder
+                raise OSError(
+                    errno.EBUSY, os.strerror(errno.EBUSY)
+                )  # this process would stand in the old folder
             if record["keep_others"]:
                 _link_others(target, stage, {*record["files"], *record["remove"]})
             _exchange(stage, target)

@@ -14,48 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
-
-import hub_cards
 
 from ..config import HyperAttnConfig
-from ..folders import is_interrupted, replace_folder
-from ..registry import MECHANISMS
+from ..folders import is_interrupted
+from .publishing import checkpoint_folder, gathers_elsewhere
 from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
 from .stock import OURS
 from .wrapping import wrap
 
 #: Arguments of `save_pretrained` that only a push reads.
 HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
-
-
-def card_facts(published: object) -> dict | None:
-    """What the card of a published object says beyond its files; None for anything that is not ours."""
-    facts = hub_cards.patched_facts(published)
-    if facts is not None:
-        papers = {
-            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
-        }
-        facts["about"] = papers
-    return facts
-
-
-hub_cards.hook_uploads(PushToHubMixin, card_facts)
-
-
-@contextmanager
-def checkpoint_folder(target: str | os.PathLike, published: object) -> Iterator[Path]:
-    """A folder to save into, which takes the place of `target`'s checkpoint, card included, when the block ends.
-
-    Other files of `target` stay, a person's own README.md too.
-    """
-    with replace_folder(target) as folder:
-        with hub_cards.card_beside(folder, published, facts_for=card_facts, replaces=target):
-            yield folder
 
 
 @wrap("save_pretrained")
@@ -118,13 +88,6 @@ def _save_adapter(original, self, save_directory, *args, **kwargs):
         for place in (folder, *(p for p in folder.iterdir() if p.is_dir())):
             _write_config_beside(place, base)
     return result
-
-
-def gathers_elsewhere(model: torch.nn.Module) -> bool:
-    """Whether the weights are shared out among processes and another one than this writes them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    return torch.distributed.get_rank() != 0 and any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _write_config_beside(folder: Path, model: PreTrainedModel) -> None:

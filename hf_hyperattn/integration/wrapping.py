@@ -19,7 +19,8 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: What was tested; `warn_of_changes` names it.
 TESTED = "transformers 5.17 to 5.23, peft 0.19.1 to 0.21.2"
-WRAPPERS = "_hyperattn_wrappers"
+#: On a method: the names of our functions around it.
+WRAPPED = "_hyperattn_wrapped"
 #: What is wrapped, or relied on by name, without `wrap`: module, class, method and the parameters it is called with.
 RELIED_ON = (
     ("transformers.utils.hub", "PushToHubMixin", "_upload_modified_files", ("working_dir", "repo_id")),
@@ -35,25 +36,27 @@ changes: list[str] = []
 def wrap(name: str, cls: type = PreTrainedModel):
     """Decorator: the function becomes method `name` of a class and gets the original first; each function once only.
 
-    Class methods stay class methods. A class that lacks the method is left alone, which `warn_of_changes` tells.
+    Class methods and static methods stay what they are. A class that lacks the method is left alone, which
+    `warn_of_changes` tells.
     """
 
     def install(wrapper: Callable):
         own = f"{wrapper.__module__}.{wrapper.__name__}"
         static = inspect.getattr_static(cls, name, None)
-        original = static.__func__ if isinstance(static, classmethod) else static
-        if own in getattr(original, WRAPPERS, ()):
+        original = getattr(static, "__func__", static)
+        wrapped = getattr(original, WRAPPED, ())
+        if own in wrapped:
             return wrapper
         check(cls, name, list(inspect.signature(wrapper).parameters.values())[1:])
         if original is None:
             return wrapper
 
         @functools.wraps(original)
-        def method(self, *args, **kwargs):
-            return wrapper(original, self, *args, **kwargs)
+        def method(*args, **kwargs):
+            return wrapper(original, *args, **kwargs)
 
-        setattr(method, WRAPPERS, (*getattr(original, WRAPPERS, ()), own))
-        setattr(cls, name, classmethod(method) if isinstance(static, classmethod) else method)
+        setattr(method, WRAPPED, (*wrapped, own))
+        setattr(cls, name, type(static)(method) if static is not original else method)
         return wrapper
 
     return install
@@ -66,6 +69,8 @@ def check(cls: type, name: str, expected: list[inspect.Parameter]) -> None:
         changes.append(f"{cls.__name__}.{name} is missing")
         return
     found = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
+    if not isinstance(static, staticmethod):
+        found, expected = found[1:], expected[1:]  # self, by whatever name
     open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p.name for p in expected if p.kind not in open_kinds]
     rest = [p for p in found[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
@@ -82,8 +87,8 @@ def warn_of_changes() -> None:
         check(getattr(import_module(module), cls), name, [*made, rest])
     if changes:
         logger.warning(
-            "hf_hyperattn: transformers %s and peft %s have changed what hf_hyperattn wraps: %s; patched models may lose "
-            "what was added when they are loaded or saved; install versions that were tested (%s)",
+            "hf_hyperattn: transformers %s and peft %s have changed what hf_hyperattn wraps: %s; patched models may "
+            "lose what was added when they are loaded or saved; install versions that were tested (%s)",
             version("transformers"),
             version("peft"),
             "; ".join(changes),

@@ -1,7 +1,6 @@
 """The conversion of the packaged model, on a package of the test's own that holds a tiny model of the same form."""
 
 import importlib
-import os
 import sys
 
 import pytest

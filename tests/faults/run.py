@@ -15,6 +15,7 @@ import ctypes
 import itertools
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -237,9 +238,13 @@ def check(scenario: Scenario, folder: Path, old, new, listing: set[str]) -> obje
 
 
 def names(folder: Path) -> set[str]:
-    """All files, but for locks that stay."""
+    """All files, but for locks that stay, and build folders beside a whole library, which go with the next build."""
     found = {str(p.relative_to(folder)) for p in folder.rglob("*")}
-    return {n for n in found if not n.endswith(".lock") and "__pycache__" not in n}
+    return {
+        n
+        for n in found
+        if not n.endswith(".lock") and not re.search(r"__pycache__|^build/\w+\.\w{8}(/|$)", n)
+    }
 
 
 def measure(scenario: Scenario, root: Path) -> tuple:

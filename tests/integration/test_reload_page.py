@@ -22,15 +22,16 @@ def blocks(language: str) -> list[str]:
 def test_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("HuggingFaceTB/SmolLM2-135M")
-    (saving, loading), (command,) = blocks("python"), blocks("bash")
+    (saving, loading), commands = blocks("python"), blocks("bash")
     names: dict = {}
     exec(saving, names)
     ids = torch.arange(9)[None]
     with torch.no_grad():
         expected = names["model"](ids).logits
         assert torch.equal(names["again"](ids).logits, expected)
-    program, *arguments = shlex.split(command)
-    assert program == "hyperattn" and main(arguments) == 0
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "hyperattn" and main(arguments) == 0
     exec(loading, names)
     with torch.no_grad():
         assert torch.equal(names["model"](ids).logits, expected)
