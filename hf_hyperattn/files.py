@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +13,8 @@ try:
     import fcntl
 except ImportError:  # Windows: two processes that save to one place at once are not kept apart
     fcntl = None
+
+logger = logging.getLogger("hf_hyperattn")
 
 #: How the names of all that a save makes for itself begin; nothing of it is left when the save is complete.
 PREFIX = ".hyperattn-saving"
@@ -66,12 +70,28 @@ def _open_lock(places: list[Path]) -> tuple[int, Path]:
                 raise
             place = places[-1]
             continue
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        _wait_for(handle, place)
         with suppress(OSError):
             if os.path.samestat(os.fstat(handle), os.stat(place)):
                 return handle, place
         os.close(handle)
+
+
+def _wait_for(handle: int, place: Path) -> None:
+    """Lock an open file; replacing takes milliseconds, so that a longer wait is worth a warning."""
+    warn_at = time.monotonic() + 10
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > warn_at:
+                warn_at = float("inf")
+                logger.warning(
+                    "hf_hyperattn: waiting for another process that saves; it holds the lock %s", place
+                )
+            time.sleep(0.002)
+        except OSError:  # a file system without locks
+            return None
 
 
 def hold(path: Path) -> int | None:

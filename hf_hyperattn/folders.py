@@ -108,8 +108,8 @@ def recover(target: str | os.PathLike) -> list[str]:
         A sentence for each save that was found; none where nothing was interrupted.
 
     Raises:
-        OSError: a save into the folder is under way, or what is left cannot be put in its place without a decision of
-            the user's.
+        OSError: there is no such folder, a save into it is under way, or what is left cannot be put in its place
+            without a decision of the user's.
     """
     target = Path(os.path.realpath(target))
     if not target.parent.is_dir():
@@ -123,6 +123,8 @@ def recover(target: str | os.PathLike) -> list[str]:
                 f"{left[0]} holds an interrupted save that may be older than {target}; "
                 f"move what you want of it into {target}, then delete it"
             )
+    if not done and not target.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
     return done
 
 
@@ -133,7 +135,7 @@ def is_interrupted(target: str | os.PathLike) -> bool:
 
 def _finish_interrupted(target: Path) -> list[str]:
     """Finish and clean what dead processes left, the oldest first; the lock of the target is held."""
-    done, removed = [], f"{target}: what an interrupted save left was removed; the folder is whole"
+    done, removed = [], f"{target}: what an interrupted save left was removed"
     if (record := _read_record(target)) is not None:  # killed after the exchange: the stage is the old folder
         old = target.parent / record["stage"]
         _clean(old if old in _stages(target) else None, target, record)

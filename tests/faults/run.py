@@ -286,7 +286,7 @@ def kill_many(
         moments = [
             {"kill_at": draw.randint(1, scenario.changes)}
             if n % 2
-            else {"after": draw.uniform(0, scenario.seconds)}
+            else {"after": draw.uniform(0, 0.8 * scenario.seconds)}
             for n in range(kills)
         ]
     died, before, after = 0, 0, 0
