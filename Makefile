@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test test-more zoo lint clean
+.PHONY: help demo recipe experiments bench test test-more faults zoo lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -39,6 +39,9 @@ test: $(VENV)/.dev  ## run the tests
 
 test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or extras" $(ARGS)
+
+faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
+	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
 
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.utils import PushToHubMixin
 from .address import install
 from .choice import checked
 from .fields import option, short
+from .files import write_atomically
 from .mechanism_config import MechanismConfig, plain
 from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
 from .registry import STAGES, get_mechanism
@@ -31,7 +31,6 @@ __all__ = [
     "HyperAttnConfig",
     "MechanismConfig",
     "option",
-    "write_atomically",
 ]
 
 #: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
@@ -207,18 +206,3 @@ def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
                     f"{config.mechanism} and {other.mechanism} have no meaning together: "
                     f"{config.refuses[other.mechanism]}; allowed: leave one out"
                 )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash leaves either the old file or the new one, never half of one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

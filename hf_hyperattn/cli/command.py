@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 #: Modules of this package, one a sub-command. Each has HELP, `add_arguments(parser)` and `run(args) -> int |
 #: None`, and imports what is slow inside `run`. The sub-command is the module's name with "-" for "_".
-COMMANDS = ("autoload", "demo", "describe", "export", "inject")
+COMMANDS = ("autoload", "demo", "describe", "export", "inject", "recover")
 
 
 #: Characters of an error, and the largest count that an option may name.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -20,12 +18,13 @@ from transformers import AutoTokenizer
 
 import hub_cards
 
+from ..folders import replace_folder
 from ..integration.collaborative import conversion
 from ..integration.loading import class_of, errors_as, load_config
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from .command import check_count
 from .console import table
-from .inject_output import REPORT, public_name, publish
+from .inject_output import REPORT, public_name
 from .inject_setting import Setting, prepare, read_config
 
 
@@ -131,21 +130,16 @@ def show(model: nn.Module, parts: list, dtype: torch.dtype) -> None:
 
 
 def write(args: argparse.Namespace, model: nn.Module, dtype: torch.dtype, parts: list, lost: dict) -> None:
-    """Write the folder beside its place and rename it; without --output nothing is written."""
+    """Write the folder, whole or not at all; without --output nothing is written."""
     if args.output is None:
         print("\nnothing is written: no --output")
         return
     target = Path(args.output)
-    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
-    try:
+    with replace_folder(target, keep_others=False) as stage:
         model.to(dtype).save_pretrained(stage)
         copy_tokenizer(args.model, stage)
         (stage / REPORT).write_text(json.dumps(said(args, parts, lost), indent=1) + "\n")
         hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model))
-        stage.chmod(0o755)
-        publish(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print(f"\nwritten: {target}")
 
 

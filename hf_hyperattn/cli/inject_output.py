@@ -8,8 +8,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,29 +16,25 @@ import torch
 import hub_cards
 
 from ..analysis.frontier import Selection
+from ..folders import replace_folder
 from .inject_setting import Setting as Task
 
 REPORT = "hyperattn_inject.json"
 
 
 def write(task: Task, model, selection: Selection | None, report: dict) -> None:
-    """Write the folder beside its place and rename it; without --output nothing is written."""
+    """Write the folder, whole or not at all; without --output nothing is written."""
     if task.args.output is None:
         print("\nnothing is written: no --output")
         return
     target = Path(task.args.output)
-    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
-    try:
+    with replace_folder(target, keep_others=False) as stage:
         model.to(task.dtype).save_pretrained(stage)
         task.tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(said(task, selection, report), indent=1) + "\n")
         hub_cards.write_card(
             stage, base_model=hub_cards.hub_id_or_none(task.path), results=results(task, report)
         )
-        stage.chmod(0o755)
-        publish(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print(f"\nwritten: {target}")
 
 
@@ -89,14 +83,3 @@ def public_command(args: argparse.Namespace) -> str:
 def public_name(path: str) -> str:
     """The last part of a path, which is all of it that is anybody else's business."""
     return os.path.basename(os.path.abspath(path))
-
-
-def publish(stage: Path, target: Path) -> None:
-    """Put the finished folder in its place; what was there (--force) goes away last."""
-    if not target.exists():
-        stage.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}.old."))
-    target.rename(old / "replaced")
-    stage.rename(target)
-    shutil.rmtree(old, ignore_errors=True)

@@ -14,8 +14,10 @@ from .names import register_names
 from .patching import patch_model, unpatch_model
 from .record_check import fresh_patch
 from .training import freeze_base, lora_config, parameter_groups
+from .wrapping import warn_of_changes
 
 register_names()
+warn_of_changes()
 
 __all__ = [
     "HierarchicalCache",

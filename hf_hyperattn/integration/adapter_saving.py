@@ -10,9 +10,11 @@ that plain PEFT refuses it (`KeyError: 'HF_HYPERATTN_LORA'`). Both are read back
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +25,13 @@ from peft.config import PeftConfigMixin
 from torch import nn
 from transformers import PreTrainedModel
 
-import hub_cards
-
 from ..config import CONFIG_NAME, HyperAttnConfig
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
-from .guard import WRAPPED, wrap
 from .hyper import Hyper
-from .publishing import card_facts
+from .publishing import checkpoint_folder, gathers_elsewhere
 from .records import inner, patched_hosts, recorded_hosts, tree, write_records
 from .stock import OURS, PATCHED
+from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -90,25 +90,7 @@ def in_short(config: HyperAttnConfig, prefix: str) -> dict:
 # Reading and writing adapter_config.json
 
 
-def wrap_class_method(name: str, cls: type):
-    """Like `guard.wrap`, for a class method."""
-
-    def install(wrapper):
-        original = cls.__dict__[name].__func__
-        if not hasattr(original, WRAPPED):
-
-            @functools.wraps(original)
-            def method(kind, *args, **kwargs):
-                return wrapper(original, kind, *args, **kwargs)
-
-            setattr(method, WRAPPED, True)
-            setattr(cls, name, classmethod(method))
-        return wrapper
-
-    return install
-
-
-@wrap_class_method("from_json_file", PeftConfigMixin)
+@wrap("from_json_file", PeftConfigMixin)
 def _read(original, cls, path_json_file, **kwargs):
     data, folder = original(cls, path_json_file, **kwargs), Path(path_json_file).parent
     if str(data.get("peft_type")).startswith(TYPE):
@@ -119,7 +101,7 @@ def _read(original, cls, path_json_file, **kwargs):
     return data
 
 
-@wrap_class_method("from_peft_type", PeftConfigMixin)
+@wrap("from_peft_type", PeftConfigMixin)
 def _make(original, cls, **kwargs):
     saved = kwargs.pop(SAVED_BASE, None)
     config = original(cls, **kwargs)
@@ -223,10 +205,16 @@ def _save(original, self, save_directory, *args, **kwargs):
         write_records(base)  # parts of it may have been patched, or unpatched, by themselves
     names = kwargs.get("selected_adapters") or (args[1] if len(args) > 1 else None) or list(self.peft_config)
     before_saving(base, self.peft_config, names)
+    call = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     described = describe_base(base)
-    if described is None or recorded_hosts(base.config) is None or not kwargs.get("is_main_process", True):
+    if described is None or recorded_hosts(base.config) is None or not call.get("is_main_process", True):
         return original(self, save_directory, *args, **kwargs)
-    with hub_cards.card_beside(save_directory, self, facts_for=card_facts):
-        result = original(self, save_directory, *args, **kwargs)
-        write_config_beside(save_directory, described)
+    if os.path.isfile(save_directory):
+        return original(self, save_directory, *args, **kwargs)
+    if gathers_elsewhere(self):
+        with tempfile.TemporaryDirectory() as nothing_is_kept_here:
+            return original(self, nothing_is_kept_here, *args, **kwargs)
+    with checkpoint_folder(save_directory, self) as folder:
+        result = original(self, folder, *args, **kwargs)
+        write_config_beside(folder, described)
     return result

@@ -30,9 +30,9 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
 from .adapter_saving import base_difference
-from .guard import WRAPPED, wrap
 from .hyper import Hyper
 from .records import patched_hosts
+from .wrapping import WRAPPED, wrap
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,6 @@ import io
 import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +28,7 @@ import model_patches
 
 from ..address import NAME, VERSION, install
 from ..config import HyperAttnConfig
+from ..folders import replace_folder
 from ..registry import MECHANISMS
 from .checkpoint_files import (
     SETTINGS,
@@ -121,8 +118,9 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
         if named or name == "config.json":
             texts[name] = json.dumps(clean, indent=2) + "\n"
         left_out += [f"{name}: {key}" for key in named]
-    with replaced(target, force) as stage:
+    with replace_folder(target, keep_others=False) as stage:
         write_files(stage, known, texts)
+        check_target(target, force)  # again: it may hold something by now
     return Exported(packages, left_out)
 
 
@@ -259,34 +257,3 @@ def import_of(packages: list[str]) -> list[str]:
     message = f"this checkpoint needs {' and '.join(packages)}; install {PACKAGE}: {install()}"
     lines = ["try:", *(f"    import {package}  # noqa: F401" for package in packages)]
     return [*lines, "except ImportError as error:", f"    raise ImportError({message!r}) from error", ""]
-
-
-@contextmanager
-def replaced(target: Path, force: bool) -> Iterator[Path]:
-    """A directory beside `target` that takes its place when the block ends without an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    around = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    stage, old = around / "new", around / "old"
-    try:
-        stage.mkdir()
-        yield stage
-        _sync(stage)
-        check_target(target, force)
-        if target.is_dir() and any(target.iterdir()):
-            target.rename(old)
-        stage.rename(target)
-    except BaseException:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        shutil.rmtree(around, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -16,11 +16,7 @@ that ask for none of our names the wrappers do nothing.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 from collections.abc import Iterator
-from importlib.metadata import version
 
 from transformers import PreTrainedModel
 
@@ -37,44 +33,13 @@ from .records import sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
 from .stock import OURS, PATCHED, RUNNING, STOCK, stock_name
-
-logger = logging.getLogger("hf_hyperattn")
+from .wrapping import wrap
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
 WANTED = "_hyperattn_wanted"
 #: The sub-configs that a name of ours was given for by themselves, with the name.
 ASKED = "_hyperattn_asked_parts"
-WRAPPED = "_hyperattn_wrapped"
-
-
-def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; once only.
-
-    A method that this version of the library does not have is left alone, with a warning.
-    """
-
-    def install(wrapper):
-        kept = inspect.getattr_static(cls, name, None)
-        if kept is None:
-            library = cls.__module__.partition(".")[0]
-            logger.warning(
-                f"{library} {version(library)} has no {cls.__name__}.{name}, which hf_hyperattn builds on: patched "
-                "models may lose their mechanisms there unnoticed; install a version that pyproject.toml allows"
-            )
-            return wrapper
-        original = getattr(cls, name)
-        if not hasattr(original, WRAPPED):
-
-            @functools.wraps(original)
-            def method(*args, **kwargs):
-                return wrapper(original, *args, **kwargs)
-
-            setattr(method, WRAPPED, True)
-            setattr(cls, name, staticmethod(method) if isinstance(kept, staticmethod) else method)
-        return wrapper
-
-    return install
 
 
 @wrap("__init__")

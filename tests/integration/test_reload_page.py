@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 def test_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("HuggingFaceTB/SmolLM2-135M")
-    (saving, starting_anew, loading), (command,) = blocks("python"), blocks("bash")
+    (saving, starting_anew, loading), commands = blocks("python"), blocks("bash")
     names: dict = {}
     exec(saving, names)
     ids = torch.arange(9)[None]
@@ -31,8 +31,9 @@ def test_the_page(tmp_path, monkeypatch, capsys):
         assert torch.equal(names["again"](ids).logits, expected)
     exec(starting_anew, names)
     assert ha.describe(names["fresh"])["patched"] == 2
-    program, *arguments = shlex.split(command)
-    assert program == "hyperattn" and main(arguments) == 0
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "hyperattn" and main(arguments) == 0
     exec(loading, names)
     with torch.no_grad():
         assert torch.equal(names["model"](ids).logits, expected)
