@@ -143,7 +143,10 @@ def attach(
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
+    warned: set[str] = set()
     for hyper, (module, _) in zip(built, chosen, strict=True):
+        for layer in hyper.layers():
+            layer.warned = warned
         hyper.newly_routed = newly_routed
         module.hyper = hyper
         add_hooks(module, hyper.layers())

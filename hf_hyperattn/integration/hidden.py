@@ -24,11 +24,10 @@ class HiddenStates(threading.local):
         readers: the names of the mechanisms that read it.
     """
 
-    #: (hidden states or None, the same of the call around this one); None outside of calls.
-    call: tuple | None = None
-
-    def __init__(self, readers: str):
+    def __init__(self, readers: str):  # in every thread anew
         self.readers = readers
+        #: (hidden states or None, the same of the call around this one); None outside of calls.
+        self.call: tuple | None = None
 
     def __reduce__(self):
         return HiddenStates, (self.readers,)

@@ -32,12 +32,14 @@ class HierarchyContext(threading.local):
     """The call of one model that is running in this thread.
 
     Copies of the model get a context of their own, in which no call is running.
+
+    part: the name of the innermost part that is being called; None where the model is not.
+    hierarchy: what that part was called with: a `Hierarchy`, group ids, or None.
     """
 
-    #: The name of the innermost part that is being called; None where the model is not.
-    part: str | None = None
-    #: What that part was called with: a `Hierarchy`, group ids, or None.
-    hierarchy = None
+    def __init__(self):  # in every thread anew; the compiler cannot guard defaults that are left to the class
+        self.part: str | None = None
+        self.hierarchy = None
 
     def __reduce__(self):
         return HierarchyContext, ()

@@ -176,6 +176,9 @@ def test_a_compiled_model_hears_nothing_of_a_model_in_another_thread():
     go_on.set()
     join()
     handle.remove()
+    short = run(other, shorter())  # compiled again for another length, and run in a thread of its own
+    assert difference(run(compiled, shorter()), short) <= 1e-5
+    assert difference(in_thread(lambda: run(compiled, grouped))(), expected[1]) <= 1e-5
     assert difference(run(compiled, plain), expected[0]) <= 1e-5
 
 
