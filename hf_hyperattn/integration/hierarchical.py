@@ -75,6 +75,8 @@ def accepting_class(stock: type) -> type:
                 check_hierarchy(self, hierarchy)
             if context.part is None and torch.is_grad_enabled():
                 wrap_checkpoints(self, context)
+        elif hierarchy is None and context.hierarchy is None:
+            return original(self, *args, **kwargs)  # a graph without writes to the context
         hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
         return use_hierarchy(context, name, hierarchy, original, self, *args, **kwargs)
 
