@@ -16,7 +16,7 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host
 from ..registry import get_mechanism
 from .families import note_all
-from .hidden import listen
+from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
@@ -143,10 +143,13 @@ def attach(
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
+    warned: set[str] = set()
     for hyper, (module, _) in zip(built, chosen, strict=True):
+        for layer in hyper.layers():
+            layer.warned = warned
         hyper.newly_routed = newly_routed
         module.hyper = hyper
-        listen(module, hyper.layers())
+        add_hooks(module, hyper.layers())
     write_records(base)
     if any(get_mechanism(mechanism.mechanism).stage == "structure" for mechanism in config.mechanisms):
         accept_hierarchy(base, [module for module, _ in chosen])

@@ -13,8 +13,8 @@ from transformers.utils import output_capturing
 from ..engines import Options, repeat_heads
 from ..mechanisms.base import HostCall
 from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
-from .heard import hierarchy_of
-from .hidden import take_hidden
+from .hidden import hidden_states_of_call
+from .hierarchy_context import hierarchy_of_call
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -53,7 +53,7 @@ def host_call(
         s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
     """
     refuse_keywords(module, attention_mask, keywords)
-    keywords["hierarchy"] = hierarchy_of(module, keywords)
+    keywords["hierarchy"] = hierarchy_of_call(module, keywords)
     first = first_key(module, attention_mask, sliding_window, query.shape[2], key.shape[2])
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
     causal = is_causal_host(module) if is_causal is None else bool(is_causal)
@@ -75,7 +75,7 @@ def host_call(
     if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
         heads = max(key.shape[1], value.shape[1])
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    hidden_states = take_hidden(module, query.shape[2])
+    hidden_states = hidden_states_of_call(module, query.shape[2])
     return HostCall(query, key, value, scale * applied, causal, options, keywords, first, hidden_states)
 
 

@@ -15,7 +15,7 @@ from ..fields import short
 from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
-from .hidden import ignore
+from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy
 from .records import erase_records, inner, patched_hosts, recorded_hosts
 from .refusal import check_parts, has_attention, refusal
@@ -112,7 +112,7 @@ def take_off(base: PreTrainedModel) -> None:
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
-        ignore(host)
+        remove_hooks(host)
     ignore_hierarchy(base)
     erase_records(base)
     if newly_routed:

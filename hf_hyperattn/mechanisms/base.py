@@ -167,6 +167,9 @@ class MechanismLayer(nn.Module):
     ):
         super().__init__()
         self.config, self.mode, self.heads = config, mode, heads
+        self.warned: set[str] = (
+            set()
+        )  # what the user was warned of; one set for all layers of a patched model
 
     def forward(self, plan: Plan) -> Plan:
         """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""

@@ -160,6 +160,7 @@ def test_the_choice_is_the_cheapest_of_all():
         if frontier.Selection({"a": a, "b": b}, 64).pairs <= chosen.pairs
     ]
     assert chosen.pairs <= 0.6
+    assert {config.tuned_length for own in chosen.config().overrides.values() for config in own} == {64}
     assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
 
 

@@ -119,7 +119,8 @@ def tied(
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(asked.hierarchy, len(query), dropped + stop, causal)
-    real = None if mask is None or dropped else padding_of(mask, n, says)
+    from_start = options.is_causal and not options.offset
+    real = None if mask is None or dropped else padding_of(mask, n, says, from_start)
     outside = None if mask is None else real_of(asked.first, dropped + stop)
     if real is not None and n < stop and asked.first.stop is not None and not _same(real, outside):
         real = None  # hidden by a sliding window, or by an indexer

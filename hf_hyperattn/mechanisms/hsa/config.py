@@ -78,6 +78,13 @@ class HsaConfig(MechanismConfig):
         types=(float, tuple),
         optional=True,
     )
+    tuned_length: int | None = option(
+        None,
+        "tokens a row that the other numbers were chosen for, as `hyperattn inject` writes it; a model that runs on "
+        "1.1 times as many warns once; None: not known",
+        types=(int,),
+        least=1,
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "block_bias", _numbers(self.block_bias))
@@ -115,8 +122,10 @@ class HsaConfig(MechanismConfig):
                 self._refuse(name, "0 or None with tying='both', which opens no blocks; or tying='key'")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; -inf, which JSON lacks, as text."""
+        """Plain JSON values; -inf, which JSON lacks, as text; without a `tuned_length` that is not known."""
         data, bias = super().to_dict(), self.block_bias
+        if self.tuned_length is None:
+            del data["tuned_length"]  # earlier versions do not know it
         text = lambda x: "-inf" if x == -math.inf else x
         data["block_bias"] = [text(x) for x in bias] if isinstance(bias, tuple) else text(bias)
         return data

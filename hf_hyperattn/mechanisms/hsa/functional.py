@@ -47,7 +47,8 @@ def hierarchical_attention(
         key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
         value: [B, H or Hkv, M, dv].
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. With tying="both" it may hide
-            padding only. With tying="key" masks that hide more cost O(N · M) time.
+            padding only. With tying="key" masks that hide more than padding (and, with `is_causal`, later tokens) cost
+            O(N · M) time. Windows start at the first token of a row that is no padding.
         dropout_p: probability that a weight is dropped, in [0, 1); 0 with tying="both".
         is_causal: query i sees keys j <= i; only with tying="key".
         scale: what q·k is multiplied with; None: 1/sqrt(d).

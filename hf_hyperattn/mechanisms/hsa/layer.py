@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,11 @@ from ..base import Host, HostCall, MechanismLayer, Plan
 from .attention import hierarchical
 from .config import HsaConfig, Rule
 from .store import STORE, Store
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: How many times the length that settings were chosen for a model may run on without a warning.
+LONGER = 1.1
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
 EVERYTHING = 2**31
@@ -56,6 +62,7 @@ class HsaLayer(MechanismLayer):
         weights=False,
     ) -> tuple[Tensor, Tensor | None]:
         """The tied attention, beside the untied one where both are wanted; arguments as in `engines.attention`."""
+        self.check_length(call)
         gate = self.weight(call.query)
         rule = self.rule(call, score.query)
         if gate is not None and self.gate is None and rule.tying == "key":
@@ -78,6 +85,31 @@ class HsaLayer(MechanismLayer):
         gate = gate.to(score.query.dtype)[:, None, None]
         whole = untied(score, value, options, backend=backend, weights=weights)
         return tuple(None if a is None else a + gate * (b - a) for a, b in zip(whole, tied, strict=True))
+
+    def check_length(self, call: HostCall) -> None:
+        """Warn, once a model, where a row is longer than what the settings were chosen for.
+
+        Counted are the keys that a cache has room for; the compiler warns as it traces, and names no length.
+        """
+        made_for = self.config.tuned_length
+        if made_for is None:
+            return
+        length = call.key.shape[2] + (call.first.index or 0)
+        if length > LONGER * made_for:
+            self.warn_of_length("more" if torch.compiler.is_compiling() else f"{length:,}")
+
+    @torch.compiler.assume_constant_result
+    def warn_of_length(self, length: str) -> bool:
+        """Warn unless a layer of this model has; whether it did."""
+        new = "length" not in self.warned
+        if new:
+            self.warned.add("length")
+            logger.warning(
+                f"hf_hyperattn: the HSA settings of this model were chosen for {self.config.tuned_length:,} tokens, "
+                f"and it runs on {length}, where quality was not measured and may be lower; run `hyperattn inject "
+                "--length` on the original model for this length, or shorten the texts"
+            )
+        return new
 
     def weight(self, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
