@@ -10,6 +10,7 @@ itself changes.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MethodType
 
 import torch
@@ -52,6 +53,14 @@ class AttentionRoute(Route):
 
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
+    output_attentions = False  # whether the running call was asked for its weights
+
+    def __call__(self, *args, **kwargs):
+        """As in the original; notes the argument `output_attentions`, which `attend` passes on."""
+        place = place_of_output_attentions(type(self))
+        given = args[place] if place is not None and place < len(args) else kwargs.get("output_attentions")
+        self.__dict__["output_attentions"] = bool(given)
+        return super().__call__(*args, **kwargs)
 
     def attend(
         self,
@@ -74,6 +83,7 @@ class AttentionRoute(Route):
         `extra` goes on to the implementation.
         """
         name = implementation or self.config._attn_implementation
+        extra.setdefault("output_attentions", self.output_attentions)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         if position_bias is not None:
             extra["position_bias"] = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
@@ -93,6 +103,13 @@ class AttentionRoute(Route):
         # `config.is_causal = False` is how Transformers makes a decoder bidirectional
         causal = self.is_causal if asked is None else asked
         return bool(causal and getattr(self.config, "is_causal", True) is not False)
+
+
+@functools.cache
+def place_of_output_attentions(cls: type) -> int | None:
+    """Where calls of a routed class may give `output_attentions` without its name; None where they cannot."""
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+    return names.index("output_attentions") if "output_attentions" in names else None
 
 
 def _empty_routed(stock: type, route: type[Route]) -> nn.Module:
@@ -138,9 +155,13 @@ def unroute(module: nn.Module) -> None:
     _become(module, type(module).stock_class)
 
 
-def check_unroute(module: nn.Module) -> None:
-    """Raise ValueError while the config names an implementation that the stock class would ignore or misread."""
-    now = module.config._attn_implementation
+def check_unroute(module: nn.Module, now: str | None = None) -> None:
+    """Raise ValueError while the config names an implementation that the stock class would ignore or misread.
+
+    Args:
+        now: the name; None for the one in the config.
+    """
+    now = now or module.config._attn_implementation
     _, before = module.__dict__.get(RECORD, ((), now))
     built_in = before in (None, "sdpa") or str(before).startswith("flash_attention")
     allowed = ["eager", before] if built_in else ["eager"]

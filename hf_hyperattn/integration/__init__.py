@@ -3,6 +3,7 @@
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
+    config_hooks,  # noqa: F401  wraps what configs say of names
     guard,  # noqa: F401  wraps four methods of PreTrainedModel
     saving,  # noqa: F401  wraps a fifth
 )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..choice import head_numbers
 from ..config import HyperAttnConfig
@@ -20,10 +19,8 @@ from .hidden import listen
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
-from .records import parts, write_records
-from .stock import RUNNING, STOCK, find_eager, stock_name
-
-logger = logging.get_logger(__name__)
+from .records import all_configs, parts, write_records
+from .stock import STOCK, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
 Found = tuple[nn.Module, Host]
@@ -47,19 +44,19 @@ def bring_back(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bo
     chosen = [found for found in hosts if found[1].name in meant]
     check_combination(config, chosen)
     attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
-    others = sorted({module.config._attn_implementation for module, _ in chosen} - {RUNNING})
-    if others:
-        logger.warning(
-            f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
-            f"attn_implementation={others[0]!r}: what was added has no effect until "
-            f"model.set_attn_implementation({RUNNING!r})"
-        )
 
 
 def settle_stock(model: PreTrainedModel) -> None:
-    """An implementation from before that this machine or family does not have becomes what Transformers would take."""
+    """An implementation that the loader asked for runs beneath. One from before that this machine or family does not
+    have becomes what Transformers would take.
+
+    Raises:
+        ValueError: what was asked for cannot run beneath a mechanism.
+    """
+    for config in filter(marked, all_configs(model)):
+        run_beneath(config)
     for part in parts(model):
-        if STOCK in part.config.__dict__:
+        if marked(part.config):
             try:
                 name = part.get_correct_attn_implementation(stock_name(part.config), is_init_check=True)
             except (ValueError, ImportError):

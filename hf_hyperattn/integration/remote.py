@@ -12,7 +12,7 @@ from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
 from .conversions import rebuild
 from .families import family_mask, note_all
-from .records import tree
+from .records import all_configs, saved_name, tree
 from .serving import patched_forward
 from .stock import PATCHED, RUNNING
 
@@ -48,6 +48,9 @@ class Patched:
         settle_stock(self)
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
         rebuild(self)
+        for config in all_configs(self):
+            if name := saved_name(config):
+                config.attn_implementation = name  # for the next save: Transformers writes no other name
         super().post_init()
 
 
