@@ -73,9 +73,12 @@ def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel
     if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
         missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
     if missing:
+        # Llama's question answering calls its base `transformer`; Transformers does not load the weights either
+        renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
+        advice = "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
-            f"allowed: {', '.join(names[:3]) or 'none'}, ..."
+            f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
         )
     return {w: known[w] for w in wanted if w in known}
 
