@@ -20,6 +20,7 @@ from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import all_configs, parts, write_records
+from .refusal import refuse_tensor_parallel
 from .stock import STOCK, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
@@ -75,7 +76,9 @@ def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel
     if missing:
         # Llama's question answering calls its base `transformer`; Transformers does not load the weights either
         renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
-        advice = "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
+        advice = (
+            "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
+        )
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
@@ -140,6 +143,7 @@ def attach(
     base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
+    refuse_tensor_parallel(base, [mechanism.mechanism for mechanism in config.mechanisms])
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
