@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .eager import eager_attention
 
 RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
+NOTES = ("output_attentions", "return_weights")  # instance attributes of a running call
 
 
 def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
@@ -152,6 +153,8 @@ def unroute(module: nn.Module) -> None:
     added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
     for name in added:
         delattr(module, name)
+    for name in NOTES:
+        module.__dict__.pop(name, None)
     _become(module, type(module).stock_class)
 
 

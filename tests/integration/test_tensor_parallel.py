@@ -17,6 +17,7 @@ from .models import llama, text_inputs
 from .tensor_parallel import NAMES, WORLD, logits
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
