@@ -55,10 +55,11 @@ class AttentionRoute(Route):
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
     output_attentions = False  # whether the running call was asked for its weights
+    place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
 
     def __call__(self, *args, **kwargs):
         """As in the original; notes the argument `output_attentions`, which `attend` passes on."""
-        place = place_of_output_attentions(type(self))
+        place = self.place_of_output_attentions
         given = args[place] if place is not None and place < len(args) else kwargs.get("output_attentions")
         self.__dict__["output_attentions"] = bool(given)
         return super().__call__(*args, **kwargs)
@@ -106,13 +107,6 @@ class AttentionRoute(Route):
         return bool(causal and getattr(self.config, "is_causal", True) is not False)
 
 
-@functools.cache
-def place_of_output_attentions(cls: type) -> int | None:
-    """Where calls of a routed class may give `output_attentions` without its name; None where they cannot."""
-    names = list(inspect.signature(cls.forward).parameters)[1:]
-    return names.index("output_attentions") if "output_attentions" in names else None
-
-
 def _empty_routed(stock: type, route: type[Route]) -> nn.Module:
     cls = routed_class(stock, route)
     return cls.__new__(cls)
@@ -131,7 +125,11 @@ def routed_class(stock: type, route: type[Route]) -> type:
         "stock_class": stock,
         "route": route,
     }
-    return type(stock.__name__, (route, base), body)
+    cls = type(stock.__name__, (route, base), body)
+    arguments = list(inspect.signature(cls.forward).parameters)[1:]
+    if "output_attentions" in arguments:
+        cls.place_of_output_attentions = arguments.index("output_attentions")
+    return cls
 
 
 def is_routed(module: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from .hyper import Hyper
 from .records import all_configs, inner, patched_hosts, saved_name, sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
-from .stock import OURS, PATCHED, RUNNING, marked, run_beneath, stock_name
+from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -137,7 +137,8 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
     names, saved = {name for _, name in asked}, saved_name(self.config)
     before = [(config, config._attn_implementation) for config in all_configs(self)]
-    patched = [config for config, _ in before if marked(config)]
+    patched = [(config, name) for config, name in before if marked(config)]
+    beneath = [(config, getattr(config, STOCK)) for config, _ in patched]
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
@@ -154,12 +155,14 @@ def _set(original, self, attn_implementation, *args, **kwargs):
         for config, name in asked:
             if name in OURS and config._attn_implementation != name:
                 raise refusal(config.model_type, name)
-        for config in patched:
-            run_beneath(config)
+        for config, name in patched:
+            run_beneath(config, name)
         check_unpatchable(self)
     except BaseException:
         for config, name in before:
             config._attn_implementation_internal = name
+        for config, name in beneath:
+            setattr(config, STOCK, name)
         raise
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
     settle_names(self)
@@ -170,7 +173,14 @@ def check_unpatchable(model: PreTrainedModel) -> None:
     """Raise where the implementation beneath a patch is none that `unpatch_model` could leave behind."""
     for _, host in patched_hosts(model):
         if inner(host.hyper).newly_routed and is_routed(host):
-            check_unroute(host, stock_name(host.config))
+            name = stock_name(host.config)
+            try:
+                check_unroute(host, name)
+            except ValueError as error:
+                raise ValueError(
+                    f"attn_implementation={name!r} cannot run beneath what {type(model).__name__} is patched with: "
+                    "its own class does not know it; allowed: the one it was loaded with, or 'eager'"
+                ) from error
 
 
 def warn_replaced(config, saved: str | dict | None, what: str) -> None:

@@ -14,7 +14,7 @@ from .conversions import rebuild
 from .families import family_mask, note_all
 from .records import all_configs, saved_name, tree
 from .serving import patched_forward
-from .stock import PATCHED, RUNNING
+from .stock import PATCHED, RUNNING, marked, run_beneath
 
 ASKED = "_hyperattn_asked"
 
@@ -52,6 +52,12 @@ class Patched:
             if name := saved_name(config):
                 config.attn_implementation = name  # for the next save: Transformers writes no other name
         super().post_init()
+
+    def set_attn_implementation(self, *args, **kwargs):
+        """As in Transformers, for what runs beneath the mechanism."""
+        super().set_attn_implementation(*args, **kwargs)
+        for config in filter(marked, all_configs(self)):
+            run_beneath(config)
 
 
 AttentionInterface.register(RUNNING, patched_forward)

@@ -8,6 +8,7 @@ goes first and comes last: a kill between two renames leaves a folder that fails
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -24,7 +25,10 @@ import hub_cards
 from ..config import HyperAttnConfig
 from ..registry import MECHANISMS
 from .guard import wrap
-from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
+from .records import patched_hosts, recorded_hosts, saved_name, tree, without_records, write_records
+from .stock import PATCHED
+
+logger = logging.getLogger("hf_hyperattn")
 
 STAGE = ".hyperattn-saving-"
 VARIANT = r"(?P<variant>\.\w+)?"
@@ -49,6 +53,8 @@ hub_cards.hook_uploads(PushToHubMixin, card_facts)
 @wrap("save_pretrained")
 def _save(original, self, save_directory, is_main_process=True, *args, **kwargs):
     patched = next(patched_hosts(self), None) is not None
+    if getattr(self, "_hf_peft_config_loaded", False):
+        warn_unrecorded_name(self)
     if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
     elif any(recorded_hosts(part) is not None for part in tree(self.config)):
@@ -69,6 +75,7 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
 @wrap("save_pretrained", PeftModel)
 def _save_adapter(original, self, save_directory, *args, **kwargs):
     base = self.get_base_model()
+    warn_unrecorded_name(base)
     if not isinstance(base, PreTrainedModel) or next(patched_hosts(base), None) is None:
         return original(self, save_directory, *args, **kwargs)
     with hub_cards.card_beside(save_directory, self, facts_for=card_facts):
@@ -76,6 +83,16 @@ def _save_adapter(original, self, save_directory, *args, **kwargs):
         for folder in (Path(save_directory), *(p for p in Path(save_directory).iterdir() if p.is_dir())):
             _write_config_beside(folder, base)
     return result
+
+
+def warn_unrecorded_name(base) -> None:
+    """Warn where an adapter is saved without its base, and the base runs a mechanism by name: adapters record none."""
+    name = saved_name(base.config) if isinstance(base, PreTrainedModel) else None
+    if name and PATCHED not in str(name):
+        logger.warning(
+            f"the adapter saved of {type(base).__name__} was trained with attn_implementation={name!r}, which adapters "
+            f"do not record; load its base with attn_implementation={name!r}"
+        )
 
 
 def _write_config_beside(folder: Path, model: PreTrainedModel) -> None:

@@ -41,22 +41,24 @@ def stock_name(config) -> str:
     return name if known and name not in OURS else "sdpa"
 
 
-def run_beneath(config) -> None:
+def run_beneath(config, running: str = RUNNING) -> None:
     """Let the implementation that was asked for on a patched config be what runs beneath the mechanism.
+
+    Args:
+        running: the name of ours that the config goes on to run.
 
     Raises:
         ValueError: it is a mechanism's own name, or cannot run beneath one.
     """
     name = config._attn_implementation
-    if name in (PATCHED, RUNNING):
-        return
-    if name in OURS or "flex_attention" in name:
-        raise ValueError(
-            f"attn_implementation={name!r} cannot run beneath what {config.model_type!r} is patched with; "
-            "allowed: 'eager', 'sdpa' or flash attention, or unpatch_model(model) first"
-        )
-    setattr(config, STOCK, name)
-    config._attn_implementation_internal = RUNNING
+    if name is not None and not name.startswith(PATCHED):
+        if name in OURS or "flex_attention" in name:
+            raise ValueError(
+                f"attn_implementation={name!r} cannot run beneath what {config.model_type!r} is patched with; allowed: "
+                "'eager', 'sdpa' or flash attention, or unpatch_model(model) first"
+            )
+        setattr(config, STOCK, name)
+    config._attn_implementation_internal = running
 
 
 def stock_forward(module, query, key, value, attention_mask, weights: bool = False, **keywords):

@@ -6,10 +6,11 @@ import logging
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration.hosts import find_hosts
-from tests.integration.models import FAMILIES, State, clip, difference, llama, perturb, run, text_inputs
+from tests.integration.models import TEXT, State, clip, difference, llama, perturb, run, text_inputs
 from tests.integration.patches import CONE, make, patched
 
 # Beneath a patch
@@ -189,11 +190,23 @@ def test_parameters_by_name_are_kept(tmp_path):
     assert again.config.hyperattn["mechanisms"][0]["gamma"] == 0.3
 
 
-def test_every_family_of_the_tests_is_settable_beneath():
-    """Families that `model_patches` routes allow what their stock classes could be given back with."""
-    for family in ("falcon", "bloom", "deberta-v2"):
-        model, inputs = FAMILIES[family][0](), FAMILIES[family][1]()
-        ha.patch_model(model, CONE)
-        model.set_attn_implementation("eager")
-        before = run(model, inputs)
-        assert difference(before, run(ha.unpatch_model(model), inputs)) <= 1e-5
+def test_what_a_routed_class_does_not_know_cannot_run_beneath():
+    """Falcon picks its class from the name: built for "eager", it could not be given back as "sdpa"."""
+    config, inputs = hf.FalconConfig(**TEXT), text_inputs()
+    model = hf.FalconForCausalLM._from_config(config, attn_implementation="eager").eval()
+    ha.patch_model(model, CONE)
+    perturb(model)
+    expected = run(model, inputs)
+    with pytest.raises(ValueError, match="'sdpa' cannot run beneath what FalconForCausalLM"):
+        model.set_attn_implementation("sdpa")
+    assert difference(expected, run(model, inputs)) == 0
+    assert ha.unpatch_model(model).config._attn_implementation == "eager"
+
+
+def test_saving_an_adapter_warns_of_the_name_that_it_does_not_record(tmp_path, caplog):
+    model = llama()
+    model.set_attn_implementation("cone")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        model.save_pretrained(tmp_path)
+    assert "load its base with attn_implementation='cone'" in caplog.text
