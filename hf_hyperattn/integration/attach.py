@@ -20,7 +20,6 @@ from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .records import all_configs, parts, write_records
-from .refusal import refuse_tensor_parallel
 from .stock import STOCK, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
@@ -137,6 +136,18 @@ def check_combination(config: HyperAttnConfig, found: list[Found]) -> None:
                     f"{mechanism.mechanism} has no meaning for cross-attention ({host.name}); allowed: "
                     "include_cross_attention=False"
                 )
+
+
+def refuse_tensor_parallel(model: PreTrainedModel, mechanisms: Iterable[str]) -> None:
+    """Raise where ranks share the heads of a model that is patched, or loaded patched."""
+    ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
+    ranks = ranks or getattr(model, "_tp_size", None) or 1
+    if ranks > 1:
+        raise ValueError(
+            f"{type(model).__name__} is cut into {ranks} ranks by tensor parallelism, which a patch with "
+            f"{' and '.join(mechanisms)} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
+            "attn_implementation=..."
+        )
 
 
 def attach(

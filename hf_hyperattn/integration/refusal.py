@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -65,18 +65,6 @@ def check_config(model: PreTrainedModel, config, name: str) -> None:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
     if parts and all(next(find_hosts(part), None) is None for part in parts):
         raise refusal(config.model_type, name)
-
-
-def refuse_tensor_parallel(model: PreTrainedModel, mechanisms: Iterable[str]) -> None:
-    """Raise where ranks share the heads of a model that is patched, or loaded patched."""
-    ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
-    ranks = ranks or getattr(model, "_tp_size", None) or 1
-    if ranks > 1:
-        raise ValueError(
-            f"{type(model).__name__} is cut into {ranks} ranks by tensor parallelism, which a patch with "
-            f"{' and '.join(mechanisms)} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
-            "attn_implementation=..."
-        )
 
 
 def has_attention(model: nn.Module) -> bool:
