@@ -3,8 +3,9 @@
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
-    guard,  # noqa: F401  wraps six methods of PreTrainedModel
-    saving,  # noqa: F401  wraps one more
+    config_hooks,  # noqa: F401  wraps what configs say of names
+    guard,  # noqa: F401  wraps methods of PreTrainedModel
+    saving,  # noqa: F401  wraps saving and loading
 )
 from .collator import HierarchyCollator
 from .converting import convert

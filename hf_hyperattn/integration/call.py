@@ -7,7 +7,9 @@ there is one, says everything about visibility; without one a causal call of mor
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from transformers.utils import output_capturing
 
 from ..engines import Options, repeat_heads
@@ -76,7 +78,22 @@ def host_call(
         heads = max(key.shape[1], value.shape[1])
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     hidden_states = hidden_states_of_call(module, query.shape[2])
-    return HostCall(query, key, value, scale * applied, causal, options, keywords, first, hidden_states)
+    heads = heads_of_rank(module, query.shape[1])
+    return HostCall(
+        query, key, value, scale * applied, causal, options, keywords, first, hidden_states, heads
+    )
+
+
+def heads_of_rank(module: nn.Module, heads: int) -> tuple[int, int] | None:
+    """`HostCall.heads`, told from a projection that tensor parallelism has cut by rows; None where none is."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for child in module.children():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+            mesh = weight.device_mesh
+            return heads * mesh.size(), heads * mesh.get_local_rank()
+    return None
 
 
 def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:

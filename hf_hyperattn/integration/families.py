@@ -16,7 +16,7 @@ SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
 
 
 #: Classes of families that always return their attention weights.
-RETURNING_WEIGHTS = ("BridgeTower",)
+RETURNING_WEIGHTS = ("BridgeTower", "Mgpstr")
 
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()

@@ -13,9 +13,9 @@ from .attach import bring_back, settle_stock
 from .conversions import rebuild
 from .families import family_mask, note_all
 from .record_check import check_loaded
-from .records import tree
+from .records import all_configs, saved_name, tree
 from .serving import patched_forward
-from .stock import PATCHED, RUNNING
+from .stock import PATCHED, RUNNING, marked, run_beneath
 
 ASKED = "_hyperattn_asked"
 
@@ -49,6 +49,9 @@ class Patched:
         settle_stock(self)
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
         rebuild(self)
+        for config in all_configs(self):
+            if name := saved_name(config):
+                config.attn_implementation = name  # for the next save: Transformers writes no other name
         super().post_init()
 
     @staticmethod
@@ -56,6 +59,12 @@ class Patched:
         """As in Transformers, after the record is compared with the tensors."""
         check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def set_attn_implementation(self, *args, **kwargs):
+        """As in Transformers, for what runs beneath the mechanism."""
+        super().set_attn_implementation(*args, **kwargs)
+        for config in filter(marked, all_configs(self)):
+            run_beneath(config)
 
 
 AttentionInterface.register(RUNNING, patched_forward)

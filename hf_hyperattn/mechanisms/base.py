@@ -88,6 +88,8 @@ class HostCall:
         keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
         first: where the keys begin.
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
+        heads: the number of query heads of the whole host, and the first one that is in `query`: under tensor
+            parallelism a rank has some of them. None where all are there.
     """
 
     query: Tensor
@@ -99,6 +101,7 @@ class HostCall:
     keywords: dict = field(default_factory=dict)
     first: FirstKey = field(default_factory=FirstKey)
     hidden: Tensor | None = None
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

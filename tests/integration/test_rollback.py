@@ -21,12 +21,12 @@ STEPS = [
     (attach, "find_eager", 1),
     (attach, "Hyper", 2),
     (attach, "placed", 2),
-    (attach, "listen", 2),
+    (attach, "add_hooks", 2),
     (attach, "write_records", 1),
     (records, "_write", 1),
     (records, "_mark", 2),
-    (attach, "accept_hierarchy", 1),
-    (hierarchical, "become", 2),
+    (attach, "use_hierarchy", 1),
+    (hierarchical, "swap_class", 2),
 ]
 
 

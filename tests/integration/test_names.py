@@ -1,0 +1,212 @@
+"""Names of attention implementations: what runs beneath a patch, what a checkpoint remembers, what a loader may ask."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+
+import hf_hyperattn as ha
+from hf_hyperattn.integration.hosts import find_hosts
+from tests.integration.models import TEXT, State, clip, difference, llama, perturb, run, text_inputs
+from tests.integration.patches import CONE, make, patched
+
+# Beneath a patch
+
+
+@pytest.mark.parametrize("family", ["llama", "clip", "t5", "gpt_oss"])
+def test_another_implementation_runs_beneath_and_the_mechanism_stays(family, tmp_path):
+    model, inputs, expected = patched(family)
+    model.set_attn_implementation("eager")
+    assert difference(expected, run(model, inputs)) <= 1e-5
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert difference(run(model, inputs), run(again, inputs)) == 0
+    again.set_attn_implementation("hf_hyperattn")  # it runs already
+    assert difference(run(model, inputs), run(again, inputs)) == 0
+    assert {m.config._attn_implementation for _, m in find_hosts(ha.unpatch_model(again))} == {"eager"}
+
+
+@pytest.mark.parametrize("name", ["cone", "flex_attention", "flash_attention_2", "nonsense"])
+def test_a_name_that_cannot_run_beneath_is_refused(name, tmp_path):
+    model, _, _ = patched("llama")
+    model.save_pretrained(tmp_path)
+    state = State(model)
+    for ask in (
+        lambda: model.set_attn_implementation(name),
+        lambda: type(model).from_pretrained(tmp_path, attn_implementation=name),
+    ):
+        with pytest.raises((ValueError, ImportError)) as refused:
+            ask()
+    if name in ("cone", "flex_attention"):
+        assert f"attn_implementation={name!r} cannot run beneath" in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert state.differences(State(model)) == []
+
+
+def test_one_part_of_a_composite():
+    model = ha.patch_model(clip(), CONE)
+    model.set_attn_implementation({"text_config": "eager"})
+    text, vision = model.config.text_config, model.config.vision_config
+    assert (text.hyperattn_stock, vision.hyperattn_stock) == ("eager", "sdpa")
+    assert text._attn_implementation == vision._attn_implementation == "hf_hyperattn"
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_a_loader_chooses_what_runs_beneath(name, tmp_path):
+    model, inputs, expected = patched("llama")
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert again.config.hyperattn_stock == name
+    assert difference(expected, run(again, inputs)) <= 1e-5
+
+
+# Attentions
+
+
+def attentions(model, inputs) -> dict:
+    output = model(**inputs, output_attentions=True)
+    return {k: v for k, v in output.items() if k.endswith("attentions") and v is not None}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "bart", "t5", "whisper", "falcon", "bloom", "mpt", "mpnet"]
+)
+def test_there_is_one_entry_for_every_layer(family):
+    """Equal to those of the stock model under "eager" where the gates are 0, with and without gradients."""
+    model, inputs = make(family)
+    inputs.pop("attention_mask", None)  # rows of padding have no weights of a meaning
+    twin = copy.deepcopy(model)
+    eager = type(twin)._from_config(copy.deepcopy(twin.config), attn_implementation="eager").eval()
+    eager.load_state_dict(twin.state_dict())
+    expected = attentions(eager, inputs)
+    ha.patch_model(model, CONE, layers=[1])
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            found = attentions(model, inputs)
+        assert {k: len(v) for k, v in found.items()} == {k: len(v) for k, v in expected.items()}
+        assert all(
+            (a - b).abs().max() <= 1e-6 for k in found for a, b in zip(found[k], expected[k], strict=True)
+        )
+    perturb(model)
+    found = attentions(model, inputs)
+    moved = [[(a - b).abs().max() > 1e-5 for a, b in zip(found[k], expected[k], strict=True)] for k in found]
+    assert any(layers[1] for layers in moved)
+    first = next(k for k in found if k in ("attentions", "encoder_attentions"))
+    assert torch.allclose(found[first][0], expected[first][0], atol=1e-6)
+
+
+def test_generating_returns_them_for_every_layer_and_step():
+    model, inputs, _ = patched("bart", layers=[1])
+    given = {k: inputs[k] for k in ("input_ids", "attention_mask")}
+    asked = dict(max_new_tokens=2, do_sample=False, output_attentions=True, return_dict_in_generate=True)
+    found = model.generate(**given, **asked)
+    assert len(found.encoder_attentions) == 2
+    assert [len(step) for step in (*found.decoder_attentions, *found.cross_attentions)] == [2] * 4
+
+
+@pytest.mark.parametrize("name", ["hf_hyperattn", "cone"])
+def test_a_config_may_ask_for_them_for_good(name, tmp_path):
+    model, inputs = make("llama")
+    if name == "hf_hyperattn":
+        ha.patch_model(model, CONE, layers=[1])
+    else:
+        model.set_attn_implementation(name)
+    model.config.output_attentions = True
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert len(again(**inputs).attentions) == 4
+    again.config.output_attentions = False
+    with pytest.raises(
+        Exception, match="Please set it to 'eager'"
+    ):  # what Transformers asks of its own names stays
+        hf.LlamaConfig(attn_implementation="sdpa", output_attentions=True)
+
+
+# What a checkpoint remembers
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bloom"])
+def test_a_name_is_part_of_the_checkpoint(family, tmp_path):
+    model, inputs = make(family)
+    model.save_pretrained(tmp_path / "1")
+    model = type(model).from_pretrained(tmp_path / "1", attn_implementation="cone")
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path / "2")
+    again = type(model).from_pretrained(tmp_path / "2")
+    assert difference(expected, run(again, inputs)) == 0
+    again.save_pretrained(tmp_path / "3")
+    config = hf.AutoConfig.from_pretrained(tmp_path / "3")
+    config.save_pretrained(tmp_path / "4")
+    for other in (config, hf.AutoConfig.from_pretrained(tmp_path / "4"), type(config)(**config.to_dict())):
+        assert hf.AutoModel.from_config(copy.deepcopy(other)).config._attn_implementation == "cone"
+
+
+def test_parts_of_a_composite_are_remembered(tmp_path):
+    model = clip()
+    model.set_attn_implementation({"text_config": "cone"})
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModel.from_pretrained(tmp_path)
+    names = [c._attn_implementation for c in (again.config.text_config, again.config.vision_config)]
+    assert names == ["cone", "sdpa"]
+    assert hf.CLIPTextModel.from_pretrained(tmp_path).config._attn_implementation == "cone"
+    assert hf.CLIPVisionModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("way", ["auto", "class", "config", "from_config", "set"])
+def test_a_name_over_a_name_replaces_it_with_one_warning(way, tmp_path, caplog):
+    model = llama()
+    model.set_attn_implementation("cone")
+    model.save_pretrained(tmp_path)
+    config = hf.AutoConfig.from_pretrained(tmp_path)
+    load, sdpa = hf.AutoModelForCausalLM.from_pretrained, dict(attn_implementation="sdpa")
+    ways = {
+        "auto": lambda: load(tmp_path, **sdpa),
+        "class": lambda: hf.LlamaForCausalLM.from_pretrained(tmp_path, **sdpa),
+        "config": lambda: load(tmp_path, config=config, **sdpa),
+        "from_config": lambda: hf.AutoModelForCausalLM.from_config(config, **sdpa),
+        "set": lambda: model.set_attn_implementation("sdpa") or model,
+    }
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        found = ways[way]()
+    said = [r.getMessage() for r in caplog.records if r.name == "hf_hyperattn"]
+    assert len(said) == 1 and "attn_implementation='cone' runs 'sdpa' as asked" in said[0]
+    assert found.config._attn_implementation == "sdpa"
+    found.save_pretrained(tmp_path)
+    caplog.clear()
+    assert load(tmp_path).config._attn_implementation == "sdpa" and not caplog.records
+
+
+def test_parameters_by_name_are_kept(tmp_path):
+    model, inputs = llama(), text_inputs()
+    model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.3)]).to_dict()
+    model.set_attn_implementation("cone")
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert difference(run(model, inputs), run(again, inputs)) == 0
+    assert again.config.hyperattn["mechanisms"][0]["gamma"] == 0.3
+
+
+def test_what_a_routed_class_does_not_know_cannot_run_beneath():
+    """Falcon picks its class from the name: built for "eager", it could not be given back as "sdpa"."""
+    config, inputs = hf.FalconConfig(**TEXT), text_inputs()
+    model = hf.FalconForCausalLM._from_config(config, attn_implementation="eager").eval()
+    ha.patch_model(model, CONE)
+    perturb(model)
+    expected = run(model, inputs)
+    with pytest.raises(ValueError, match="'sdpa' cannot run beneath what FalconForCausalLM"):
+        model.set_attn_implementation("sdpa")
+    assert difference(expected, run(model, inputs)) == 0
+    assert ha.unpatch_model(model).config._attn_implementation == "eager"
+
+
+def test_saving_an_adapter_warns_of_the_name_that_it_does_not_record(tmp_path, caplog):
+    model = llama()
+    model.set_attn_implementation("cone")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        model.save_pretrained(tmp_path)
+    assert "load its base with attn_implementation='cone'" in caplog.text
