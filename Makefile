@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test zoo lint clean
+.PHONY: help demo recipe experiments bench test zoo roads lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -39,6 +39,9 @@ test: $(VENV)/.dev  ## run the tests
 
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)
+
+roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes docs/roads.md
+	$(BIN)/python -m tests.roads.run --all $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
@@ -77,4 +80,8 @@ $(VENV)/.bench: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.roads: $(VENV)/.base
+	$(PIP) -e ".[roads]"
 	@touch $@
