@@ -200,8 +200,8 @@ def state_file(case: Case) -> Path:
     model = case.fresh()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in case.added(model).values():
-            amount = 0.5 if case.how == "patch" else 0.1
+        for name, parameter in case.added(model).items():
+            amount = 0.1 if case.how == "convert" else 1.0 if name.endswith("gate") else 0.5
             parameter.add_(amount * torch.randn(parameter.shape, generator=generator))
     file = workplace() / f"{case.label}.pt"
     torch.save(model.state_dict(), file)

@@ -180,22 +180,29 @@ def judge(road, case: Case, seen: tuple, lost: float) -> Cell:
     return Cell("warned" if words else "silent", worst, tolerance, words)
 
 
+def control(road, family: Case, folder: Path) -> tuple[float, str | None]:
+    """What a stock model loses on a road, and why it cannot take it."""
+    if not road.control:
+        return 0.0, None
+    folder.mkdir(parents=True, exist_ok=True)
+    lost, _, problem = travel(road, family, folder)
+    return max(lost, 0.0), None if problem is None else brief(problem)
+
+
 def cell(road, case: Case, folder: Path, controls: dict) -> Cell:
     """Run a road for a case, after the stock model; `controls` keeps what the stock models lose."""
     missing = road.missing()
     if missing:
         return Cell("not run", words=f"{missing} is not installed")
-    key = road.name, case.control
+    key = road.name, case.control.label
     if key not in controls:
-        place = folder / "control"
-        place.mkdir(parents=True, exist_ok=True)
-        controls[key] = travel(road, case.control, place) if road.control else (0.0, [], None)
-    lost, _, problem = controls[key]
+        controls[key] = control(road, case.control, folder / "control")
+    lost, problem = controls[key]
     if problem is not None:
-        return Cell("no road", words=f"the stock model: {brief(problem)}")
+        return Cell("no road", words=f"the stock model: {problem}")
     place = folder / "case"
     place.mkdir(parents=True, exist_ok=True)
-    found = judge(road, case, travel(road, case, place), max(lost, 0.0) if lost < LOST else 0.0)
+    found = judge(road, case, travel(road, case, place), lost if lost < LOST else 0.0)
     if lost >= LOST and found.outcome not in ("refused", "warned"):
         return Cell("no road", words=f"the stock model is another one at its end, by {lost:.1e}")
     return found

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.roads import adapters, files, processes, report, running, tools  # noqa: F401  they register roads
 from tests.roads.cases import BY_LABEL, CASES, CONTROLS
-from tests.roads.outcome import Cell, cell
+from tests.roads.outcome import Cell, cell, control
 from tests.roads.road import ROADS
 from tests.zoo.forks import run_forked
 
@@ -91,11 +91,16 @@ def prepare() -> None:
             importlib.import_module(name)
 
 
-def answer(item) -> dict:
-    """One road for one case; the stock model takes it in the same process."""
-    name, label = item
+CONTROLLED: dict = {}  # what the stock models lose, known to the processes that are forked after them
+
+
+def answer(item):
+    """One road for one case, or for a stock model."""
+    name, case = item[0], BY_LABEL[item[1]]
     with tempfile.TemporaryDirectory() as folder:
-        return cell(ROADS[name], BY_LABEL[label], pathlib.Path(folder), {}).as_dict()
+        if case in CONTROLS:
+            return control(ROADS[name], case, pathlib.Path(folder))
+        return cell(ROADS[name], case, pathlib.Path(folder), CONTROLLED).as_dict()
 
 
 def run_cells(items, folder: pathlib.Path, options) -> None:
@@ -112,12 +117,18 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             write(folder, (name, label), found)
             progress.update(bar, advance=1, description=f"{name}, {label}"[:60])
 
-        alone = [item for item in missing if ROADS[item[0]].ranks == 1]
+        alone = [item for item in missing if ROADS[item[0]].ranks == 1 and not ROADS[item[0]].missing()]
+        stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
+        for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
+            CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
+        for item in set(missing) - set(alone):
+            if ROADS[item[0]].missing():
+                done(*item, Cell("not run", words=f"{ROADS[item[0]].missing()} is not installed"))
         for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
             ok = reply[0] == "done"
             done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
         with tempfile.TemporaryDirectory() as place:
-            pairs = [item for item in missing if ROADS[item[0]].ranks > 1]
+            pairs = [item for item in missing if ROADS[item[0]].ranks > 1 and not ROADS[item[0]].missing()]
             processes.together(pairs, pathlib.Path(place), done)
 
 
