@@ -66,6 +66,8 @@ inline float largest_of(Vec v) {
 inline bool any(Ints mask) {
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+#elif defined(__AVX__) && !defined(HYPER_PLAIN)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 #else
   int32_t found = 0;
   for (int i = 0; i < kLanes; ++i) found |= mask[i];

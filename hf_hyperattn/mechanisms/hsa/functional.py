@@ -11,7 +11,7 @@ from ...engines import Options, dot_score
 from ...engines.options import check_broadcast, full_precision
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ..checks import check_choice, check_dropout, check_qkv
+from ..checks import check_call, check_choice
 from .attention import hierarchical
 from .config import TYINGS, HsaConfig
 from .key import BACKENDS
@@ -69,8 +69,8 @@ def hierarchical_attention(
     Raises:
         ValueError: an argument out of its range or without meaning for the tying; the message says what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
     listed = lambda x: tuple(x) if isinstance(x, Sequence) else x

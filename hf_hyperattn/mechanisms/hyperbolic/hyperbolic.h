@@ -44,7 +44,8 @@ struct Separation {
       square_k += k * k, square_q += p.query[e] * p.query[e];
     }
     const Vec least = splat(1e-30f);
-    set_opening(p.gap_from_differences(1.0f / root(larger(splat(square_q), least)), 1.0f / root(larger(square_k, least))));
+    set_opening(p.gap_from_differences(1.0f / root(larger(splat(square_q), least)), 1.0f / root(larger(square_k, least)),
+                                       p.dim));
     noise = kBlur * p_q * p_k;
   }
 
