@@ -14,7 +14,7 @@ from ..fields import LARGEST, SMALLEST, short
 
 #: What is allowed of a positive parameter, and of any other.
 POSITIVE = f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}"
-FINITE = f"finite numbers of at most {LARGEST:g}"
+FINITE = f"a finite number of at most {LARGEST:g}"
 
 
 def check_call(

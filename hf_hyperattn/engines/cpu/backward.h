@@ -158,13 +158,15 @@ class BackwardTask {
       *d_columns_;
 };
 
-// delta = the sum of grad · out of each row, which every derivative of a softmax needs.
+// delta = the sum of grad · out of each row, which every derivative of a softmax needs. Its terms are added up one after
+// another, as in the products: where a row sees one key alone, the two are the same number to the last digit, and no
+// steep score multiplies a difference.
 inline void deltas(const Call& c, const float* grad, float* delta) {
   const int64_t rows = c.batch * c.heads * c.queries;
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     float sum = 0;
-    for (int64_t e = 0; e < c.value_dim; ++e) sum += grad[r * c.value_dim + e] * c.out[r * c.value_dim + e];
+    for (int64_t e = 0; e < c.value_dim; ++e) sum = in_turn(grad[r * c.value_dim + e], c.out[r * c.value_dim + e], sum);
     delta[r] = sum;
   }
 }

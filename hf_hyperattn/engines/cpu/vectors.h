@@ -101,6 +101,15 @@ inline Vec as_it_is(Vec x) {
   return x;
 }
 
+// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone.
+inline float in_turn(float a, float b, float sum) {
+#ifdef __FP_FAST_FMAF
+  return std::fma(a, b, sum);
+#else
+  return a * b + sum;
+#endif
+}
+
 // e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0; otherwise
 // x is cut at 88. NaN stays NaN.
 template <bool Negative = false>

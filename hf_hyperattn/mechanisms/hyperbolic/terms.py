@@ -26,7 +26,7 @@ HEADER = Path(__file__).with_name("hyperbolic.h")
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
 BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
 EXACT = 2e-4  # the error of a logit above which differences are asked for
-STEEP = 32.0  # and where w is less than this many times its noise, for the sake of the gradient
+STEEP = 2048.0  # and where w is less than this many times its noise, for the sake of the gradient
 RELATIVE = 1e-5  # the error of a squared Lorentz distance that is always allowed, relative to it
 
 
