@@ -57,7 +57,7 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
 def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
     """Ranks, dtypes, batch sizes, heads, widths and lengths of query, key and value."""
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t is None:
+        if t is None and name == "value":
             continue
         check_tensor(name, t)
         if t.dim() != 4:
@@ -114,7 +114,7 @@ def check_parameter(
     if not isinstance(value, Tensor):
         check_number(name, value, positive)
         return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
-    if value.dim() > 1 or value.numel() not in (1, heads):
+    if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, ({heads},)"
         )

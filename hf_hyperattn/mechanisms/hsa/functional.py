@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...engines import Options, dot_score
 from ...engines.options import check_broadcast, full_precision
+from ...fields import short
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ..checks import check_call, check_choice
+from ..checks import check_call, check_choice, has_values
 from .attention import hierarchical
 from .config import TYINGS, HsaConfig
 from .key import BACKENDS
@@ -115,8 +116,12 @@ def checked_hierarchy(hierarchy) -> Hierarchy | Tensor | tuple[int, ...]:
 
 
 def check_heads(block_bias: Tensor, heads: int) -> None:
-    """Raise for a block bias that is not one number, or one a head."""
+    """Raise for a block bias that is not one number or one a head, or is NaN or infinity."""
     if block_bias.numel() != 1 and block_bias.shape != (heads,):
         raise ValueError(
             f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"
+        )
+    if has_values(block_bias) and not bool((block_bias < float("inf")).all()):
+        raise ValueError(
+            f"block_bias={short(block_bias.tolist())} is not allowed; allowed: finite numbers or -inf"
         )

@@ -36,7 +36,8 @@ def with_hype(
     (batch, heads, n, m), kv_heads = score.shape, score.kv_heads
     queries, keys = from_first(*positions, mu.dtype)
     columns, weight = None, tau if gate is None else tau * gate
-    if reach is not None and not torch.compiler.is_compiling() and fits(mu, weight, reach, form):
+    known = not torch.compiler.is_compiling() and mu.device.type != "meta"
+    if reach is not None and known and fits(mu, weight, reach, form):
         columns = partial(factors, queries, keys, mu, tau, form)
     piece = Piece(
         SINH if form == "sinh" else COSH,
