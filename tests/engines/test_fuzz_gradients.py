@@ -6,7 +6,7 @@ must be finite and those of `reference` in float64 on the same numbers.
 
 A kink is where that gradient is not continuous: where two heights tie or a point lies on the edge of a cone. No float32
 program can tell which side it is on. An entry counts as at a kink if the float64 gradient itself moves, when every
-input and the gradient of every logit moves by a few units in float32's last place, by at least a tenth of what the entry
+input and the gradient of every logit moves by a few units in float32's last place, by at least a tenth of what it
 is off. Few may be.
 """
 
