@@ -54,7 +54,8 @@ def _expmap(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """
     square = side + last.square()
     short = square < SERIES_LIMIT
-    h_short, stretch_short = _expmap_series(torch.where(short, square, 0.0), last)
+    # what a branch is not taken for must not reach it: infinite there, it would make the other's gradient NaN
+    h_short, stretch_short = _expmap_series(torch.where(short, square, 0.0), torch.where(short, last, 0.0))
     h_long, stretch_long = _expmap_factored(torch.where(short, 1.0, side), torch.where(short, 0.0, last))
     return torch.where(short, h_short, h_long), torch.where(short, stretch_short, stretch_long)
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ...engines import Options, dot_score
 from ...engines.options import check_broadcast, full_precision
+from ...fields import short
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ..checks import check_choice, check_dropout, check_qkv
+from ...readable import can_read
+from ..checks import check_call, check_choice
 from .attention import hierarchical
 from .config import TYINGS, HsaConfig
 from .key import BACKENDS
@@ -70,8 +72,8 @@ def hierarchical_attention(
     Raises:
         ValueError: an argument out of its range or without meaning for the tying; the message says what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
     listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
@@ -116,8 +118,12 @@ def checked_hierarchy(hierarchy) -> Hierarchy | Tensor | tuple[int, ...]:
 
 
 def check_heads(block_bias: Tensor, heads: int) -> None:
-    """Raise for a block bias that is not one number, or one a head."""
+    """Raise for a block bias that is not one number or one a head, or is NaN or infinity."""
     if block_bias.numel() != 1 and block_bias.shape != (heads,):
         raise ValueError(
             f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"
+        )
+    if can_read(block_bias) and not bool((block_bias < float("inf")).all()):
+        raise ValueError(
+            f"block_bias={short(block_bias.tolist())} is not allowed; allowed: finite numbers or -inf"
         )

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, attention, dot_score
-from ...fields import LARGEST
 from ...readable import can_read
-from ..checks import check_choice, check_dropout, check_positive, check_qkv
+from ..checks import check_call, check_choice, check_parameter
 from .bias import FORMS, definition
 from .positions import from_first, given
 from .score import with_hype
@@ -58,13 +57,12 @@ def hype_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("form", form, FORMS)
     batch, heads, n, m = *query.shape[:3], key.shape[2]
     score = dot_score(query, key, scale)
-    mu = check_positive("mu", mu, heads, query).to(score.dtype)
-    tau = check_finite("tau", tau, heads, query).to(score.dtype)
+    mu = check_parameter("mu", mu, heads, query).to(score.dtype)
+    tau = check_parameter("tau", tau, heads, query, positive=False).to(score.dtype)
     positions = (
         given("query_positions", query_positions, n, batch, query.device),
         given("key_positions", key_positions, m, batch, query.device),
@@ -112,24 +110,10 @@ def hype_bias(
     )
     tensors = [t for t in (mu, tau, queries, keys) if isinstance(t, Tensor)]
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    mu = check_positive("mu", mu, heads, queries).to(dtype)
-    tau = check_finite("tau", tau, heads, queries).to(dtype)
+    mu = check_parameter("mu", mu, heads, queries).to(dtype)
+    tau = check_parameter("tau", tau, heads, queries, positive=False).to(dtype)
     bias = definition(*from_first(queries, keys, dtype), mu, tau, form)
     return bias.expand(batch, heads, -1, -1)
-
-
-def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """A finite number, or one per query head, as a tensor [1] or [H]; tensors are looked at where they can be read."""
-    allowed = f"a finite number of at most {LARGEST:g}, or a tensor of one per query head, ({heads},)"
-    if isinstance(value, Tensor):
-        if value.dim() > 1 or value.numel() not in (1, heads):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {allowed}")
-        if value.is_complex() or (can_read(value) and not bool((value.abs() <= LARGEST).all())):
-            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {allowed}")
-        return value.reshape(-1).to(like.device)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {allowed}")
-    return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
 
 
 def reach_of(queries: Tensor, keys: Tensor) -> float | None:

@@ -52,8 +52,8 @@ class HyperbolicLayer(MechanismLayer):
         query, key, score = plan.base()
         piece, points = hyperbolic_piece(query, key, call.scale, space, gate)
         if self.mode == "blend":
-            return score.plus(piece, points, watch=True)
-        return score.weighted(1 - gate).plus(replace(piece, capped=True), points, watch=True)
+            return score.plus(piece, points)
+        return score.weighted(1 - gate).plus(replace(piece, capped=True), points)
 
     def aggregate(self, plan: Plan, space: HyperbolicSpace, chosen: Tensor | None, dtype: torch.dtype):
         """The plan with midpoints for means, or blended with them."""
