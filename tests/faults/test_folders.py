@@ -114,7 +114,7 @@ def test_killed_before_every_change(way, old, new, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@first_always("way", list(WAYS))
 def test_what_finishes_a_save_is_killed_too(way, tmp_path, monkeypatch):
     WAYS[way](monkeypatch)
     pairs = 0
