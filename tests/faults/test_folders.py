@@ -15,6 +15,7 @@ from hf_hyperattn import folders
 from hf_hyperattn.cli import main
 from hf_hyperattn.files import PREFIX, locked, write_atomically
 from hf_hyperattn.folders import is_entry, is_interrupted, recover, replace_folder, weights_kind
+from tests.oracles.marks import first_always
 
 from .killing import killed, start
 
