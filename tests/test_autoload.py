@@ -16,6 +16,7 @@ import torch
 
 import hf_hyperattn_autoload
 from hf_hyperattn.cli import main
+from tests.oracles.marks import first_always
 
 ROOT = Path(__file__).parents[1]
 USE = """
@@ -93,12 +94,12 @@ def test_torch_alone_loads_nothing_more(environment):
     assert (done.returncode, done.stdout, done.stderr) == (0, "False False\n", "")
 
 
-@pytest.mark.parametrize(
+@first_always(
     "first",
     [
+        "from transformers.modeling_utils import PreTrainedModel",  # imports torch while it is itself half run
         "import torch",
         "",
-        "from transformers.modeling_utils import PreTrainedModel",  # imports torch while it is itself half run
         "from transformers import Trainer",
         "import peft",
         "import hf_hyperattn",

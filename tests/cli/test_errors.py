@@ -135,6 +135,7 @@ def test_help_and_version(arguments, said, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters(model, tmp_path):
     text = tmp_path / "text"
     text.write_text("the fox " * 20)
@@ -169,6 +170,7 @@ def test_interrupted(model, tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes and signals")
 def test_a_reader_that_goes_away(model, files):
     read, write = os.pipe()

@@ -221,6 +221,7 @@ def test_the_command_on_a_card(model, more, said, tmp_path, monkeypatch):
     assert public_command(args) == f"hyperattn inject {first} --mechanism hsa {rest}"
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_result(capsys, folder, tmp_path):
     for name in ("a", "b"):
         assert inject(capsys, folder, "--pairs", "0.7", "--output", tmp_path / name, "--seed", "3")[0] == 0

@@ -219,6 +219,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_workers_forked_after_a_call_with_two_threads():
     """OpenMP's threads are not there after a fork: a worker of a DataLoader has one, and must not wait for others."""

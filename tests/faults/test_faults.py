@@ -47,6 +47,7 @@ def test_a_kill_before_every_change():
     run("--every", "--only", "save,sharded,renames,adapter,inject")
 
 
+@pytest.mark.slow
 def test_processes_that_hold_a_model_together_save_it_together(tmp_path):
     made = model()
     made.save_pretrained(tmp_path / "before")

@@ -15,6 +15,7 @@ from hf_hyperattn import folders
 from hf_hyperattn.cli import main
 from hf_hyperattn.files import PREFIX, locked, write_atomically
 from hf_hyperattn.folders import is_entry, is_interrupted, recover, replace_folder, weights_kind
+from tests.oracles.marks import first_always
 
 from .killing import killed, start
 
@@ -114,7 +115,7 @@ def test_killed_before_every_change(way, old, new, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@first_always("way", list(WAYS))
 def test_what_finishes_a_save_is_killed_too(way, tmp_path, monkeypatch):
     WAYS[way](monkeypatch)
     pairs = 0

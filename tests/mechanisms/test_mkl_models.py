@@ -71,7 +71,7 @@ def test_it_learns_is_saved_and_comes_back(family, form, tmp_path):
 
 @every_form
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@first_always("static", [True, False], ["static", "dynamic"])
 def test_a_cache_gives_the_logits_of_the_full_pass(family, form, static):
     if (family, form) == ("gpt_oss", "combined"):
         pytest.skip("sinks are refused")

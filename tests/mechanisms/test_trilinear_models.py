@@ -201,7 +201,7 @@ def test_attention_weights_are_those_of_j():
 
 @some_configs
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@first_always("static", [True, False], ["static", "dynamic"])
 def test_a_cache_gives_the_logits_of_the_full_pass(family, config, static):
     model = learned(family, config)
     ids = ids_of(model)
