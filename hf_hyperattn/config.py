@@ -189,7 +189,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         return cls.from_dict(data)
 
 
-def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
+def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
     taken: dict[str, str] = {}
     for config in mechanisms:
