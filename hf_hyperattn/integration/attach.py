@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -64,7 +64,7 @@ def settle_stock(model: PreTrainedModel) -> None:
             setattr(part.config, STOCK, name)
 
 
-def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> dict[str, str]:
+def match_names(names: list[str], wanted: Sequence[str], base: PreTrainedModel) -> dict[str, str]:
     """The names that a saved list of hosts means, by what the list has; a bare model and one with a head differ by a
     prefix. Hosts of a part that this model lacks are left out.
     """

@@ -16,18 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Plan
-from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
+from ..registry import Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
 from .families import family_mask
 from .hosts import is_cross_attention
 from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
-
-
-def registered_names() -> tuple[str, ...]:
-    """All names of ours, that of patched models last."""
-    return (*(name for mechanism in MECHANISMS.values() for name in mechanism.names), PATCHED)
 
 
 def register_names() -> None:

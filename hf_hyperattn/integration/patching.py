@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 import model_patches
 
 from ..choice import Choice, head_numbers
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
 from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
@@ -23,15 +24,17 @@ from .rollback import rollback_on_error
 from .selection import select
 from .stock import OURS, PATCHED
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def patch_model(
-    model: nn.Module,
+    model: Model,
     *mechanisms: MechanismConfig | HyperAttnConfig,
     layers: Choice = None,
     heads: Choice = None,
-    mode: str = "blend",
+    mode: Mode = "blend",
     include_cross_attention: bool = False,
-) -> nn.Module:
+) -> Model:
     """Give a pretrained model hierarchy-aware attention, in place.
 
     Every chosen attention host gets one child, `hyper`, which owns all added parameters. With mode="blend" the
@@ -139,7 +142,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return seen
 
 
-def gather(mechanisms, layers, heads, mode: str, include_cross_attention: bool) -> HyperAttnConfig:
+def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool) -> HyperAttnConfig:
     """One `HyperAttnConfig` out of the arguments of `patch_model`."""
     if len(mechanisms) == 1 and isinstance(mechanisms[0], HyperAttnConfig):
         if layers is not None or heads is not None or mode != "blend" or include_cross_attention:

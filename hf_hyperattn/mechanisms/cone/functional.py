@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...engines import Options, attention
 from ..checks import check_call, check_choice, check_parameter
-from .config import VARIANTS, check_pairing, resolve_mapping
+from .config import VARIANTS, Variant, check_pairing, resolve_mapping
 from .features import ConeSpace, alone, cone_score
-from .points import MAPPINGS
+from .points import MAPPINGS, Mapping
 from .score import definition
 
 
@@ -22,8 +22,8 @@ def cone_attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
     *,
-    variant: str = "umbral",
-    mapping: str | None = None,
+    variant: Variant = "umbral",
+    mapping: Mapping | None = None,
     gamma: float | Tensor = 1.0,
     radius: float | Tensor = 1.0,
     squared: bool = True,
@@ -76,8 +76,8 @@ def cone_scores(
     query: Tensor,
     key: Tensor,
     *,
-    variant: str = "umbral",
-    mapping: str | None = None,
+    variant: Variant = "umbral",
+    mapping: Mapping | None = None,
     gamma: float | Tensor = 1.0,
     radius: float | Tensor = 1.0,
     squared: bool = True,

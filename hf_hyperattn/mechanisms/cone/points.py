@@ -7,10 +7,13 @@ X_q · X_k = stretch_q · stretch_k · (q·k - q_d k_d): engines can take it fro
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-MAPPINGS = ("xi", "psi", "expmap")
+Mapping = Literal["xi", "psi", "expmap"]
+MAPPINGS = get_args(Mapping)
 EXPONENT_LIMIT = 10.0  # of xi, keeps heights within e^±10
 NORM_LIMIT = 30.0  # of expmap, longer vectors count as this long
 SERIES_LIMIT = 0.04  # of expmap: below this s², the power series is exact to 1e-14

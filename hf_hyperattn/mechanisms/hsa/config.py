@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...config import MechanismConfig, option
 from ...fields import check_field, short
 from ...hierarchy.windows import checked_sizes
 
-TYINGS = ("both", "key")
+Tying = Literal["both", "key"]
+TYINGS = get_args(Tying)
 
 #: What None means: for key tying, and for tying on both sides.
 DEFAULTS = {"near": (64, 0), "sinks": (4, 0), "refine_top_k": (16, 0), "block_bias": (0.0, 0.0)}
@@ -49,7 +50,7 @@ class HsaConfig(MechanismConfig):
         "tokens of the windows, bottom first, each dividing the next, where the model is called without hierarchy=; "
         "() is the flat tree",
     )
-    tying: str | None = option(
+    tying: Tying | None = option(
         None,
         "both: one number for every pair of sibling blocks, bidirectional only; key: only keys are tied; None: key "
         "where attention is causal, else both",

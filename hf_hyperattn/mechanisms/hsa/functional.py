@@ -15,7 +15,7 @@ from ...hierarchy.windows import checked_sizes
 from ...readable import can_read
 from ..checks import check_call, check_choice
 from .attention import hierarchical
-from .config import TYINGS, HsaConfig
+from .config import TYINGS, HsaConfig, Tying
 from .key import BACKENDS
 
 
@@ -30,7 +30,7 @@ def hierarchical_attention(
     enable_gqa: bool = False,
     *,
     hierarchy: Hierarchy | Tensor | Sequence[int],
-    tying: str = "both",
+    tying: Tying = "both",
     keep_diagonal: bool = True,
     near: int | Sequence[int] = 0,
     sinks: int | Sequence[int] = 0,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...engines import Options, attention, dot_score
 from ...readable import can_read
 from ..checks import check_call, check_choice, check_parameter
-from .bias import FORMS, definition
+from .bias import FORMS, Form, definition
 from .positions import from_first, given
 from .score import with_hype
 
@@ -25,7 +25,7 @@ def hype_attention(
     *,
     mu: float | Tensor,
     tau: float | Tensor,
-    form: str = "sinh",
+    form: Form = "sinh",
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     backend: str = "auto",
@@ -76,7 +76,7 @@ def hype_attention(
 
 
 def hype_bias(
-    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: str
+    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: Form
 ) -> Tensor:
     """The dense bias of HyPE, straight from the definition.
 

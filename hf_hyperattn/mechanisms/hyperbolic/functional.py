@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...engines import Options, attention
 from ..checks import check_call, check_choice, check_number, check_parameter
-from .config import AGGREGATIONS, DISTANCES
+from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
 from .features import HyperbolicSpace, hyperbolic_score, with_own_keys
 from .midpoint import midpoint, midpoint_columns
 from .score import definition
@@ -24,8 +24,8 @@ def hyperbolic_attention(
     *,
     curvature: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
-    distance: str = "geodesic",
-    aggregation: str = "einstein",
+    distance: Distance = "geodesic",
+    aggregation: Aggregation = "einstein",
     backend: str = "auto",
 ) -> Tensor:
     """softmax(-d(q, k) / τ) over values, with d the distance in the Poincaré ball of curvature -c (Hyperbolic
@@ -75,7 +75,7 @@ def hyperbolic_scores(
     scale: float | None = None,
     curvature: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
-    distance: str = "geodesic",
+    distance: Distance = "geodesic",
 ) -> Tensor:
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `hyperbolic_attention`."""
     check_call(query, key, None)
