@@ -61,7 +61,8 @@ def _build(original, self, config, *args, **kwargs):
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
         # a patched checkpoint is built as it was before the patch
-        self.config._attn_implementation = stock_name(self.config) if marked(self.config) else neutral
+        name = stock_name(self.config) if marked(self.config) else neutral
+        self.config._attn_implementation_internal = name
 
 
 @wrap("post_init")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -56,13 +56,15 @@ class Hyper(nn.Module):
                 output is that to the last bit, with the gradients of the mechanism.
 
         Raises:
-            ValueError: the call has another number of heads than the host was patched for.
+            ValueError: the call has another number of heads than the host was patched for, or a hierarchy that no layer
+                uses.
         """
         if call.query.shape[1] != self.heads:
             raise ValueError(
                 f"a host patched for {self.heads} heads was called with {call.query.shape[1]}; patch it in "
                 "the form in which it runs"
             )
+        refuse_hierarchy(call, [layer.config for layer in self.children()])
         untouched = plan = Plan.of(call)
         for layer in self.children():
             plan = layer(plan)
@@ -92,6 +94,17 @@ class Hyper(nn.Module):
         self.moved = False
         for layer in self.children():
             layer.reset_parameters()
+
+
+def refuse_hierarchy(call: HostCall, configs: Iterable[MechanismConfig]) -> None:
+    """Raise where a call has a hierarchy, and none of these mechanisms can use one."""
+    if call.keywords.get("hierarchy") is not None:
+        names = [config.mechanism for config in configs]
+        if all(get_mechanism(name).stage != "structure" for name in names):
+            raise ValueError(
+                f"hierarchy= was given to a model that runs {' and '.join(names)}, which would ignore it; allowed: "
+                "leave it out, or add a mechanism over hierarchies, such as HsaConfig()"
+            )
 
 
 def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:

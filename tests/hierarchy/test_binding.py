@@ -215,3 +215,14 @@ def test_calls_that_are_checkpointed_before_any_is_computed_again(order, reentra
     losses = [loss(call) for call in calls]
     for found, want in zip(map(gradients, losses), expected, strict=True):
         assert found.keys() == want.keys() and difference(found, want) <= 1e-6
+
+
+@pytest.mark.parametrize("way", ["patched", "by name"])
+def test_a_hierarchy_that_no_mechanism_uses_is_refused(way):
+    model = llama()
+    if way == "patched":
+        ha.patch_model(model, ha.ConeConfig(), ha.HeadFusionConfig())
+    else:
+        model.set_attn_implementation("cone")
+    with pytest.raises(ValueError, match="runs cone.*, which would ignore it; allowed: leave it out"):
+        model(**text_inputs(), hierarchy=ids_of_groups())
