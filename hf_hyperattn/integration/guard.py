@@ -75,8 +75,7 @@ def _finish(original, self):
         check_routed(self, name)
     if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
         check_asked(self)
-    if not restored:
-        settle_names(self)
+    settle_names(self)
     return original(self)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..overrides import mechanisms_of
 from ..readable import can_read
 from ..registry import get_mechanism
+
+logger = logging.getLogger("hf_hyperattn")
 
 
 class Hyper(nn.Module):
@@ -56,15 +60,14 @@ class Hyper(nn.Module):
                 output is that to the last bit, with the gradients of the mechanism.
 
         Raises:
-            ValueError: the call has another number of heads than the host was patched for, or a hierarchy that no layer
-                uses.
+            ValueError: the call has another number of heads than the host was patched for.
         """
         if call.query.shape[1] != self.heads:
             raise ValueError(
                 f"a host patched for {self.heads} heads was called with {call.query.shape[1]}; patch it in "
                 "the form in which it runs"
             )
-        refuse_hierarchy(call, [layer.config for layer in self.children()])
+        warn_of_hierarchy(call, tuple(self._modules))
         untouched = plan = Plan.of(call)
         for layer in self.children():
             plan = layer(plan)
@@ -96,15 +99,19 @@ class Hyper(nn.Module):
             layer.reset_parameters()
 
 
-def refuse_hierarchy(call: HostCall, configs: Iterable[MechanismConfig]) -> None:
-    """Raise where a call has a hierarchy, and none of these mechanisms can use one."""
-    if call.keywords.get("hierarchy") is not None:
-        names = [config.mechanism for config in configs]
+def warn_of_hierarchy(call: HostCall, names: tuple[str, ...]) -> None:
+    """Warn where a call has a hierarchy, and none of these mechanisms can use one."""
+    if call.keywords.get("hierarchy") is not None and not torch.compiler.is_compiling():
         if all(get_mechanism(name).stage != "structure" for name in names):
-            raise ValueError(
-                f"hierarchy= was given to a model that runs {' and '.join(names)}, which would ignore it; allowed: "
-                "leave it out, or add a mechanism over hierarchies, such as HsaConfig()"
-            )
+            _warn_of_hierarchy(" and ".join(names))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_hierarchy(names: str) -> None:
+    logger.warning(
+        f"hierarchy= reached attention that runs {names}, which ignores it; leave it out, or patch the model with a "
+        "mechanism over hierarchies too, such as HsaConfig()"
+    )
 
 
 def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:

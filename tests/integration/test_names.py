@@ -231,6 +231,15 @@ def test_parameters_by_name_without_their_name_are_told_of(tmp_path, caplog):
     assert "holds parameters of 'cone', and the model runs 'sdpa'" in caplog.text
 
 
+def test_a_part_whose_name_the_config_cannot_say_is_warned_of(tmp_path, caplog):
+    """T5's encoder runs on a copy of the config, which no config.json has."""
+    model, _ = make("t5")
+    model.encoder.set_attn_implementation("cone")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        model.save_pretrained(tmp_path)
+    assert "a part of T5ForConditionalGeneration runs attn_implementation='cone'" in caplog.text
+
+
 def test_what_a_routed_class_does_not_know_cannot_run_beneath():
     """Falcon picks its class from the name: built for "eager", it could not be given back as "sdpa"."""
     config, inputs = hf.FalconConfig(**TEXT), text_inputs()
