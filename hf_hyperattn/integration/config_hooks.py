@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .guard import warn_replaced
-from .records import saved_name, sub_configs
+from .records import saved_name, sub_configs, tree
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import wrap
 
@@ -73,7 +73,13 @@ def keep_names() -> None:
 
     def setter(self, value):
         saved = saved_name(self) if INTERNAL in self.__dict__ else None  # else it is being made
-        _set_name(self, value)
+        before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
+        try:
+            _set_name(self, value)
+        except ValueError:
+            for config, name in before:
+                setattr(config, INTERNAL, name)
+            raise
         warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
     PreTrainedConfig._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
@@ -85,11 +91,7 @@ def _set_name(config, value: str | dict | None) -> None:
     name = value.get("", before) if isinstance(value, dict) else value
     setattr(config, INTERNAL, name)
     if marked(config) and not LOADING.get():
-        try:
-            run_beneath(config, before if before in OURS else RUNNING)
-        except ValueError:
-            setattr(config, INTERNAL, before)
-            raise
+        run_beneath(config, before if before in OURS else RUNNING)
     for key, part in sub_configs(config):
         below = value.get(key, getattr(part, INTERNAL, None)) if isinstance(value, dict) else value
         _set_name(part, below)

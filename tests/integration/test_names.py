@@ -73,8 +73,10 @@ def test_a_name_written_into_the_config_runs_beneath_too(family, tmp_path):
     assert {c.hyperattn_stock for c in tree(model.config) if hasattr(c, "hyperattn_stock")} == {"eager"}
     assert 0 < difference(run(ha.unpatch_model(copy.deepcopy(model)), inputs), expected)
     assert difference(run(model, inputs), expected) <= 1e-5
+    names = [c._attn_implementation for c in tree(model.config)]
     with pytest.raises(ValueError, match="'cone' cannot run beneath"):
         model.config._attn_implementation = "cone"
+    assert [c._attn_implementation for c in tree(model.config)] == names
     model.save_pretrained(tmp_path)
     assert difference(run(model, inputs), run(type(model).from_pretrained(tmp_path), inputs)) <= 1e-5
 
