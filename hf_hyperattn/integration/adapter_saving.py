@@ -29,8 +29,8 @@ from ..config import CONFIG_NAME, HyperAttnConfig
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
 from .hyper import Hyper
 from .publishing import checkpoint_folder, gathers_elsewhere
-from .records import inner, patched_hosts, recorded_hosts, tree, write_records
-from .stock import OURS, PATCHED
+from .records import inner, patched_hosts, recorded_hosts, saved_name, tree, write_records
+from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,14 @@ TYPE = "HF_HYPERATTN_"
 
 def describe_base(model: PreTrainedModel) -> dict | None:
     """The attention of a base as adapters keep it: a name of ours, and the record; None for a stock base."""
-    names = [c._attn_implementation for c in tree(model.config) if c._attn_implementation in OURS]
-    record = getattr(model.config, "hyperattn", None)
-    return {"attn_implementation": names[0], "hyperattn": record} if names else None
+    patched = next(patched_hosts(model), None) is not None
+    names = {c._attn_implementation for c in tree(model.config)} & OURS
+    if not patched and names <= {PATCHED, RUNNING}:  # or it shares its config with a patched model
+        return None
+    return {
+        "attn_implementation": saved_name(model.config),
+        "hyperattn": getattr(model.config, "hyperattn", None),
+    }
 
 
 def base_difference(model: nn.Module, saved: dict) -> str | None:
@@ -57,7 +62,7 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
     Raises:
         ValueError: `saved` is not of that form.
     """
-    if not isinstance(saved, dict) or not isinstance(saved.get("attn_implementation"), str):
+    if not isinstance(saved, dict) or not isinstance(saved.get("attn_implementation"), str | dict):
         raise ValueError(
             f"adapter_config.json has {SAVED_BASE}={str(saved)[:80]!r}; allowed: what save_pretrained writes there"
         )
@@ -67,6 +72,8 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
         wanted = saved["attn_implementation"]
         if here.get("attn_implementation") == wanted and here.get("hyperattn") == record:
             return None
+        if here.get("attn_implementation") == wanted:
+            return f"its base ran {wanted!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
         return f"its base ran attn_implementation={wanted!r} and {name} does not; load {name} with that name"
     wanted = HyperAttnConfig.from_dict(record)
     if here and recorded_hosts(model.config) is not None:

@@ -61,7 +61,8 @@ def _build(original, self, config, *args, **kwargs):
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
         # a patched checkpoint is built as it was before the patch
-        self.config._attn_implementation = stock_name(self.config) if marked(self.config) else neutral
+        name = stock_name(self.config) if marked(self.config) else neutral
+        self.config._attn_implementation_internal = name
 
 
 @wrap("post_init")
@@ -74,8 +75,7 @@ def _finish(original, self):
         check_routed(self, name)
     if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
         check_asked(self)
-    if not restored:
-        settle_names(self)
+    settle_names(self)
     return original(self)
 
 

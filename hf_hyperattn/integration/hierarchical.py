@@ -29,7 +29,7 @@ from .hierarchy_context import (
     wrap_checkpoints,
 )
 from .hosts import find_hosts, is_cross_attention
-from .records import patched_hosts, tree
+from .records import inner, patched_hosts, tree
 
 NAME = "hierarchy"
 
@@ -181,14 +181,16 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
 
 def settle_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
-    names = {n for m in MECHANISMS.values() if m.stage == "structure" for n in m.names}
-    named = names and any(config._attn_implementation in names for config in tree(model.config))
-    if not named and not isinstance(model, Accepting):
-        return
-    if next(patched_hosts(model), None) is not None:
+    structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
+    names = {n for m in structures.values() for n in m.names}
+    patched = dict(patched_hosts(model))
+    if not any(config._attn_implementation in names for config in tree(model.config)):
+        if isinstance(model, Accepting) and not (patched and PART in model.__dict__):
+            ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
+    hosts += [m for m in patched.values() if structures.keys() & dict(inner(m.hyper).named_children()).keys()]
     if hosts:
         accept_hierarchy(model, hosts)
     else:

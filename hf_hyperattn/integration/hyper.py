@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..overrides import mechanisms_of
 from ..readable import can_read
 from ..registry import get_mechanism
+
+logger = logging.getLogger("hf_hyperattn")
 
 
 class Hyper(nn.Module):
@@ -63,6 +67,7 @@ class Hyper(nn.Module):
                 f"a host patched for {self.heads} heads was called with {call.query.shape[1]}; patch it in "
                 "the form in which it runs"
             )
+        warn_of_hierarchy(call, tuple(self._modules))
         untouched = plan = Plan.of(call)
         for layer in self.children():
             plan = layer(plan)
@@ -92,6 +97,21 @@ class Hyper(nn.Module):
         self.moved = False
         for layer in self.children():
             layer.reset_parameters()
+
+
+def warn_of_hierarchy(call: HostCall, names: tuple[str, ...]) -> None:
+    """Warn where a call has a hierarchy, and none of these mechanisms can use one."""
+    if call.keywords.get("hierarchy") is not None and not torch.compiler.is_compiling():
+        if all(get_mechanism(name).stage != "structure" for name in names):
+            _warn_of_hierarchy(" and ".join(names))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_hierarchy(names: str) -> None:
+    logger.warning(
+        f"hierarchy= reached attention that runs {names}, which ignores it; leave it out, or patch the model with a "
+        "mechanism over hierarchies too, such as HsaConfig()"
+    )
 
 
 def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:

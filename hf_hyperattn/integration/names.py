@@ -20,6 +20,7 @@ from ..registry import Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
 from .families import family_mask
 from .hosts import is_cross_attention
+from .hyper import warn_of_hierarchy
 from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
@@ -55,6 +56,7 @@ def by_name(name: str, default: MechanismConfig):
 
     def forward(module, query, key, value, attention_mask, **keywords):
         call = host_call(module, query, key, value, attention_mask, **keywords)
+        warn_of_hierarchy(call, (default.mechanism,))
         plan, weights = Plan.of(call), wants_weights(module, keywords)
         if get_mechanism(default.mechanism).cross_attention or not is_cross_module(module):
             config = by_name_config(module, default).for_model(getattr(module, "config", None))

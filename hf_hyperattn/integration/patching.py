@@ -17,7 +17,7 @@ from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
 from .hidden import remove_hooks
-from .hierarchical import ignore_hierarchy
+from .hierarchical import ignore_hierarchy, settle_names
 from .records import erase_records, inner, patched_hosts, recorded_hosts
 from .refusal import check_parts, has_attention, refusal
 from .rollback import rollback_on_error
@@ -118,6 +118,7 @@ def take_off(base: PreTrainedModel) -> None:
         remove_hooks(host)
     ignore_hierarchy(base)
     erase_records(base)
+    settle_names(base)  # parts that run a structure by name
     if newly_routed:
         model_patches.unserve(base)
 

@@ -15,9 +15,10 @@ from contextvars import ContextVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..registry import MECHANISMS
+from ..config import HyperAttnConfig
+from ..registry import MECHANISMS, get_mechanism
 from .hosts import find_hosts
-from .records import patched_hosts, recorded_hosts, tree
+from .records import RECORD, patched_hosts, recorded_hosts, tree
 from .stock import STOCK
 
 logger = logging.getLogger("hf_hyperattn")
@@ -56,9 +57,10 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
     Raises:
         ValueError: added tensors are missing or have another shape, or there are some without a record.
     """
+    where = "the state dict" if source is None else str(source)
+    warn_of_unused_parameters(model, where)
     if FRESH.get():
         return
-    where = "the state dict" if source is None else str(source)
     added = added_tensors(model)
     absent = loading_info.missing_keys
     missing = [name for name in added if name in absent and not _is_loaded(model, name, absent)]
@@ -93,6 +95,24 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
                 "(config.hyperattn); put back the key hyperattn of the config.json that it was saved with, or take "
                 "hyperattn_stock and attn_implementation out to load the model without the patch"
             )
+
+
+def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
+    """Warn where a config holds parameters of a mechanism by name and runs another: early versions lost the name."""
+    for config in tree(model.config):
+        record = getattr(config, RECORD, None)
+        if isinstance(record, dict) and recorded_hosts(config) is None:
+            names = {
+                n
+                for m in HyperAttnConfig.from_dict(record).mechanisms
+                for n in get_mechanism(m.mechanism).names
+            }
+            if names and not names & {part._attn_implementation for part in tree(config)}:
+                logger.warning(
+                    f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
+                    f"{config._attn_implementation!r}; load it with attn_implementation={min(names)!r}, or take "
+                    "config.hyperattn out"
+                )
 
 
 def warn_of_state_dict(

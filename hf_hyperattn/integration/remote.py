@@ -13,7 +13,7 @@ from .attach import bring_back, settle_stock
 from .conversions import rebuild
 from .families import family_mask, note_all
 from .record_check import check_loaded
-from .records import all_configs, saved_name, tree
+from .records import all_configs, patched_hosts, saved_name, tree
 from .serving import patched_forward
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
@@ -52,6 +52,8 @@ class Patched:
         for config in all_configs(self):
             if name := saved_name(config):
                 config.attn_implementation = name  # for the next save: Transformers writes no other name
+        for _, host in patched_hosts(self):
+            host.register_forward_pre_hook(stay_patched)
         super().post_init()
 
     @staticmethod
@@ -65,6 +67,12 @@ class Patched:
         super().set_attn_implementation(*args, **kwargs)
         for config in filter(marked, all_configs(self)):
             run_beneath(config)
+
+
+def stay_patched(host, args) -> None:
+    """The hook before a host's call: a name that was written into its config becomes what runs beneath."""
+    if host.config._attn_implementation != RUNNING:
+        run_beneath(host.config)
 
 
 AttentionInterface.register(RUNNING, patched_forward)

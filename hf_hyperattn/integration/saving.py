@@ -8,6 +8,7 @@ together, all gather its weights and one of them writes.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from transformers import PreTrainedModel
 from ..folders import is_interrupted
 from .adapter_saving import before_saving_natively
 from .publishing import checkpoint_folder
-from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
-from .stock import OURS
+from .records import all_configs, patched_hosts, recorded_hosts, tree, without_records, write_records
+from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
+
+logger = logging.getLogger("hf_hyperattn")
 
 #: Arguments of `save_pretrained` that only a push reads.
 HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
@@ -39,6 +42,7 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
             return original(self, save_directory, is_main_process, *args, **kwargs)
     call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
     options = {**call.pop("kwargs", {}), **call}
+    warn_of_unsaved_names(self)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
     if not (patched or by_name) or options.get("distributed_checkpoint") or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
@@ -50,6 +54,17 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
         hub.setdefault("repo_id", Path(save_directory).resolve().name)
         with tempfile.TemporaryDirectory() as folder:
             original(self, folder, push_to_hub=True, **hub)
+
+
+def warn_of_unsaved_names(model: PreTrainedModel) -> None:
+    """Warn where a part runs a name of ours on a config of its own, of which config.json says nothing: T5's encoder."""
+    said = {config._attn_implementation for config in tree(model.config)}
+    running = {config._attn_implementation for config in all_configs(model)} & OURS - {PATCHED, RUNNING}
+    for name in sorted(running - said):
+        logger.warning(
+            f"a part of {type(model).__name__} runs attn_implementation={name!r}, which its config.json cannot say; "
+            f"call set_attn_implementation({name!r}) on the whole model, or on that part after every load"
+        )
 
 
 def _write_model(original, model: PreTrainedModel, target: Path, options: dict) -> None:

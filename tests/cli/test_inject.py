@@ -259,8 +259,8 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     if interrupt is KeyboardInterrupt:
         assert inject(capsys, folder, *arguments)[0] == 130
     else:
-        with pytest.raises(RuntimeError):
-            inject(capsys, folder, *arguments)
+        code, _, err = inject(capsys, folder, *arguments)
+        assert code == 2 and err.endswith("hyperattn inject: error: RuntimeError; --traceback shows where\n")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 

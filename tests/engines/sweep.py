@@ -121,7 +121,7 @@ class Call:
             score = dot_score(q, k)
         if self.blend:
             make, scale = cone_piece if self.blend in CONES else hyperbolic_piece, q.shape[-1] ** -0.5
-            score = score.plus(*make(q, k, scale, piece, x["gate"]), watch=self.blend in DISTANCES)
+            score = score.plus(*make(q, k, scale, piece, x["gate"]))
         if self.hype:
             at = [torch.arange(t.shape[2], dtype=torch.float64)[None, None] for t in (q, k)]
             form = "sinh" if self.options["is_causal"] else "cosh"

@@ -7,10 +7,21 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_hyperattn as ha
+from hf_hyperattn.integration.hierarchical import Accepting
+from hf_hyperattn.integration.hyper import _warn_of_hierarchy
 from hf_hyperattn.integration.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
-from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
+from tests.integration.models import (
+    FAMILIES,
+    difference,
+    llama,
+    llava,
+    llava_inputs,
+    perturb,
+    run,
+    text_inputs,
+)
 
 MAKE = {name: FAMILIES[name][0] for name in ("llama", "bert", "bloom")}
 
@@ -215,3 +226,43 @@ def test_calls_that_are_checkpointed_before_any_is_computed_again(order, reentra
     losses = [loss(call) for call in calls]
     for found, want in zip(map(gradients, losses), expected, strict=True):
         assert found.keys() == want.keys() and difference(found, want) <= 1e-6
+
+
+@pytest.mark.parametrize("way", ["patched", "by name"])
+def test_a_hierarchy_that_no_mechanism_uses_is_warned_of_once(way, caplog):
+    _warn_of_hierarchy.cache_clear()
+    model = llama()
+    if way == "patched":
+        ha.patch_model(model, ha.ConeConfig(), ha.HeadFusionConfig())
+    else:
+        model.set_attn_implementation("cone")
+    for _ in range(2):
+        run(model, text_inputs() | {"hierarchy": ids_of_groups()})
+    (record,) = [r for r in caplog.records if r.name == "hf_hyperattn"]
+    assert "attention that runs cone" in record.message and "which ignores it" in record.message
+
+
+def test_parts_by_name_take_hierarchies_beside_patched_parts(tmp_path):
+    """The text runs HSA by name, the images are patched: before and after a save, and when the patch is off again."""
+    model, inputs = llava(), llava_inputs() | {"hierarchy": ids_of_groups()}
+    sharp = ha.HsaConfig(windows=(2, 4), near=0, sinks=0, refine_top_k=0)
+    model.config.text_config.hyperattn = ha.HyperAttnConfig([sharp]).to_dict()
+    model.set_attn_implementation({"text_config": "hsa"})
+    expected = run(model, inputs)
+    images = lambda host: "vision" in host.name
+    ha.patch_model(model, ha.ConeConfig(), layers=images)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert difference(run(again, inputs), expected) <= 1e-5
+    assert isinstance(again, Accepting) and isinstance(ha.unpatch_model(again), Accepting)
+    assert difference(run(again, inputs), expected) <= 1e-5
+
+
+def test_a_class_that_accepts_hierarchies_loads_models_that_do_not(tmp_path):
+    cls = type(patched())
+    ha.patch_model(llama(), ha.ConeConfig()).save_pretrained(tmp_path / "cone")
+    llama().save_pretrained(tmp_path / "stock")
+    for name in ("cone", "stock"):
+        model = cls.from_pretrained(tmp_path / name)
+        run(model, text_inputs())
+        assert not isinstance(model, Accepting)

@@ -6,10 +6,12 @@ import transformers as hf
 from accelerate import init_empty_weights
 from accelerate.utils import calculate_maximum_sizes
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_hyperattn as ha
 from tests.integration.models import bert, difference, llama, perturb, run, text_inputs
+from tests.integration.patches import patched
 
 LENGTH = 24
 PATCHES = {
@@ -166,3 +168,19 @@ def test_flops_of_attention_are_counted(name):
         )
         counts[device] = counter.get_total_flops() - linear
         assert 0.9 * products <= counts[device] <= 1.6 * products, (device, counts, products)
+
+
+def test_the_gradients_of_each_row_by_torch_func():
+    """Values cannot be read there either: the call must not look at whether a gate is zero."""
+    model, inputs, _ = patched("llama")
+    ids = inputs["input_ids"]
+    added = {n: p.detach() for n, p in model.named_parameters() if ".hyper." in n}
+
+    def loss(parameters, row):
+        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().mean()
+
+    rows = vmap(grad(loss), in_dims=(None, 0))(added, ids)
+    for row in range(len(ids)):
+        model.zero_grad()
+        model(ids[row : row + 1], use_cache=False).logits.square().mean().backward()
+        assert all((rows[n][row] - model.get_parameter(n).grad).abs().max() <= 1e-6 for n in added)

@@ -1,15 +1,17 @@
 """Names of attention implementations: what runs beneath a patch, what a checkpoint remembers, what a loader may ask."""
 
 import copy
+import json
 import logging
 
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration.hosts import find_hosts
+from hf_hyperattn.integration.records import tree
 from tests.integration.models import TEXT, State, clip, difference, llama, perturb, run, text_inputs
 from tests.integration.patches import CONE, make, patched
 
@@ -61,6 +63,34 @@ def test_a_loader_chooses_what_runs_beneath(name, tmp_path):
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
     assert again.config.hyperattn_stock == name
     assert difference(expected, run(again, inputs)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "llava", "t5"])
+def test_a_name_written_into_the_config_runs_beneath_too(family, tmp_path):
+    """As Transformers itself writes it: Whisper for timestamps per token, the attention visualizer."""
+    model, inputs, expected = patched(family)
+    model.config._attn_implementation = "eager"
+    assert {c.hyperattn_stock for c in tree(model.config) if hasattr(c, "hyperattn_stock")} == {"eager"}
+    assert 0 < difference(run(ha.unpatch_model(copy.deepcopy(model)), inputs), expected)
+    assert difference(run(model, inputs), expected) <= 1e-5
+    names = [c._attn_implementation for c in tree(model.config)]
+    with pytest.raises(ValueError, match="'cone' cannot run beneath"):
+        model.config._attn_implementation = "cone"
+    assert [c._attn_implementation for c in tree(model.config)] == names
+    model.save_pretrained(tmp_path)
+    assert difference(run(model, inputs), run(type(model).from_pretrained(tmp_path), inputs)) <= 1e-5
+
+
+def test_timestamps_of_a_patched_whisper_hear_the_mechanism(monkeypatch):
+    model, inputs, _ = patched("whisper")
+    model.generation_config.alignment_heads = [[0, 0]]
+    model.generation_config.no_timestamps_token_id = 90
+    calls = []
+    hyper = model.model.decoder.layers[0].self_attn.hyper
+    hyper.register_forward_hook(lambda *_: calls.append(1))
+    ask = dict(return_token_timestamps=True, return_timestamps=True, max_new_tokens=3)
+    model.generate(inputs["input_features"], **ask)
+    assert calls and model.config.hyperattn_stock == "eager"
 
 
 # Attentions
@@ -156,7 +186,7 @@ def test_parts_of_a_composite_are_remembered(tmp_path):
     assert hf.CLIPVisionModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("way", ["auto", "class", "config", "from_config", "set"])
+@pytest.mark.parametrize("way", ["auto", "class", "config", "from_config", "set", "written"])
 def test_a_name_over_a_name_replaces_it_with_one_warning(way, tmp_path, caplog):
     model = llama()
     model.set_attn_implementation("cone")
@@ -168,6 +198,7 @@ def test_a_name_over_a_name_replaces_it_with_one_warning(way, tmp_path, caplog):
         "class": lambda: hf.LlamaForCausalLM.from_pretrained(tmp_path, **sdpa),
         "config": lambda: load(tmp_path, config=config, **sdpa),
         "from_config": lambda: hf.AutoModelForCausalLM.from_config(config, **sdpa),
+        "written": lambda: setattr(model.config, "_attn_implementation", "sdpa") or model,
         "set": lambda: model.set_attn_implementation("sdpa") or model,
     }
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
@@ -190,6 +221,27 @@ def test_parameters_by_name_are_kept(tmp_path):
     assert again.config.hyperattn["mechanisms"][0]["gamma"] == 0.3
 
 
+def test_parameters_by_name_without_their_name_are_told_of(tmp_path, caplog):
+    """What versions before 0.2 saved: they lost the name."""
+    model = llama()
+    model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.3)]).to_dict()
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cone")
+        assert not caplog.text
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "holds parameters of 'cone', and the model runs 'sdpa'" in caplog.text
+
+
+def test_a_part_whose_name_the_config_cannot_say_is_warned_of(tmp_path, caplog):
+    """T5's encoder runs on a copy of the config, which no config.json has."""
+    model, _ = make("t5")
+    model.encoder.set_attn_implementation("cone")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        model.save_pretrained(tmp_path)
+    assert "a part of T5ForConditionalGeneration runs attn_implementation='cone'" in caplog.text
+
+
 def test_what_a_routed_class_does_not_know_cannot_run_beneath():
     """Falcon picks its class from the name: built for "eager", it could not be given back as "sdpa"."""
     config, inputs = hf.FalconConfig(**TEXT), text_inputs()
@@ -203,10 +255,42 @@ def test_what_a_routed_class_does_not_know_cannot_run_beneath():
     assert ha.unpatch_model(model).config._attn_implementation == "eager"
 
 
-def test_saving_an_adapter_warns_of_the_name_that_it_does_not_record(tmp_path, caplog):
-    model = llama()
-    model.set_attn_implementation("cone")
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+@pytest.mark.parametrize(
+    "names, other",
+    [("cone", None), ("cone", "hype"), ({"text_config": "cone"}, {"vision_config": "cone"})],
+    ids=str,
+)
+def test_an_adapter_records_the_names_of_its_base(names, other, tmp_path, caplog):
+    def base(implementation):
+        model = clip() if isinstance(names, dict) else llama()
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+        return model
+
+    get_peft_model(base(names), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        model.save_pretrained(tmp_path)
-    assert "load its base with attn_implementation='cone'" in caplog.text
+        PeftModel.from_pretrained(base(names), tmp_path)
+        assert not caplog.text
+        PeftModel.from_pretrained(base(other), tmp_path)
+    assert f"its base ran attn_implementation={names!r} and" in caplog.text
+
+
+def test_an_adapter_records_the_parameters_of_its_base(tmp_path, caplog):
+    model = llama()
+    model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.3)]).to_dict()
+    model.set_attn_implementation("cone")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    other = llama()
+    other.set_attn_implementation("cone")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        PeftModel.from_pretrained(other, tmp_path)
+    assert "its base ran 'cone' with config.hyperattn={" in caplog.text
+
+
+def test_an_adapter_of_a_stock_model_beside_a_patched_one(tmp_path):
+    """Both share a config object, which says that it is patched."""
+    stock = llama()
+    ha.patch_model(hf.LlamaForCausalLM(stock.config), CONE)
+    get_peft_model(stock, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    assert "hf_hyperattn" not in json.loads((tmp_path / "adapter_config.json").read_text())
+    assert not (tmp_path / "hyperattn_config.json").exists()

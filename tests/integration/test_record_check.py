@@ -10,7 +10,6 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration import guard
 from tests.integration.collaborative import make, quiet
 from tests.integration.models import bert, clip, difference, llama, llava, perturb, run, text_inputs
 from tests.integration.patches import CONE, added, patched
@@ -217,10 +216,3 @@ def test_models_of_others_are_left_alone(tmp_path):
         )
         == 0
     )
-
-
-def test_a_version_that_lacks_what_is_wrapped_is_told_of(caplog):
-    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        guard.wrap("_method_of_another_version")(lambda original, *args: None)
-    assert f"transformers {hf.__version__} has no PreTrainedModel._method_of_another_version" in caplog.text
-    assert not hasattr(hf.PreTrainedModel, "_method_of_another_version")

@@ -25,7 +25,7 @@ STEPS = [
     (attach, "write_records", 1),
     (records, "_write", 1),
     (records, "_mark", 2),
-    (attach, "use_hierarchy", 1),
+    (attach, "accept_hierarchy", 1),
     (hierarchical, "swap_class", 2),
 ]
 
