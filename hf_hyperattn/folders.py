@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .files import PREFIX, hold, is_held, locked, release
+from .files import PREFIX, hold, is_held, locked, read_json, release
 
 RECORD = f"{PREFIX}.json"
 VARIANT = r"(?P<variant>\.\w+)?"
@@ -49,6 +49,29 @@ def is_entry(name: str) -> bool:
     name = os.path.basename(name)
     match = WEIGHTS.fullmatch(name)
     return bool(INDEX.fullmatch(name) or (match and not match["shard"]))
+
+
+def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> None:
+    """Refuse a folder that is to hold new files and nothing else, where something would be lost that is not meant.
+
+    Args:
+        target: allowed are an absent and an empty folder; where `force`, also one that holds another checkpoint.
+        source: what the new files are made from; a name on the Hub is in no folder.
+
+    Raises:
+        ValueError: it is not allowed.
+    """
+    allowed = "an absent or empty directory"
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{target} is no directory; allowed: {allowed}")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise ValueError(f"{target} is not empty; allowed: {allowed}, or --force to replace a checkpoint")
+    if os.path.lexists(source) and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+        raise ValueError(f"{target} is or holds {source}, which would be lost; allowed: {allowed}")
+    if not os.path.lexists(target / "config.json"):
+        raise ValueError(f"{target} holds no checkpoint (no config.json) but other files; allowed: {allowed}")
 
 
 @contextmanager
@@ -92,6 +115,7 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
                     shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         if not complete:
+            error.filename = error.filename or str(target)  # "No space left on device" does not say where
             raise
         text = f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
         raise OSError(error.errno, f"{text} `hyperattn recover {target}`") from error
@@ -244,6 +268,9 @@ def _files(folder: Path) -> list[str]:
 def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
     """Decide what the save does, and write it down: from now on it is complete."""
     new = sorted(_files(stage), key=is_entry)
+    for name in new if keep_others else ():
+        if _inside(target, name).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target / name))
     kinds = {weights_kind(name) for name in new} - {None}
     old = _files(target) if target.is_dir() else []
     gone = [
@@ -264,12 +291,14 @@ def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
 def _read_record(folder: Path) -> dict | None:
     """The record in a folder, None where there is none that is whole and whose names stay inside."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = read_json(folder / RECORD)
         names = [*record["files"], *record["remove"]]
         stage, _ = record["stage"], record["keep_others"]
-    except (OSError, ValueError, KeyError, TypeError):
+        if any(b"\0" in os.fsencode(name) for name in (*names, stage)):
+            return None
+    except (ValueError, KeyError, TypeError):
         return None
-    if not all(isinstance(name, str) for name in (*names, stage)) or os.path.basename(stage) != stage:
+    if os.path.basename(stage) != stage:
         return None
     if not stage.startswith(f"{PREFIX}-"):
         return None
@@ -315,7 +344,7 @@ def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
                 new.mkdir()
                 _make_alike(old, new)
     for name in others:
-        old, new = target / name, stage / name
+        old, new = target / name, _inside(stage, name)
         if os.path.lexists(new):
             new.unlink()
         if old.is_symlink():
@@ -343,9 +372,9 @@ def _clean(old: Path | None, target: Path, record: dict) -> None:
     """After an exchange: move what came into the old folder at the last moment, and remove it."""
     replaced = {*record["files"], *record["remove"]}
     for name in _files(old) if old else ():
-        before, after = old / name, target / name
         if name in replaced:
             continue
+        before, after = old / name, _inside(target, name)
         if not os.path.lexists(after) or after.lstat().st_mtime_ns < before.lstat().st_mtime_ns:
             after.parent.mkdir(parents=True, exist_ok=True)
             os.replace(before, after)
@@ -366,14 +395,14 @@ def _rename_files(stage: Path, target: Path, record: dict) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             if is_entry(name):
                 _sync_folder(target)
-            os.replace(stage / name, place)
+            os.replace(_inside(stage, name), place)
     _sync_folder(target)
 
 
-def _inside(target: Path, name: str) -> Path:
-    """The place of a file in the target; OSError where a link in the target leads out of it."""
-    place = target / name
-    if not Path(os.path.realpath(place.parent)).is_relative_to(target):
+def _inside(folder: Path, name: str) -> Path:
+    """The place of a file in a folder; OSError where a link in the folder leads out of it."""
+    place = folder / name
+    if not Path(os.path.realpath(place.parent)).is_relative_to(folder):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(place))
     return place
 
