@@ -74,6 +74,8 @@ def open_to_others(path: Path) -> str | None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        return "is no directory and no regular file"
     if os.name == "posix" and found.st_uid != os.geteuid():
         return "belongs to another user"
     if os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -131,7 +133,7 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
 def reason(error: Exception) -> str:
     """What went wrong, in one short line: the compiler's own first error where there is one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    found = next((line for line in lines if " error: " in line), lines[0])
+    found = next((line for line in lines if " error: " in line and "ld returned" not in line), lines[0])
     return found if len(found) <= 240 else found[:240] + "..."
 
 

@@ -174,6 +174,10 @@ DAMAGE = {
         library.symlink_to("../x.so"),
         sign(library),
     ],
+    "a pipe for a checksum": lambda library: [
+        library.with_suffix(".sha256").unlink(),
+        os.mkfifo(library.with_suffix(".sha256")),
+    ],
     "another checksum": lambda library: library.with_suffix(".sha256").write_bytes(b"\xff" * 64),
 }
 
@@ -251,6 +255,10 @@ COMPILERS = {
     "makes nothing": ("exit 0", "made no library"),
     "makes rubbish": ('for last; do :; done; echo rubbish | tee "$last"', "too short|invalid ELF"),
     "says a lot and fails": ("yes rubbish | head -c 1000000; exit 1", "rubbish"),
+    "fails to link": (
+        "echo 'ld: final link failed: No space left'; echo 'collect2: error: ld returned 1'; exit 1",
+        "No space left",
+    ),
 }
 
 
