@@ -92,7 +92,7 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
         yield target  # a stage already: it is replaced whole by who made it
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not (target.is_dir() and os.access(target, os.W_OK | os.X_OK)):
+    if os.path.lexists(target) and not (target.is_dir() and os.access(target, os.W_OK | os.X_OK)):
         number = errno.EACCES if target.is_dir() else errno.ENOTDIR
         raise OSError(number, os.strerror(number), str(target))
     with locked(target):
@@ -309,19 +309,14 @@ def _read_record(folder: Path) -> dict | None:
 def _commit(stage: Path, target: Path, record: dict) -> None:
     """Bring a complete stage to its place; what was done of it already is not done again."""
     untouched = all(os.path.lexists(stage / name) for name in record["files"])  # no file was renamed yet
-    beside = stage.parent == target.parent and untouched
-    if beside and not (target.is_dir() and any(target.iterdir())):
+    if stage.parent == target.parent and untouched and not _stands_in(target):
         with suppress(OSError):
-            os.rename(stage, target)
-    elif beside:
-        with suppress(OSError):
-            if Path(os.getcwd()).is_relative_to(target):
-                raise OSError(
-                    errno.EBUSY, os.strerror(errno.EBUSY)
-                )  # this process would stand in the old folder
-            if record["keep_others"]:
-                _link_others(target, stage, {*record["files"], *record["remove"]})
-            _exchange(stage, target)
+            if not (target.is_dir() and any(target.iterdir())):
+                os.rename(stage, target)
+            else:
+                if record["keep_others"]:
+                    _link_others(target, stage, {*record["files"], *record["remove"]})
+                _exchange(stage, target)
     if _read_record(stage) is not None:
         _rename_files(stage, target, record)
         (stage / RECORD).unlink()
@@ -329,6 +324,14 @@ def _commit(stage: Path, target: Path, record: dict) -> None:
         return
     _sync_folder(target.parent)
     _clean(stage, target, record)
+
+
+def _stands_in(folder: Path) -> bool:
+    """Whether this process would stand in the old folder after an exchange."""
+    try:
+        return Path(os.getcwd()).is_relative_to(folder)
+    except OSError:  # it stands in a folder that is gone
+        return False
 
 
 def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:

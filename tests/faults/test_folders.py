@@ -337,6 +337,23 @@ def test_a_folder_in_the_place_of_a_file_is_told_before_anything_changes(tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("there", [(), SINGLE], ids=["empty", "a checkpoint"])
+def test_a_process_still_stands_in_the_folder_it_saved_into(there, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    fill(tmp_path / "model", there, "old")
+    monkeypatch.chdir(tmp_path / "model")
+    save(Path("."), SINGLE)
+    save(Path("."), SHARDS)
+    assert loaded(Path(".")) == "new" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_circle_of_links_is_told_before_anything_is_written(tmp_path):
+    (tmp_path / "model").symlink_to("model")
+    with pytest.raises(OSError, match="Not a directory"):
+        save(tmp_path / "model", SINGLE)
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_two_processes_save_to_one_folder(tmp_path):
     target = tmp_path / "model"
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import transformers as hf
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
@@ -243,6 +244,14 @@ def test_a_file_of_our_own_that_is_none(make, tmp_path):
     make(tmp_path / "hyperattn_config.json")
     with pytest.raises(ValueError, match="it is no regular file; allowed: a JSON object"):
         ha.HyperAttnConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "null", "[" * 100_000], ids=lambda text: text[:5])
+def test_an_adapter_config_that_is_none(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match="adapter_config.json: .*allowed: a JSON object") as caught:
+        PeftModel.from_pretrained(llama(), tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.timeout(30)
