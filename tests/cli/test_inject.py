@@ -248,20 +248,17 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     from hf_hyperattn.cli import inject_output
 
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
+    (tmp_path / "out" / "config.json").write_text("kept")
 
     def stop(*_, **__):
         raise interrupt
 
     monkeypatch.setattr(inject_output.hub_cards, "write_card", stop)
     arguments = ["--pairs", "0.8", "--output", tmp_path / "out", "--force"]
-    if interrupt is KeyboardInterrupt:
-        assert inject(capsys, folder, *arguments)[0] == 130
-    else:
-        with pytest.raises(RuntimeError):
-            inject(capsys, folder, *arguments)
+    assert inject(capsys, folder, *arguments)[0] == (130 if interrupt is KeyboardInterrupt else 2)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "kept"
 
 
 def refused(capsys, *arguments) -> str:
