@@ -19,7 +19,7 @@ from transformers.utils import PushToHubMixin
 from .address import install
 from .choice import checked
 from .fields import KnownFields, option, short
-from .files import write_atomically
+from .files import read_json, write_atomically
 from .mechanism_config import MechanismConfig, plain
 from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
 from .registry import STAGES, get_mechanism
@@ -180,13 +180,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             path = path / CONFIG_NAME
         elif not path.is_file():
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **kwargs))
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"cannot read {path}: {error}; allowed: a JSON file written by save_pretrained"
-            ) from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(path))
 
 
 def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:

@@ -1,13 +1,17 @@
-"""Text files that are replaced whole, and the lock that lets one process at a time replace a file or folder."""
+"""JSON files that are checked, text files that are replaced whole, and the lock of who replaces a file or folder."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from .fields import short
 
 try:
     import fcntl
@@ -18,6 +22,40 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: How the names of all that a save makes for itself begin; nothing of it is left when the save is complete.
 PREFIX = ".hyperattn-saving"
+#: Of a JSON file that is read: bytes and levels.
+MOST_BYTES, MOST_LEVELS = 2**26, 64
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: it is no regular file, cannot be read, is larger than 64 MiB, or holds no JSON object.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise ValueError("it is no regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"cannot read {path}: {why}; allowed: a JSON object") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"cannot read {path}: it holds {short(data)}; allowed: a JSON object")
+    level = [data]
+    for _ in range(MOST_LEVELS):
+        level = [inner for part in level for inner in parts_of(part)]
+    if level:
+        raise ValueError(
+            f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object"
+        )
+    return data
+
+
+def parts_of(data: Any) -> Iterable[Any]:
+    """What a JSON object or array holds; nothing for other values."""
+    return data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -27,8 +65,9 @@ def write_atomically(path: Path, text: str) -> None:
         f"{PREFIX}-{path.name}"
     )  # the same every time: the next write clears what a kill left
     with locked(path):
+        draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
         try:
-            with open(draft, "w", encoding="utf-8") as file:
+            with open(draft, "x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -64,7 +103,7 @@ def _open_lock(places: list[Path]) -> tuple[int, Path]:
     place = places[0]
     while True:
         try:
-            handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(place, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except OSError:
             if place == places[-1]:
                 raise

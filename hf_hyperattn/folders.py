@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .files import PREFIX, hold, is_held, locked, release
+from .files import PREFIX, hold, is_held, locked, read_json, release
 
 RECORD = f"{PREFIX}.json"
 VARIANT = r"(?P<variant>\.\w+)?"
@@ -51,6 +51,29 @@ def is_entry(name: str) -> bool:
     return bool(INDEX.fullmatch(name) or (match and not match["shard"]))
 
 
+def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> None:
+    """Refuse a folder that is to hold new files and nothing else, where something would be lost that is not meant.
+
+    Args:
+        target: allowed are an absent and an empty folder; where `force`, also one that holds another checkpoint.
+        source: what the new files are made from; a name on the Hub is in no folder.
+
+    Raises:
+        ValueError: it is not allowed.
+    """
+    allowed = "an absent or empty directory"
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{target} is no directory; allowed: {allowed}")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise ValueError(f"{target} is not empty; allowed: {allowed}, or --force to replace a checkpoint")
+    if os.path.lexists(source) and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+        raise ValueError(f"{target} is or holds {source}, which would be lost; allowed: {allowed}")
+    if not os.path.lexists(target / "config.json"):
+        raise ValueError(f"{target} holds no checkpoint (no config.json) but other files; allowed: {allowed}")
+
+
 @contextmanager
 def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Iterator[Path]:
     """A folder to write into, whose files take the place of those of `target` when the block ends without an error.
@@ -69,7 +92,7 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
         yield target  # a stage already: it is replaced whole by who made it
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not (target.is_dir() and os.access(target, os.W_OK | os.X_OK)):
+    if os.path.lexists(target) and not (target.is_dir() and os.access(target, os.W_OK | os.X_OK)):
         number = errno.EACCES if target.is_dir() else errno.ENOTDIR
         raise OSError(number, os.strerror(number), str(target))
     with locked(target):
@@ -92,6 +115,7 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
                     shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         if not complete:
+            error.filename = error.filename or str(target)  # "No space left on device" does not say where
             raise
         text = f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
         raise OSError(error.errno, f"{text} `hyperattn recover {target}`") from error
@@ -244,6 +268,9 @@ def _files(folder: Path) -> list[str]:
 def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
     """Decide what the save does, and write it down: from now on it is complete."""
     new = sorted(_files(stage), key=is_entry)
+    for name in new if keep_others else ():
+        if _inside(target, name).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target / name))
     kinds = {weights_kind(name) for name in new} - {None}
     old = _files(target) if target.is_dir() else []
     gone = [
@@ -264,12 +291,14 @@ def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
 def _read_record(folder: Path) -> dict | None:
     """The record in a folder, None where there is none that is whole and whose names stay inside."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = read_json(folder / RECORD)
         names = [*record["files"], *record["remove"]]
         stage, _ = record["stage"], record["keep_others"]
-    except (OSError, ValueError, KeyError, TypeError):
+        if any(b"\0" in os.fsencode(name) for name in (*names, stage)):
+            return None
+    except (ValueError, KeyError, TypeError):
         return None
-    if not all(isinstance(name, str) for name in (*names, stage)) or os.path.basename(stage) != stage:
+    if os.path.basename(stage) != stage:
         return None
     if not stage.startswith(f"{PREFIX}-"):
         return None
@@ -280,19 +309,14 @@ def _read_record(folder: Path) -> dict | None:
 def _commit(stage: Path, target: Path, record: dict) -> None:
     """Bring a complete stage to its place; what was done of it already is not done again."""
     untouched = all(os.path.lexists(stage / name) for name in record["files"])  # no file was renamed yet
-    beside = stage.parent == target.parent and untouched
-    if beside and not (target.is_dir() and any(target.iterdir())):
+    if stage.parent == target.parent and untouched and not _stands_in(target):
         with suppress(OSError):
-            os.rename(stage, target)
-    elif beside:
-        with suppress(OSError):
-            if Path(os.getcwd()).is_relative_to(target):
-                raise OSError(
-                    errno.EBUSY, os.strerror(errno.EBUSY)
-                )  # this process would stand in the old folder
-            if record["keep_others"]:
-                _link_others(target, stage, {*record["files"], *record["remove"]})
-            _exchange(stage, target)
+            if not (target.is_dir() and any(target.iterdir())):
+                os.rename(stage, target)
+            else:
+                if record["keep_others"]:
+                    _link_others(target, stage, {*record["files"], *record["remove"]})
+                _exchange(stage, target)
     if _read_record(stage) is not None:
         _rename_files(stage, target, record)
         (stage / RECORD).unlink()
@@ -300,6 +324,14 @@ def _commit(stage: Path, target: Path, record: dict) -> None:
         return
     _sync_folder(target.parent)
     _clean(stage, target, record)
+
+
+def _stands_in(folder: Path) -> bool:
+    """Whether this process would stand in the old folder after an exchange."""
+    try:
+        return Path(os.getcwd()).is_relative_to(folder)
+    except OSError:  # it stands in a folder that is gone
+        return False
 
 
 def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
@@ -315,7 +347,7 @@ def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
                 new.mkdir()
                 _make_alike(old, new)
     for name in others:
-        old, new = target / name, stage / name
+        old, new = target / name, _inside(stage, name)
         if os.path.lexists(new):
             new.unlink()
         if old.is_symlink():
@@ -343,9 +375,9 @@ def _clean(old: Path | None, target: Path, record: dict) -> None:
     """After an exchange: move what came into the old folder at the last moment, and remove it."""
     replaced = {*record["files"], *record["remove"]}
     for name in _files(old) if old else ():
-        before, after = old / name, target / name
         if name in replaced:
             continue
+        before, after = old / name, _inside(target, name)
         if not os.path.lexists(after) or after.lstat().st_mtime_ns < before.lstat().st_mtime_ns:
             after.parent.mkdir(parents=True, exist_ok=True)
             os.replace(before, after)
@@ -366,14 +398,14 @@ def _rename_files(stage: Path, target: Path, record: dict) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             if is_entry(name):
                 _sync_folder(target)
-            os.replace(stage / name, place)
+            os.replace(_inside(stage, name), place)
     _sync_folder(target)
 
 
-def _inside(target: Path, name: str) -> Path:
-    """The place of a file in the target; OSError where a link in the target leads out of it."""
-    place = target / name
-    if not Path(os.path.realpath(place.parent)).is_relative_to(target):
+def _inside(folder: Path, name: str) -> Path:
+    """The place of a file in a folder; OSError where a link in the folder leads out of it."""
+    place = folder / name
+    if not Path(os.path.realpath(place.parent)).is_relative_to(folder):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(place))
     return place
 

@@ -25,7 +25,11 @@ def read_made(path: Path):
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        if path.stat().st_size > LARGEST or not path.read_bytes().lstrip().startswith(b"---"):
+        if (
+            not path.is_file()
+            or path.stat().st_size > LARGEST
+            or not path.read_bytes().lstrip().startswith(b"---")
+        ):
             return None
         header = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
         if header and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[2])):
@@ -99,8 +103,10 @@ def write_results(directory: Path, results) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that an interruption leaves either the old one or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
     try:
-        draft.write_bytes(content)
+        with open(draft, "xb") as file:
+            file.write(content)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -39,9 +39,12 @@ BAD |= {name: ("1", True, NAN, INF, 0.0, -1.0, torch.tensor([1.0, NAN]), torch.o
 BAD |= {"tau": ("1", True, NAN, INF, torch.tensor([1.0, INF])), "scale": ("1", True, NAN, INF, -INF)}
 BAD |= {"dropout_p": ("no", True, NAN, -0.1, 1.0, None), "attn_mask": ([[True]], "causal", 1)}
 BAD |= {name: ("nonsense", 1, ["sinh"]) for name in ("variant", "mapping", "distance", "aggregation", "form")}
-BAD |= {"tying": ("nonsense", 1), "backend": ("nonsense",), "query": ([1.0], None), "key": ([1.0],)}
+NOT_DENSE, COMPLEX = t(B, H, N, D).to_sparse(), t(B, H, N, D) + 0j
+BAD |= {"query": ([1.0], None, NOT_DENSE, COMPLEX), "key": ([1.0], NOT_DENSE), "value2": (COMPLEX,)}
+BAD |= {"value": (None, [1.0], NOT_DENSE, t(B, H, N, 0)), "key2": ([1.0], NOT_DENSE, COMPLEX)}
+BAD |= {"tying": ("nonsense", 1), "backend": ("nonsense",)}
 BAD |= {"near": (-1, 1.5, "no", True), "block_bias": (NAN, "no", torch.tensor([NAN, 0.0]))}
-BAD |= {"windows": ((0, 1), "no"), "beta": ([1.0], 1.0), "before": ([1.0],), "w1": ([1.0],), "key2": ([1.0],)}
+BAD |= {"windows": ((0, 1), "no"), "beta": ([1.0], 1.0), "before": ([1.0],), "w1": ([1.0], t(D) + 0j)}
 CASES = [
     pytest.param(name, argument, value, id=f"{name}-{argument}-{i}")
     for name in CALLS
@@ -67,7 +70,7 @@ def test_every_function_and_argument_is_here(name):
     """And what is asked of in good order is served."""
     assert set(CALLS) == set(functional.__all__)
     getattr(functional, name)(**CALLS[name])
-    free = {"value", "value2", "w2", "w3", "key_beta", "after", "hierarchy", "sinks", "refine_top_k"}
+    free = {"w2", "w3", "key_beta", "after", "hierarchy", "sinks", "refine_top_k"}
     free |= {"query_positions", "key_positions"}
     assert set(inspect.signature(getattr(functional, name)).parameters) <= set(BAD) | free
 

@@ -76,10 +76,11 @@ def check_count(option: str, value: int, least: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, without line breaks; with its type where that is none of those for bad input."""
+    """What an exception says, as one printable line; with its type where that is none of those for bad input."""
+    text, kind = str(error), type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    text, kind = " ".join(str(error).split()), type(error).__name__
+        text = f"{error.filename}: {error.strerror}"
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     if not text or not isinstance(error, (ValueError, OSError)):
         text = f"{kind}: {text}; --traceback shows where" if text else f"{kind}; --traceback shows where"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

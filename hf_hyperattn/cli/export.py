@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="as code for trust_remote_code=True (the one form)",
     )
-    add("--force", action="store_true", help="replace what is in OUT")
+    add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
 def run(args: argparse.Namespace) -> None:

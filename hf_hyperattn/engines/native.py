@@ -57,20 +57,30 @@ def private_directory() -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        fault = "is a symbolic link"
-    elif not stat.S_ISDIR(found.st_mode):
+    fault = open_to_others(directory)
+    if fault is None and not directory.is_dir():
         fault = "is no directory"
-    elif os.name == "posix" and found.st_uid != os.geteuid():
-        fault = "belongs to another user"
-    elif os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        fault = "can be written to by others"
-    else:
-        return directory
-    raise OSError(
-        f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700"
-    )
+    elif fault is None and hasattr(os, "ST_NOEXEC") and os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        fault = "is on a file system from which nothing may run (noexec)"
+    if fault is not None:
+        raise OSError(
+            f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700"
+        )
+    return directory
+
+
+def open_to_others(path: Path) -> str | None:
+    """Why what lies at a path need not be this user's work; None where nobody else can have written it."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        return "is no directory and no regular file"
+    if os.name == "posix" and found.st_uid != os.geteuid():
+        return "belongs to another user"
+    if os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written to by others"
+    return None
 
 
 def flags() -> list[str]:
@@ -123,7 +133,7 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
 def reason(error: Exception) -> str:
     """What went wrong, in one short line: the compiler's own first error where there is one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    found = next((line for line in lines if " error: " in line), lines[0])
+    found = next((line for line in lines if " error: " in line and "ld returned" not in line), lines[0])
     return found if len(found) <= 240 else found[:240] + "..."
 
 
@@ -147,9 +157,12 @@ def checksum(library: Path) -> str:
 
 
 def is_intact(library: Path) -> bool:
-    """Whether a library is there, byte for byte as it was built."""
+    """Whether a library is there, byte for byte as it was built, and nobody else may write to it or its checksum."""
+    proof = library.with_suffix(".sha256")
     try:
-        return library.with_suffix(".sha256").read_text(encoding="ascii") == checksum(library)
+        if open_to_others(library) or open_to_others(proof):
+            return False
+        return proof.read_text(encoding="ascii") == checksum(library)
     except (OSError, ValueError):
         return False
 
@@ -166,8 +179,13 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
             files.append(Path(place) / f"text_{len(files)}.cpp")
             files[-1].write_text(text, encoding="utf-8")
         compile_library(files, made)
+        if not made.is_file():
+            raise RuntimeError(f"{compiler()[0]} ended without an error and made no library")
+        ctypes.CDLL(str(made.absolute()))  # what cannot be loaded is not kept
         proof = made.with_suffix(".sha256")
         proof.write_text(checksum(made), encoding="ascii")
+        made.chmod(0o700)
+        proof.chmod(0o600)
         os.replace(made, library)
         os.replace(proof, library.with_suffix(".sha256"))
 

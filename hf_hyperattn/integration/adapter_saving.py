@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CONFIG_NAME, HyperAttnConfig
+from ..files import read_json
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
 from .hyper import Hyper
 from .publishing import checkpoint_folder, gathers_elsewhere
@@ -99,6 +100,8 @@ def in_short(config: HyperAttnConfig, prefix: str) -> dict:
 
 @wrap("from_json_file", PeftConfigMixin)
 def _read(original, cls, path_json_file, **kwargs):
+    if Path(path_json_file).exists():
+        read_json(Path(path_json_file))  # one line where it is damaged
     data, folder = original(cls, path_json_file, **kwargs), Path(path_json_file).parent
     if str(data.get("peft_type")).startswith(TYPE):
         data["peft_type"] = data["peft_type"].removeprefix(TYPE)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..fields import short
+from ..files import parts_of, read_json
 
 #: What a checkpoint may hold, by the names that Transformers reads and writes. No pickles: they can hold code.
 KNOWN = re.compile(
@@ -29,9 +29,11 @@ KNOWN = re.compile(
 SETTINGS = re.compile(r"(\w*config|special_tokens_map|chat_template)\.json")
 #: Keys of configs under which Transformers finds code to run.
 CODE = ("auto_map", "custom_generate", "custom_pipelines")
-#: Of a JSON file bytes and levels; and the layers that a config may ask for.
-MOST_BYTES, MOST_LEVELS, MOST_LAYERS = 2**26, 64, 4096
-LAYERS = re.compile(r"(\w+_)?(layers?|depth)")
+#: Of what a config may ask for how much, all in all: each is made in Python, one by one.
+COUNTS = (
+    (re.compile(r"(\w+_)?(layers?|depths?|experts|block_sizes)"), 4096),
+    (re.compile(r"num_labels"), 2**20),
+)
 
 
 def files_of(directory: Path) -> tuple[dict[str, Path], list[str]]:
@@ -76,35 +78,6 @@ def regular_file(directory: Path, name: str) -> Path:
     return real
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: it cannot be read, is larger than 64 MiB, or holds no JSON object.
-    """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"cannot read {path}: {why}; allowed: a JSON object") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"cannot read {path}: it holds {short(data)}; allowed: a JSON object")
-    level = [data]
-    for _ in range(MOST_LEVELS):
-        level = [inner for part in level for inner in _parts(part)]
-    if level:
-        raise ValueError(
-            f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object"
-        )
-    return data
-
-
-def _parts(data: Any) -> Iterable[Any]:
-    return data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json, whose values have the types that Transformers takes for granted, and numbers that can be built.
 
@@ -122,12 +95,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         if value is not None and not good(value):
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: {allowed}")
     for key, value in _items(data):
-        if not isinstance(value, int):
-            continue
-        if abs(value) >= 2**63 or (LAYERS.fullmatch(key) and value > MOST_LAYERS):
-            raise ValueError(
-                f"{path}: {key} is {short(value)}; allowed: numbers of 64 bits, up to {MOST_LAYERS:,} layers"
-            )
+        numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
+        if any(abs(n) >= 2**63 for n in numbers):
+            raise ValueError(f"{path}: {key} is {short(value)}; allowed: numbers of 64 bits")
+        for name, most in COUNTS:
+            if name.fullmatch(key) and sum(numbers) > most:
+                raise ValueError(f"{path}: {key} is {short(value)}; allowed: up to {most:,}")
     return data
 
 
@@ -142,7 +115,7 @@ def _items(data: Any) -> Iterator[tuple[str, Any]]:
         part = waiting.pop()
         if isinstance(part, dict):
             yield from part.items()
-        waiting += _parts(part)
+        waiting += parts_of(part)
 
 
 def without_code(data: Any) -> tuple[Any, list[str]]:
@@ -178,8 +151,8 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
             ) from error
     for name in (name for name in files if name.endswith(".index.json")):
         shards = read_json(files[name]).get("weight_map")
-        missing = set(shards.values()) - set(weights) if isinstance(shards, dict) else {"weight_map"}
-        if missing:
+        shards = shards.values() if isinstance(shards, dict) else ["weight_map"]
+        if missing := [shard for shard in shards if shard not in weights]:
             raise ValueError(
-                f"{directory / name} names {min(map(str, missing))}, which is not there; save it again"
+                f"{directory / name} names {short(missing[0])}, which is not there; save it again"
             )

@@ -28,14 +28,14 @@ import model_patches
 
 from ..address import NAME, VERSION, install
 from ..config import HyperAttnConfig
-from ..folders import replace_folder
+from ..files import read_json
+from ..folders import check_replaceable, replace_folder
 from ..registry import MECHANISMS
 from .checkpoint_files import (
     SETTINGS,
     check_weights,
     files_of,
     read_config,
-    read_json,
     regular_file,
     without_code,
 )
@@ -88,15 +88,15 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
     Args:
         source: directory or Hub id of a checkpoint that a patched model's `save_pretrained` wrote.
         target: the directory to write; it must be absent or empty.
-        force: replace a `target` that holds something.
+        force: replace a `target` that holds another checkpoint.
 
     Raises:
-        ValueError: the source holds no patched model, a damaged one, or a link out of it; or the target holds something
-            and `force` is not given.
+        ValueError: the source holds no patched model, a damaged one, or a link out of it; or `check_replaceable`
+            refuses the target.
     """
     target = Path(target)
-    check_target(target, force)
     directory = find_source(source)
+    check_replaceable(target, force, directory)
     data, config, record = read_source(directory)
     known, others = files_of(directory)
     check_weights(directory, known)
@@ -120,7 +120,7 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
         left_out += [f"{name}: {key}" for key in named]
     with replace_folder(target, keep_others=False) as stage:
         write_files(stage, known, texts)
-        check_target(target, force)  # again: it may hold something by now
+        check_replaceable(target, force, directory)  # again: it may hold something by now
     return Exported(packages, left_out)
 
 
@@ -140,16 +140,6 @@ def write_files(stage: Path, files: dict[str, Path], texts: dict[str, str]) -> N
         digests[name] = digest.hexdigest()
     manifest = {"format": 1, "written_by": f"{NAME} {VERSION}", "sha256": digests}
     (stage / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-
-
-def check_target(target: Path, force: bool) -> None:
-    """Refuse to write over something."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ValueError(f"{target} is no directory; allowed: a directory that is absent or empty")
-    if target.is_dir() and any(target.iterdir()) and not force:
-        raise ValueError(
-            f"{target} is not empty; allowed: an absent or empty directory, or --force to replace it"
-        )
 
 
 def find_source(source: str | os.PathLike) -> Path:

@@ -21,14 +21,17 @@ FINITE = f"a finite number of at most {LARGEST:g}"
 def check_call(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = True,
     **flags: bool,
 ) -> None:
-    """What the functions of all mechanisms take alike; `flags` are the other arguments that are True or False."""
+    """What the functions of all mechanisms take alike; `flags` are the other arguments that are True or False.
+
+    Functions of scores alone, which take no value, give the key in its place.
+    """
     for name, flag in {"enable_gqa": enable_gqa, **flags}.items():
         if not isinstance(flag, bool | torch.SymBool):
             _refuse(name, flag, "True or False")
@@ -41,9 +44,13 @@ def check_call(
 
 
 def check_tensor(name: str, value: object) -> None:
-    """`value` is a tensor."""
+    """`value` is a tensor of real numbers that are all there."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is of type {type(value).__name__}; allowed: a tensor")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {value.layout}; allowed: a dense tensor, torch.strided")
+    if value.is_complex():
+        raise ValueError(f"{name} has dtype {value.dtype}; allowed: real numbers")
 
 
 def check_number(name: str, value: object, positive: bool = False) -> None:
@@ -55,11 +62,9 @@ def check_number(name: str, value: object, positive: bool = False) -> None:
         _refuse(name, value, POSITIVE if positive else FINITE)
 
 
-def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Ranks, dtypes, batch sizes, heads, widths and lengths of query, key and value."""
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t is None and name == "value":
-            continue
         check_tensor(name, t)
         if t.dim() != 4:
             raise ValueError(
@@ -76,7 +81,9 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool
     if query.shape[-1] < 2:
         raise ValueError(f"query has dim {query.shape[-1]}; allowed: at least 2")
     _check_heads(query, key, enable_gqa)
-    if value is not None and value.shape[1:3] != key.shape[1:3]:
+    if value.shape[-1] < 1:
+        raise ValueError("value has dim 0; allowed: at least 1")
+    if value.shape[1:3] != key.shape[1:3]:
         raise ValueError(
             f"value has heads and length {tuple(value.shape[1:3])}, key has {tuple(key.shape[1:3])}; they "
             "must be equal"

@@ -96,6 +96,11 @@ OF_CONFIG = {
     "width negative": values(CONFIG, hidden_size=-32),
     "width beyond 64 bits": values(CONFIG, hidden_size=10**30),
     "layers beyond sense": values(CONFIG, num_hidden_layers=10**9),
+    "labels beyond sense": values(CONFIG, num_labels=10**9),
+    "depths beyond sense": text(
+        CONFIG,
+        '{"model_type": "swin", "architectures": ["SwinModel"], "embed_dim": 8, "depths": [9000000, 2]}',
+    ),
     "layers a fraction": values(CONFIG, num_hidden_layers=1.5),
     "layers null": values(CONFIG, num_hidden_layers=None),
     "vocabulary negative": values(CONFIG, vocab_size=-1),

@@ -249,7 +249,7 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     from hf_hyperattn.cli import inject_output
 
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
+    (tmp_path / "out" / "config.json").write_text("kept")
 
     def stop(*_, **__):
         raise interrupt
@@ -262,7 +262,8 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
         code, _, err = inject(capsys, folder, *arguments)
         assert code == 2 and err.endswith("hyperattn inject: error: RuntimeError; --traceback shows where\n")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "kept"
 
 
 def refused(capsys, *arguments) -> str:
@@ -288,7 +289,9 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
         ([*hsa, "--rows", "0"], "--rows 0"),
         ([*hsa, "--seed", "-1"], "--seed -1"),
         ([*hsa, "--output", tmp_path / "full"], "not empty"),
-        ([*hsa, "--output", tmp_path / "full" / "file"], "a file"),
+        ([*hsa, "--output", tmp_path / "full", "--force"], "holds no checkpoint"),
+        ([*hsa, "--output", folder / "model", "--force"], "which would be lost"),
+        ([*hsa, "--output", tmp_path / "full" / "file"], "no directory"),
         ([*hsa, "--output", tmp_path / "no" / "where"], "is no folder"),
         ([folder, "--mechanism", "hsa", "--text", folder / "one.txt"], "not a model"),
         ([folder / "none", "--mechanism", "hsa", "--text", folder / "one.txt"], "no such folder"),

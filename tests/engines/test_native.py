@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -161,8 +162,32 @@ DAMAGE = {
         shutil.copy(planted(library).with_suffix(end), library.with_suffix(end)) for end in (".so", ".sha256")
     ],
     "without checksum": lambda library: library.with_suffix(".sha256").unlink(),
+    "open to others": lambda library: [
+        garble(library),
+        sign(library),
+        library.chmod(0o777),
+        library.with_suffix(".sha256").chmod(0o666),
+    ],
+    "a link": lambda library: [
+        library.rename(library.parent.parent / "x.so"),
+        garble(library.parent.parent / "x.so"),
+        library.symlink_to("../x.so"),
+        sign(library),
+    ],
+    "a pipe for a checksum": lambda library: [
+        library.with_suffix(".sha256").unlink(),
+        os.mkfifo(library.with_suffix(".sha256")),
+    ],
     "another checksum": lambda library: library.with_suffix(".sha256").write_bytes(b"\xff" * 64),
 }
+
+
+def garble(library: Path) -> None:
+    library.write_bytes(garbled(library.read_bytes()))
+
+
+def sign(library: Path) -> None:
+    library.with_suffix(".sha256").write_text(native.checksum(library))
 
 
 def garbled(content: bytes) -> bytes:
@@ -226,6 +251,50 @@ def test_nothing_is_loaded_from_a_directory_that_others_may_fill(place, monkeypa
     assert message in line and "HF_HYPERATTN_BUILD_DIR" in line and "mode 700" in line and "\n" not in line
 
 
+COMPILERS = {
+    "makes nothing": ("exit 0", "made no library"),
+    "makes rubbish": ('for last; do :; done; echo rubbish | tee "$last"', "too short|invalid ELF"),
+    "says a lot and fails": ("yes rubbish | head -c 1000000; exit 1", "rubbish"),
+    "fails to link": (
+        "echo 'ld: final link failed: No space left'; echo 'collect2: error: ld returned 1'; exit 1",
+        "No space left",
+    ),
+}
+
+
+@posix
+@pytest.mark.parametrize("case", COMPILERS)
+def test_a_compiler_that_compiles_nothing_leaves_nothing(place, monkeypatch, caplog, case):
+    script, message = COMPILERS[case]
+    (place / "my compiler").write_text(f"#!/bin/sh\n{script}\n")
+    (place / "my compiler").chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{place / 'my compiler'}' -v")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert native.load("add", source(place, 10)) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(message, line) and "\n" not in line and len(line) < 400
+    assert not list((place / "built").glob("*.so")) and not list((place / "built").glob("*.sha256"))
+    if built_here():  # and a better one is used
+        monkeypatch.delenv("CXX")
+        native.load.cache_clear()
+        assert native.load("add", source(place, 10)).add(2, 3) == 15
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts")
+def test_nothing_is_compiled_where_nothing_may_run(place, monkeypatch, caplog):
+    (place / "built").mkdir(mode=0o700)
+    if os.system(f"mount -t tmpfs -o noexec,mode=700 tmpfs {place / 'built'} 2>/dev/null") != 0:
+        pytest.skip("may not mount")
+    try:
+        monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled"))
+        with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+            assert native.load("add", source(place, 11)) is None
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "noexec" in line and "HF_HYPERATTN_BUILD_DIR" in line
+    finally:
+        os.system(f"umount {place / 'built'}")
+
+
 @posix
 @needs_compiler
 def test_the_directory_is_the_users_alone(place):
@@ -235,3 +304,5 @@ def test_the_directory_is_the_users_alone(place):
     finally:
         os.umask(old)
     assert (place / "built").stat().st_mode & 0o777 == 0o700
+    modes = {p.suffix: p.stat().st_mode & 0o777 for p in (place / "built").iterdir()}
+    assert (modes[".so"], modes[".sha256"]) == (0o700, 0o600)

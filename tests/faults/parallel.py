@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
-import hf_hyperattn  # noqa: F401  knows the name that it loads
+import hf_hyperattn  # noqa: F401  registers the names
 from hf_hyperattn.files import PREFIX
 
 folder = Path(sys.argv[1])
@@ -23,7 +23,7 @@ assert model.config._attn_implementation == "cone"
 for _ in range(2):
     model.save_pretrained(folder / "after")
     # No barrier of ours: whoever comes back finds the whole checkpoint.
-    assert (folder / "after" / "model.safetensors").is_file()
+    assert (folder / "after" / "model.safetensors").is_file() and (folder / "after" / "config.json").is_file()
     dist.barrier()
 assert not [p for p in folder.iterdir() if p.name.startswith(PREFIX)]
 sys.stdout.flush()

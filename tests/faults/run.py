@@ -39,6 +39,7 @@ from hf_hyperattn.engines import native
 from hf_hyperattn.files import PREFIX
 from hf_hyperattn.integration.export import export_remote_code
 
+from ..fuzz.run import compiler
 from ..integration.models import llama, perturb
 from .killing import killed
 
@@ -348,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
         root = Path(place)
         found = scenarios(root)
         wanted = chosen.only.split(",") if chosen.only else list(found)
-        if native.shutil.which("c++") is None and "build" in wanted:
+        if compiler() is None and "build" in wanted:
             wanted.remove("build")
         for n, name in enumerate(wanted):
             kills = chosen.kills // len(wanted) + (n < chosen.kills % len(wanted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -15,6 +16,7 @@ from hf_hyperattn import folders
 from hf_hyperattn.cli import main
 from hf_hyperattn.files import PREFIX, locked, write_atomically
 from hf_hyperattn.folders import is_entry, is_interrupted, recover, replace_folder, weights_kind
+from hub_cards import beside
 from tests.oracles.marks import first_always
 
 from .killing import killed, start
@@ -262,10 +264,95 @@ def test_a_record_that_leads_elsewhere_is_not_followed(tmp_path):
         stage = target / f"{PREFIX}-0000000{n}"
         fill(stage, [name.replace("../", "").lstrip("/")], "theirs")
         record = {"stage": stage.name, "files": [name], "remove": [name], "keep_others": True}
-        (stage / folders.RECORD).write_text(__import__("json").dumps(record))
+        (stage / folders.RECORD).write_text(json.dumps(record))
     (target / "link").symlink_to("..")
     save(target, SINGLE)
     assert victim.read_text() == "mine" and loaded(target) == "new"
+
+
+def test_a_stage_whose_links_lead_elsewhere_takes_no_file_from_there(tmp_path):
+    target, victim = tmp_path / "model", tmp_path / "victim" / "key"
+    fill(victim.parent, ["key"], "mine")
+    fill(target, SINGLE, "old")
+    stage = target / f"{PREFIX}-00000000"
+    stage.mkdir()
+    (stage / "link").symlink_to(victim.parent)
+    record = {"stage": stage.name, "files": ["link/key"], "remove": [], "keep_others": True}
+    (stage / folders.RECORD).write_text(json.dumps(record))
+    with pytest.raises(OSError, match="link/key"):
+        recover(target)
+    save(target, SINGLE)
+    assert victim.read_text() == "mine" and contents(target) == dict.fromkeys(SINGLE, "new")
+
+
+RECORDS = {
+    "nested": lambda path: path.write_text("[" * 200_000),
+    "a pipe": os.mkfifo,
+    "names with a zero byte": lambda path: path.write_text(
+        json.dumps({"stage": f"{PREFIX}-x", "files": ["a\0b"], "remove": ["a\0b"], "keep_others": True})
+    ),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_that_nobody_wrote_stops_no_save(case, tmp_path):
+    target = tmp_path / "model"
+    fill(target, SINGLE, "old")
+    RECORDS[case](target / folders.RECORD)
+    (target / f"{PREFIX}-00000000").mkdir()
+    RECORDS[case](target / f"{PREFIX}-00000000" / folders.RECORD)
+    recover(target)
+    save(target, SINGLE)
+    assert loaded(target) == "new" and not is_interrupted(target)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_files_in_between_are_never_written_through(planted, tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    fill(tmp_path, ["victim"], "mine")
+    folder.mkdir()
+    plant = (lambda path: path.symlink_to(victim)) if planted == "link" else os.mkfifo
+    for draft in (f"{PREFIX}-text", f".card.{os.getpid()}.tmp"):
+        plant(folder / draft)
+    write_atomically(folder / "text", "new")
+    beside.replace_file(folder / "card", b"new")
+    assert contents(tmp_path) == {"victim": "mine", "folder/text": "new", "folder/card": "new"}
+    assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+def test_a_lock_is_no_link(tmp_path):
+    (tmp_path / f"{PREFIX}-model.lock").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "model").mkdir()
+    save(tmp_path / "model", SINGLE)
+    assert loaded(tmp_path / "model") == "new" and not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_told_before_anything_changes(tmp_path):
+    target = tmp_path / "model"
+    fill(target, ["config.json", "model.safetensors/notes"], "old")
+    with pytest.raises(OSError, match="Is a directory: .*model/model.safetensors"):
+        save(target, SINGLE)
+    assert contents(target) == {"config.json": "old", "model.safetensors/notes": "old"}
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("there", [(), SINGLE], ids=["empty", "a checkpoint"])
+def test_a_process_still_stands_in_the_folder_it_saved_into(there, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    fill(tmp_path / "model", there, "old")
+    monkeypatch.chdir(tmp_path / "model")
+    save(Path("."), SINGLE)
+    save(Path("."), SHARDS)
+    assert loaded(Path(".")) == "new" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_circle_of_links_is_told_before_anything_is_written(tmp_path):
+    (tmp_path / "model").symlink_to("model")
+    with pytest.raises(OSError, match="Not a directory"):
+        save(tmp_path / "model", SINGLE)
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_two_processes_save_to_one_folder(tmp_path):
@@ -340,7 +427,7 @@ def test_a_mount_point_is_saved_into(tmp_path):
         fill(target, SINGLE, "old")
         save(target, SHARDS)
         assert loaded(target) == "new" and len(list(target.iterdir())) == 4
-        with pytest.raises(OSError, match="No space left"), replace_folder(target) as stage:
+        with pytest.raises(OSError, match=f"No space left.*{target}"), replace_folder(target) as stage:
             (stage / "model.safetensors").write_bytes(bytes(300_000))
         assert loaded(target) == "new" and len(list(target.iterdir())) == 4
         assert [p.name for p in tmp_path.iterdir()] == ["model"]

@@ -89,7 +89,7 @@ def over_windows(pick: random.Random, seed: int) -> str:
     keys = int(math.exp(pick.uniform(math.log(2), math.log(600))))
     queries = keys if pick.random() < 0.7 else pick.randint(1, keys)
     d, dv = (pick.choice((2, 3, 8, 16, 31, 64, 100)) for _ in range(2))
-    sizes = [pick.randint(1, 24)]
+    sizes = [pick.randint(2, 24)]
     while len(sizes) < 4 and pick.random() < 0.6:
         sizes.append(sizes[-1] * pick.randint(2, 6))
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,9 +28,14 @@ SANITIZERS = [
 ]
 
 
-def compiler() -> str | None:
-    """The C++ compiler, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+def compiler() -> list[str] | None:
+    """The C++ compiler that the kernels are built with, or None."""
+    from hf_hyperattn.engines import native
+
+    try:
+        return native.compiler()
+    except RuntimeError:
+        return None
 
 
 def missing(tool: str) -> str | None:
@@ -47,7 +51,7 @@ def missing(tool: str) -> str | None:
 
 def runtimes() -> list[str]:
     """The sanitizers' libraries: Python is not built with them, so they have to be loaded first."""
-    ask = lambda name: [compiler(), f"-print-file-name={name}"]
+    ask = lambda name: [*compiler(), f"-print-file-name={name}"]
     return [
         subprocess.run(ask(n), capture_output=True, text=True).stdout.strip()
         for n in ("libasan.so", "libubsan.so")
@@ -63,7 +67,7 @@ def environment(tool: str, folder: Path) -> dict[str, str]:
     else:
         library = folder / "guard.so"
         command = [
-            compiler(),
+            *compiler(),
             "-x",
             "c",
             "-O2",

@@ -167,7 +167,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"cannot read .*{CONFIG_NAME}.*allowed: a JSON file"):
+    with pytest.raises(ValueError, match=f"cannot read .*{CONFIG_NAME}.*allowed: a JSON object"):
         ha.HyperAttnConfig.from_pretrained(tmp_path)
 
 

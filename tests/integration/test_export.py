@@ -192,6 +192,26 @@ def test_what_is_there_is_kept_unless_forced(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "source"]
 
 
+def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path):
+    source = tmp_path / "home" / "source"
+    saved(source)
+    (tmp_path / "home" / "config.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("mine")
+    for target, message in (
+        (source, "source is or holds .*source, which would be lost; allowed: an absent"),
+        (source.parent, "home is or holds .*source, which would be lost"),
+        (
+            tmp_path / "other",
+            "other holds no checkpoint .no config.json. but other files; allowed: an absent",
+        ),
+    ):
+        before = sorted(target.rglob("*"))
+        with pytest.raises(ValueError, match=message):
+            export_remote_code(source, target, force=True)
+        assert sorted(target.rglob("*")) == before
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_an_export_that_fails_leaves_what_was_there(there, tmp_path, monkeypatch):
     saved(tmp_path / "source")
@@ -274,7 +294,17 @@ SOURCES = {
         lambda d: (d / "model.safetensors.index.json").write_text(
             '{"weight_map": {"a": "model-2.safetensors"}}'
         ),
-        "names model-2.safetensors, which is not there",
+        "names 'model-2.safetensors', which is not there",
+    ),
+    "an index of lists": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["x"]}}'),
+        r"names \['x'\], which is not there",
+    ),
+    "an index that leads out of it": (
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "../x.safetensors"}}'
+        ),
+        "names '../x.safetensors', which is not there",
     ),
     "a link out of it": (
         lambda d: link(d, "tokenizer.json", __file__),

@@ -84,7 +84,7 @@ def cone_scores(
     clamp_heights: bool = False,
 ) -> Tensor:
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `cone_attention`."""
-    check_call(query, key, None, squared=squared, clamp_heights=clamp_heights)
+    check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     return definition(
         query,

@@ -78,7 +78,7 @@ def hyperbolic_scores(
     distance: Distance = "geodesic",
 ) -> Tensor:
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `hyperbolic_attention`."""
-    check_call(query, key, None)
+    check_call(query, key, key)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
     return definition(
         query, key, space.curvature, space.temperature, scale=space.scale, distance=space.distance

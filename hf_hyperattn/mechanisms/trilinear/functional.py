@@ -91,7 +91,7 @@ def bidaf_scores(query: Tensor, key: Tensor, *, w1: Tensor, w2: Tensor, w3: Tens
     Returns:
         [B, H, N, M], float32, or float64 if one of the arguments has it.
     """
-    check_call(query, key, None)
+    check_call(query, key, key)
     heads, width = query.shape[1], query.shape[-1]
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
         check_tensor(name, w)
