@@ -13,9 +13,12 @@ from torch import Tensor
 from ..fields import LARGEST, SMALLEST, short
 from ..readable import can_read
 
-#: What is allowed of a positive parameter, and of any other.
-POSITIVE = f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}"
-FINITE = f"a finite number of at most {LARGEST:g}"
+#: What is allowed of a number, by the least that it may be.
+ALLOWED = {
+    SMALLEST: f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}",
+    0.0: f"finite numbers from 0 to {LARGEST:g}",
+    -LARGEST: f"a finite number of at most {LARGEST:g}",
+}
 
 
 def check_call(
@@ -53,13 +56,12 @@ def check_tensor(name: str, value: object) -> None:
         raise ValueError(f"{name} has dtype {value.dtype}; allowed: real numbers")
 
 
-def check_number(name: str, value: object, positive: bool = False) -> None:
-    """`value` is a finite number, and where `positive` above 0."""
+def check_number(name: str, value: object, least: float = -LARGEST) -> None:
+    """`value` is a finite number from `least`, a key of `ALLOWED`."""
     if isinstance(value, torch.SymInt | torch.SymFloat):  # traced
         return
-    low = SMALLEST if positive else -LARGEST
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= LARGEST:
-        _refuse(name, value, POSITIVE if positive else FINITE)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+        _refuse(name, value, ALLOWED[least])
 
 
 def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -116,11 +118,11 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
 
 
 def check_parameter(
-    name: str, value: float | Tensor, heads: int, like: Tensor, positive: bool = True
+    name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST
 ) -> Tensor:
-    """A number, above 0 where `positive`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
+    """A number from `least`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
     if not isinstance(value, Tensor):
-        check_number(name, value, positive)
+        check_number(name, value, least)
         return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
     if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
         raise ValueError(
@@ -129,9 +131,8 @@ def check_parameter(
     if value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {value.dtype}; allowed: integers or floating point")
     if can_read(value):
-        low = SMALLEST if positive else -LARGEST
-        if not bool(((value >= low) & (value <= LARGEST)).all()):
-            _refuse(name, value.tolist(), POSITIVE if positive else FINITE)
+        if not bool(((value >= least) & (value <= LARGEST)).all()):
+            _refuse(name, value.tolist(), ALLOWED[least])
     return value.reshape(-1).to(like.device)
 
 

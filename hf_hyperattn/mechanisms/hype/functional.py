@@ -42,7 +42,7 @@ def hype_attention(
         scale: what q·k is multiplied with; None: 1/sqrt(d).
         enable_gqa: allow fewer heads of keys and values than of queries.
         mu: μ > 0, a float or a tensor of one value per query head.
-        tau: τ, finite, likewise; 0 is attention without the bias, a negative one turns it round.
+        tau: τ, finite, from 0, likewise; 0 is attention without the bias.
         form: "sinh" for causal attention, "cosh" for bidirectional attention.
         query_positions: [N] or [B, N], integers or floating point; None: 0, 1, 2, ... Positions get no gradient.
         key_positions: [M] or [B, M], likewise.
@@ -62,7 +62,7 @@ def hype_attention(
     batch, heads, n, m = *query.shape[:3], key.shape[2]
     score = dot_score(query, key, scale)
     mu = check_parameter("mu", mu, heads, query).to(score.dtype)
-    tau = check_parameter("tau", tau, heads, query, positive=False).to(score.dtype)
+    tau = check_parameter("tau", tau, heads, query, least=0.0).to(score.dtype)
     positions = (
         given("query_positions", query_positions, n, batch, query.device),
         given("key_positions", key_positions, m, batch, query.device),
@@ -87,7 +87,7 @@ def hype_bias(
         query_positions: i, [N] or [B, N], integers or floating point.
         key_positions: j, [M] or [B, M].
         mu: μ > 0, a float or a tensor of one value per head.
-        tau: τ, finite, likewise.
+        tau: τ, finite, from 0, likewise.
         form: "sinh" or "cosh".
 
     Returns:
@@ -111,7 +111,7 @@ def hype_bias(
     tensors = [t for t in (mu, tau, queries, keys) if isinstance(t, Tensor)]
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     mu = check_parameter("mu", mu, heads, queries).to(dtype)
-    tau = check_parameter("tau", tau, heads, queries, positive=False).to(dtype)
+    tau = check_parameter("tau", tau, heads, queries, least=0.0).to(dtype)
     bias = definition(*from_first(queries, keys, dtype), mu, tau, form)
     return bias.expand(batch, heads, -1, -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...engines import Options, attention
+from ...fields import SMALLEST
 from ..checks import check_call, check_choice, check_number, check_parameter
 from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
 from .features import HyperbolicSpace, hyperbolic_score, with_own_keys
@@ -89,7 +90,7 @@ def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> 
     """Checked parameters of a hyperbolic score for these queries."""
     check_choice("distance", distance, DISTANCES)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    check_number("scale", scale, positive=True)
+    check_number("scale", scale, least=SMALLEST)
     heads = query.shape[1]
     return HyperbolicSpace(
         distance,
