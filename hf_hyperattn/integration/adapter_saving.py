@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from ..config import CONFIG_NAME, HyperAttnConfig
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
+from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
 from .publishing import checkpoint_folder, gathers_elsewhere
 from .records import inner, patched_hosts, recorded_hosts, tree, write_records
@@ -41,10 +42,15 @@ TYPE = "HF_HYPERATTN_"
 
 
 def describe_base(model: PreTrainedModel) -> dict | None:
-    """The attention of a base as adapters keep it: a name of ours, and the record; None for a stock base."""
+    """The attention of a base as adapters keep it: a name of ours and the record, and the model type where it was
+    converted into one of ours; None for a stock base.
+    """
     names = [c._attn_implementation for c in tree(model.config) if c._attn_implementation in OURS]
-    record = getattr(model.config, "hyperattn", None)
-    return {"attn_implementation": names[0], "hyperattn": record} if names else None
+    record, conversion = getattr(model.config, "hyperattn", None), conversion_of(model)
+    found = {"attn_implementation": names[0], "hyperattn": record} if names else {}
+    if conversion is not None and not CONVERSIONS[conversion].in_place:
+        found["model_type"] = model.config.model_type
+    return found or None
 
 
 def base_difference(model: nn.Module, saved: dict) -> str | None:
@@ -57,14 +63,19 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
     Raises:
         ValueError: `saved` is not of that form.
     """
-    if not isinstance(saved, dict) or not isinstance(saved.get("attn_implementation"), str):
+    texts = [saved.get(k) for k in ("attn_implementation", "model_type")] if isinstance(saved, dict) else []
+    if not any(texts) or not all(t is None or isinstance(t, str) for t in texts):
         raise ValueError(
             f"adapter_config.json has {SAVED_BASE}={str(saved)[:80]!r}; allowed: what save_pretrained writes there"
         )
     here = (describe_base(model) if isinstance(model, PreTrainedModel) else None) or {}
     record, name = saved.get("hyperattn"), type(model).__name__
+    wanted, kind = texts
+    if kind and kind != getattr(getattr(model, "config", None), "model_type", None):
+        return f"its base was a converted model ({kind}) and {name} is not; load the adapter on the converted model"
+    if not wanted:
+        return None
     if not isinstance(record, dict) or record.get("hosts") is None:
-        wanted = saved["attn_implementation"]
         if here.get("attn_implementation") == wanted and here.get("hyperattn") == record:
             return None
         return f"its base ran attn_implementation={wanted!r} and {name} does not; load {name} with that name"

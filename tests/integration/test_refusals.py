@@ -100,7 +100,7 @@ def test_patching_what_holds_a_patched_part_is_refused():
 
 
 def test_unpatching_what_is_not_patched_is_refused():
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched; nothing to undo"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched, so there is no patch to undo"):
         ha.unpatch_model(llama())
 
 

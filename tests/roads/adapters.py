@@ -135,12 +135,23 @@ def merge(method, case, folder):
     yield logits(case.auto.from_pretrained(folder)), logits(merged)
 
 
+#: Each kind of method once, for every case; the others, which differ in arithmetic alone, for three.
+KINDS = ("LoRA", "IA3", "LN tuning", "prompt tuning")
+FEW = ("cone (patch)", "trilinear (patch)", "hsa (name)")
+
+
+def cases_of(label: str):
+    return None if label in KINDS else lambda case: case.label in FEW
+
+
 STEPS = {"train": train, "save, load": save_and_load, "switch": switch, "disable": disable, "merge": merge}
 for label, method in METHODS.items():
     for step, function in STEPS.items():
         fast = (label, step) in {("LoRA", "save, load"), ("IA3", "merge")}
         options = {"tolerance": 1e-4} if step == "merge" else {}  # weights are put together anew
-        road(f"{label}: {step}", GROUP, fast=fast, **options)(partial(function, method))
+        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(
+            partial(function, method)
+        )
 
 
 LORA = METHODS["LoRA"]
@@ -163,7 +174,8 @@ for label in [
 ]:
     for step in ("save, load", "disable", "merge"):
         options = {"tolerance": 1e-4} if step == "merge" else {}
-        road(f"{label} and hyper: {step}", GROUP, applies=patched, control=False, **options)(
+        applies = lambda case, every=label == "LoRA": patched(case) and (every or case.label in FEW)
+        road(f"{label} and hyper: {step}", GROUP, applies=applies, control=False, **options)(
             partial(STEPS[step], with_hyper(METHODS[label]))
         )
 

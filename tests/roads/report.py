@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.roads.cases import BY_LABEL, CASES
 from tests.roads.outcome import FACTOR, Cell
-from tests.roads.road import ROADS
+from tests.roads.road import GROUPS, ROADS
 
 MEANING = {
     "equal": "the mechanism is there: logits are the same, to the difference that the cell names",
@@ -56,7 +56,7 @@ def page(cells: dict, versions: dict) -> str:
     ]
     for how, title in (("patch", "By patch"), ("convert", "By conversion"), ("name", "By name")):
         labels = [case.label for case in CASES if case.how == how]
-        for group in dict.fromkeys(road.group for road in ROADS.values()):
+        for group in GROUPS:
             roads = [
                 r.name
                 for r in ROADS.values()

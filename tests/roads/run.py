@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.roads import adapters, files, processes, report, running, tools  # noqa: F401  they register roads
 from tests.roads.cases import BY_LABEL, CASES, CONTROLS
 from tests.roads.outcome import Cell, cell, control
-from tests.roads.road import ROADS
+from tests.roads.road import GROUPS, ROADS
 from tests.zoo.forks import run_forked
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def main(argv=None) -> int:
     options = arguments(argv)
     items = [
         (road.name, case.label)
-        for road in ROADS.values()
+        for road in sorted(ROADS.values(), key=lambda road: GROUPS.index(road.group))
         for case in CASES
         if road.open_to(case) and re.search(options.roads, road.name) and re.search(options.cases, case.label)
     ]
