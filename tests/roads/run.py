@@ -117,18 +117,19 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             write(folder, (name, label), found)
             progress.update(bar, advance=1, description=f"{name}, {label}"[:60])
 
-        alone = [item for item in missing if ROADS[item[0]].ranks == 1 and not ROADS[item[0]].missing()]
-        stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
-        for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
-            CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
-        for item in set(missing) - set(alone):
-            if ROADS[item[0]].missing():
-                done(*item, Cell("not run", words=f"{ROADS[item[0]].missing()} is not installed"))
-        for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
-            ok = reply[0] == "done"
-            done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
+        for name, label in [item for item in missing if ROADS[item[0]].missing()]:
+            done(name, label, Cell("not run", words=f"{ROADS[name].missing()} is not installed"))
+        missing = [item for item in missing if not ROADS[item[0]].missing()]
+        for group in GROUPS:
+            alone = [item for item in missing if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1]
+            stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
+            for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
+                CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
+            for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
+                ok = reply[0] == "done"
+                done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
         with tempfile.TemporaryDirectory() as place:
-            pairs = [item for item in missing if ROADS[item[0]].ranks > 1 and not ROADS[item[0]].missing()]
+            pairs = [item for item in missing if ROADS[item[0]].ranks > 1]
             processes.together(pairs, pathlib.Path(place), done)
 
 
