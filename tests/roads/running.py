@@ -62,11 +62,13 @@ def through_bfloat16(case, folder):
     yield logits(case.model().to(torch.bfloat16).float()), logits(expected)
 
 
-@road("float16", GROUP, tolerance=5e-2)
+@road("float16", GROUP, tolerance=1e-2)
 def half(case, folder):
-    """Where HSA chooses blocks by their scores, rounding may choose others: 4e-2 for one token, 2e-3 else."""
-    rounded = case.model().half().float()
-    yield logits(case.model().half()), logits(rounded)
+    """Where HSA chooses blocks by their scores, rounding may choose others for a token, 4e-2 off: it is left out."""
+    found, rounded = logits(case.model().half()), logits(case.model().half().float())
+    yield bool(found.isfinite().all()), True
+    kept = (found - rounded).abs().amax(1).argsort()[: -1 if hears(case) else None]
+    yield found[kept], rounded[kept]
 
 
 @road("functional_call", GROUP)
