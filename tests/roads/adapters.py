@@ -51,7 +51,9 @@ METHODS = {
     "RoAd": on(peft.RoadConfig, group_size=8),
     "C3A": on(peft.C3AConfig, block_size=8),
     "SHiRA": on(peft.ShiraConfig, r=4),
-    "LN tuning": lambda case: peft.LNTuningConfig(target_modules=NORMS[case.family]),
+    "LN tuning": lambda case: peft.LNTuningConfig(
+        target_modules=["attention_norm"] if case.mechanism == "hat" else NORMS[case.family]
+    ),
     "trainable tokens": lambda case: peft.TrainableTokensConfig(
         token_indices=inputs_of()["input_ids"][1, :3].tolist(), target_modules=[EMBEDDINGS[case.family]]
     ),
