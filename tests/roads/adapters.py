@@ -231,7 +231,11 @@ def ours_on_stock(case, folder):
     yield logits(peft.PeftModel.from_pretrained(case.stock(), folder)), logits(model)
 
 
-@road("LoRA: AutoPeftModel, AutoModel of the adapter's folder", GROUP)
+@road(
+    "LoRA: AutoPeftModel, AutoModel of the adapter's folder",
+    GROUP,
+    applies=lambda case: case.mechanism != "hat",  # converted in memory it has no folder
+)
 def by_auto_class(case, folder):
     """The adapter names the base by its folder; patched in memory, that is the stock model's."""
     model = adapted(case, LORA)

@@ -41,6 +41,7 @@ OTHERS = [
      "Transformers names the implementation that is missing"),
     (r"without the plugin", r"model type `?(hf_hyperattn|hyperattn|hat)\w*",
      "Transformers names the model type that is missing"),
+    (r"a batch of two adapters", r"Length of `adapter_names`", "PEFT counts rows, and HAT's are segments"),
     (r"^load with a head", r"Unrecognized configuration class .*HatEncoderConfig", "Transformers names the class"),
     (r"^stock class", r"(Unexpected|Missing) key\(s\) in state_dict", "torch lists the parameters without a place"),
 ]  # fmt: skip
