@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
+from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
 from .publishing import checkpoint_folder, gathers_elsewhere
 from .records import inner, patched_hosts, recorded_hosts, saved_name, tree, write_records
@@ -42,15 +43,18 @@ TYPE = "HF_HYPERATTN_"
 
 
 def describe_base(model: PreTrainedModel) -> dict | None:
-    """The attention of a base as adapters keep it: a name of ours, and the record; None for a stock base."""
-    patched = next(patched_hosts(model), None) is not None
+    """The attention of a base as adapters keep it: a name of ours and the record, and the model type where it was
+    converted into one of ours; None for a stock base.
+    """
+    patched, conversion = next(patched_hosts(model), None) is not None, conversion_of(model)
     names = {c._attn_implementation for c in tree(model.config)} & OURS
-    if not patched and names <= {PATCHED, RUNNING}:  # or it shares its config with a patched model
-        return None
-    return {
-        "attn_implementation": saved_name(model.config),
-        "hyperattn": getattr(model.config, "hyperattn", None),
-    }
+    found = {}
+    if patched or not names <= {PATCHED, RUNNING}:  # else it may share its config with a patched model
+        record = getattr(model.config, "hyperattn", None)
+        found = {"attn_implementation": saved_name(model.config), "hyperattn": record}
+    if conversion is not None and not CONVERSIONS[conversion].in_place:
+        found["model_type"] = model.config.model_type
+    return found or None
 
 
 def base_difference(model: nn.Module, saved: dict) -> str | None:
@@ -63,14 +67,19 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
     Raises:
         ValueError: `saved` is not of that form.
     """
-    if not isinstance(saved, dict) or not isinstance(saved.get("attn_implementation"), str | dict):
+    texts = [saved.get(k) for k in ("attn_implementation", "model_type")] if isinstance(saved, dict) else []
+    if not any(texts) or not all(t is None or isinstance(t, str | dict) for t in texts):
         raise ValueError(
             f"adapter_config.json has {SAVED_BASE}={str(saved)[:80]!r}; allowed: what save_pretrained writes there"
         )
     here = (describe_base(model) if isinstance(model, PreTrainedModel) else None) or {}
     record, name = saved.get("hyperattn"), type(model).__name__
+    wanted, kind = texts
+    if kind and kind != getattr(getattr(model, "config", None), "model_type", None):
+        return f"its base was a converted model ({kind}) and {name} is not; load the adapter on the converted model"
+    if not wanted:
+        return None
     if not isinstance(record, dict) or record.get("hosts") is None:
-        wanted = saved["attn_implementation"]
         if here.get("attn_implementation") == wanted and here.get("hyperattn") == record:
             return None
         if here.get("attn_implementation") == wanted:

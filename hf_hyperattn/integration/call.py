@@ -55,6 +55,11 @@ def host_call(
         s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
     """
     refuse_keywords(module, attention_mask, keywords)
+    if exporting_to_onnx():
+        raise ValueError(
+            f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold; use torch.export, or "
+            "unpatch_model(model) or set_attn_implementation('sdpa') to export the model without it"
+        )
     keywords["hierarchy"] = hierarchy_of_call(module, keywords)
     first = first_key(module, attention_mask, sliding_window, query.shape[2], key.shape[2])
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
@@ -120,6 +125,12 @@ def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Te
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+@torch.compiler.assume_constant_result  # the compiler says no where ONNX is what it traces for
+def exporting_to_onnx() -> bool:
+    """Whether `torch.onnx.export` is running."""
+    return torch.onnx.is_in_onnx_export()
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:

@@ -18,7 +18,7 @@ from .attach import Found, all_hosts, attach, check_combination, match_names, se
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
 from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy, settle_names
-from .records import erase_records, inner, patched_hosts, recorded_hosts
+from .records import erase_records, inner, patched_hosts, recorded_hosts, tree
 from .refusal import check_parts, has_attention, refusal
 from .rollback import rollback_on_error
 from .selection import select
@@ -97,7 +97,12 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         original = give_back(base, name)
         return model if original is base else original
     if not hosts and not recorded:
-        raise ValueError(f"{type(base).__name__} is not patched; nothing to undo")
+        names = {c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS}
+        how = f"runs attn_implementation={min(names)!r} by name" if names else "is not patched"
+        raise ValueError(
+            f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
+            "model.set_attn_implementation('sdpa')"
+        )
     if len(hosts) < len(recorded) and hosts:
         raise ValueError(
             f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "

@@ -88,7 +88,10 @@ def additive_mask(
         ]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    dtype = (
+        torch.float32 if query.dtype == torch.float64 else query.dtype
+    )  # in which families take the softmax
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 #: The families' own eager attention by class of host. Found when a model is patched: the compiler cannot look for it.

@@ -18,6 +18,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.address import install
 from hf_hyperattn.cli import main
 from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.vendoring import vendored
 from hf_hyperattn.registry import MECHANISMS
 from tests.integration import toy_rooms
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
@@ -439,3 +440,11 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path):
     with pytest.raises(ValueError, match="vocab.json is a link out of the checkpoint"):
         export_remote_code(snapshot, tmp_path / "3")
     assert not (tmp_path / "3").exists()
+
+
+def test_a_function_that_has_the_name_of_its_module_is_copied_as_a_function():
+    files = vendored(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
+    assert (
+        "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
+    )
+    assert "from .hyperattn_engines_cpu_norms import norms" in files["hyperattn_engines_cpu.py"]

@@ -242,6 +242,29 @@ def test_a_part_whose_name_the_config_cannot_say_is_warned_of(tmp_path, caplog):
     assert "a part of T5ForConditionalGeneration runs attn_implementation='cone'" in caplog.text
 
 
+def test_parameters_by_name_in_a_compiled_model():
+    model, inputs = llama(), text_inputs()
+    compiled, found = torch.compile(model, backend="eager", fullgraph=True), []
+    for windows in ((2, 4), (3, 6)):  # what changes later is noticed
+        hsa = ha.HsaConfig(windows=windows, near=1, sinks=0, refine_top_k=1)
+        model.config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
+        model.set_attn_implementation("hsa")
+        found.append(run(compiled, inputs))
+        assert difference(found[-1], run(model, inputs)) <= 1e-6
+    assert difference(*found) > 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"output_attentions": True}])
+def test_a_float64_model_with_padding_over_eager(options):
+    """Families take the softmax in float32, where the smallest float64 of a mask would be -inf, and padding NaN."""
+    model, inputs = ha.patch_model(llama(), CONE, layers=[1]), text_inputs()
+    perturb(model)
+    logits = lambda found: {"logits": found[".logits"]}
+    expected = run(model, inputs)
+    model.double().set_attn_implementation("eager")
+    assert difference(logits(expected), logits(run(model, inputs | options))) <= 1e-4
+
+
 def test_what_a_routed_class_does_not_know_cannot_run_beneath():
     """Falcon picks its class from the name: built for "eager", it could not be given back as "sdpa"."""
     config, inputs = hf.FalconConfig(**TEXT), text_inputs()

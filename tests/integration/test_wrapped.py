@@ -133,13 +133,14 @@ def test_a_model_under_accelerate_s_offload(kind, tmp_path):
     assert difference(before, run(model, inputs)) <= 1e-6
 
 
-def test_offload_of_a_patched_model():
+@pytest.mark.parametrize("config", [CONE, ha.HsaConfig(windows=(2, 4))], ids=lambda config: config.mechanism)
+def test_offload_of_a_patched_model(config):
     accelerate = pytest.importorskip("accelerate")
-    inputs, model = text_inputs(), ha.patch_model(llama(), CONE)
+    inputs, model = text_inputs(), ha.patch_model(llama(), config)
     perturb(model)
     before = run(model, inputs)
     accelerate.cpu_offload(model, execution_device="cpu")
-    assert model.model.layers[0].self_attn.hyper.cone.gate.is_meta
+    assert all(p.is_meta for p in model.model.layers[0].self_attn.hyper.parameters())
     assert difference(before, run(model, inputs)) == 0
 
 

@@ -51,7 +51,9 @@ METHODS = {
     "RoAd": on(peft.RoadConfig, group_size=8),
     "C3A": on(peft.C3AConfig, block_size=8),
     "SHiRA": on(peft.ShiraConfig, r=4),
-    "LN tuning": lambda case: peft.LNTuningConfig(target_modules=NORMS[case.family]),
+    "LN tuning": lambda case: peft.LNTuningConfig(
+        target_modules=["attention_norm"] if case.mechanism == "hat" else NORMS[case.family]
+    ),
     "trainable tokens": lambda case: peft.TrainableTokensConfig(
         token_indices=inputs_of()["input_ids"][1, :3].tolist(), target_modules=[EMBEDDINGS[case.family]]
     ),
@@ -135,12 +137,23 @@ def merge(method, case, folder):
     yield logits(case.auto.from_pretrained(folder)), logits(merged)
 
 
+#: Each kind of method once, for every case; the others, which differ in arithmetic alone, for three.
+KINDS = ("LoRA", "IA3", "LN tuning", "prompt tuning")
+FEW = ("cone (patch)", "trilinear (patch)", "hsa (name)")
+
+
+def cases_of(label: str):
+    return None if label in KINDS else lambda case: case.label in FEW
+
+
 STEPS = {"train": train, "save, load": save_and_load, "switch": switch, "disable": disable, "merge": merge}
 for label, method in METHODS.items():
     for step, function in STEPS.items():
         fast = (label, step) in {("LoRA", "save, load"), ("IA3", "merge")}
         options = {"tolerance": 1e-4} if step == "merge" else {}  # weights are put together anew
-        road(f"{label}: {step}", GROUP, fast=fast, **options)(partial(function, method))
+        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(
+            partial(function, method)
+        )
 
 
 LORA = METHODS["LoRA"]
@@ -163,7 +176,8 @@ for label in [
 ]:
     for step in ("save, load", "disable", "merge"):
         options = {"tolerance": 1e-4} if step == "merge" else {}
-        road(f"{label} and hyper: {step}", GROUP, applies=patched, control=False, **options)(
+        applies = lambda case, every=label == "LoRA": patched(case) and (every or case.label in FEW)
+        road(f"{label} and hyper: {step}", GROUP, applies=applies, control=False, **options)(
             partial(STEPS[step], with_hyper(METHODS[label]))
         )
 
@@ -217,7 +231,11 @@ def ours_on_stock(case, folder):
     yield logits(peft.PeftModel.from_pretrained(case.stock(), folder)), logits(model)
 
 
-@road("LoRA: AutoPeftModel, AutoModel of the adapter's folder", GROUP)
+@road(
+    "LoRA: AutoPeftModel, AutoModel of the adapter's folder",
+    GROUP,
+    applies=lambda case: case.mechanism != "hat",  # converted in memory it has no folder
+)
 def by_auto_class(case, folder):
     """The adapter names the base by its folder; patched in memory, that is the stock model's."""
     model = adapted(case, LORA)

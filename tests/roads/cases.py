@@ -83,6 +83,7 @@ class Case:
         family: one of `FAMILIES`.
         config: the mechanism's config; None where it is used by name with its defaults.
         name: for how="name": what `attn_implementation=` gets.
+        tolerance: of its logits on every road, where it is more than a road's own.
     """
 
     mechanism: str
@@ -90,6 +91,7 @@ class Case:
     family: str = "llama"
     config: object = None
     name: str = ""
+    tolerance: float = 0.0
 
     @property
     def label(self) -> str:
@@ -232,7 +234,14 @@ CASES = [
     Case("cone", "patch", config=ha.ConeConfig(gamma=0.5)),
     Case("cone_penumbral", "patch", config=ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)),
     Case("hyperbolic", "patch", config=ha.HyperbolicConfig(aggregation="mean")),
-    Case("hyperbolic, midpoint", "patch", config=ha.HyperbolicConfig(distance="squared_lorentz")),
+    # Rounding grows 40-fold on its way to these logits: against float64 they are off by 4e-5 of the largest, on every
+    # engine, and as much where the layer beneath, in float64, takes its softmax in float32, as Llama's eager does.
+    Case(
+        "hyperbolic, midpoint",
+        "patch",
+        config=ha.HyperbolicConfig(distance="squared_lorentz"),
+        tolerance=1e-4,
+    ),
     Case("hype", "patch", config=ha.HypeConfig(max_length=64)),
     Case("hsa", "patch", config=HSA),
     Case("head_fusion", "patch", config=ha.HeadFusionConfig()),

@@ -43,6 +43,8 @@ class Road:
         return self.applies is None or self.applies(case)
 
 
+#: Headings in their order, which is also that of the runs: what takes longest comes last.
+GROUPS = ("Files", "In memory", "PEFT", "Programs", "Processes")
 ROADS: dict[str, Road] = {}
 
 

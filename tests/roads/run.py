@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.roads import adapters, files, processes, report, running, tools  # noqa: F401  they register roads
 from tests.roads.cases import BY_LABEL, CASES, CONTROLS
 from tests.roads.outcome import Cell, cell, control
-from tests.roads.road import ROADS
+from tests.roads.road import GROUPS, ROADS
 from tests.zoo.forks import run_forked
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -117,18 +117,19 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             write(folder, (name, label), found)
             progress.update(bar, advance=1, description=f"{name}, {label}"[:60])
 
-        alone = [item for item in missing if ROADS[item[0]].ranks == 1 and not ROADS[item[0]].missing()]
-        stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
-        for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
-            CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
-        for item in set(missing) - set(alone):
-            if ROADS[item[0]].missing():
-                done(*item, Cell("not run", words=f"{ROADS[item[0]].missing()} is not installed"))
-        for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
-            ok = reply[0] == "done"
-            done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
+        for name, label in [item for item in missing if ROADS[item[0]].missing()]:
+            done(name, label, Cell("not run", words=f"{ROADS[name].missing()} is not installed"))
+        missing = [item for item in missing if not ROADS[item[0]].missing()]
+        for group in GROUPS:
+            alone = [item for item in missing if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1]
+            stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
+            for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
+                CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
+            for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
+                ok = reply[0] == "done"
+                done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
         with tempfile.TemporaryDirectory() as place:
-            pairs = [item for item in missing if ROADS[item[0]].ranks > 1 and not ROADS[item[0]].missing()]
+            pairs = [item for item in missing if ROADS[item[0]].ranks > 1]
             processes.together(pairs, pathlib.Path(place), done)
 
 
@@ -140,6 +141,7 @@ def arguments(argv):
     parser.add_argument("--cases", default="", help="regular expression of cases")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a cell may take (default: 600)")
+    parser.add_argument("--write", action="store_true", help="run nothing, write what there is so far")
     parser.add_argument("--all", action="store_true", help="fail where a third party's program is missing")
     parser.add_argument(
         "--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})"
@@ -155,14 +157,17 @@ def main(argv=None) -> int:
     options = arguments(argv)
     items = [
         (road.name, case.label)
-        for road in ROADS.values()
+        for road in sorted(ROADS.values(), key=lambda road: GROUPS.index(road.group))
         for case in CASES
         if road.open_to(case) and re.search(options.roads, road.name) and re.search(options.cases, case.label)
     ]
     folder = options.cache / fingerprint()
     folder.mkdir(parents=True, exist_ok=True)
-    run_cells(items, folder, options)
-    cells = {item: Cell(**json.loads(file_of(folder, item).read_text())) for item in items}
+    if not options.write:
+        run_cells(items, folder, options)
+    cells = {
+        i: Cell(**json.loads(file_of(folder, i).read_text())) for i in items if file_of(folder, i).exists()
+    }
     if not options.roads and not options.cases:
         options.report.write_text(report.page(cells, versions()))
     print(", ".join(f"{n} {outcome}" for outcome, n in report.totals(cells).items() if n))

@@ -1,7 +1,7 @@
 """No silent change: every mechanism by every road is equal, refused or warned.
 
-The fast roads are part of `make test`, the others have the marker `roads`; those of two processes are left to
-`make roads`, which shares a pair of processes among them.
+The fast roads are part of `make test`, for the cases that differ most; the others have the marker `roads`. Those of two
+processes are left to `make roads`, which shares a pair of processes among them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,27 @@ from tests.roads.cases import BY_LABEL, CASES, MARGIN
 from tests.roads.outcome import cell
 from tests.roads.road import ROADS
 
+#: One mechanism of each stage, by patch, by name and by conversion; the roads in EVERY take them all.
+TELLING = (
+    "cone (patch)",
+    "hype (patch)",
+    "hsa (patch)",
+    "talking_heads (patch)",
+    "collaborative (patch)",
+    "cone (name)",
+    "hsa (name)",
+    "hat (convert)",
+)
+EVERY = ("save and load", 'set_attn_implementation("eager")')
+
+
+def marks(road, case) -> tuple:
+    """None for a cell of `make test`."""
+    return () if road.fast and (case.label in TELLING or road.name in EVERY) else (pytest.mark.roads,)
+
+
 CELLS = [
-    pytest.param(
-        road.name, case.label, marks=() if road.fast else pytest.mark.roads, id=f"{road.name}-{case.label}"
-    )
+    pytest.param(road.name, case.label, marks=marks(road, case), id=f"{road.name}-{case.label}")
     for road in ROADS.values()
     for case in CASES
     if road.open_to(case) and road.ranks == 1

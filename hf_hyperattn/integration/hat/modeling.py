@@ -177,9 +177,12 @@ class HatModel(HatPreTrainedModel):
 
     def _encode(self, x: Tensor, segments: Segments, seen: Seen, keywords: dict) -> Tensor:
         """The blocks, in the order of the layout."""
-        mask = create_bidirectional_mask(self.config, x, segments.filled)
         rows = segments.cls_rows(x)
-        cross_mask = create_bidirectional_mask(self.config, rows, segments.present)
+        filled, present = (
+            None if m.is_meta else m for m in (segments.filled, segments.present)
+        )  # they are read
+        mask = create_bidirectional_mask(self.config, x, filled)
+        cross_mask = create_bidirectional_mask(self.config, rows, present)
         cross = iter(self.cross_blocks)
         seen.states(x)
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):

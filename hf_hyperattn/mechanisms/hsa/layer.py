@@ -49,23 +49,33 @@ class HsaLayer(MechanismLayer):
         self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
 
     def change(self, plan: Plan) -> Plan:
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend))
+        # Read here: offload takes parameters away when this call returns, and the plan runs later.
+        parameters = self.gate, self.block_bias
+        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
 
     def attend(
         self,
         call: HostCall,
         untied,
+        parameters: tuple[Tensor | None, Tensor | None],
         score: PairScore,
         value: Tensor,
         options: Options,
         backend="auto",
         weights=False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The tied attention, beside the untied one where both are wanted; arguments as in `engines.attention`."""
+        """The tied attention, beside the untied one where both are wanted.
+
+        Args:
+            untied: attends without ties.
+            parameters: `gate` and `block_bias` as they stand.
+            score, value, options, backend, weights: as in `engines.attention`.
+        """
         self.check_length(call)
-        gate = self.weight(call.query)
-        rule = self.rule(call, score.query)
-        if gate is not None and self.gate is None and rule.tying == "key":
+        learned, block_bias = parameters
+        gate = self.weight(learned, call.query)
+        rule = self.rule(call, score.query, block_bias)
+        if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
@@ -111,18 +121,18 @@ class HsaLayer(MechanismLayer):
             )
         return new
 
-    def weight(self, query: Tensor) -> Tensor | None:
+    def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
         chosen = self.chosen(query)
-        return chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen
+        return chosen if gate is None else gate if chosen is None else gate * chosen
 
-    def rule(self, call: HostCall, features: Tensor) -> Rule:
-        """The config for this call, with the block bias as it stands."""
+    def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
+        """The config for this call, with the learned part of the block bias."""
         rule = self.config.rule(call.is_causal, call.query.shape[1], "this call")
-        if self.block_bias is None:
+        if block_bias is None:
             return rule
         start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
-        return replace(rule, block_bias=start + self.block_bias.to(features.dtype))
+        return replace(rule, block_bias=start + block_bias.to(features.dtype))
 
     def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""
