@@ -77,7 +77,7 @@ def test_on_off_and_status(tmp_path, monkeypatch, capsys):
     assert len(err.splitlines()) == 1 and str(tmp_path) in err
 
 
-@pytest.mark.parametrize("value", [None, "0"])
+@first_always("value", [None, "0"])
 def test_does_nothing_unless_asked(environment, value):
     code = (
         "import sys, torch, hf_hyperattn_autoload as a\n"
@@ -111,6 +111,7 @@ def test_names_are_there_whatever_is_imported_first(environment, first):
     assert "HF_HYPERATTN_AUTOLOAD" not in done.stderr
 
 
+@pytest.mark.slow
 def test_finder_leaves_when_its_work_is_done(environment):
     code = "import sys, torch, transformers.modeling_utils, hf_hyperattn_autoload as a\n"
     code += "print(any(isinstance(f, a._Finder) for f in sys.meta_path), 'hf_hyperattn' in sys.modules)\n"
@@ -139,7 +140,7 @@ def test_transformers_may_be_missing(environment, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
-@pytest.mark.parametrize("value", [None, "1"])
+@first_always("value", ["1", None])
 @pytest.mark.parametrize("options", [[], ["-I"]], ids=["", "isolated"])
 def test_a_package_that_is_gone_breaks_nothing(environment, tmp_path, value, options):
     """As after the checkout of an editable install was moved."""

@@ -106,6 +106,7 @@ def test_metadata(wheel):
     assert "torch.backends" not in entries  # what fails there makes `import torch` fail
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_works(site):
     code = """
 import hf_hyperattn, hub_cards, model_patches, torch
@@ -124,6 +125,7 @@ from hub_cards import render
     assert lines[3:] == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_the_installed_command_works(site):
     code = "import sys; sys.argv = ['hyperattn', '--version']; from hf_hyperattn.cli import main; main()"
     assert use(site, code).startswith("hyperattn 0.")

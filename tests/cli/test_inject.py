@@ -229,6 +229,7 @@ def test_a_seed_gives_one_result(capsys, folder, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_over_the_budget_nothing_is_written(capsys, folder, tmp_path, monkeypatch):
     from hf_hyperattn.cli import inject_causal
 

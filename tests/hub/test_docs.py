@@ -1,6 +1,9 @@
 """docs/publishing.md does what it says."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(client):
     facts = client("docs")
     assert facts["blocks"] >= 6 and facts["patched"]

@@ -89,6 +89,7 @@ def test_saving_and_pushing_at_once_keeps_a_persons_readme(facts):
     assert facts["saved_gaps"] == [0.0, 0.0] and facts["own"] == "# Mine\n"
 
 
+@pytest.mark.slow
 def test_without_the_plugin_loading_fails_and_names_it(strangers):
     for refusal in strangers.values():
         assert "hf_hyperattn" in refusal["message"]

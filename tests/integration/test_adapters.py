@@ -245,6 +245,7 @@ def test_a_whole_save_under_names_that_no_load_finds_is_refused(wrap, tmp_path):
 # What an adapter says on disk
 
 
+@pytest.mark.slow
 def test_plain_peft_refuses_the_adapter_by_our_name_and_warns_of_a_plain_one(tmp_path):
     adapted().save_pretrained(tmp_path / "whole")
     adapted(modules_to_save=None).save_pretrained(tmp_path / "plain")

@@ -57,6 +57,7 @@ def test_autocast():
     shared.autocast(CONFIG)
 
 
+@pytest.mark.slow
 def test_compiled():
     shared.compiled(CONFIG)
 

@@ -182,6 +182,7 @@ def test_under_autocast_the_columns_stay_float32():
     torch.testing.assert_close(got.float(), exact, atol=3e-2, rtol=0)
 
 
+@pytest.mark.slow
 def test_patched_models_compile_into_one_graph_and_export():
     """Positions come out of the mask without a look at its values."""
     torch._dynamo.reset()

@@ -75,7 +75,5 @@ def test_the_bias_refuses_what_attention_refuses():
 @pytest.mark.parametrize("value", [1e39, -1e39, torch.tensor([1.0, 1e39], dtype=torch.float64)], ids=str)
 def test_a_tau_that_float32_does_not_hold_is_refused(value):
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(
-        ValueError, match=r"^tau=.* is not allowed; allowed: finite numbers from 0 to 3e\+38"
-    ):
+    with pytest.raises(ValueError, match=r"^tau=.* is not allowed; allowed: finite numbers from 0 to 3e\+38"):
         hype_attention(q, q, q, mu=1.0, tau=value)
