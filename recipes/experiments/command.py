@@ -6,12 +6,15 @@ import argparse
 import importlib
 import sys
 
+from .queue import HELP
+from .queue import main as queue
+
 #: Names and what they ask, in the order of docs/experiments.md; each is a module with an `EXPERIMENT`.
 NAMES = {
     "alibi": "how far HyPE's bias is from ALiBi's",
     "flash": "what HyPE's bias costs and loses, computed in the kernel and as columns",
     "length": "language models trained at 128 tokens, read at up to 2,048",
-    "depth": "depth of the lowest common ancestor, by attention with four scores",
+    "depth": "depth of the lowest common ancestor, by attention with seven scores",
 }
 #: The same, in the order of docs/hsa_experiments.md.
 HSA = {
@@ -23,7 +26,7 @@ HSA = {
 #: The same, in docs/collaborative.md, docs/head_fusion.md, docs/trilinear.md and docs/hat.md.
 HEADS = {
     "collaborative": "MiniLM with queries and keys shared by its heads, at several ranks",
-    "head_pruning": "SmolLM2 without some of its heads, chosen by their weight, by their size, at random",
+    "head_pruning": "SmolLM2 without some of its heads, chosen by their weight and by rivals of it",
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
 }
@@ -40,14 +43,16 @@ def main(argv: list[str] | None = None) -> int:
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
         f"  {CLASSIFIER} --model ID --layers 7,9,11\n             the same in a classifier of reviews, on IMDB\n"
         "  all        the first four, one after the other\n"
+        f"  queue      {HELP}\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, CLASSIFIER, "all", "draw"])
+    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, CLASSIFIER, "all", "queue", "draw"])
     parser.add_argument(
         "--minutes", type=float, help="start no run after this long; the same command goes on"
     )
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
+    parser.add_argument("--left", action="store_true", help="with queue: only say what is left")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
     try:
@@ -70,6 +75,8 @@ def act(args: argparse.Namespace) -> int:
         collaborative_tables.draw()
         trilinear_tables.draw()
         return 0
+    if args.what == "queue":
+        return queue(left_only=args.left)
     from .store import perform
 
     names = NAMES if args.what == "all" else (args.what,)

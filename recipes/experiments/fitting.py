@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .pausing import wait_while_paused
+
 #: Share of the steps in which the learning rate rises; it falls as a half cosine in the rest.
 WARM_UP = 0.1
 #: The loss that is reported is a mean over this many steps at the end.
@@ -31,6 +33,7 @@ def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: fl
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
     losses = []
     for _ in range(steps):
+        wait_while_paused()
         loss = batch_loss()
         optimizer.zero_grad()
         loss.backward()

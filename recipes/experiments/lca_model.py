@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,12 +11,41 @@ from torch.nn import functional as F
 
 from hf_hyperattn import functional as ha
 
-#: For each kind of attention: its function, fixed settings, and settings learned per head from 1 on.
-KINDS: dict[str, tuple[str | None, dict, tuple[str, ...]]] = {
-    "dot product": (None, {}, ()),
-    "cone umbral": ("cone_attention", {"variant": "umbral"}, ("gamma", "radius")),
-    "cone penumbral": ("cone_attention", {"variant": "penumbral"}, ("gamma", "radius")),
-    "hyperbolic": ("hyperbolic_attention", {}, ("curvature", "temperature")),
+
+def distance_attention(query: Tensor, key: Tensor, value: Tensor, *, temperature: Tensor) -> Tensor:
+    """softmax(-|q - k| / temperature)·v: what is left of hyperbolic distance without the curvature.
+
+    Args:
+        query, key, value: [B, H, L, d].
+        temperature: [H].
+    """
+    squared = (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
+    distance = squared.clamp_min(1e-12).sqrt()
+    return (-distance / temperature[:, None, None]).softmax(-1) @ value
+
+
+def normalised_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: Tensor) -> Tensor:
+    """softmax(scale·log2(L² - L)·cos(q, k))·v: the normalised dot product and its first scale of arXiv 2010.04245.
+
+    Args:
+        query, key, value: [B, H, L, d].
+        scale: [H], 1 at the start.
+    """
+    length = key.shape[-2]
+    cosine = F.normalize(query, dim=-1) @ F.normalize(key, dim=-1).mT
+    return (math.log2(length * length - length) * scale[:, None, None] * cosine).softmax(-1) @ value
+
+
+#: For each kind of attention: its function, fixed settings, and settings learned per head from 1 on. The second and
+#: third are the controls of the others: attention with a bounded score, and with a distance, but without geometry.
+KINDS: dict[str, tuple[Callable, dict, tuple[str, ...]]] = {
+    "dot product": (F.scaled_dot_product_attention, {}, ()),
+    "normalised dot product": (normalised_attention, {}, ("scale",)),
+    "Euclidean distance": (distance_attention, {}, ("temperature",)),
+    "hyperbolic distance": (ha.hyperbolic_attention, {}, ("curvature", "temperature")),
+    "umbral cone, xi": (ha.cone_attention, {"variant": "umbral"}, ("gamma", "radius")),
+    "umbral cone, psi": (ha.cone_attention, {"variant": "umbral", "mapping": "psi"}, ("gamma", "radius")),
+    "penumbral cone, psi": (ha.cone_attention, {"variant": "penumbral"}, ("gamma", "radius")),
 }
 
 
@@ -31,10 +61,9 @@ class Attention(nn.Module):
     def __init__(self, kind: str, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        name, self.fixed, learned = KINDS[kind]
-        self.attend: Callable = getattr(ha, name) if name else F.scaled_dot_product_attention
-        # Sequences of eight tokens: the dense engine is the fastest.
-        self.fixed = self.fixed | ({"backend": "reference"} if name else {})
+        self.attend, self.fixed, learned = KINDS[kind]
+        if self.attend in (ha.cone_attention, ha.hyperbolic_attention):
+            self.fixed = self.fixed | {"backend": "reference"}  # the fastest for sequences of eight tokens
         self.logs = nn.ParameterDict({n: nn.Parameter(torch.zeros(heads)) for n in learned})
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
