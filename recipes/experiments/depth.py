@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from .debian import wordnet_nouns
 from .fitting import fit, size_of
-from .lca_model import KINDS, Encoder
+from .lca_model import Encoder
 from .lca_task import LcaTask
+from .scores import KINDS
 from .store import Experiment
 from .wordnet import read_parents, sample_paths
 
@@ -133,7 +134,7 @@ def learned(model: Encoder) -> dict[str, list[list[float]]]:
     """What each head's curvature and the like came to be, layer by layer."""
     found: dict[str, list[list[float]]] = {}
     for block in model.blocks:
-        for name, log in block[1].logs.items():
+        for name, log in block[1].attend.logs.items():
             found.setdefault(name, []).append([round(value, 4) for value in log.exp().tolist()])
     return found
 

@@ -16,7 +16,14 @@ WARM_UP = 0.1
 LAST = 50
 
 
-def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: float, decay: float) -> float:
+def fit(
+    model: nn.Module,
+    batch_loss: Callable[[], Tensor],
+    steps: int,
+    rate: float,
+    decay: float,
+    groups: list[dict] | None = None,
+) -> float:
     """Train all that is trainable with AdamW, gradients cut at norm 1; the mean loss at the end.
 
     Args:
@@ -25,11 +32,14 @@ def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: fl
         steps: number of batches.
         rate: the highest learning rate.
         decay: weight decay of matrices; vectors have none.
+        groups: of parameters with their own rates and decays, as torch's optimizers have them; None: by the above.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay}
-    vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=rate, betas=(0.9, 0.95))
+    if groups is None:
+        matrices = {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay}
+        vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+        groups = [matrices, vectors]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
     losses = []
     for _ in range(steps):

@@ -5,7 +5,6 @@ queue --help` for how it is paused.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import statistics
@@ -14,12 +13,12 @@ import sys
 from pathlib import Path
 
 from .pausing import PAUSE, pause, resume
-from .store import FOLDER, Experiment
+from .store import FOLDER, Experiment, begin
 
 #: In this order, the one first whose answer is worth most for its time.
-ORDER = ("depth", "length", "hat_imdb", "head_pruning")
-HELP = f"""the experiments {", ".join(ORDER)},
-             one run at a time on one core, niced; goes on where it stopped.
+ORDER = ("depth", "length", "hat_imdb", "head_pruning", "translation", "adaptation")
+HELP = f"""the experiments {", ".join(ORDER[:4])},
+             {", ".join(ORDER[4:])}: one run at a time on one core, niced; goes on where it stopped.
              Paused between two steps while {PAUSE.relative_to(PAUSE.parents[1])} exists, or by
              `kill -USR1 PID` until `kill -USR2 PID`; `--left` only says what is left"""
 
@@ -35,6 +34,7 @@ def main(left_only: bool = False, names: tuple[str, ...] = ORDER) -> int:
     if left_only:
         return 0
     alone = only_one()  # noqa: F841  held until the end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the experiment that runs, too
     signal.signal(signal.SIGUSR1, lambda *_: pause())
     signal.signal(signal.SIGUSR2, lambda *_: resume())
     os.nice(19 - os.nice(0))
@@ -74,8 +74,11 @@ def report(names: tuple[str, ...], folder: Path = FOLDER) -> str:
     """What is left: runs and CPU hours of each experiment, and in all."""
     lines, total = [], 0.0
     for name in names:
-        experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
-        done, every, hours = left(experiment, folder)
+        try:
+            done, every, hours = left(importlib.import_module(f"experiments.{name}").EXPERIMENT, folder)
+        except ValueError as error:
+            lines.append(f"{name:14}cannot go on: {error}")
+            continue
         total += hours
         lines.append(f"{name:14}{done:4} of {every:4} runs done, {hours:5.2f} CPU hours left")
     return "\n".join([*lines, f"{'in all':14}{total:35.2f} CPU hours left"])
@@ -84,10 +87,12 @@ def report(names: tuple[str, ...], folder: Path = FOLDER) -> str:
 def left(experiment: Experiment, folder: Path = FOLDER) -> tuple[int, int, float]:
     """Runs that are done, all runs, and the hours of the others: as long as those done took, on the mean, or as planned
     where none is.
+
+    Raises:
+        ValueError: the results that are there are of other settings.
     """
     keys = [key for key, _ in experiment.runs(experiment.settings, {})]
-    path = folder / f"{experiment.name}.json"
-    runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+    runs = begin(experiment, folder / f"{experiment.name}.json", fresh=False)["runs"]
     seconds = [runs[key]["seconds"]["cpu"] for key in keys if key in runs]
     planned = 3600 * (experiment.hours or 0.0) / len(keys)
     return (

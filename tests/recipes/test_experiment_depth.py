@@ -8,9 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from experiments import depth, lca_model, lca_task, wordnet
+from experiments import depth, lca_task, scores, wordnet
 from experiments.fitting import size_of
-from experiments.lca_model import KINDS, Encoder
+from experiments.lca_model import Encoder
+from experiments.scores import KINDS
 
 from hf_hyperattn import functional as ha
 
@@ -91,9 +92,9 @@ def test_the_controls_are_the_limits_they_are_called():
     # where curvature vanishes, the geodesic distance of the ball is twice Euclid's, and the midpoint a mean
     flat = ha.hyperbolic_scores(q, k, curvature=1e-8, temperature=2 * one, scale=1.0).softmax(-1) @ v
     torch.testing.assert_close(
-        lca_model.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4
+        scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4
     )
-    found = lca_model.normalised_attention(q, k, v, scale=one)
+    found = scores.normalised_attention(q, k, v, scale=one)
     cosine = torch.einsum(
         "bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
     )
