@@ -7,8 +7,7 @@ import importlib
 import sys
 from dataclasses import replace
 
-from .queue import HELP
-from .queue import main as queue
+from .pausing import PAUSE
 
 #: Names and what they ask, in the order of docs/experiments.md; each is a module with an `EXPERIMENT`.
 NAMES = {
@@ -36,6 +35,8 @@ EVIDENCE = {
     "translation": "German to English from scratch, by attention with seven scores and several widths",
     "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
 }
+#: The long ones, the one first whose answer is worth most for its time.
+QUEUE = ("depth", "length", "hat_imdb", "head_pruning", *EVIDENCE)
 #: Those that draw pages of their own, each in a module NAME_tables.
 PAGES = ("hsa", "head", "hat", "collaborative", "trilinear", *EVIDENCE)
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
         f"  {CLASSIFIER} --model ID --layers 7,9,11\n             the same in a classifier of reviews, on IMDB\n"
         "  all        the first four, one after the other\n"
-        f"  queue      {HELP}\n"
+        f"  queue      {', '.join(QUEUE)}:\n             one run at a time on one core, niced; goes on where it "
+        f"stopped. Paused between two steps while\n             {PAUSE.relative_to(PAUSE.parents[1])} exists, or by "
+        "`kill -USR1 PID` until `kill -USR2 PID`\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
     parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"])
@@ -82,7 +85,9 @@ def act(args: argparse.Namespace) -> int:
             importlib.import_module(f"experiments.{page}_tables").draw()
         return 0
     if args.what == "queue":
-        return queue(left_only=args.left)
+        from .queue import main as queue
+
+        return queue(QUEUE, left_only=args.left)
     from .store import perform
 
     names = NAMES if args.what == "all" else (args.what,)

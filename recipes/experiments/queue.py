@@ -15,20 +15,13 @@ from pathlib import Path
 from .pausing import PAUSE, pause, resume
 from .store import FOLDER, Experiment, begin
 
-#: In this order, the one first whose answer is worth most for its time.
-ORDER = ("depth", "length", "hat_imdb", "head_pruning", "translation", "adaptation")
-HELP = f"""the experiments {", ".join(ORDER[:4])},
-             {", ".join(ORDER[4:])}: one run at a time on one core, niced; goes on where it stopped.
-             Paused between two steps while {PAUSE.relative_to(PAUSE.parents[1])} exists, or by
-             `kill -USR1 PID` until `kill -USR2 PID`; `--left` only says what is left"""
 
-
-def main(left_only: bool = False, names: tuple[str, ...] = ORDER) -> int:
+def main(names: tuple[str, ...], left_only: bool = False) -> int:
     """Do what is left of every experiment; 1 where one of them failed, after the others were done.
 
     Args:
-        left_only: only say what is left.
         names: of the experiments, in their order.
+        left_only: only say what is left.
     """
     print(report(names), flush=True)
     if left_only:

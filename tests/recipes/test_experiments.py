@@ -15,7 +15,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from experiments import depth, draw, pausing, queue, store, tables
-from experiments.command import NAMES
+from experiments.command import NAMES, QUEUE
 from experiments.fitting import fit
 
 from .tiny import ROOT
@@ -133,7 +133,7 @@ def test_what_is_left_is_told_by_the_runs_that_are_done(tmp_path):
     assert queue.left(experiment, tmp_path) == (2, 4, 2 * 45 / 3600)
 
 
-@pytest.mark.parametrize("name", queue.ORDER)
+@pytest.mark.parametrize("name", QUEUE)
 def test_all_runs_of_a_queued_experiment_are_known_before_any_is_done(name):
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     keys = [key for key, _ in experiment.runs(experiment.settings, {})]
