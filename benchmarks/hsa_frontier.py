@@ -33,7 +33,7 @@ from hf_hyperattn.analysis.attention_gradients import final_hidden, head_of, los
 from hf_hyperattn.analysis.frontier import Selection, candidates, choose, predicted
 from hf_hyperattn.analysis.sensitivity import Sensitivity, Setting, measure
 from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
-from hf_hyperattn.config import write_atomically
+from hf_hyperattn.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Shares of the pairs that settings are chosen for, by length; the one that matters first.

@@ -79,7 +79,7 @@ def real_model(length: int) -> None:
     text = "\n".join(p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :length]
     radii, pairs = [], [0]
-    statistics, gap_of = HyperbolicSpace.statistics, Tile.gap_of
+    statistics, gap = HyperbolicSpace.statistics, Tile.gap
 
     def noted(self, norm):
         radii.append(2 * norm.flatten())
@@ -87,16 +87,16 @@ def real_model(length: int) -> None:
 
     def counted(self, chosen):
         pairs[0] += int(chosen.sum())
-        return gap_of(self, chosen)
+        return gap(self, chosen)
 
-    HyperbolicSpace.statistics, Tile.gap_of = noted, counted
+    HyperbolicSpace.statistics, Tile.gap = noted, counted
     patch_model(model, HyperbolicConfig())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("hyperbolic.gate"):
                 parameter.fill_(0.01)
         model(ids)
-    HyperbolicSpace.statistics, Tile.gap_of = statistics, gap_of
+    HyperbolicSpace.statistics, Tile.gap = statistics, gap
     found = torch.cat(radii).sort().values
     half, most, last = (found[int(q * (len(found) - 1))].item() for q in (0.5, 0.99, 1.0))
     print(f"SmolLM2-135M, {ids.shape[1]} tokens, c = 1: geodesic radius of queries and keys {half:.1f} at the median, "

@@ -1,6 +1,8 @@
 """Hierarchy-aware attention for any pretrained Transformers model. Importing this package registers its names."""
 
-from . import functional, geometry
+from typing import TYPE_CHECKING
+
+from . import address, functional, geometry
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -9,6 +11,7 @@ from .integration import (
     convert,
     describe,
     freeze_base,
+    fresh_patch,
     list_mechanisms,
     lora_config,
     parameter_groups,
@@ -23,29 +26,50 @@ from .integration.hat import (
     HatModel,
 )
 from .integration.hsa_encoder import HsaEncoder, HsaEncoderConfig, HsaEncoderForSequenceClassification
+from .mechanisms.collaborative.config import CollaborativeConfig
+from .mechanisms.cone.config import ConeConfig
+from .mechanisms.hat.config import HatConfig
+from .mechanisms.head_fusion.config import HeadFusionConfig
+from .mechanisms.hsa.config import HsaConfig
+from .mechanisms.hype.config import HypeConfig
+from .mechanisms.hyperbolic.config import HyperbolicConfig
 from .mechanisms.hyperbolic.module import HyperbolicAttention
-from .registry import MECHANISMS
+from .mechanisms.mkl.config import MklConfig
+from .mechanisms.talking_heads.config import TalkingHeadsConfig
+from .mechanisms.trilinear.config import TrilinearConfig
+from .registry import lookup
 
-__version__ = "0.1.0"
+__version__ = address.VERSION
 
 __all__ = [
+    "CollaborativeConfig",
+    "ConeConfig",
+    "HatConfig",
     "HatEncoderConfig",
     "HatForMaskedLM",
     "HatForSequenceClassification",
     "HatForTokenClassification",
     "HatModel",
+    "HeadFusionConfig",
     "HierarchicalCache",
     "Hierarchy",
     "HierarchyCollator",
+    "HsaConfig",
     "HsaEncoder",
     "HsaEncoderConfig",
     "HsaEncoderForSequenceClassification",
+    "HypeConfig",
     "HyperAttnConfig",
     "HyperbolicAttention",
+    "HyperbolicConfig",
     "MechanismConfig",
+    "MklConfig",
+    "TalkingHeadsConfig",
+    "TrilinearConfig",
     "convert",
     "describe",
     "freeze_base",
+    "fresh_patch",
     "functional",
     "geometry",
     "list_mechanisms",
@@ -55,13 +79,5 @@ __all__ = [
     "unpatch_model",
 ]
 
-
-def __getattr__(name: str):
-    for mechanism in MECHANISMS.values():
-        if mechanism.config.__name__ == name:
-            return mechanism.config
-    raise AttributeError(f"hf_hyperattn has no {name!r}; it has: {', '.join(__dir__())}")
-
-
-def __dir__():
-    return sorted({*__all__, *(m.config.__name__ for m in MECHANISMS.values())})
+if not TYPE_CHECKING:  # a type checker sees the names above, and flags others
+    __getattr__ = lookup(__name__, lambda mechanism: {mechanism.config.__name__: mechanism.config})

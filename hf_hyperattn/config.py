@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
+from .address import install
 from .choice import checked
-from .fields import option, short
+from .fields import KnownFields, option, short
+from .files import read_json, write_atomically
 from .mechanism_config import MechanismConfig, plain
 from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
 from .registry import STAGES, get_mechanism
@@ -30,19 +31,19 @@ __all__ = [
     "HyperAttnConfig",
     "MechanismConfig",
     "option",
-    "write_atomically",
 ]
 
 #: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
 FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
-MODES = ("blend", "replace")
+Mode = Literal["blend", "replace"]
+MODES = get_args(Mode)
 #: Entries of any list in a config.
 MOST = 10_000
 
 
 @dataclass(frozen=True)
-class HyperAttnConfig(PushToHubMixin):
+class HyperAttnConfig(KnownFields, PushToHubMixin):
     """All that is done to a model: which mechanisms, where, and how they enter.
 
     Args:
@@ -56,13 +57,13 @@ class HyperAttnConfig(PushToHubMixin):
             each takes the place of the config of the same mechanism there. In JSON only where there are some.
     """
 
-    mechanisms: tuple[MechanismConfig, ...] = ()
+    mechanisms: Sequence[MechanismConfig] = ()
     layers: Any = None
     heads: Any = None
-    mode: str = "blend"
+    mode: Mode = "blend"
     include_cross_attention: bool = False
-    hosts: tuple[str, ...] | None = None
-    overrides: Mapping[str, tuple[MechanismConfig, ...]] | None = field(default=None, hash=False)
+    hosts: Sequence[str] | None = None
+    overrides: Mapping[str, Sequence[MechanismConfig]] | None = field(default=None, hash=False)
 
     def __post_init__(self):
         for name in ("mechanisms", "hosts"):
@@ -133,8 +134,8 @@ class HyperAttnConfig(PushToHubMixin):
             raise ValueError(f"hyperattn config is {short(data)}; allowed: a dict with an integer 'format'")
         if not 1 <= data["format"] <= FORMAT:
             raise ValueError(
-                f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; pip "
-                "install -U hf-hyperattn"
+                f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
+                f"a newer one: {install('-U')}"
             )
         known = {f.name for f in fields(cls)}
         unknown = sorted(map(str, set(data) - known - {"format"}))
@@ -179,16 +180,10 @@ class HyperAttnConfig(PushToHubMixin):
             path = path / CONFIG_NAME
         elif not path.is_file():
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **kwargs))
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"cannot read {path}: {error}; allowed: a JSON file written by save_pretrained"
-            ) from error
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(path))
 
 
-def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
+def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
     taken: dict[str, str] = {}
     for config in mechanisms:
@@ -206,18 +201,3 @@ def check_stages(mechanisms: tuple[MechanismConfig, ...]) -> None:
                     f"{config.mechanism} and {other.mechanism} have no meaning together: "
                     f"{config.refuses[other.mechanism]}; allowed: leave one out"
                 )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash leaves either the old file or the new one, never half of one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

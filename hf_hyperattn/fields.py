@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import MISSING, field
-from typing import Any
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
 #: Numbers beyond this are infinite in float32, the least precise dtype that they are computed in.
 LARGEST = 3e38
@@ -43,6 +44,22 @@ def option(
         optional=optional or default is None,
     )
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
+
+
+class KnownFields:
+    """Base of dataclasses whose TypeError for an unknown keyword says what is allowed."""
+
+    if not TYPE_CHECKING:  # to a type checker the fields are the arguments
+
+        def __new__(cls, *args, **kwargs):
+            known = cls.__dataclass_fields__
+            if not kwargs.keys() <= known.keys():
+                unknown = next(name for name in kwargs if name not in known)
+                nearest = "".join(f"; did you mean {n!r}?" for n in get_close_matches(unknown, known, 1))
+                raise TypeError(
+                    f"{cls.__name__} has no field {short(unknown)}; allowed: {', '.join(known)}{nearest}"
+                )
+            return super().__new__(cls)
 
 
 def check_field(owner: str, name: str, value: Any, rule: dict) -> None:

@@ -1,19 +1,32 @@
 """Every mechanism as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`.
 
-The functions are defined in the mechanisms' rooms; this module hands them on under their names:
-`cone_attention`, `cone_scores`, ...
+The functions are defined in the mechanisms' rooms; functions of mechanisms from other packages are found here too.
 """
 
-from . import mechanisms  # noqa: F401  fills the registry
-from .registry import MECHANISMS
+from typing import TYPE_CHECKING
 
+from .mechanisms.cone.functional import cone_attention, cone_scores
+from .mechanisms.hsa.functional import hierarchical_attention
+from .mechanisms.hype.functional import hype_attention, hype_bias
+from .mechanisms.hyperbolic.functional import hyperbolic_attention, hyperbolic_scores
+from .mechanisms.mkl.functional import mkl_attention
+from .mechanisms.talking_heads.functional import talking_heads_attention
+from .mechanisms.trilinear.functional import bidaf_scores, trilinear_attention
+from .registry import lookup
 
-def __getattr__(name: str):
-    for mechanism in MECHANISMS.values():
-        if name in mechanism.functions:
-            return mechanism.functions[name]
-    raise AttributeError(f"hf_hyperattn.functional has no {name!r}; it has: {', '.join(__dir__())}")
+__all__ = [
+    "bidaf_scores",
+    "cone_attention",
+    "cone_scores",
+    "hierarchical_attention",
+    "hype_attention",
+    "hype_bias",
+    "hyperbolic_attention",
+    "hyperbolic_scores",
+    "mkl_attention",
+    "talking_heads_attention",
+    "trilinear_attention",
+]
 
-
-def __dir__():
-    return sorted(name for mechanism in MECHANISMS.values() for name in mechanism.functions)
+if not TYPE_CHECKING:  # a type checker sees the names above, and flags others
+    __getattr__ = lookup(__name__, lambda mechanism: mechanism.functions)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .fields import check_field, short
+from .address import install
+from .fields import KnownFields, check_field, short
 from .registry import get_mechanism
 
 
 @dataclass(frozen=True)
-class MechanismConfig:
+class MechanismConfig(KnownFields):
     """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
 
     mechanism = ""
@@ -51,7 +52,7 @@ class MechanismConfig:
         if unknown:
             raise ValueError(
                 f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
-                "hf_hyperattn may know it: pip install -U hf-hyperattn"
+                f"hf_hyperattn may know it: {install('-U')}"
             )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "mechanism"})
 

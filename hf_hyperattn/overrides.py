@@ -6,7 +6,7 @@ mechanism; what a host is not given stays as it is everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .fields import short
@@ -20,8 +20,8 @@ MOST = 10_000
 
 def checked_overrides(
     value: Mapping[str, Iterable[MechanismConfig]] | None,
-    mechanisms: tuple[MechanismConfig, ...],
-    hosts: tuple[str, ...] | None,
+    mechanisms: Sequence[MechanismConfig],
+    hosts: Sequence[str] | None,
 ) -> Overrides | None:
     """The overrides in plain form, None where there are none.
 
@@ -78,13 +78,13 @@ def read_overrides(data: Any) -> Any:
     return {host: [MechanismConfig.from_dict(m) for m in configs] for host, configs in data.items()}
 
 
-def write_overrides(overrides: Overrides) -> dict[str, list[dict]]:
+def write_overrides(overrides: Mapping[str, Sequence[MechanismConfig]]) -> dict[str, list[dict]]:
     """The inverse of `read_overrides`."""
     return {host: [m.to_dict() for m in configs] for host, configs in overrides.items()}
 
 
 def mechanisms_of(
-    mechanisms: tuple[MechanismConfig, ...], own: tuple[MechanismConfig, ...]
+    mechanisms: Sequence[MechanismConfig], own: Sequence[MechanismConfig]
 ) -> tuple[MechanismConfig, ...]:
     """The mechanisms at a host that has configs of its own, in the same order."""
     instead = {m.mechanism: m for m in own}

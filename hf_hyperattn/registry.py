@@ -1,10 +1,12 @@
-"""Mechanisms by name. A room registers itself in the last line of its `__init__`; nothing else lists mechanisms."""
+"""Mechanisms by name. A room registers itself in the last line of its `__init__`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from .address import install
 from .fields import short
 
 #: What a mechanism may change, in the order in which the changes are applied.
@@ -66,6 +68,19 @@ def get_mechanism(name: str) -> Mechanism:
     if name not in MECHANISMS:
         raise ValueError(
             f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}; for others, import the "
-            "package that registers them first, or pip install -U hf-hyperattn"
+            f"package that registers them first; a newer hf_hyperattn may know it: {install('-U')}"
         )
     return MECHANISMS[name]
+
+
+def lookup(module: str, names: Callable[[Mechanism], dict]) -> Callable[[str], object]:
+    """The `__getattr__` of a module that also has, under their `names`, parts of mechanisms from other packages."""
+
+    def __getattr__(name: str):
+        parts = {n: part for mechanism in MECHANISMS.values() for n, part in names(mechanism).items()}
+        if name not in parts:
+            public = sorted({*sys.modules[module].__all__, *parts})
+            raise AttributeError(f"{module} has no {name!r}; it has: {', '.join(public)}")
+        return parts[name]
+
+    return __getattr__

@@ -11,19 +11,31 @@ from .generated import is_ours_untouched, is_stub, sign
 from .results import eval_entries, read_results
 
 CARD = "README.md"
+LARGEST = 200_000  #: bytes; no card that a program makes comes near it
 RESULTS = Path(".eval_results") / "hf_hyperattn.yaml"
 
 
 def read_made(path: Path):
-    """The card in ``path`` if a program made it and nobody edited it, else None."""
+    """The card in ``path`` if a program made it and nobody edited it, else None.
+
+    A header with YAML aliases, which can stand for more than any memory holds, was not made by a program we know.
+    """
     import yaml
     from huggingface_hub import ModelCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        if not path.read_bytes().lstrip().startswith(b"---"):
+        if (
+            not path.is_file()
+            or path.stat().st_size > LARGEST
+            or not path.read_bytes().lstrip().startswith(b"---")
+        ):
+            return None
+        header = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
+        if header and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[2])):
             return None
         card = ModelCard.load(path, ignore_metadata_errors=True)
-    except (ValueError, TypeError, OSError, yaml.YAMLError):
+    except (ValueError, TypeError, OSError, RecursionError, yaml.YAMLError):
         return None
     return card if is_ours_untouched(card) or is_stub(card) else None
 
@@ -91,8 +103,10 @@ def write_results(directory: Path, results) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that an interruption leaves either the old one or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
     try:
-        draft.write_bytes(content)
+        with open(draft, "xb") as file:
+            file.write(content)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from .tasks import adapter_task, task_of
 from .weights import count_parameters
 
 CONFIG_NAME = "hyperattn_config.json"  # what HyperAttnConfig.save_pretrained writes
+ADAPTER_TYPE = "HF_HYPERATTN_"  # stands before the peft_type of adapters that plain PEFT must not load
 
 
 def hub_id_or_none(name: object) -> str | None:
@@ -32,7 +33,7 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"hub_cards: {path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"hub_cards: {path} holds a {type(content).__name__}; allowed: a JSON object")
@@ -67,6 +68,8 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
     added, total = count_parameters(directory)
     found = {"parameters_added": added, "parameters_total": total} if total else {}
     if adapter:
+        if isinstance(adapter.get("peft_type"), str):
+            adapter["peft_type"] = adapter["peft_type"].removeprefix(ADAPTER_TYPE)
         found["auto_class"], found["pipeline_tag"] = adapter_task(adapter)
         found["base_model"] = hub_id_or_none(adapter.get("base_model_name_or_path"))
         return render_adapter_card(config, adapter=adapter, **{**found, **facts})

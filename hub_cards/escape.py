@@ -7,11 +7,15 @@ Markdown rules: CommonMark 0.31 (code spans, backslash escapes) and its GitHub e
 
 import json
 import re
+import runpy
 import unicodedata
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 LONGEST = 200
+#: Where the package is to be had; run by itself, since importing `hf_hyperattn` imports torch.
+ADDRESS = Path(__file__).parents[1] / "hf_hyperattn" / "address.py"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~$!#])")
 PLAIN_CODE = re.compile(r"[\w .,:;=/()+\-\[\]{}\"'@%*^#~!?$]+", re.ASCII)
 
@@ -20,12 +24,12 @@ class Safe(str):
     """Markdown made by this package: printed by the templates as it is."""
 
 
-def flat(value: object) -> str:
-    """``value`` on one line of at most 200 characters, without control or invisible formatting characters."""
+def flat(value: object, longest: int = LONGEST) -> str:
+    """``value`` on one line of at most ``longest`` characters, without control or invisible formatting characters."""
     kept = "".join(" " if char.isspace() else char for char in str(value))
     kept = "".join(char for char in kept if not unicodedata.category(char).startswith("C"))
     kept = " ".join(kept.split())
-    return kept if len(kept) <= LONGEST else kept[: LONGEST - 1] + "…"
+    return kept if len(kept) <= longest else kept[: longest - 1] + "…"
 
 
 def text(value: object) -> Safe:
@@ -34,9 +38,9 @@ def text(value: object) -> Safe:
     return Safe(re.sub(r"(?i)://|www\.", lambda m: m[0].replace(":", "&#58;").replace(".", "&#46;"), escaped))
 
 
-def code(value: object) -> Safe:
+def code(value: object, longest: int = LONGEST) -> Safe:
     """``value`` as a code span that also holds inside a table cell."""
-    line = flat(value)
+    line = flat(value, longest)
     if PLAIN_CODE.fullmatch(line):
         return Safe(f"`{line}`")
     entities = "".join(char if char.isalnum() or char in " .,_-" else f"&#{ord(char)};" for char in line)
@@ -46,6 +50,13 @@ def code(value: object) -> Safe:
 def literal(value: object) -> Safe:
     """A string as a Python and JSON string literal, for the code blocks; one line, no backtick."""
     return Safe(json.dumps(flat(value)).replace("`", "\\u0060"))
+
+
+def listing(value: object) -> object:
+    """The members of a collection, sorted, with commas; any other value as it is."""
+    if isinstance(value, Collection) and not isinstance(value, str | bytes):
+        return ", ".join(sorted(map(str, value)))
+    return value
 
 
 def finalize(value: object) -> str:
@@ -68,9 +79,10 @@ def environment():
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters |= {
-        "text": text,
-        "code": code,
-        "literal": literal,
+    made.filters |= {"text": text, "code": code, "literal": literal, "listing": listing}
+    address = runpy.run_path(str(ADDRESS))
+    made.globals |= {
+        "install": lambda *more: Safe(address["install"](*more)),
+        "source": Safe(address["SOURCE"]),
     }
     return made

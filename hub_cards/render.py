@@ -4,7 +4,7 @@ The YAML header is made by ``ModelCardData``, the body by the Jinja templates be
 parsed back by ``ModelCard``, so a card that comes out of here is one that huggingface_hub can read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .escape import Safe, environment, flat
 from .facts import Facts
@@ -90,6 +90,12 @@ def render_adapter_card(
     """
     if not isinstance(adapter, Mapping) or not isinstance(adapter.get("peft_type"), str):
         raise refuse("adapter", adapter, "the adapter_config.json of a PEFT adapter, with 'peft_type'")
+    for name in ("target_modules", "modules_to_save"):
+        value = adapter.get(name) or []
+        if not isinstance(value, str) and not (
+            isinstance(value, Collection) and all(isinstance(module, str) for module in value)
+        ):
+            raise refuse(f"adapter[{name!r}]", value, "names of modules, or None")
     more = {"adapter": adapter, "base_model_relation": "adapter", **more}
     facts = Facts(config, base_model=base_model, license=license, results=results or (), **more)
     tags = [flat(adapter["peft_type"]).lower()]

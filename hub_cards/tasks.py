@@ -59,5 +59,6 @@ ADAPTER_TASKS = {
 
 def adapter_task(adapter) -> tuple[str, str | None]:
     """(Auto class, pipeline tag or None) for an adapter_config.json, from its task or its base's class."""
-    known = ADAPTER_TASKS.get(adapter.get("task_type"))
-    return known or task_of((adapter.get("auto_mapping") or {}).get("base_model_class"))
+    known = ADAPTER_TASKS.get(str(adapter.get("task_type")))
+    mapping = adapter.get("auto_mapping")
+    return known or task_of(mapping.get("base_model_class") if isinstance(mapping, dict) else None)

@@ -7,13 +7,18 @@ by ``save_pretrained`` itself would be overwritten in between, so the card is wr
 
 import contextlib
 import functools
+import logging
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
-from .beside import own_card_kept, write_card
+from .beside import CARD, own_card_kept, read_made, write_card
 from .errors import explained
 from .published import patched_facts
 
 HOOKED = "_hub_cards_original"
+logger = logging.getLogger("hf_hyperattn")
 
 
 def hook_uploads(mixin: type, facts_for: Callable[[object], dict | None] = patched_facts) -> None:
@@ -58,22 +63,41 @@ def _with_cause(self, original, facts_for, repo_id, *args, **kwargs):
 
 
 @contextlib.contextmanager
-def card_beside(directory, published: object, pushed: bool = False, facts_for: Callable = patched_facts):
+def card_beside(
+    directory, published: object, pushed: bool = False, facts_for: Callable = patched_facts, replaces=None
+):
     """Around ``save_pretrained(directory)``: afterwards the card lies beside the weights.
 
     Args:
         directory: where ``published`` is saved; a person's own README.md in it stays as it is.
         published: what is saved; nothing is written for what ``facts_for`` does not know.
         pushed: whether the save also pushes, which writes the card through ``hook_uploads``.
+        replaces: where the files go from ``directory``, when that is a folder in between. A card that a program
+            made there is carried on; over a person's own README.md none is written. There a card that cannot be
+            made is a warning, since the weights are not in their place yet.
     """
     facts = facts_for(published)
     if facts is None:
         yield
         return
-    with own_card_kept(directory), explained(f"save to {directory}"):
-        yield
-    if not pushed:
+    if replaces is None:
+        with own_card_kept(directory), explained(f"save to {directory}"):
+            yield
+        if not pushed:
+            write_card(directory, **facts)
+        return
+    old, new = Path(replaces) / CARD, Path(directory) / CARD
+    own = os.path.lexists(old) and read_made(old) is None
+    if not own and old.is_file():
+        shutil.copy2(old, new)
+    yield
+    if own:
+        new.unlink(missing_ok=True)
+        return
+    try:
         write_card(directory, **facts)
+    except (ValueError, TypeError, OSError) as error:
+        logger.warning("hf_hyperattn: no card is written into %s: %s", replaces, " ".join(str(error).split()))
 
 
 def unhook_uploads(mixin: type) -> None:

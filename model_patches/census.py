@@ -16,7 +16,6 @@ from .refused import REFUSED
 from .table import FAMILIES
 
 CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
-STATES = ("routed", "served", "composite", "refused", "unknown")
 _PARTS = re.compile(r"\bAutoModel\w*\._?from_config|^from \.\.\w+\.modeling_\w+ import", re.MULTILINE)
 _ATTENTION = re.compile(r"^class \w*(?:Attention|Attn)\w*\(", re.MULTILINE)
 
@@ -44,7 +43,7 @@ def model_types() -> dict[str, list[str]]:
 
 
 def state(model_type: str) -> str:
-    """One of `STATES` for a model type of the two mappings.
+    """What becomes of a model type of the two mappings.
 
     routed: its modelling file calls the attention interface. served: by a file of this package. composite: no
     attention of its own, built of other models. refused: in `REFUSED`. unknown: none of these, which a test forbids.

@@ -44,10 +44,19 @@ def _hidden(mask: torch.Tensor | None) -> torch.Tensor:
     return ~mask if mask.dtype == torch.bool else mask != 0
 
 
+class MptBlockRoute(Route):
+    """`MptBlock`, which does not tell its attention that weights are wanted."""
+
+    def forward(self, *args, output_attentions=False, **kwargs):
+        self.attn.return_weights = output_attentions
+        return super().forward(*args, output_attentions=output_attentions, **kwargs)
+
+
 class MptRoute(AttentionRoute):
     """`MptAttention` through the attention interface."""
 
     is_causal = True
+    return_weights = False
 
     def forward(self, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs):
         batch, length, _ = hidden_states.shape
@@ -68,6 +77,7 @@ class MptRoute(AttentionRoute):
             scaling=self.softmax_scale,
             dropout=self.attn_dropout_p,
             position_bias=position_bias,
+            output_attentions=self.return_weights,
         )
         return self.out_proj(context.reshape(batch, length, -1)), weights
 
@@ -78,4 +88,4 @@ def _visible(hidden: torch.Tensor | None, queries: int, keys: int) -> torch.Tens
     return ~hidden
 
 
-ROUTES = {"MptModel": MptModelRoute, "MptAttention": MptRoute}
+ROUTES = {"MptModel": MptModelRoute, "MptBlock": MptBlockRoute, "MptAttention": MptRoute}

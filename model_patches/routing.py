@@ -10,6 +10,7 @@ itself changes.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MethodType
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .eager import eager_attention
 
 RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
+NOTES = ("output_attentions", "return_weights")  # instance attributes of a running call
 
 
 def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
@@ -52,6 +54,15 @@ class AttentionRoute(Route):
 
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
+    output_attentions = False  # whether the running call was asked for its weights
+    place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
+
+    def __call__(self, *args, **kwargs):
+        """As in the original; notes the argument `output_attentions`, which `attend` passes on."""
+        place = self.place_of_output_attentions
+        given = args[place] if place is not None and place < len(args) else kwargs.get("output_attentions")
+        self.__dict__["output_attentions"] = bool(given)
+        return super().__call__(*args, **kwargs)
 
     def attend(
         self,
@@ -74,6 +85,7 @@ class AttentionRoute(Route):
         `extra` goes on to the implementation.
         """
         name = implementation or self.config._attn_implementation
+        extra.setdefault("output_attentions", self.output_attentions)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         if position_bias is not None:
             extra["position_bias"] = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
@@ -113,7 +125,11 @@ def routed_class(stock: type, route: type[Route]) -> type:
         "stock_class": stock,
         "route": route,
     }
-    return type(stock.__name__, (route, base), body)
+    cls = type(stock.__name__, (route, base), body)
+    arguments = list(inspect.signature(cls.forward).parameters)[1:]
+    if "output_attentions" in arguments:
+        cls.place_of_output_attentions = arguments.index("output_attentions")
+    return cls
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -135,12 +151,18 @@ def unroute(module: nn.Module) -> None:
     added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
     for name in added:
         delattr(module, name)
+    for name in NOTES:
+        module.__dict__.pop(name, None)
     _become(module, type(module).stock_class)
 
 
-def check_unroute(module: nn.Module) -> None:
-    """Raise ValueError while the config names an implementation that the stock class would ignore or misread."""
-    now = module.config._attn_implementation
+def check_unroute(module: nn.Module, now: str | None = None) -> None:
+    """Raise ValueError while the config names an implementation that the stock class would ignore or misread.
+
+    Args:
+        now: the name; None for the one in the config.
+    """
+    now = now or module.config._attn_implementation
     _, before = module.__dict__.get(RECORD, ((), now))
     built_in = before in (None, "sdpa") or str(before).startswith("flash_attention")
     allowed = ["eager", before] if built_in else ["eager"]

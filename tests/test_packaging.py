@@ -101,9 +101,9 @@ def test_metadata(wheel):
     for line in ("Name: hf-hyperattn", "License-Expression: Apache-2.0", "Requires-Python: >=3.10"):
         assert line in metadata.splitlines()
     extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
-    assert extras == {"cpu", "plots", "experiments", "recipes", "demo", "test", "dev"}
+    assert extras == {"cpu", "plots", "experiments", "recipes", "demo", "test", "roads", "typing", "dev"}
     assert "hyperattn = hf_hyperattn.cli:main" in entries
-    assert "[torch.backends]\nhf_hyperattn = hf_hyperattn_autoload:register" in entries
+    assert "torch.backends" not in entries  # what fails there makes `import torch` fail
 
 
 def test_the_installed_wheel_works(site):

@@ -65,7 +65,11 @@ class Selection:
 
     def config(self) -> HyperAttnConfig | None:
         """What `patch_model` takes; None where every head is exact. Layers whose heads all are stay unpatched."""
-        own = {name: (layer_config(s),) for name, s in self.heads.items() if not all(x.exact for x in s)}
+        own = {
+            name: (layer_config(s, self.length),)
+            for name, s in self.heads.items()
+            if not all(x.exact for x in s)
+        }
         if not own:
             return None
         chosen = frozenset(own)
@@ -73,13 +77,13 @@ class Selection:
         return HyperAttnConfig((HsaConfig(tying="key"),), layers=layers, mode="replace", overrides=own)
 
 
-def layer_config(settings: Sequence[Setting]) -> HsaConfig:
-    """The config of a layer whose heads are tied so."""
+def layer_config(settings: Sequence[Setting], length: int | None = None) -> HsaConfig:
+    """The config of a layer whose heads are tied so, chosen for texts of `length` tokens."""
     values = {
         name: tuple(getattr(s, name) for s in settings)
         for name in ("near", "sinks", "refine_top_k", "block_bias")
     }
-    return HsaConfig(settings[0].windows, "key", **values)
+    return HsaConfig(settings[0].windows, "key", **values, tuned_length=length)
 
 
 def predicted(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:

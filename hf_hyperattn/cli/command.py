@@ -11,13 +11,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 #: Modules of this package, one a sub-command. Each has HELP, `add_arguments(parser)` and `run(args) -> int |
 #: None`, and imports what is slow inside `run`. The sub-command is the module's name with "-" for "_".
-COMMANDS = ("demo", "describe", "export", "inject")
+COMMANDS = ("autoload", "demo", "describe", "export", "inject", "recover")
+
+
+#: Characters of an error, and the largest count that an option may name.
+LONGEST, MOST = 1000, 10**9
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, with errors of a single line."""
 
     def error(self, message: str):
+        message = " ".join(message.split())
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -46,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character gets its code, not an error
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
@@ -55,18 +61,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`hyperattn ... | head`); nothing may be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
+    except Exception as error:
         if args.traceback:
             raise
         print(f"hyperattn {args.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
 
 
+def check_count(option: str, value: int, least: int) -> None:
+    """Raise ValueError where the value of a numeric option is below `least`, or larger than anything can be."""
+    if not least <= value <= MOST:
+        bound = f"{least} or more" if value < least else f"up to {MOST:,}"
+        raise ValueError(f"--{option} {value} is not allowed; allowed: {bound}")
+
+
 def one_line(error: BaseException) -> str:
-    """What an exception says, without line breaks; its type where it says nothing."""
+    """What an exception says, as one printable line; with its type where that is none of those for bad input."""
+    text, kind = str(error), type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+        text = f"{error.filename}: {error.strerror}"
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    if not text or not isinstance(error, (ValueError, OSError)):
+        text = f"{kind}: {text}; --traceback shows where" if text else f"{kind}; --traceback shows where"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _version() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from .command import check_count
 from .console import progress, table
 
 HELP = "measure a real model with stock, patched and replaced attention"
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     for name, least in (("length", 2), ("tokens", 32), ("generate", 1)):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value} is not allowed; allowed: {least} or more")
+        if value is not None:
+            check_count(name, value, least)
     if not args.prompt.strip():
         raise ValueError("--prompt is empty; allowed: any text")

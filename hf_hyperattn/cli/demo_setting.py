@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn  # noqa: F401  (registers the names)
 
+from ..integration.loading import errors_as, load_config
 from . import smollm2
 from .text import default_text, encode, prefix_of, read_text
 
@@ -45,12 +46,10 @@ class Setting:
 
     def load(self, attention: str) -> torch.nn.Module:
         """The model with one attention implementation, float32, ready to be measured."""
-        try:
+        with errors_as(f"--model {self.path}: cannot load it with {attention!r}"):
             model = AutoModelForCausalLM.from_pretrained(
                 self.path, attn_implementation=attention, dtype=torch.float32
             )
-        except Exception as error:
-            raise ValueError(f"--model {self.path}: cannot load it with {attention!r}: {error}") from error
         return model.to(self.device).eval()
 
 
@@ -60,13 +59,11 @@ def prepare(args: argparse.Namespace) -> Setting:
     transformers.logging.disable_progress_bar()
     device = _device(args.device)
     wanted = args.tokens or windows_of(args.length or 1024)
-    text, text_name = read_text(args.text, CHARACTERS * wanted) if args.text else default_text()
+    text, text_name = default_text() if args.text is None else read_text(args.text, CHARACTERS * wanted)
     path, name = _model(args.model)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ValueError(f"--model {path}: not a model that Transformers can load: {error}") from error
+    with errors_as(f"--model {path}: not a model that Transformers can load"):
+        config = load_config(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     _check_family(path, config)
     prefix = prefix_of(tokenizer)
     limit = _limit(config, len(prefix), args.length)
@@ -102,11 +99,9 @@ def _model(name: str | None) -> tuple[str, str]:
 
 def _check_family(path: str, config) -> None:
     """Build the model without its weights: is it a causal LM, and one that can be served?"""
-    try:
+    with errors_as(f"--model {path}: not a causal LM that cone attention can serve"):
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="cone")
-    except Exception as error:
-        raise ValueError(f"--model {path}: not a causal LM that cone attention can serve: {error}") from error
 
 
 def _limit(config, prefix: int, wanted: int | None) -> int:

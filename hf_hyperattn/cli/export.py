@@ -1,8 +1,9 @@
 """Write a patched checkpoint that loads on machines without this package.
 
 The copy in OUT holds the checkpoint, modeling_hyperattn.py, and the modules that patching needs; it loads with
-trust_remote_code=True and computes the same. What cannot be copied (the routing of some families) is imported
-from this package, and the command says so.
+trust_remote_code=True and computes the same. Only known files are copied, no code but ours, and no link is followed
+out of the checkpoint; hyperattn_manifest.json holds their SHA-256. What cannot be copied (the routing of some
+families) is imported from this package, and the command says so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="as code for trust_remote_code=True (the one form)",
     )
-    add("--force", action="store_true", help="replace what is in OUT")
+    add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -31,12 +32,14 @@ def run(args: argparse.Namespace) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    from ..address import install
     from ..integration.export import export_remote_code
 
-    packages = export_remote_code(args.model, args.out, args.force)
+    packages, left_out = export_remote_code(args.model, args.out, args.force)
     print(f'{args.out}: load it with from_pretrained("{args.out}", trust_remote_code=True)')
+    if left_out:
+        print(f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}")
     if packages:
-        names = " ".join(name.replace("_", "-") for name in packages)
-        print(f"it needs packages whose code cannot be copied: pip install {names}")
+        print(f"it needs packages whose code cannot be copied ({', '.join(packages)}): {install()}")
     else:
         print("it needs Transformers and torch, and nothing of ours")

@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..folders import check_replaceable
+from .command import check_count
+
 #: What hsa takes where nothing is said.
 BUDGET, ROWS = 0.02, 384
 HELP = "change a pretrained model's attention without training, and say what it loses"
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
     add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
-    add("--force", action="store_true", help="replace what is in DIR")
+    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
     add("--rows", type=int, metavar="N", help="queries measured a text (default: 384)")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
@@ -92,20 +95,14 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     for name, least in (("length", 64), ("rows", 16)):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value} is not allowed; allowed: {least} or more")
+        if value is not None:
+            check_count(name, value, least)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
     if args.output is not None:
-        check_output(Path(args.output), args.force)
-
-
-def check_output(folder: Path, force: bool) -> None:
-    """Refuse a target that would be lost or cannot be made."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder}: a file; allowed: a folder, absent or empty")
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise ValueError(f"--output {folder}: not empty; allowed: an absent or empty folder, or --force")
-    above = folder.absolute().parent
-    if not above.is_dir():
-        raise ValueError(f"--output {folder}: {above} is no folder; allowed: a place in an existing folder")
+        check_replaceable(Path(args.output), args.force, args.model)
+        above = Path(args.output).absolute().parent
+        if not above.is_dir():
+            raise ValueError(
+                f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder"
+            )

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hub_cards
 
+from ..folders import replace_folder
 from ..integration.collaborative import conversion
-from ..integration.loading import class_of
+from ..integration.loading import class_of, errors_as, load_config
 from ..mechanisms.collaborative.config import CollaborativeConfig
+from .command import check_count
 from .console import table
-from .inject_output import REPORT, publish
+from .inject_output import REPORT, public_name
 from .inject_setting import Setting, prepare, read_config
 
 
@@ -62,8 +62,7 @@ def check(args: argparse.Namespace) -> None:
             "--mechanism collaborative needs --rank R; allowed: 1 to the heads times their dimension, half of it to "
             "begin with"
         )
-    if args.rank < 1:
-        raise ValueError(f"--rank {args.rank} is not allowed; allowed: 1 or more")
+    check_count("rank", args.rank, 1)
     for name in ("budget", "pairs", "rows"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank")
@@ -75,10 +74,8 @@ def load(path: str) -> tuple[nn.Module, torch.dtype]:
     """The model as the class that it was saved as, in float32, and the dtype of the checkpoint."""
     config = read_config(path)
     dtype = getattr(config, "dtype", None)
-    try:
+    with errors_as(f"{path}: cannot load it"):
         model = class_of(config).from_pretrained(path, dtype=torch.float32).eval()
-    except Exception as error:
-        raise ValueError(f"{path}: cannot load it: {error}") from error
     return model, dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
@@ -133,28 +130,23 @@ def show(model: nn.Module, parts: list, dtype: torch.dtype) -> None:
 
 
 def write(args: argparse.Namespace, model: nn.Module, dtype: torch.dtype, parts: list, lost: dict) -> None:
-    """Write the folder beside its place and rename it; without --output nothing is written."""
+    """Write the folder, whole or not at all; without --output nothing is written."""
     if args.output is None:
         print("\nnothing is written: no --output")
         return
     target = Path(args.output)
-    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
-    try:
+    with replace_folder(target, keep_others=False) as stage:
         model.to(dtype).save_pretrained(stage)
         copy_tokenizer(args.model, stage)
         (stage / REPORT).write_text(json.dumps(said(args, parts, lost), indent=1) + "\n")
         hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model))
-        stage.chmod(0o755)
-        publish(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print(f"\nwritten: {target}")
 
 
 def copy_tokenizer(path: str, stage: Path) -> None:
     """The tokenizer, where the model has one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=AutoConfig.from_pretrained(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, config=load_config(path), trust_remote_code=False)
     except Exception:
         return  # a model of images, or saved without one: the checkpoint is what counts
     tokenizer.save_pretrained(stage)
@@ -175,6 +167,6 @@ def said(args: argparse.Namespace, parts: list, lost: dict) -> dict:
         "mechanism": "collaborative",
         "rank": args.rank,
         "seed": args.seed,
-        "texts": list(args.text or ()),
+        "texts": list(map(public_name, args.text or ())),
     }
     return {"asked": asked, "layers": layers, "texts": {n: list(pair) for n, pair in lost.items()}}

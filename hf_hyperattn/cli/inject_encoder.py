@@ -35,9 +35,12 @@ def candidates(length: int) -> list[HsaConfig]:
     """Settings of a layer for passages of `length` tokens."""
     found = []
     for windows in (w for w in WINDOWS if 2 * w[-1] <= length):
-        found.append(HsaConfig(windows, "both"))
+        found.append(HsaConfig(windows, "both", tuned_length=length))
         for near in (n for n in NEAR if 2 * n <= length):
-            found += [HsaConfig(windows, "key", near=near, sinks=1, refine_top_k=k) for k in (0, 4)]
+            found += [
+                HsaConfig(windows, "key", near=near, sinks=1, refine_top_k=k, tuned_length=length)
+                for k in (0, 4)
+            ]
     return found
 
 

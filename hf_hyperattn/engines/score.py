@@ -25,14 +25,17 @@ from .late import Late, LateFields, late, once
 #: arguments can be tensors, numbers and strings, but not functions.
 TERMS: dict[str, Term] = {}
 
+#: Squared distances from differences, see `Term`.
+Gap = Callable[[Tensor | None], Tensor]
+
 
 class Term:
     """Arithmetic on one tile of pairs; holds no tensors.
 
     Shapes inside a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [..., 1, C], head
-    parameters [..., 1, 1]; everything broadcasts. `gap`, where given, is the squared distance of the two points,
-    computed from differences, and takes the place of its expansion through `dot`; where it is NaN, which only terms
-    that override `inexact` see, the expansion stays.
+    parameters [..., 1, 1]; everything broadcasts. `gap`, where given, is a function from chosen pairs, bool
+    [..., R, C], or None for all of them, to the squared distances of their points, computed from differences, and NaN
+    for the others: for pairs whose expansion of the distance through `dot` is too inexact.
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
     derivative is faster than automatic differentiation. Where the room has the term as a C++ functor too (see
@@ -51,7 +54,7 @@ class Term:
         row: Sequence[Tensor],
         column: Sequence[Tensor],
         head: Sequence[Tensor],
-        gap: Tensor | None = None,
+        gap: Gap | None = None,
     ) -> Tensor:
         """The term's share of the logits, [..., R, C]."""
         raise NotImplementedError
@@ -62,13 +65,14 @@ class Term:
         row: Sequence[Tensor],
         column: Sequence[Tensor],
         head: Sequence[Tensor],
-        gap: Tensor | None = None,
+        gap: Gap | None = None,
     ) -> tuple[Tensor, Callable]:
         """The logits, and a function from their gradient to `(d_dot, d_rows, d_columns, d_heads)`.
 
         A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
-        to the argument's shape. With `gap` given, the gradient still flows through `dot` and the statistics, of
-        which the gap is a function; automatic differentiation takes it from the product form.
+        to the argument's shape. A term that took distances from differences returns a fifth one, d_gap [..., R, C], of
+        these distances and 0 elsewhere: the gradients by the product and by the norms would cancel. The default takes
+        all of them from the product form, by automatic differentiation.
         """
         a, b = 1 + len(row), 1 + len(row) + len(column)
 
@@ -83,20 +87,6 @@ class Term:
             return g[0], g[1:a], g[a:b], g[b:]
 
         return out if gap is None else self.logits(dot, row, column, head, gap), pullback
-
-    def cancels(self, row: Sequence[Tensor], column: Sequence[Tensor]) -> bool:
-        """Whether the product form is too inexact on this tile, so that the engine should give `gap`."""
-        return False
-
-    def inexact(
-        self, dot: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], head: Sequence[Tensor]
-    ) -> Tensor | None:
-        """The pairs on which the product form is too inexact, bool [..., R, C]; None where it is good everywhere.
-
-        The engine then gives `gap` with these pairs from differences, and NaN where the product is to be kept; it may
-        give more of them than asked for.
-        """
-        return None
 
 
 def register_term(term: Term) -> Term:
@@ -214,8 +204,8 @@ class PairScore(LateFields):
         query: features [B, H, N, d], float32 or float64; may be given as `Late`.
         key: features [B, Hkv, M, d], not repeated for grouped queries; may be given as `Late`.
         pieces: the terms to add up; `softcap` acts on the first, and on those that say so.
-        points: returns the points whose gap the pieces are functions of, or None where there is no gap.
-        watch: ask the terms on every tile whether, and for which pairs, the product form cancels there.
+        points: returns the points whose gap the pieces are functions of, or None where there is no gap. Terms then take
+            the distances of those pairs from differences for which the product form cancels.
         source: what the features were made from, for engines that take half precision as it is.
     """
 
@@ -223,7 +213,6 @@ class PairScore(LateFields):
     key: Tensor
     pieces: tuple[Piece, ...]
     points: Callable[[], Points] | None = None
-    watch: bool = False
     source: Source | None = None
 
     @once
@@ -238,15 +227,9 @@ class PairScore(LateFields):
         head = [t for p in self.pieces for t in p.head + ((p.gate,) if p.gate is not None else ())]
         return row, column, head
 
-    def plus(
-        self, piece: Piece, points: Callable[[], Points] | None = None, watch: bool = False
-    ) -> PairScore:
+    def plus(self, piece: Piece, points: Callable[[], Points] | None = None) -> PairScore:
         """This score with one more piece, and where that piece measures a gap, the points it measures between."""
-        return self.changed(
-            pieces=(*self.pieces, piece),
-            points=self.points if points is None else points,
-            watch=self.watch or watch,
-        )
+        return self.changed(pieces=(*self.pieces, piece), points=self.points if points is None else points)
 
     def weighted(self, weight: Tensor) -> PairScore:
         """This score with every piece multiplied by a weight per query head, [H]."""

@@ -24,7 +24,8 @@ class Tensors:
     """All tensors of a call, or all their gradients, grouped by key heads.
 
     query [B, Hkv, G, N, d]; key, value [B, Hkv, M, d]; rows [B, Hkv, G, N]; columns [B, Hkv, G or 1, M];
-    heads [Hkv, G]; mask and bias [B|1, Hkv|1, G|1, N|1, M|1]; sinks [Hkv, G].
+    heads [Hkv, G]; mask and bias [B|1, Hkv|1, G|1, N|1, M|1]; sinks [Hkv, G]; points as query and key, their scale as
+    sinks.
     """
 
     query: Tensor
@@ -36,6 +37,9 @@ class Tensors:
     mask: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    points_query: Tensor | None = None
+    points_key: Tensor | None = None
+    points_scale: Tensor | None = None
 
 
 def by_group(t: Tensor | None, group: tuple[int, int]) -> Tensor | None:
@@ -50,7 +54,6 @@ class Call:
     tensors: Tensors
     spec: str
     options: Options  # its tensors stand in `tensors`, grouped
-    points: Tensors | None = None  # the points as query and key, their scale as the one head parameter
     seed: int = 0
     terms: list = field(init=False)
     capped: list[bool] = field(init=False)
@@ -62,7 +65,7 @@ class Call:
     def parse(cls, flat: Sequence[Tensor], spec: str, extras: str, options: Options, wanted=None) -> Call:
         """A call from an operator's arguments: query, key, value, all statistics, then what `extras` names.
 
-        `wanted`, given for gradients, says which of the flat tensors have one; mask and bias may go without.
+        `wanted`, given for gradients, says which of the flat tensors have one; extras may go without.
         """
         flat, terms = list(flat), parse_spec(spec)
         kv_heads = flat[1].shape[1]
@@ -87,18 +90,11 @@ class Call:
             [t.view(group) for t in heads],
             *(by_group(named.get(name), group) for name in ("mask", "bias")),
             sinks=named["sinks"].view(group) if "sinks" in named else None,
+            points_query=by_group(named.get("points_query"), group),
+            points_key=named.get("points_key"),
+            points_scale=named["points_scale"].view(group) if "points_scale" in named else None,
         )
-        points = None
-        if "points_query" in named:
-            points = Tensors(
-                named["points_query"].unflatten(1, group),
-                named["points_key"],
-                None,
-                [],
-                [],
-                [named["points_scale"].view(group)],
-            )
-        return cls(tensors, spec, options, points, int(named["seed"]) if "seed" in named else 0)
+        return cls(tensors, spec, options, int(named["seed"]) if "seed" in named else 0)
 
     def tiles(self, elements: int) -> Iterator[Tile]:
         """Cut the call into tiles of about `elements` pairs: by batch element, by heads, by blocks of query rows."""
@@ -170,24 +166,76 @@ class Tile:
         """[hc, C, d]: the sum over group and rows of weights [hc, G, R, C] times [hc, G, R, d]."""
         return torch.bmm(weights.flatten(1, 2).mT, query.flatten(1, 2))
 
-    def gap(self) -> Tensor | None:
-        """Squared distances [hc, G, R, C] from differences, where the call has points."""
-        points = self.call.points
-        if points is None:
-            return None
-        query, key = self.of_query(points.query), self.of_key(points.key)
-        distance = torch.cdist(query.flatten(1, 2), key, compute_mode="donot_use_mm_for_euclid_dist")
-        return (distance.view(*query.shape[:3], -1) * self.of_head(points.head[0])).square_()
-
-    def gap_of(self, pairs: Tensor) -> Tensor:
-        """`gap` of the chosen pairs, bool [hc, G, R, C], NaN elsewhere; all of them where many are chosen."""
-        chosen = pairs.nonzero(as_tuple=True)
-        if len(chosen[0]) * FEW > pairs.numel():
-            return self.gap()
-        h, g, r, c = chosen
-        points = self.call.points
-        difference = self.of_query(points.query)[h, g, r] - self.of_key(points.key)[h, c]
-        scale = points.head[0][self.heads][h, g]
+    def gap(self, pairs: Tensor | None) -> Tensor:
+        """Squared distances from differences of these pairs, bool [hc, G, R, C], NaN elsewhere; of all of them where
+        many are chosen, or for None.
+        """
+        chosen = self.few(pairs)
+        if chosen is None:
+            scale = self.of_head(self.call.tensors.points_scale)
+            return (self.distances()[-1].view(*self.shape) * scale).square_()
+        difference, scale = self.differences(chosen)
         found = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
         found[chosen] = difference.square().sum(-1) * scale.square()
         return found
+
+    def through_gap(self, grads: Tensors, d_gap: Tensor) -> None:
+        """Add what the gradient of `gap`, [hc, G, R, C], makes to those of the points and their scale."""
+        chosen = self.few(d_gap != 0)
+        d_query, d_key, d_scale = (
+            None if t is None else cut(t)
+            for t, cut in (
+                (grads.points_query, self.of_query),
+                (grads.points_key, self.of_key),
+                (grads.points_scale, lambda t: t[self.heads]),
+            )
+        )
+        if chosen is None:
+            query, key, distance = self.distances()
+            scale = self.of_head(self.call.tensors.points_scale)
+            slope = (2 * d_gap * scale.square()).view(distance.shape) * distance
+            if d_query is not None:
+                by_query = torch.ops.aten._cdist_backward(slope, query, key, 2.0, distance)
+                d_query.add_(by_query.view(d_query.shape))
+            if d_key is not None:
+                slope, distance_t = slope.mT.contiguous(), distance.mT.contiguous()
+                d_key.add_(torch.ops.aten._cdist_backward(slope, key, query, 2.0, distance_t))
+            if d_scale is not None:
+                square = distance.square().view(d_gap.shape)
+                d_scale.add_((2 * d_gap * scale * square).sum((-1, -2)))
+            return
+        (h, g, r, c), (difference, scale) = chosen, self.differences(chosen)
+        slope = 2 * d_gap[chosen] * scale
+        step = difference * (slope * scale)[:, None]
+        if d_query is not None:
+            d_query.index_put_((h, g, r), step, accumulate=True)
+        if d_key is not None:
+            d_key.index_put_((h, c), -step, accumulate=True)
+        if d_scale is not None:
+            d_scale.index_put_((h, g), slope * difference.square().sum(-1), accumulate=True)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[hc, G, R, C] of the tile."""
+        heads, group = self.call.tensors.query[0, self.heads].shape[:2]
+        return heads, group, len(self.rows), len(self.columns)
+
+    def few(self, pairs: Tensor | None) -> tuple[Tensor, ...] | None:
+        """The places of these pairs; None where it is better to take them all."""
+        chosen = None if pairs is None else pairs.nonzero(as_tuple=True)
+        return None if chosen is None or len(chosen[0]) * FEW > pairs.numel() else chosen
+
+    def differences(self, chosen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Of chosen pairs query point - key point, [P, p], and the points' scale, [P]."""
+        (h, g, r, c), t = chosen, self.call.tensors
+        difference = self.of_query(t.points_query)[h, g, r] - self.of_key(t.points_key)[h, c]
+        return difference, t.points_scale[self.heads][h, g]
+
+    def distances(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The points [hc, G·R, p] and [hc, C, p], and all their distances [hc, G·R, C] from differences."""
+        t = self.call.tensors
+        query, key = (
+            self.of_query(t.points_query).flatten(1, 2).contiguous(),
+            self.of_key(t.points_key).contiguous(),
+        )
+        return query, key, torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")

@@ -128,7 +128,7 @@ def depth(x: Tensor, c: Tensor | float) -> Tensor:
 def angular_similarity(x: Tensor, y: Tensor) -> Tensor:
     """The cosine [...] of the angle between x and y [..., d] as seen from the origin; 0 where either is the origin.
 
-    The models are conformal at the origin, so it is the same for ball, Klein and tangent vectors, and at every c.
+    The ball is conformal at the origin, so it is the same for points and tangent vectors, and at every c.
     """
     x, y, _ = working(0.0, x, y)
     nx, ny = norm(x), norm(y)

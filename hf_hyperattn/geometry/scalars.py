@@ -20,7 +20,6 @@ ASINH = (
     *(-1 / 6, 3 / 40, -15 / 336, 105 / 3456, -945 / 42240),
     *(10395 / 599040, -135135 / 9676800, 2027025 / 175472640),
 )
-SINH = (1 / 6, 1 / 120, 1 / 5040, 1 / 362880, 1 / 39916800)
 
 
 def working(c: Tensor | float, *points: Tensor) -> tuple:
@@ -38,11 +37,6 @@ def working(c: Tensor | float, *points: Tensor) -> tuple:
 def precise(x: Tensor) -> Tensor:
     """`x` in float64 where its device has that: for sums that cancel far from the origin."""
     return x if x.device.type == "mps" else x.double()
-
-
-def column(c: Tensor | float) -> Tensor | float:
-    """A curvature [...] made to multiply coordinates [..., d]."""
-    return c[..., None] if isinstance(c, Tensor) and c.ndim else c
 
 
 def square(x: Tensor) -> Tensor:
@@ -89,8 +83,3 @@ def asinhc(u: Tensor) -> Tensor:
 def _asinh(s: Tensor) -> Tensor:
     """asinh of s > 0 by log1p, which torch has vectorised on CPUs, where its own asinh is five times slower."""
     return torch.log1p(s + s * (s / (1 + torch.sqrt(1 + s * s))))
-
-
-def sinhc(u: Tensor) -> Tensor:
-    """sinh(√u)/√u, 1 at u = 0."""
-    return _even(u, SINH, torch.sinh)

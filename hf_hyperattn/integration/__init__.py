@@ -3,8 +3,9 @@
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
-    guard,  # noqa: F401  wraps four methods of PreTrainedModel
-    saving,  # noqa: F401  wraps a fifth
+    config_hooks,  # noqa: F401  wraps what configs say of names
+    guard,  # noqa: F401  wraps methods of PreTrainedModel
+    saving,  # noqa: F401  wraps saving and loading
 )
 from .collator import HierarchyCollator
 from .converting import convert
@@ -12,9 +13,12 @@ from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
 from .names import register_names
 from .patching import patch_model, unpatch_model
+from .record_check import fresh_patch
 from .training import freeze_base, lora_config, parameter_groups
+from .wrapping import warn_of_changes
 
 register_names()
+warn_of_changes()
 
 __all__ = [
     "HierarchicalCache",
@@ -22,6 +26,7 @@ __all__ = [
     "convert",
     "describe",
     "freeze_base",
+    "fresh_patch",
     "list_mechanisms",
     "lora_config",
     "parameter_groups",

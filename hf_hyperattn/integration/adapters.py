@@ -1,73 +1,126 @@
-"""Adapters that hold added parameters: never loaded into a model without a place for them, and never loaded in part.
+"""PEFT adapters on patched models: each road is exact, refused, or warned of.
 
-PEFT passes over names in `modules_to_save` that a model does not have. An adapter trained on a patched model would thus
-load into the unpatched one without a word, and compute something else.
+The parameters that a patch added are in an adapter when its config has `modules_to_save=["hyper"]`: PEFT then wraps
+every `hyper` in a `ModulesToSaveWrapper`, with a copy for each adapter. What PEFT would do in silence is mended here:
 
-`load_adapter` of Transformers before 5.18 makes the modules of `modules_to_save` and reads no parameters into them; the
-wrapper here does.
+- it passes over names in `modules_to_save` that a model does not have, and loads half of the adapter;
+- it freezes what no adapter holds, also gates that a patch has just put at zero;
+- it does not unload the wrapper (LN tuning), or fails on it (IA3, VeRA, LoHa, LoKr, OFT);
+- Transformers' `enable_adapters` leaves the wrapper off.
+
+What an adapter says on disk, and what is compared when it is saved, is in `adapter_saving`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import peft.utils.hotswap
 import transformers
 from packaging.version import Version
-from peft import set_peft_model_state_dict
+from peft import IA3Model, LoraModel, PeftModel, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import load_peft_weights
+from peft.utils import ModulesToSaveWrapper, load_peft_weights
+from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
+
+from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
+from .adapter_saving import base_difference
+from .hyper import Hyper
+from .records import patched_hosts
+from .wrapping import WRAPPED, wrap
+
+logger = logging.getLogger(__name__)
 
 #: What finds an adapter on the Hub.
 WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-WRAPPED = "_hyperattn_wrapped"
 
 
-def check_place(model, config) -> None:
-    """Raise if an adapter's config asks for `hyper` and no module of that name is in the model."""
-    if "hyper" not in (getattr(config, "modules_to_save", None) or ()):
-        return
-    if not any(name.rpartition(".")[2] == "hyper" for name, _ in model.named_modules()):
+# Putting an adapter on a model
+
+
+def check_place(model: nn.Module, config) -> None:
+    """Check an adapter's config against the model that it is put on.
+
+    Raises:
+        ValueError: the adapter holds added parameters, and the model is not patched, or otherwise than its base was.
+    """
+    patched, name = next(patched_hosts(model), None) is not None, type(model).__name__
+    if holds_hyper(config) and not patched:
         raise ValueError(
-            f"this adapter was trained on a patched model (modules_to_save has 'hyper'), and {type(model).__name__} is "
+            f"this adapter was trained on a patched model (modules_to_save has 'hyper'), and {name} is "
             "not patched; first call hf_hyperattn.patch_model(model, ...) as it was patched then, for instance with "
             "hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)"
         )
+    saved = getattr(config, SAVED_BASE, None)
+    difference = base_difference(model, saved) if saved is not None else None
+    if difference and holds_hyper(config):
+        raise ValueError(f"this adapter holds parameters of another patch: {difference}")
+    if difference:
+        logger.warning(f"this adapter may compute something else than it did in training: {difference}")
+    elif patched and not holds_hyper(config) and not getattr(config, "inference_mode", False):
+        logger.warning(
+            f"{name} is patched, and this adapter leaves out what the patch added: it stays frozen (gates at 0 change "
+            "nothing); to train it, make the config with hf_hyperattn.lora_config(model), or with "
+            "modules_to_save=['hyper']"
+        )
 
 
-def install() -> None:
-    """Put the check before PEFT's injection of an adapter, which every way of loading one goes through; once only."""
-    inject = BaseTuner.inject_adapter
-    if hasattr(inject, WRAPPED):
-        return
-
-    @functools.wraps(inject)
-    def inject_adapter(self, model, adapter_name, *args, **kwargs):
-        check_place(model, self.peft_config[adapter_name])
-        return inject(self, model, adapter_name, *args, **kwargs)
-
-    setattr(inject_adapter, WRAPPED, True)
-    BaseTuner.inject_adapter = inject_adapter
+@wrap("inject_adapter", BaseTuner)
+def _inject(original, self, model, adapter_name, *args, **kwargs):
+    check_place(model, self.peft_config[adapter_name])
+    return original(self, model, adapter_name, *args, **kwargs)
 
 
-def complete_load_adapter() -> None:
-    """Make `load_adapter` read added parameters too; needless from Transformers 5.18 on."""
-    load = PeftAdapterMixin.load_adapter
-    if Version(transformers.__version__) >= Version("5.18") or hasattr(load, WRAPPED):
-        return
+@wrap("add_adapter", PeftModel)
+def _add(original, self, adapter_name, peft_config, *args, **kwargs):
+    if peft_config.is_prompt_learning:  # nothing is injected
+        check_place(self.base_model, peft_config)
+    return original(self, adapter_name, peft_config, *args, **kwargs)
 
-    @functools.wraps(load)
-    def load_adapter(self, *args, **kwargs):
-        found = load(self, *args, **kwargs)
-        given = inspect.signature(load).bind(self, *args, **kwargs).arguments
+
+# Loading
+
+
+@wrap("load_adapter", PeftModel)
+def _load(original, self, *args, **kwargs):
+    try:
+        result = original(self, *args, **kwargs)
+    except KeyError as error:
+        check_tensors([str(error.args[0])])
+        raise
+    check_tensors(result.unexpected_keys)
+    return result
+
+
+@wrap("load_adapter", PeftAdapterMixin)
+def _load_natively(original, self, *args, **kwargs):
+    result = original(self, *args, **kwargs)
+    if Version(transformers.__version__) < Version(
+        "5.18"
+    ):  # it makes the modules and reads nothing into them
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         name = given.get("adapter_name") or "default"
-        if "hyper" in (getattr(self.peft_config[name], "modules_to_save", None) or ()):
+        if holds_hyper(self.peft_config[name]):
             set_peft_model_state_dict(self, adapter_weights(given), name)
-        return found
+        return result
+    missing = (key for key in result.missing_keys if ".modules_to_save." in key)
+    check_tensors([*missing, *result.unexpected_keys])
+    return result
 
-    setattr(load_adapter, WRAPPED, True)
-    PeftAdapterMixin.load_adapter = load_adapter
+
+def check_tensors(names: list[str]) -> None:
+    """Raise if one of the tensors that a model or an adapter's file lacks is an added parameter."""
+    lost = next((name for name in sorted(names) if "hyper" in name.split(".")), None)
+    if lost is not None:
+        raise ValueError(
+            f"the added parameter {lost} is not both in this adapter's file and in the model; patch the base as "
+            "hyperattn_config.json beside the adapter says, and if it is so, save the adapter anew from what trained it"
+        )
 
 
 def adapter_weights(given: dict) -> dict:
@@ -81,5 +134,169 @@ def adapter_weights(given: dict) -> dict:
     return {key.removeprefix("base_model.model."): value for key, value in weights.items()}
 
 
-install()
-complete_load_adapter()
+# Choosing between adapters
+
+
+@wrap("set_adapter", ModulesToSaveWrapper)
+def _set(original, self, adapter_names, *args, **kwargs):
+    if isinstance(self.original_module, Hyper):
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        adapter_names = [name for name in names if name in self.modules_to_save]  # other adapters have none
+        refuse_two(adapter_names, "set_adapter")
+    return original(self, adapter_names, *args, **kwargs)
+
+
+@wrap("check_set_adapter", ModulesToSaveWrapper)
+def _check_set(original, self, adapter_name):
+    if isinstance(self.original_module, Hyper) and not isinstance(adapter_name, str):
+        refuse_two([name for name in adapter_name if name in self.modules_to_save], "set_adapter")
+    return original(self, adapter_name)
+
+
+def refuse_two(names: list[str], what: str) -> None:
+    """Raise if more than one of the adapters that are to work together holds added parameters."""
+    if len(names) > 1:
+        raise ValueError(
+            f"{what} got the adapters {names}, each with added parameters of its own ('hyper'); allowed: one such "
+            "adapter at a time"
+        )
+
+
+@wrap("enable_adapters", PeftAdapterMixin)
+def _enable(original, self, *args, **kwargs):
+    result = original(self, *args, **kwargs)
+    for _, wrapper in hyper_wrappers(self):
+        wrapper.enable_adapters(True)
+    return result
+
+
+@wrap("disable_adapter", PeftModel)
+@contextmanager
+def _disable(original, self, *args, **kwargs) -> Iterator[None]:
+    """PEFT leaves the modules of `modules_to_save` on where the adapter is a prompt."""
+    wrappers = [wrapper for _, wrapper in hyper_wrappers(self)] if self._is_prompt_learning else []
+    trained = [p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad]
+    for wrapper in wrappers:
+        wrapper.enable_adapters(False)
+    try:
+        with original(self, *args, **kwargs):
+            yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.enable_adapters(True)
+            wrapper.requires_grad_(False)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@wrap("_check_forward_args", ModulesToSaveWrapper)
+def _check_rows(original, self, *args, **kwargs):
+    if isinstance(self.original_module, Hyper) and kwargs.get("adapter_names") is not None:
+        raise ValueError(
+            "adapter_names= mixes adapters in one batch, and these hold added parameters ('hyper'), which change "
+            "attention as a whole; call the model once for each adapter, after set_adapter(name)"
+        )
+    return original(self, *args, **kwargs)
+
+
+# Merging
+
+
+@wrap("merge_and_unload", BaseTuner)
+def _merge_and_unload(original, self, progressbar=False, safe_merge=False, adapter_names=None):
+    with plain_hyper(self, adapter_names or self.active_adapters, safe_merge):
+        return original(self, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+
+
+@wrap("unload", BaseTuner)
+def _unload(original, self):
+    with plain_hyper(self, []):
+        return original(self)
+
+
+@contextmanager
+def plain_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> Iterator[None]:
+    """Put in place of every wrapper the `hyper` that is kept; if unloading then fails, the wrappers come back.
+
+    Args:
+        names: the adapters that are merged; [] keeps what the base had.
+        check: whether numbers that are not finite are refused.
+
+    Raises:
+        ValueError: two of the adapters hold added parameters, or some are not finite.
+    """
+    replaced = []
+    try:
+        for path, wrapper in list(hyper_wrappers(tuner.model)):
+            holding = [name for name in names if name in wrapper.modules_to_save]
+            refuse_two(holding, "merge_and_unload")
+            kept = wrapper.modules_to_save[holding[0]] if holding else wrapper.original_module
+            if check and not all(p.isfinite().all() for p in kept.parameters()):
+                raise ValueError(
+                    f"{path} of adapter {holding} has numbers that are not finite; train it anew, or merge without "
+                    "safe_merge"
+                )
+            host = tuner.model.get_submodule(path.rpartition(".")[0])
+            host.hyper = kept
+            replaced.append((host, wrapper))
+        yield
+    except BaseException:
+        for host, wrapper in replaced:
+            host.hyper = wrapper
+        raise
+
+
+@wrap("merge_adapter", BaseTuner)
+def _merge(original, self, adapter_names=None, *args, **kwargs):
+    for _, wrapper in hyper_wrappers(self.model) if adapter_names else ():
+        merged = [name for name in adapter_names if name in wrapper.modules_to_save]
+        if merged != [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]:
+            raise ValueError(
+                f"merge_adapter({adapter_names}) would leave the added parameters of {wrapper.active_adapters} on; "
+                "first call set_adapter with the adapters to merge"
+            )
+    return original(self, adapter_names, *args, **kwargs)
+
+
+def refuse_hyper(model: nn.Module, names, what: str) -> None:
+    """Raise if one of the adapters holds added parameters, which `what` would pass over."""
+    for path, wrapper in hyper_wrappers(model):
+        holding = [name for name in names if name in wrapper.modules_to_save]
+        if holding:
+            raise ValueError(
+                f"{what} does not reach the added parameters ({path}) of adapter {holding[0]!r}; allowed: adapters "
+                "without 'hyper' in modules_to_save; load the other one under a name of its own and use set_adapter"
+            )
+
+
+def _add_weighted(original, self, adapters, *args, **kwargs):
+    refuse_hyper(self.model, adapters, "add_weighted_adapter")
+    return original(self, adapters, *args, **kwargs)
+
+
+for _tuner in (LoraModel, IA3Model):
+    wrap("add_weighted_adapter", _tuner)(_add_weighted)
+
+
+def refuse_hotswap() -> None:
+    """Make PEFT's exchange of an adapter's weights in place refuse adapters with added parameters."""
+    swap = peft.utils.hotswap.hotswap_adapter_from_state_dict
+    if hasattr(swap, WRAPPED):
+        return
+
+    @functools.wraps(swap)
+    def hotswap_adapter_from_state_dict(model, state_dict, adapter_name, *args, **kwargs):
+        refuse_hyper(model, [adapter_name], "hot-swapping")
+        strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
+        if strange is not None:
+            raise ValueError(
+                f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
+                "name of its own and use set_adapter"
+            )
+        return swap(model, state_dict, adapter_name, *args, **kwargs)
+
+    setattr(hotswap_adapter_from_state_dict, WRAPPED, True)
+    peft.utils.hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_from_state_dict
+
+
+refuse_hotswap()

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..choice import head_numbers
 from ..config import HyperAttnConfig
 from ..mechanisms.base import Host
 from ..registry import get_mechanism
 from .families import note_all
-from .hidden import listen
+from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
-from .records import parts, write_records
-from .stock import RUNNING, STOCK, find_eager, stock_name
-
-logger = logging.get_logger(__name__)
+from .records import all_configs, parts, write_records
+from .stock import STOCK, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
 Found = tuple[nn.Module, Host]
@@ -47,19 +44,19 @@ def bring_back(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bo
     chosen = [found for found in hosts if found[1].name in meant]
     check_combination(config, chosen)
     attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
-    others = sorted({module.config._attn_implementation for module, _ in chosen} - {RUNNING})
-    if others:
-        logger.warning(
-            f"{type(model).__name__} was saved patched by hf_hyperattn, and is loaded with "
-            f"attn_implementation={others[0]!r}: what was added has no effect until "
-            f"model.set_attn_implementation({RUNNING!r})"
-        )
 
 
 def settle_stock(model: PreTrainedModel) -> None:
-    """An implementation from before that this machine or family does not have becomes what Transformers would take."""
+    """An implementation that the loader asked for runs beneath. One from before that this machine or family does not
+    have becomes what Transformers would take.
+
+    Raises:
+        ValueError: what was asked for cannot run beneath a mechanism.
+    """
+    for config in filter(marked, all_configs(model)):
+        run_beneath(config)
     for part in parts(model):
-        if STOCK in part.config.__dict__:
+        if marked(part.config):
             try:
                 name = part.get_correct_attn_implementation(stock_name(part.config), is_init_check=True)
             except (ValueError, ImportError):
@@ -67,7 +64,7 @@ def settle_stock(model: PreTrainedModel) -> None:
             setattr(part.config, STOCK, name)
 
 
-def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel) -> dict[str, str]:
+def match_names(names: list[str], wanted: Sequence[str], base: PreTrainedModel) -> dict[str, str]:
     """The names that a saved list of hosts means, by what the list has; a bare model and one with a head differ by a
     prefix. Hosts of a part that this model lacks are left out.
     """
@@ -76,9 +73,14 @@ def match_names(names: list[str], wanted: tuple[str, ...], base: PreTrainedModel
     if len(missing) < len(wanted) and not any(_has_stack(base, w) for w in missing):
         missing = []  # they belong to a part that this model lacks, as a T5 encoder lacks the decoder
     if missing:
+        # Llama's question answering calls its base `transformer`; Transformers does not load the weights either
+        renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
+        advice = (
+            "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
+        )
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
-            f"allowed: {', '.join(names[:3]) or 'none'}, ..."
+            f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
         )
     return {w: known[w] for w in wanted if w in known}
 
@@ -136,17 +138,33 @@ def check_combination(config: HyperAttnConfig, found: list[Found]) -> None:
                 )
 
 
+def refuse_tensor_parallel(model: PreTrainedModel, mechanisms: Iterable[str]) -> None:
+    """Raise where ranks share the heads of a model that is patched, or loaded patched."""
+    ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
+    ranks = ranks or getattr(model, "_tp_size", None) or 1
+    if ranks > 1:
+        raise ValueError(
+            f"{type(model).__name__} is cut into {ranks} ranks by tensor parallelism, which a patch with "
+            f"{' and '.join(mechanisms)} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
+            "attn_implementation=..."
+        )
+
+
 def attach(
     base: PreTrainedModel, config: HyperAttnConfig, chosen: list[Found], newly_routed: bool = False
 ) -> None:
-    """Build every `hyper`, then put them all in place and write the configs: nothing can fail half-way."""
+    """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
+    refuse_tensor_parallel(base, [mechanism.mechanism for mechanism in config.mechanisms])
     note_all(base)
     find_eager(type(module) for _, module in find_hosts(base))
     built = [placed(Hyper(config, host), base, module) for module, host in chosen]
+    warned: set[str] = set()
     for hyper, (module, _) in zip(built, chosen, strict=True):
+        for layer in hyper.layers():
+            layer.warned = warned
         hyper.newly_routed = newly_routed
         module.hyper = hyper
-        listen(module, hyper.layers())
+        add_hooks(module, hyper.layers())
     write_records(base)
     if any(get_mechanism(mechanism.mechanism).stage == "structure" for mechanism in config.mechanisms):
         accept_hierarchy(base, [module for module, _ in chosen])
@@ -155,8 +173,12 @@ def attach(
 def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:
     """A new hyper where its host is; on the meta device, where a model is built to be loaded, it stays there."""
     device, dtype = placement(base, module)
-    empty = any(p.is_meta for p in hyper.parameters())
-    return hyper.to(dtype=dtype, device=None if empty else device).train(module.training)
+    for part in hyper.modules():
+        for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
+            if p is not None:
+                moved = p.detach().to(dtype=dtype, device=p.device if p.is_meta else device)
+                part._parameters[name] = nn.Parameter(moved, p.requires_grad)
+    return hyper.train(module.training)
 
 
 def placement(base: PreTrainedModel, module: nn.Module) -> tuple:

@@ -7,14 +7,16 @@ there is one, says everything about visibility; without one a causal call of mor
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from transformers.utils import output_capturing
 
 from ..engines import Options, repeat_heads
 from ..mechanisms.base import HostCall
 from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
-from .heard import hierarchy_of
-from .hidden import take_hidden
+from .hidden import hidden_states_of_call
+from .hierarchy_context import hierarchy_of_call
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -53,7 +55,12 @@ def host_call(
         s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
     """
     refuse_keywords(module, attention_mask, keywords)
-    keywords["hierarchy"] = hierarchy_of(module, keywords)
+    if exporting_to_onnx():
+        raise ValueError(
+            f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold; use torch.export, or "
+            "unpatch_model(model) or set_attn_implementation('sdpa') to export the model without it"
+        )
+    keywords["hierarchy"] = hierarchy_of_call(module, keywords)
     first = first_key(module, attention_mask, sliding_window, query.shape[2], key.shape[2])
     attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
     causal = is_causal_host(module) if is_causal is None else bool(is_causal)
@@ -75,8 +82,23 @@ def host_call(
     if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
         heads = max(key.shape[1], value.shape[1])
         key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    hidden_states = take_hidden(module, query.shape[2])
-    return HostCall(query, key, value, scale * applied, causal, options, keywords, first, hidden_states)
+    hidden_states = hidden_states_of_call(module, query.shape[2])
+    heads = heads_of_rank(module, query.shape[1])
+    return HostCall(
+        query, key, value, scale * applied, causal, options, keywords, first, hidden_states, heads
+    )
+
+
+def heads_of_rank(module: nn.Module, heads: int) -> tuple[int, int] | None:
+    """`HostCall.heads`, told from a projection that tensor parallelism has cut by rows; None where none is."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for child in module.children():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+            mesh = weight.device_mesh
+            return heads * mesh.size(), heads * mesh.get_local_rank()
+    return None
 
 
 def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:
@@ -103,6 +125,12 @@ def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Te
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+@torch.compiler.assume_constant_result  # the compiler says no where ONNX is what it traces for
+def exporting_to_onnx() -> bool:
+    """Whether `torch.onnx.export` is running."""
+    return torch.onnx.is_in_onnx_export()
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:

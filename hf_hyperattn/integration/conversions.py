@@ -7,7 +7,7 @@ the weights come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -120,14 +120,3 @@ def rebuild(model: PreTrainedModel) -> None:
     """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
     for rebuilder in REBUILDERS.values():
         rebuilder(model)
-
-
-def check_implementation(model: PreTrainedModel, names: Iterable[str | None], ours: set[str]) -> None:
-    """Raise where a converted model is given an attention implementation that does not know how it was converted."""
-    name = conversion_of(model)
-    strange = next((n for n in names if n not in ours), None)
-    if name is not None and CONVERSIONS[name].in_place and strange is not None:
-        raise ValueError(
-            f"{type(model).__name__} was converted by {name} and has no other attention left: attn_implementation="
-            f"{strange!r} cannot be used; allowed: {', '.join(map(repr, sorted(ours)))}"
-        )

@@ -8,10 +8,12 @@ from torch import nn
 
 import model_patches
 
+from ..readable import can_read
 from ..registry import MECHANISMS
 from .hosts import find_hosts, host_facts, layer_indices
 from .patching import base_model, route
 from .records import inner, patched_hosts
+from .stock import OURS, PATCHED, RUNNING
 
 
 class Description(dict):
@@ -44,6 +46,13 @@ class Description(dict):
             f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
             f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
         )
+        off = sorted({h["attn_implementation"] for h in self["hosts"] if h["mechanisms"] and not h["active"]})
+        if off:
+            lines.append(
+                f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added"
+            )
+        by_name = sorted({h["attn_implementation"] for h in self["hosts"]} & (OURS - {PATCHED, RUNNING}))
+        lines += [f"by name: attention is {name!r}" for name in by_name]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -54,8 +63,8 @@ def describe(model: nn.Module) -> Description:
 
     Returns:
         A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
-        and hosts, each with name, family, heads, kv_heads, kind, mechanisms, parameters_added and gates (lowest and
-        highest value of each gate; None where the gate is offloaded).
+        and hosts, each with name, family, heads, kv_heads, kind, attn_implementation, mechanisms, active (whether a
+        call runs them), parameters_added and gates (lowest and highest value of each; None where they cannot be read).
     """
     base = base_model(model)
     done = [inner(host.hyper) for _, host in patched_hosts(base)]
@@ -85,15 +94,18 @@ def _host(name: str, module: nn.Module, index: int) -> dict:
     facts = host_facts(name, module, index)
     hyper = _active(module._modules.get("hyper"))
     gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
+    implementation = getattr(facts.config, "_attn_implementation", None)
     return {
         "name": name,
         "family": getattr(facts.config, "model_type", "") or type(module).__name__,
         "heads": facts.heads,
         "kv_heads": facts.kv_heads,
         "kind": "cross" if facts.is_cross else "causal" if facts.is_causal else "bidirectional",
+        "attn_implementation": implementation,
         "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
+        "active": hyper is not None and implementation == RUNNING,
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
-        "gates": {n: None if g.is_meta else (g.min().item(), g.max().item()) for n, g in gates.items()},
+        "gates": {n: (g.min().item(), g.max().item()) if can_read(g) else None for n, g in gates.items()},
     }
 
 

@@ -10,26 +10,37 @@ names the missing package with the pip command.
 from __future__ import annotations
 
 import copy
+import hashlib
+import io
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import model_patches
 
+from ..address import NAME, VERSION, install
 from ..config import HyperAttnConfig
+from ..files import read_json
+from ..folders import check_replaceable, replace_folder
 from ..registry import MECHANISMS
+from .checkpoint_files import (
+    SETTINGS,
+    check_weights,
+    files_of,
+    read_config,
+    regular_file,
+    without_code,
+)
 from .conversions import REBUILDERS
-from .loading import is_path
+from .loading import errors_as, is_path, load_config
 from .vendoring import PACKAGE, PREFIX, flat_name, vendored
 
 MODELING = f"modeling_{PREFIX}"
@@ -48,53 +59,87 @@ BY_PACKAGE = (
     "    def is_custom_code(cls):  # the modelling is the stock's, and so are the names of its weights",
     "        return False",
 )
-#: Left behind: what an export writes itself, and what caches and git keep.
-SKIPPED = (f"{PREFIX}_*.py", f"{MODELING}.py", ".git", ".cache", ".hyperattn-*", "__pycache__")
+MANIFEST = f"{PREFIX}_manifest.json"
+#: What an export writes itself, and what caches and git keep: left out without a word.
+OWN = re.compile(
+    rf"{PREFIX}_.*\.py|{MODELING}\.py|{MANIFEST}|\.git|\.gitattributes|\.cache|\.hyperattn-.*|__pycache__"
+)
 
 
-def export_remote_code(
-    source: str | os.PathLike, target: str | os.PathLike, force: bool = False
-) -> list[str]:
+class Exported(NamedTuple):
+    """What there is to say about an export.
+
+    Args:
+        packages: the packages that it imports beside Transformers and torch; none where all could be copied.
+        left_out: names of files of the source that are not in it, and of settings that named code ("file: key").
+    """
+
+    packages: list[str]
+    left_out: list[str]
+
+
+def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, force: bool = False) -> Exported:
     """Write the export of a patched checkpoint into a new directory, whole or not at all.
+
+    What is copied is a list of known files (checkpoint_files.py): weights as safetensors, configs, tokenizer, card and
+    licence. Nothing else goes along, no link is followed out of the checkpoint, and no code but ours is in it or named
+    in its settings. `hyperattn_manifest.json` holds the SHA-256 of every file.
 
     Args:
         source: directory or Hub id of a checkpoint that a patched model's `save_pretrained` wrote.
         target: the directory to write; it must be absent or empty.
-        force: replace a `target` that holds something.
-
-    Returns:
-        The packages that the export imports beside Transformers and torch; none where all could be copied.
+        force: replace a `target` that holds another checkpoint.
 
     Raises:
-        ValueError: the source holds no patched model, or the target holds something and `force` is not given.
+        ValueError: the source holds no patched model, a damaged one, or a link out of it; or `check_replaceable`
+            refuses the target.
     """
     target = Path(target)
-    check_target(target, force)
     directory = find_source(source)
+    check_replaceable(target, force, directory)
     data, config, record = read_source(directory)
+    known, others = files_of(directory)
+    check_weights(directory, known)
     classes = auto_classes(config)
     model = build_on_meta(config, data)
     packages = needed_packages(model, record)
-    files = {f"{MODELING}.py": modeling_file(classes, packages, record)}
+    texts = {f"{MODELING}.py": modeling_file(classes, packages, record)}
     if not packages:
-        files |= vendored_files(record)
-    data["auto_map"] = {auto: f"{MODELING}.{cls.__name__}" for auto, cls in classes.items()}
-    files["config.json"] = json.dumps(data, indent=2) + "\n"
-    with replaced(target, force) as stage:
-        shutil.copytree(directory, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*SKIPPED))
-        for name, text in files.items():
-            (stage / name).write_text(text, encoding="utf-8")
-    return packages
+        texts |= vendored_files(record)
+    left_out = [name for name in others if not OWN.fullmatch(name)]
+    for name in filter(SETTINGS.fullmatch, known):
+        settings = read_json(known[name])
+        clean, named = without_code(settings)
+        if (
+            name == "config.json"
+        ):  # an auto_map at its top is that of an earlier export: read_source saw to that
+            named = named[1:] if "auto_map" in settings else named
+            clean["auto_map"] = {auto: f"{MODELING}.{cls.__name__}" for auto, cls in classes.items()}
+        if named or name == "config.json":
+            texts[name] = json.dumps(clean, indent=2) + "\n"
+        left_out += [f"{name}: {key}" for key in named]
+    with replace_folder(target, keep_others=False) as stage:
+        write_files(stage, known, texts)
+        check_replaceable(target, force, directory)  # again: it may hold something by now
+    return Exported(packages, left_out)
 
 
-def check_target(target: Path, force: bool) -> None:
-    """Refuse to write over something."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ValueError(f"{target} is no directory; allowed: a directory that is absent or empty")
-    if target.is_dir() and any(target.iterdir()) and not force:
-        raise ValueError(
-            f"{target} is not empty; allowed: an absent or empty directory, or --force to replace it"
-        )
+def write_files(stage: Path, files: dict[str, Path], texts: dict[str, str]) -> None:
+    """Copies of files, texts of our own (which win), and the manifest with the SHA-256 of each."""
+    digests = {}
+    for name in sorted({*files, *texts}):
+        digest = hashlib.sha256()
+        (stage / name).parent.mkdir(exist_ok=True)
+        with (
+            io.BytesIO(texts[name].encode()) if name in texts else open(files[name], "rb") as original,
+            open(stage / name, "xb") as copied,
+        ):
+            while chunk := original.read(2**22):
+                copied.write(chunk)
+                digest.update(chunk)
+        digests[name] = digest.hexdigest()
+    manifest = {"format": 1, "written_by": f"{NAME} {VERSION}", "sha256": digests}
+    (stage / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def find_source(source: str | os.PathLike) -> Path:
@@ -110,17 +155,13 @@ def find_source(source: str | os.PathLike) -> Path:
 
 def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfig]:
     """config.json as it is and as a config, and the record of what was patched."""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / "adapter_config.json").exists():
         raise ValueError(
             f"{directory} holds an adapter; merge it into its model and save that, then export it"
         )
-    try:
-        data = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot read {directory / 'config.json'}: {error}; allowed: a saved model"
-        ) from error
-    record = data.get("hyperattn") if isinstance(data, dict) else None
+    regular_file(directory, "config.json")
+    data = read_config(directory)
+    record = data.get("hyperattn")
     if record is None or HyperAttnConfig.from_dict(record).hosts is None:
         raise ValueError(
             f"{directory} holds no patched model; allowed: what save_pretrained wrote after patch_model"
@@ -129,7 +170,7 @@ def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfi
         raise ValueError(
             f"{directory} has remote code of its own (auto_map); allowed: models of Transformers"
         )
-    return data, AutoConfig.from_pretrained(directory), HyperAttnConfig.from_dict(record)
+    return data, load_config(directory), HyperAttnConfig.from_dict(record)
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type]:
@@ -154,7 +195,7 @@ def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
             f"config.json names the class {name!r}, which none of Transformers' Auto classes loads for "
             f"{type(config).__name__}; allowed: {', '.join(sorted(known)) or 'none'}"
         )
-    with torch.device("meta"):
+    with errors_as("the model of config.json cannot be built"), torch.device("meta"):
         return known[name](copy.deepcopy(config))
 
 
@@ -182,7 +223,7 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
     stock = sorted(set(classes.values()), key=lambda cls: cls.__name__)
     lines = [f"from {cls.__module__} import {cls.__name__} as Stock{cls.__name__}" for cls in stock]
     if packages:
-        lines = [*(f"import {package}  # noqa: F401" for package in packages), *lines, "", "", *BY_PACKAGE]
+        lines = [*import_of(packages), *lines, "", "", *BY_PACKAGE]
     else:
         copies = [f"from .{flat_name(PACKAGE + '.integration.remote')} import Patched"]
         copies += [
@@ -201,32 +242,8 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
     return GENERATED + "\n".join(lines) + "\n"
 
 
-@contextmanager
-def replaced(target: Path, force: bool) -> Iterator[Path]:
-    """A directory beside `target` that takes its place when the block ends without an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    around = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    stage, old = around / "new", around / "old"
-    try:
-        stage.mkdir()
-        yield stage
-        _sync(stage)
-        check_target(target, force)
-        if target.is_dir() and any(target.iterdir()):
-            target.rename(old)
-        stage.rename(target)
-    except BaseException:
-        if old.is_dir() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        shutil.rmtree(around, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def import_of(packages: list[str]) -> list[str]:
+    """The lines that import what cannot be copied, with an error that says how to install it."""
+    message = f"this checkpoint needs {' and '.join(packages)}; install {PACKAGE}: {install()}"
+    lines = ["try:", *(f"    import {package}  # noqa: F401" for package in packages)]
+    return [*lines, "except ImportError as error:", f"    raise ImportError({message!r}) from error", ""]

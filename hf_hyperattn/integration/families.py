@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..mechanisms.base import FirstKey
+from ..readable import can_read
 
 #: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
 #: exceptions: the rule does not hold, or query and key share the factor.
@@ -15,7 +16,7 @@ SCALED_QUERY_AND_KEY = ("OpenAIPrivacyFilterAttention",)
 
 
 #: Classes of families that always return their attention weights.
-RETURNING_WEIGHTS = ("BridgeTower",)
+RETURNING_WEIGHTS = ("BridgeTower", "Mgpstr")
 
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()
@@ -49,6 +50,8 @@ def family_mask(*args, config=None, **kwargs):
     dropped = int(kwargs.get("kv_offset", 0))
     if dropped:
         kwargs["allow_is_causal_skip"] = False
+    if not can_read(kwargs.get("attention_mask")):  # what it hides is not known
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = make(*args, config=config, **kwargs)
     if mask is not None:
         stop = (

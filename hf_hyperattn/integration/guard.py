@@ -1,67 +1,57 @@
 """No name of ours is ever silently ignored.
 
 Transformers accepts any registered name for any family, also for those that never call the attention interface, and
-`set_attn_implementation` only warns. So four methods of `PreTrainedModel` are wrapped, once, at import; for models
+`set_attn_implementation` only warns. So six methods of `PreTrainedModel` are wrapped, once, at import; for models
 that ask for none of our names the wrappers do nothing.
 
 - `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
   are built under a name they know;
 - `post_init`: served families are routed, unrouted ones and unrouted parts refused by name, patched checkpoints get
   their `hyper`;
-- `_initialize_weights`: added parameters that a checkpoint lacks get their starting value, not uninitialised memory;
-- `set_attn_implementation`: raises where it would only warn.
+- `_finalize_model_loading`: record and added tensors of what was loaded are compared;
+- `_initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
+- `load_state_dict`: warns where added tensors are passed over;
+- `set_attn_implementation`: raises where it would only warn; on a patched model it changes what runs beneath.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
 import model_patches
+from model_patches.routing import check_unroute, is_routed
 
 from ..config import HyperAttnConfig
-from .conversions import check_implementation
 from .families import note_all, note_masks
 from .hierarchical import settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
-from .records import sub_configs, tree
+from .record_check import check_loaded, warn_of_state_dict
+from .records import all_configs, inner, patched_hosts, saved_name, sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
-from .stock import OURS, PATCHED, RUNNING, STOCK, stock_name
+from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
+from .wrapping import wrap
+
+logger = logging.getLogger("hf_hyperattn")
 
 #: The configs that asked for a name of ours, while a model is built: it may be built under another one, and some models
 #: set the names of their parts themselves, from the one at the top.
 WANTED = "_hyperattn_wanted"
 #: The sub-configs that a name of ours was given for by themselves, with the name.
 ASKED = "_hyperattn_asked_parts"
-WRAPPED = "_hyperattn_wrapped"
-
-
-def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; once only."""
-
-    def install(wrapper):
-        original = getattr(cls, name)
-        if not hasattr(original, WRAPPED):
-
-            @functools.wraps(original)
-            def method(self, *args, **kwargs):
-                return wrapper(original, self, *args, **kwargs)
-
-            setattr(method, WRAPPED, True)
-            setattr(cls, name, method)
-        return wrapper
-
-    return install
 
 
 @wrap("__init__")
 def _build(original, self, config, *args, **kwargs):
     if getattr(config, "hyperattn", None) is not None:
         HyperAttnConfig.from_dict(config.hyperattn)  # before Transformers copies what a stranger wrote
+    for part in tree(config):
+        if marked(part) and part._attn_implementation is None:  # nobody asked for anything
+            part._attn_implementation_internal = RUNNING
     original(self, config, *args, **kwargs)
     note_masks(self)
     self.__dict__[WANTED] = [
@@ -70,8 +60,9 @@ def _build(original, self, config, *args, **kwargs):
     self.__dict__[ASKED] = list(asked_by_own_name(self.config))
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
-        noted = STOCK in self.config.__dict__  # a patched checkpoint is built as it was before the patch
-        self.config._attn_implementation = stock_name(self.config) if noted else neutral
+        # a patched checkpoint is built as it was before the patch
+        name = stock_name(self.config) if marked(self.config) else neutral
+        self.config._attn_implementation_internal = name
 
 
 @wrap("post_init")
@@ -84,8 +75,7 @@ def _finish(original, self):
         check_routed(self, name)
     if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
         check_asked(self)
-    if not restored:
-        settle_names(self)
+    settle_names(self)
     return original(self)
 
 
@@ -124,28 +114,86 @@ def _initialize(original, self, module, *args, **kwargs):
         module._is_hf_initialized = True
 
 
+@wrap("_finalize_model_loading")
+def _check_loading(original, model, load_config, loading_info):
+    check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
+    return original(model, load_config, loading_info)
+
+
+@wrap("load_state_dict")
+def _load_state_dict(original, self, state_dict, *args, **kwargs):
+    result = original(self, state_dict, *args, **kwargs)
+    warn_of_state_dict(self, state_dict, result.missing_keys, result.unexpected_keys)
+    return result
+
+
 @wrap("set_attn_implementation")
 def _set(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
-    check_implementation(self, (name for _, name in asked), {PATCHED, RUNNING})
-    if not any(name in OURS for _, name in asked):
+    names, saved = {name for _, name in asked}, saved_name(self.config)
+    before = [(config, config._attn_implementation) for config in all_configs(self)]
+    patched = [(config, name) for config, name in before if marked(config)]
+    beneath = [(config, getattr(config, STOCK)) for config, _ in patched]
+    if patched and names <= {PATCHED, RUNNING}:
+        return None
+    if names & OURS:
+        note_all(self)
+        model_patches.serve(self)
+        if isinstance(attn_implementation, str):
+            check_routed(self, attn_implementation)
+            check_parts(self, attn_implementation)
+        for config, name in asked:
+            if name in OURS and config is not self.config:
+                check_config(self, config, name)
+    try:
         result = original(self, attn_implementation, *args, **kwargs)
-        settle_names(self)
-        return result
-    note_all(self)
-    model_patches.serve(self)
-    if isinstance(attn_implementation, str):
-        check_routed(self, attn_implementation)
-        check_parts(self, attn_implementation)
-    for config, name in asked:
-        if name in OURS and config is not self.config:
-            check_config(self, config, name)
-    result = original(self, attn_implementation, *args, **kwargs)
-    for config, name in asked:
-        if name in OURS and config._attn_implementation != name:
-            raise refusal(config.model_type, name)
+        for config, name in asked:
+            if name in OURS and config._attn_implementation != name:
+                raise refusal(config.model_type, name)
+        for config, name in patched:
+            run_beneath(config, name)
+        check_unpatchable(self)
+    except BaseException:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        for config, name in beneath:
+            setattr(config, STOCK, name)
+        raise
+    warn_replaced(self.config, saved, f"{type(self).__name__} running")
     settle_names(self)
     return result
+
+
+def check_unpatchable(model: PreTrainedModel) -> None:
+    """Raise where the implementation beneath a patch is none that `unpatch_model` could leave behind."""
+    for _, host in patched_hosts(model):
+        if inner(host.hyper).newly_routed and is_routed(host):
+            name = stock_name(host.config)
+            try:
+                check_unroute(host, name)
+            except ValueError as error:
+                raise ValueError(
+                    f"attn_implementation={name!r} cannot run beneath what {type(model).__name__} is patched with: "
+                    "its own class does not know it; allowed: the one it was loaded with, or 'eager'"
+                ) from error
+
+
+def warn_replaced(config, saved: str | dict | None, what: str) -> None:
+    """Warn, once, where a mechanism's name that was part of a checkpoint has given way to another name.
+
+    Args:
+        config: as it is now.
+        saved: what it said before, as in config.json.
+        what: the model and what it did with the old name, for the message.
+    """
+    for part, name in requested(config, saved):
+        now = part._attn_implementation
+        if name in OURS - {PATCHED, RUNNING} and now != name:
+            logger.warning(
+                f"{what} with attn_implementation={name!r} runs {now or 'sdpa'!r} as asked; for {name!r} leave "
+                f"attn_implementation out, or call model.set_attn_implementation({name!r})"
+            )
+            return
 
 
 def requested(config, implementation: str | dict) -> list[tuple]:

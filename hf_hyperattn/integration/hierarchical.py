@@ -14,20 +14,32 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
-from .heard import DEAF, HEARD, carried, heard_now, with_heard
+from .hierarchy_context import (
+    CONTEXT,
+    PART,
+    USED,
+    HierarchyContext,
+    inherited_hierarchy,
+    unwrap_checkpoints,
+    use_hierarchy,
+    wrap_checkpoints,
+)
 from .hosts import find_hosts, is_cross_attention
-from .records import patched_hosts, tree
+from .records import inner, patched_hosts, tree
 
 NAME = "hierarchy"
 
-#: The methods of `generate` that are changed.
-GENERATION = ("generate", "prepare_inputs_for_generation", "_get_candidate_generator")
+#: The methods with which `generate` runs an encoder, by version of Transformers.
+ENCODING = (
+    "_prepare_encoder_decoder_kwargs_for_generation",
+    "_maybe_prepare_encoder_kwargs_for_generation",
+)
 
-#: Where an instance keeps what `become` changed on it.
+#: Where an instance keeps what `swap_class` changed on it.
 KEPT = "_hyperattn_forwards"
 
 
@@ -57,9 +69,16 @@ def accepting_class(stock: type) -> type:
 
     @functools.wraps(original)
     def forward(self, *args, hierarchy=None, **kwargs):
-        if hierarchy is None:
-            return original(self, *args, **kwargs)
-        return told(self, hierarchy, original, *args, **kwargs)
+        context, name = getattr(self, PART)
+        if not torch.compiler.is_compiling():
+            if hierarchy is not None:
+                check_hierarchy(self, hierarchy)
+            if context.part is None and torch.is_grad_enabled():
+                wrap_checkpoints(self, context)
+        elif hierarchy is None and context.hierarchy is None:
+            return original(self, *args, **kwargs)  # a graph without writes to the context
+        hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
+        return use_hierarchy(context, name, hierarchy, original, self, *args, **kwargs)
 
     forward.__signature__ = signature.replace(parameters=[*given[:end], new, *given[end:]])
     body = {
@@ -77,18 +96,25 @@ def accepting_class(stock: type) -> type:
 def generation_methods(stock: type) -> dict:
     """What `generate` needs beyond the signature of `forward`.
 
-    The hierarchy stays at the length of the prompt: attention extends it to the keys there are.
+    It hands the hierarchy to every call of `forward` and of the encoder that is about its rows; what else is called
+    while it runs (logits processors, the pass without prompt of `guidance_scale`) gets none. The hierarchy stays at the
+    length of the prompt: attention extends it to the keys there are.
     """
-    generation, prepare, candidates = (getattr(stock, name, None) for name in GENERATION)
+    generation, prepare = stock.generate, getattr(stock, "prepare_inputs_for_generation", None)
+    candidates = getattr(stock, "_get_candidate_generator", None)
+    own = generation is not GenerationMixin.generate
 
     @functools.wraps(generation)
-    def generate(self, *args, **kwargs):
-        if kwargs.get(NAME) is None:
-            return generation(self, *args, **kwargs)
-        check_hierarchy(self, kwargs[NAME])
-        # Noted for all of it, since it calls encoders itself; a family's own `generate` knows no such keyword.
-        heard = kwargs[NAME] if prepare else kwargs.pop(NAME)
-        return with_heard(heard, generation, self, *args, **kwargs)
+    def generate(self, *args, hierarchy=None, **kwargs):
+        hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
+        context, name = getattr(self, PART)
+        if hierarchy is not None:
+            check_hierarchy(self, hierarchy)
+            if prepare:
+                kwargs[NAME] = hierarchy
+        # A family's own `generate` calls parts without the keyword, and where it prepares no inputs the whole as well.
+        inside = name if prepare else name[:-1]
+        return use_hierarchy(context, inside, hierarchy if own else None, generation, self, *args, **kwargs)
 
     @functools.wraps(prepare)
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -100,33 +126,35 @@ def generation_methods(stock: type) -> dict:
     @functools.wraps(candidates)
     def _get_candidate_generator(self, *args, **kwargs):
         helper = kwargs.get("assistant_model")
-        if helper is not None and not isinstance(helper, Accepting):
+        other_tokens = kwargs.get("assistant_tokenizer") is not None
+        if helper is not None and (other_tokens or not isinstance(helper, Accepting)):
             kwargs["model_kwargs"] = {k: v for k, v in kwargs["model_kwargs"].items() if k != NAME}
         return candidates(self, *args, **kwargs)
 
     changed = (generate, prepare_inputs_for_generation, _get_candidate_generator)
-    return {name: new for name, new in zip(GENERATION, changed, strict=True) if hasattr(stock, name)}
+    methods = {method.__name__: method for method in changed if hasattr(stock, method.__name__)}
+    return methods | {name: encoding(getattr(stock, name)) for name in ENCODING if hasattr(stock, name)}
 
 
-def told(model: PreTrainedModel, heard, original, /, *args, **kwargs):
-    """One call of a model that was given a hierarchy."""
-    noted = heard_now()
-    if noted is heard or torch.compiler.is_compiling():  # a part called by the whole, which has done all else
-        return with_heard(heard, original, model, *args, **kwargs)
-    if noted is None:
-        check_hierarchy(model, heard)
-    with carried(model, heard):
-        return with_heard(heard, original, model, *args, **kwargs)
+def encoding(original):
+    """A method that runs an encoder, which hears what `generate` was given: some encoders know no such keyword."""
+
+    @functools.wraps(original)
+    def method(self, inputs_tensor, model_kwargs, *args, **kwargs):
+        call = (original, self, inputs_tensor, model_kwargs, *args)
+        return use_hierarchy(*getattr(self, PART), model_kwargs.get(NAME), *call, **kwargs)
+
+    return method
 
 
 def check_hierarchy(model: PreTrainedModel, hierarchy) -> None:
-    """Raise for a hierarchy that is none, or that no host of the model is meant to hear."""
+    """Raise for a hierarchy that is none, or that is about no host of the model."""
     if not isinstance(hierarchy, Hierarchy) and not isinstance(hierarchy, Tensor):
         raise ValueError(
             f"hierarchy is a {type(hierarchy).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
             "[batch, length, levels]"
         )
-    if all(getattr(host, DEAF, False) for _, host in find_hosts(model)):
+    if all(getattr(host, CONTEXT, None) is None for _, host in find_hosts(model)):
         raise ValueError(
             f"{type(model).__name__} is a part that hierarchy= is not about: in an encoder-decoder it is about the "
             "encoder's tokens, beside a text model about the text; give it to the whole model, or patch this part alone"
@@ -138,29 +166,31 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
 
     Args:
         model: the outermost model.
-        hosts: its hosts that can use one. Where the model has several sequences, the encoder's hear it rather than the
+        hosts: its hosts that can use one. Where the model has several sequences, the encoder's use it rather than the
             decoder's, and the text's rather than those of images and sounds; the others keep their windows.
     """
-    hearing = set(map(id, listeners(model, hosts)))
+    using = set(map(id, hosts_of_hierarchy(model, hosts)))
+    context, prefix = getattr(model, PART, None) or (HierarchyContext(), ".")
     for _, host in find_hosts(model):
-        host.__dict__.pop(DEAF, None)
-        if id(host) not in hearing:
-            setattr(host, DEAF, True)
-    for part in parts_with_hosts(model):
+        setattr(host, CONTEXT, context if id(host) in using else None)
+    for name, part in parts_with_hosts(model):
+        setattr(part, PART, (context, f"{prefix}{name}." if name else prefix))
         if not isinstance(part, Accepting):
-            become(part, accepting_class(type(part)))
+            swap_class(part, accepting_class(type(part)))
 
 
 def settle_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
-    names = {n for m in MECHANISMS.values() if m.stage == "structure" for n in m.names}
-    named = names and any(config._attn_implementation in names for config in tree(model.config))
-    if not named and not isinstance(model, Accepting):
-        return
-    if next(patched_hosts(model), None) is not None:
+    structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
+    names = {n for m in structures.values() for n in m.names}
+    patched = dict(patched_hosts(model))
+    if not any(config._attn_implementation in names for config in tree(model.config)):
+        if isinstance(model, Accepting) and not (patched and PART in model.__dict__):
+            ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
+    hosts += [m for m in patched.values() if structures.keys() & dict(inner(m.hyper).named_children()).keys()]
     if hosts:
         accept_hierarchy(model, hosts)
     else:
@@ -170,13 +200,14 @@ def settle_names(model: PreTrainedModel) -> None:
 def ignore_hierarchy(model: nn.Module) -> None:
     """Undo `accept_hierarchy`."""
     for module in model.modules():
-        module.__dict__.pop(DEAF, None)
-        module.__dict__.pop(HEARD, None)
         if isinstance(module, Accepting):
-            become(module, type(module).stock_class)
+            swap_class(module, type(module).stock_class)
+        for name in (CONTEXT, PART, USED):
+            module.__dict__.pop(name, None)
+    unwrap_checkpoints(model)
 
 
-def become(part: PreTrainedModel, cls: type) -> None:
+def swap_class(part: PreTrainedModel, cls: type) -> None:
     """Change the class of a model, also where hooks of accelerate's keep its `forward` on the instance."""
     before, kept = part.__dict__.pop(KEPT, {}), {}
     for name in ("forward", "_old_forward"):
@@ -194,7 +225,7 @@ def become(part: PreTrainedModel, cls: type) -> None:
         part.__dict__[KEPT] = kept
 
 
-def listeners(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]:
+def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]:
     """The hosts whose tokens a hierarchy given to the whole model is about."""
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = model.get_encoder()
@@ -209,8 +240,8 @@ def listeners(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]
     return [host for host in hosts if getattr(host, "config", None) is text] or hosts
 
 
-def parts_with_hosts(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The model and the models inside it that hold attention hosts."""
-    for part in model.modules():
+def parts_with_hosts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Name and module of the model and the models inside it that hold attention hosts."""
+    for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and next(find_hosts(part), None) is not None:
-            yield part
+            yield name, part

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,10 @@ from ..choice import head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..overrides import mechanisms_of
+from ..readable import can_read
 from ..registry import get_mechanism
+
+logger = logging.getLogger("hf_hyperattn")
 
 
 class Hyper(nn.Module):
@@ -33,6 +38,7 @@ class Hyper(nn.Module):
         heads = head_numbers(config.heads, host.heads, host.name)
         for mechanism in self.mechanisms():
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
+            check_heads(layer, heads, host)
             self.add_module(mechanism.mechanism, layer)
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
@@ -61,6 +67,7 @@ class Hyper(nn.Module):
                 f"a host patched for {self.heads} heads was called with {call.query.shape[1]}; patch it in "
                 "the form in which it runs"
             )
+        warn_of_hierarchy(call, tuple(self._modules))
         untouched = plan = Plan.of(call)
         for layer in self.children():
             plan = layer(plan)
@@ -77,9 +84,9 @@ class Hyper(nn.Module):
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
         if (
             self.moved
-            or torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or call.options.dropout_p
+            or not can_read(*self.parameters())
         ):
             return False
         self.moved = not all(layer.identical() for layer in self.children())
@@ -90,3 +97,35 @@ class Hyper(nn.Module):
         self.moved = False
         for layer in self.children():
             layer.reset_parameters()
+
+
+def warn_of_hierarchy(call: HostCall, names: tuple[str, ...]) -> None:
+    """Warn where a call has a hierarchy, and none of these mechanisms can use one."""
+    if call.keywords.get("hierarchy") is not None and not torch.compiler.is_compiling():
+        if all(get_mechanism(name).stage != "structure" for name in names):
+            _warn_of_hierarchy(" and ".join(names))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_hierarchy(names: str) -> None:
+    logger.warning(
+        f"hierarchy= reached attention that runs {names}, which ignores it; leave it out, or patch the model with a "
+        "mechanism over hierarchies too, such as HsaConfig()"
+    )
+
+
+def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:
+    """Refuse some of a host's heads for a layer that would change all of them.
+
+    Args:
+        layer: as its mechanism built it.
+        heads: those that were chosen, None for all.
+        host: where it is to be put.
+    """
+    some = heads is not None and len(heads) < host.heads
+    if some and not (layer.honours_heads and layer.heads == heads):
+        raise ValueError(
+            f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
+            f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
+            "changes those alone (self.chosen) and says honours_heads = True"
+        )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from .checkpoint_files import read_config
 from .records import recorded_hosts, tree
 
 
@@ -19,16 +22,40 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
         source: directory or Hub id.
 
     Raises:
-        ValueError: it is no model that this Transformers knows.
-        OSError: it cannot be found or read.
+        ValueError: it is no model that this Transformers knows, or cannot be found or read.
     """
-    if is_path(source) and not (Path(source) / "config.json").is_file():
-        raise ValueError(f"{source} holds no config.json; allowed: the directory or Hub id of a saved model")
-    config = AutoConfig.from_pretrained(source)
-    if any(recorded_hosts(part) is not None for part in tree(config)):
-        return class_of(config).from_pretrained(source, dtype="auto")
-    with torch.device("meta"):
-        return class_of(config)._from_config(config)
+    config = load_config(source)
+    with errors_as(f"{source}: cannot load it"):
+        if any(recorded_hosts(part) is not None for part in tree(config)):
+            return class_of(config).from_pretrained(source, dtype="auto")
+        with torch.device("meta"):
+            return class_of(config)._from_config(config)
+
+
+def load_config(source: str | os.PathLike) -> PreTrainedConfig:
+    """The config of a model of Transformers' own code, on the disk checked before anything is made of it.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it is one that this Transformers does not know.
+    """
+    if is_path(source):
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(
+                f"{source} holds no config.json; allowed: the directory or Hub id of a saved model"
+            )
+        read_config(Path(source))
+    with errors_as(f"{source}: cannot load it"):
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+@contextmanager
+def errors_as(message: str) -> Iterator[None]:
+    """Whatever a damaged checkpoint makes of the code of Transformers comes out as one ValueError, after `message`."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        raise ValueError(f"{message}: {kind}{error}") from error
 
 
 def is_path(source: str | os.PathLike) -> bool:

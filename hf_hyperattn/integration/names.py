@@ -16,18 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import HyperAttnConfig, MechanismConfig
 from ..mechanisms.base import Plan
-from ..registry import MECHANISMS, Mechanism, get_mechanism, on_register
+from ..registry import Mechanism, get_mechanism, on_register
 from .call import host_call, module_output, wants_weights
 from .families import family_mask
 from .hosts import is_cross_attention
+from .hyper import warn_of_hierarchy
 from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
-
-
-def registered_names() -> tuple[str, ...]:
-    """All names of ours, that of patched models last."""
-    return (*(name for mechanism in MECHANISMS.values() for name in mechanism.names), PATCHED)
 
 
 def register_names() -> None:
@@ -60,6 +56,7 @@ def by_name(name: str, default: MechanismConfig):
 
     def forward(module, query, key, value, attention_mask, **keywords):
         call = host_call(module, query, key, value, attention_mask, **keywords)
+        warn_of_hierarchy(call, (default.mechanism,))
         plan, weights = Plan.of(call), wants_weights(module, keywords)
         if get_mechanism(default.mechanism).cross_attention or not is_cross_module(module):
             config = by_name_config(module, default).for_model(getattr(module, "config", None))
@@ -85,15 +82,27 @@ def is_cross_module(module: nn.Module) -> bool:
 def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
     """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults."""
     data = getattr(getattr(module, "config", None), "hyperattn", None)
-    if not isinstance(data, dict):
-        return default
+    return BY_NAME[_number(data, default)] if isinstance(data, dict) else default
+
+
+#: The configs that `config.hyperattn` brought for use by name.
+BY_NAME: list[MechanismConfig] = []
+
+
+@torch.compiler.assume_constant_result  # the compiler cannot follow it, but guards the dict, and takes a number
+def _number(data: dict, default: MechanismConfig) -> int:
+    """Where in `BY_NAME` the mechanism's parameters are."""
+    mechanism = default.mechanism
     record = _parse(json.dumps(data, sort_keys=True))
     if record.overrides:
         raise ValueError(
-            f"config.hyperattn has overrides for single hosts, which {default.mechanism} used by name cannot honour; "
+            f"config.hyperattn has overrides for single hosts, which {mechanism} used by name cannot honour; "
             "allowed: patch_model with this config, or a config without overrides"
         )
-    return next((m for m in record.mechanisms if m.mechanism == default.mechanism), default)
+    found = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
+    if found not in BY_NAME:
+        BY_NAME.append(found)
+    return BY_NAME.index(found)
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,26 +11,30 @@ from transformers import PreTrainedModel
 import model_patches
 
 from ..choice import Choice, head_numbers
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
+from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
-from .hidden import ignore
-from .hierarchical import ignore_hierarchy
-from .records import erase_records, inner, patched_hosts, recorded_hosts
+from .hidden import remove_hooks
+from .hierarchical import ignore_hierarchy, settle_names
+from .records import erase_records, inner, patched_hosts, recorded_hosts, tree
 from .refusal import check_parts, has_attention, refusal
+from .rollback import rollback_on_error
 from .selection import select
 from .stock import OURS, PATCHED
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def patch_model(
-    model: nn.Module,
+    model: Model,
     *mechanisms: MechanismConfig | HyperAttnConfig,
     layers: Choice = None,
     heads: Choice = None,
-    mode: str = "blend",
+    mode: Mode = "blend",
     include_cross_attention: bool = False,
-) -> nn.Module:
+) -> Model:
     """Give a pretrained model hierarchy-aware attention, in place.
 
     Every chosen attention host gets one child, `hyper`, which owns all added parameters. With mode="blend" the
@@ -37,7 +42,7 @@ def patch_model(
 
     Args:
         model: any Transformers model whose attention is served: bare, with a head, composite, wrapped by PEFT,
-            compiled, offloaded or quantised.
+            compiled, offloaded or quantised. Adapters that it has get the added parameters, to train and save.
         mechanisms: mechanism configs such as `ConeConfig()`, at most one per stage; or one `HyperAttnConfig`.
         layers: None for all, a number, a list or range of numbers (negative ones count from the end), "last-third",
             "first-half", "last-4", "every-2nd", or a function of a `Host`. Numbers and names count within each stack
@@ -65,17 +70,14 @@ def patch_model(
             f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
             "before patching: del model.config.hyperattn"
         )
-    newly_routed = route(base)
-    try:
+    with rollback_on_error(base):
+        newly_routed = route(base)
         chosen = choose_hosts(base, config)
         check_own_attention(chosen)
         check_parts(base, PATCHED, [module.config for module, _ in chosen])
         config = settle_overrides(settle_heads(config, chosen), chosen, base)
         attach(base, config, chosen, newly_routed)
-    except BaseException:
-        if newly_routed:
-            model_patches.unserve(base)
-        raise
+        give_adapters_hyper(model, base)
     return model
 
 
@@ -95,13 +97,20 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         original = give_back(base, name)
         return model if original is base else original
     if not hosts and not recorded:
-        raise ValueError(f"{type(base).__name__} is not patched; nothing to undo")
+        names = {c._attn_implementation for c in tree(base.config) if c._attn_implementation in OURS}
+        how = f"runs attn_implementation={min(names)!r} by name" if names else "is not patched"
+        raise ValueError(
+            f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
+            "model.set_attn_implementation('sdpa')"
+        )
     if len(hosts) < len(recorded) and hosts:
         raise ValueError(
             f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
             "unpatch_model on that"
         )
-    take_off(base)
+    with rollback_on_error(base):
+        take_off(base)
+        take_hyper_from_adapters(model, base)
     return model
 
 
@@ -111,9 +120,10 @@ def take_off(base: PreTrainedModel) -> None:
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
-        ignore(host)
+        remove_hooks(host)
     ignore_hierarchy(base)
     erase_records(base)
+    settle_names(base)  # parts that run a structure by name
     if newly_routed:
         model_patches.unserve(base)
 
@@ -138,7 +148,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return seen
 
 
-def gather(mechanisms, layers, heads, mode: str, include_cross_attention: bool) -> HyperAttnConfig:
+def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool) -> HyperAttnConfig:
     """One `HyperAttnConfig` out of the arguments of `patch_model`."""
     if len(mechanisms) == 1 and isinstance(mechanisms[0], HyperAttnConfig):
         if layers is not None or heads is not None or mode != "blend" or include_cross_attention:

@@ -1,7 +1,8 @@
 """What the configs of a patched model say, so that config.json brings it back: the record and two names.
 
-`config.hyperattn` is the record: what was done, and to which hosts. `config.attn_implementation` is what Transformers
-reads on the next load; `config.hyperattn_stock` is the implementation from before. The modules are the truth, and the
+`config.hyperattn` is the record: what was done, and to which hosts. `attn_implementation`, which Transformers reads on
+the next load, is written from what runs (config_hooks.py); `config.hyperattn_stock` is the implementation that runs
+beneath the mechanism: the one from before, unless another was set. The modules are the truth, and the
 records are written from them: into the model's config, and into that of every part that has one of its own (the text
 model of a vision-language model), so that a part can be saved, or loaded out of the whole, by itself.
 """
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .hyper import Hyper
-from .stock import PATCHED, RUNNING, STOCK, stock_name
+from .stock import OURS, PATCHED, RUNNING, STOCK, marked, stock_name
 
 RECORD = "hyperattn"
 
@@ -73,20 +74,12 @@ def _write(part: PreTrainedModel) -> set[int]:
         part.config.hyperattn = replace(done[0], hosts=tuple(hosts), overrides=own).to_dict()
     elif recorded_hosts(part.config) is not None:
         del part.config.hyperattn
-    for config in tree(part.config):
-        name = reload_name(config)
-        if name:
-            config.attn_implementation = name
-        else:
-            _forget_name(config)
     return {id(host) for host in hosts.values()} if alike else set()
 
 
 def erase_records(model: PreTrainedModel) -> None:
     """Take out of every config what `write_records` put there."""
-    own = [config for part in parts(model) for config in tree(part.config)]
-    lent = (getattr(module, "config", None) for module in model.modules())
-    _erase([*own, *(c for c in lent if isinstance(c, PreTrainedConfig))])
+    _erase(all_configs(model))
 
 
 @contextmanager
@@ -108,13 +101,6 @@ def _erase(configs: Iterable[PreTrainedConfig]) -> None:
         if recorded_hosts(config) is not None:
             del config.hyperattn
         config.__dict__.pop(STOCK, None)
-        _forget_name(config)
-
-
-def _forget_name(config) -> None:
-    """Take out what the next load would read, where it is ours."""
-    if PATCHED in str(config.__dict__.get("attn_implementation")):
-        del config.attn_implementation
 
 
 def name_before(config) -> str | None:
@@ -123,20 +109,20 @@ def name_before(config) -> str | None:
 
 
 def _mark(config) -> None:
-    """Set our implementation and note the one from before.
-
-    On a reload the note is there already, and an implementation that the user asked for stays.
-    """
-    if STOCK not in config.__dict__:
+    """Set our implementation and note the one from before; on a reload the note is there already."""
+    if not marked(config):
         setattr(config, STOCK, config._attn_implementation)
         config._attn_implementation_internal = RUNNING
 
 
-def reload_name(config) -> str | dict:
-    """What `attn_implementation` must say in config.json: our name for exactly the configs that are marked."""
-    names = {"": PATCHED} if STOCK in config.__dict__ else {}
-    below = {key: reload_name(part) for key, part in sub_configs(config)}
-    return PATCHED if names and not below else names | {key: name for key, name in below.items() if name}
+def saved_name(config) -> str | dict | None:
+    """What `attn_implementation` must say in config.json for the next load to run the names of ours that run now."""
+    name = config._attn_implementation
+    name = PATCHED if marked(config) or name == RUNNING else name if name in OURS else None
+    below = {key: saved_name(part) for key, part in sub_configs(config)}
+    if all(other == name for other in below.values()):
+        return name
+    return {key: name for key, name in {"": name, **below}.items() if name}
 
 
 def sub_configs(config) -> Iterator[tuple[str, object]]:
@@ -150,6 +136,13 @@ def tree(config) -> Iterator[object]:
     yield config
     for _, part in sub_configs(config):
         yield from tree(part)
+
+
+def all_configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config that a part of the model, or a module in it, runs on, and those below them."""
+    lent = (getattr(module, "config", None) for module in model.modules())
+    found = {id(c): c for top in lent if isinstance(top, PreTrainedConfig) for c in tree(top)}
+    return list(found.values())
 
 
 def parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:

@@ -6,15 +6,16 @@ while it is built. Nothing of Transformers is wrapped, so only the exported clas
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
 from .conversions import rebuild
 from .families import family_mask, note_all
-from .records import tree
+from .record_check import check_loaded
+from .records import all_configs, patched_hosts, saved_name, tree
 from .serving import patched_forward
-from .stock import PATCHED, RUNNING
+from .stock import PATCHED, RUNNING, marked, run_beneath
 
 ASKED = "_hyperattn_asked"
 
@@ -48,7 +49,30 @@ class Patched:
         settle_stock(self)
         bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
         rebuild(self)
+        for config in all_configs(self):
+            if name := saved_name(config):
+                config.attn_implementation = name  # for the next save: Transformers writes no other name
+        for _, host in patched_hosts(self):
+            host.register_forward_pre_hook(stay_patched)
         super().post_init()
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        """As in Transformers, after the record is compared with the tensors."""
+        check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def set_attn_implementation(self, *args, **kwargs):
+        """As in Transformers, for what runs beneath the mechanism."""
+        super().set_attn_implementation(*args, **kwargs)
+        for config in filter(marked, all_configs(self)):
+            run_beneath(config)
+
+
+def stay_patched(host, args) -> None:
+    """The hook before a host's call: a name that was written into its config becomes what runs beneath."""
+    if host.config._attn_implementation != RUNNING:
+        run_beneath(host.config)
 
 
 AttentionInterface.register(RUNNING, patched_forward)

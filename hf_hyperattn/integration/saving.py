@@ -1,49 +1,34 @@
-"""Saving a patched model: a card beside the weights, and never half a checkpoint in place of a whole one.
+"""Saving a patched model or its adapter: a card beside the weights, and always a whole checkpoint in the folder.
 
-Transformers writes straight into the target, so that a save which is killed leaves neither the old checkpoint nor
-the new one. For patched models `save_pretrained` writes into a folder inside the target, and only when everything is
-there, and on the disk, are the files moved to their places, one rename each. The weights' index, or their one file,
-goes first and comes last: a kill between two renames leaves a folder that fails to load, and no mixture of two saves.
+Transformers and PEFT write straight into the target, so that a save which is killed leaves neither the old checkpoint
+nor the new one. What is ours is saved through `folders.replace_folder` instead. Where many processes save one model
+together, all gather its weights and one of them writes.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
-import re
-import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftModel
 from transformers import PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
 
-import hub_cards
+from ..folders import is_interrupted
+from .adapter_saving import before_saving_natively
+from .publishing import checkpoint_folder
+from .records import all_configs, patched_hosts, recorded_hosts, tree, without_records, write_records
+from .stock import OURS, PATCHED, RUNNING
+from .wrapping import wrap
 
-from ..config import HyperAttnConfig
-from ..registry import MECHANISMS
-from .guard import wrap
-from .records import patched_hosts, recorded_hosts, tree, without_records, write_records
+logger = logging.getLogger("hf_hyperattn")
 
-STAGE = ".hyperattn-saving-"
-VARIANT = r"(?P<variant>\.\w+)?"
-WEIGHTS = re.compile(rf"(?P<of>(adapter_)?model){VARIANT}(?P<shard>-\d+-of-\d+)?\.safetensors")
-INDEX = re.compile(rf"(?P<of>(adapter_)?model)\.safetensors\.index{VARIANT}\.json")
-
-
-def card_facts(published: object) -> dict | None:
-    """What the card of a published object says beyond its files; None for anything that is not ours."""
-    facts = hub_cards.patched_facts(published)
-    if facts is not None:
-        papers = {
-            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
-        }
-        facts["about"] = papers
-    return facts
-
-
-hub_cards.hook_uploads(PushToHubMixin, card_facts)
+#: Arguments of `save_pretrained` that only a push reads.
+HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
 
 
 @wrap("save_pretrained")
@@ -51,96 +36,78 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     patched = next(patched_hosts(self), None) is not None
     if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
-    elif any(recorded_hosts(part) is not None for part in tree(self.config)):
+    before_saving_natively(self, kwargs.get("state_dict", args[0] if args else None))
+    if not patched and any(recorded_hosts(part) is not None for part in tree(self.config)):
         with without_records(self):  # it shares its config with a patched model, or with parts that were one
             return original(self, save_directory, is_main_process, *args, **kwargs)
-    alone = not is_main_process or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory)
-    if alone or not patched:
+    call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
+    options = {**call.pop("kwargs", {}), **call}
+    warn_of_unsaved_names(self)
+    by_name = any(part._attn_implementation in OURS for part in tree(self.config))
+    if not (patched or by_name) or options.get("distributed_checkpoint") or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
-    pushed, target = kwargs.pop("push_to_hub", False), Path(save_directory)
-    with hub_cards.card_beside(save_directory, self, facts_for=card_facts), staged(target) as stage:
-        local = {name: value for name, value in kwargs.items() if name not in HUB_ONLY}
-        original(self, stage, is_main_process, *args, **local)
-        _write_config_beside(stage, self)
-    if pushed:
-        _push(original, self, target.resolve().name, *args, **kwargs)
+    pushed = options.pop("push_to_hub", False)
+    local = {n: v for n, v in options.items() if n not in (*HUB_ONLY, "self", "save_directory")}
+    _write_model(original, self, Path(save_directory), local)
+    if pushed:  # from a folder of its own: what is pushed is what was saved
+        hub = {n: v for n, v in options.items() if n not in ("self", "save_directory")}
+        hub.setdefault("repo_id", Path(save_directory).resolve().name)
+        with tempfile.TemporaryDirectory() as folder:
+            original(self, folder, push_to_hub=True, **hub)
 
 
-@wrap("save_pretrained", PeftModel)
-def _save_adapter(original, self, save_directory, *args, **kwargs):
-    base = self.get_base_model()
-    if not isinstance(base, PreTrainedModel) or next(patched_hosts(base), None) is None:
-        return original(self, save_directory, *args, **kwargs)
-    with hub_cards.card_beside(save_directory, self, facts_for=card_facts):
-        result = original(self, save_directory, *args, **kwargs)
-        for folder in (Path(save_directory), *(p for p in Path(save_directory).iterdir() if p.is_dir())):
-            _write_config_beside(folder, base)
-    return result
+def warn_of_unsaved_names(model: PreTrainedModel) -> None:
+    """Warn where a part runs a name of ours on a config of its own, of which config.json says nothing: T5's encoder."""
+    said = {config._attn_implementation for config in tree(model.config)}
+    running = {config._attn_implementation for config in all_configs(model)} & OURS - {PATCHED, RUNNING}
+    for name in sorted(running - said):
+        logger.warning(
+            f"a part of {type(model).__name__} runs attn_implementation={name!r}, which its config.json cannot say; "
+            f"call set_attn_implementation({name!r}) on the whole model, or on that part after every load"
+        )
 
 
-def _write_config_beside(folder: Path, model: PreTrainedModel) -> None:
-    """Beside an adapter goes the config that patches its base: `HyperAttnConfig.from_pretrained(adapter_directory)`."""
-    if (folder / "adapter_config.json").is_file() and recorded_hosts(model.config) is not None:
-        HyperAttnConfig.from_dict(model.config.hyperattn).save_pretrained(folder)
+def _write_model(original, model: PreTrainedModel, target: Path, options: dict) -> None:
+    """Save a model; every process takes part in gathering its weights, and one writes them."""
+    if not model.should_save_on_this_rank(options["is_main_process"]):
+        with tempfile.TemporaryDirectory() as nothing_is_written_here:
+            original(model, nothing_is_written_here, **options)
+        return model.barrier_after_gathered_checkpoint_save(_distributed_config(model))
+    gathered = False
+    try:
+        with checkpoint_folder(target, model) as folder:
+            original(model, folder, **options)
+            gathered = True
+    finally:
+        if gathered:  # the others leave `save_pretrained` when the checkpoint is in its place
+            model.barrier_after_gathered_checkpoint_save(_distributed_config(model))
 
 
-#: Arguments of `save_pretrained` that only a push reads.
-HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
+def _distributed_config(model: PreTrainedModel):
+    return getattr(model.config, "distributed_config", None)
 
 
-def _push(original, model: PreTrainedModel, name: str, *args, **kwargs) -> None:
-    """Upload from a folder of its own: what is pushed is what was saved."""
-    kwargs.setdefault("repo_id", name)
-    with tempfile.TemporaryDirectory() as folder:
-        original(model, folder, True, *args, push_to_hub=True, **kwargs)
+@wrap("from_pretrained")
+def _load(original, cls, pretrained_model_name_or_path, *args, **kwargs):
+    with interrupted_save_named(pretrained_model_name_or_path):
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+
+@wrap("from_pretrained", PeftModel)
+def _load_adapter(original, cls, model, model_id, *args, **kwargs):
+    with interrupted_save_named(model_id):
+        return original(cls, model, model_id, *args, **kwargs)
 
 
 @contextmanager
-def staged(target: Path):
-    """A folder inside `target` whose files replace those of `target` when the block ends without an error."""
-    target.mkdir(parents=True, exist_ok=True)
-    for left_over in target.glob(f"{STAGE}*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    stage = Path(tempfile.mkdtemp(dir=target, prefix=STAGE))
+def interrupted_save_named(folder: object) -> Iterator[None]:
+    """Let the error of a load from a folder that an interrupted save left say how to bring the save to its end."""
     try:
-        yield stage
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        yield
+    except Exception as error:
+        if isinstance(folder, str | os.PathLike) and is_interrupted(folder):
+            raise OSError(
+                f"a save into {folder} was interrupted, or is under way; to bring it to its end, run "
+                f"`hyperattn recover {folder}` ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from error
         raise
-    _move(stage, target)  # where this fails, what was not moved stays in the folder
-    shutil.rmtree(stage, ignore_errors=True)
-
-
-def _move(stage: Path, target: Path) -> None:
-    """Every file to its place, so that a load at any moment finds the old checkpoint, the new one, or no weights.
-
-    What a load of weights looks for goes away before anything is moved, and comes last.
-    """
-    files = {file.relative_to(stage): file for file in sorted(stage.rglob("*")) if file.is_file()}
-    for file in files.values():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    entries = [name for name in files if is_entry(str(name))]
-    kinds = {kind(str(name)) for name in files} - {None}
-    there = [old for old in target.iterdir() if kind(old.name) in kinds]
-    for old in (old for old in there if is_entry(old.name)):
-        old.unlink()
-    for name in (name for name in files if name not in entries):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(files[name], target / name)
-    for old in (old for old in there if Path(old.name) not in files):
-        old.unlink(missing_ok=True)  # a shard of an older save that had more of them
-    for name in entries:
-        os.replace(files[name], target / name)
-
-
-def kind(name: str) -> tuple | None:
-    """Which weights a file is part of: the model's or an adapter's, and their variant. None for other files."""
-    found = WEIGHTS.fullmatch(name) or INDEX.fullmatch(name)
-    return found and (found["of"], found["variant"])
-
-
-def is_entry(name: str) -> bool:
-    """Whether a load of weights looks for this file: all in one, or the index of the shards."""
-    whole = WEIGHTS.fullmatch(name)
-    return bool(INDEX.fullmatch(name) or (whole and not whole["shard"]))

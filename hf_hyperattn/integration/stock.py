@@ -29,6 +29,11 @@ OURS: set[str] = {PATCHED, RUNNING}
 STOCK = "hyperattn_stock"
 
 
+def marked(config) -> bool:
+    """Whether hosts that run on this config are patched."""
+    return STOCK in config.__dict__
+
+
 def stock_name(config) -> str:
     """The implementation from before, or "sdpa" where this machine does not have it."""
     name = getattr(config, STOCK, "sdpa")
@@ -36,11 +41,35 @@ def stock_name(config) -> str:
     return name if known and name not in OURS else "sdpa"
 
 
-def stock_forward(module, query, key, value, attention_mask, **keywords):
-    """The stock attention function of this host; masks come as SDPA has them, bool or None."""
+def run_beneath(config, running: str = RUNNING) -> None:
+    """Let the implementation that was asked for on a patched config be what runs beneath the mechanism.
+
+    Args:
+        running: the name of ours that the config goes on to run.
+
+    Raises:
+        ValueError: it is a mechanism's own name, or cannot run beneath one.
+    """
+    name = config._attn_implementation
+    if name is not None and not name.startswith(PATCHED):
+        if name in OURS or "flex_attention" in name:
+            raise ValueError(
+                f"attn_implementation={name!r} cannot run beneath what {config.model_type!r} is patched with; allowed: "
+                "'eager', 'sdpa' or flash attention, or unpatch_model(model) first"
+            )
+        setattr(config, STOCK, name)
+    config._attn_implementation_internal = running
+
+
+def stock_forward(module, query, key, value, attention_mask, weights: bool = False, **keywords):
+    """The stock attention function of this host; masks come as SDPA has them, bool or None.
+
+    Args:
+        weights: attention weights are wanted: only the family's eager function has them, so it computes all.
+    """
     name = stock_name(module.config)
     attention_mask = within_indices(attention_mask, keywords.pop("indices", None), key.shape[2])
-    if name == "eager" or keywords.get("softcap") is not None:
+    if weights or name == "eager" or keywords.get("softcap") is not None:
         mask = additive_mask(module, query, key, attention_mask, keywords.get("is_causal"))
         return eager_function(type(module))(module, query, key, value, mask, **keywords)
     if name == "flex_attention" or ("flash" in name and attention_mask is not None):
@@ -59,7 +88,10 @@ def additive_mask(
         ]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    dtype = (
+        torch.float32 if query.dtype == torch.float64 else query.dtype
+    )  # in which families take the softmax
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 #: The families' own eager attention by class of host. Found when a model is patched: the compiler cannot look for it.
@@ -80,7 +112,8 @@ def eager_function(cls: type) -> Callable:
         find_eager([cls])
     if cls not in EAGER:
         raise ValueError(
-            f"{cls.__name__} has no eager attention beside it; load the model with attn_implementation='sdpa'"
+            f"{cls.__name__} has no eager attention, which softcap and output_attentions=True need; allowed: calls "
+            "without them, under attn_implementation='sdpa'"
         )
     return EAGER[cls]
 

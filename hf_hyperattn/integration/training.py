@@ -1,16 +1,19 @@
-"""Training patched models: a PEFT config, optimizer groups, and a freeze of all that was there before the patch."""
+"""Training patched models: a PEFT config, optimizer groups, no decay of what was added, a freeze of all else."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 
 from torch import nn
+from transformers import trainer_pt_utils
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_pt_utils import get_parameter_names
 
 from .hyper import Hyper
 from .patching import base_model, patched_hosts
+from .wrapping import WRAPPED
 
 #: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.
 UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -89,7 +92,7 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers from 0")
     added = hyper_parameters(model)
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
+    decayed = set(trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
     groups = {
         "weights": dict(params=[], lr=lr, weight_decay=weight_decay),
         "undecayed": dict(params=[], lr=lr, weight_decay=0.0),
@@ -103,6 +106,29 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
     if not found:
         raise ValueError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
     return found
+
+
+def exempt_from_decay() -> None:
+    """Keep the Trainer's weight decay, and that of trainers made from it, off added parameters.
+
+    All of them choose what to decay by `get_parameter_names`, which goes through a model from child to child. The
+    Trainer takes it from its module when it is imported, which takes a second and is therefore not done here.
+    """
+    original = trainer_pt_utils.get_parameter_names
+    if hasattr(original, WRAPPED):
+        return
+
+    @functools.wraps(original)
+    def get_parameter_names(model, *args, **kwargs):
+        return [] if isinstance(model, Hyper) else original(model, *args, **kwargs)
+
+    setattr(get_parameter_names, WRAPPED, True)
+    for module in (trainer_pt_utils, sys.modules.get("transformers.trainer")):
+        if module is not None:
+            module.get_parameter_names = get_parameter_names
+
+
+exempt_from_decay()
 
 
 def freeze_base(model: nn.Module) -> nn.Module:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 PACKAGE = __name__.split(".")[0]
 PREFIX = "hyperattn"
@@ -66,7 +68,7 @@ def _imports(package: str, names: list[ast.alias], imported: list[str]) -> Itera
     """The lines that take the place of one relative import."""
     plain = []
     for alias in names:
-        if is_module(f"{package}.{alias.name}"):
+        if is_module(package, alias.name):
             imported.append(f"{package}.{alias.name}")
             known = alias.asname or alias.name
             yield f"from .{flat_name(imported[-1])} import __name__ as _{known}"
@@ -78,9 +80,10 @@ def _imports(package: str, names: list[ast.alias], imported: list[str]) -> Itera
         yield f"from .{flat_name(package)} import {', '.join(plain)}"
 
 
-def is_module(name: str) -> bool:
-    """Whether there is a module of that name."""
+def is_module(package: str, name: str) -> bool:
+    """Whether a name that is imported from a package is a module: a function may have the name of the one it is in."""
     try:
-        return importlib.util.find_spec(name) is not None
+        there = importlib.util.find_spec(f"{package}.{name}") is not None
     except ModuleNotFoundError:
         return False
+    return there and isinstance(getattr(sys.modules[package], name, sys), ModuleType)

@@ -18,6 +18,7 @@ from ..engines import Options, PairScore, attention, dot_score
 from ..engines.halves import unrounded
 from ..engines.late import LateFields, late
 from ..engines.options import full_precision
+from ..readable import can_read
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class HostCall:
         keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
         first: where the keys begin.
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
+        heads: the number of query heads of the whole host, and the first one that is in `query`: under tensor
+            parallelism a rank has some of them. None where all are there.
     """
 
     query: Tensor
@@ -98,6 +101,7 @@ class HostCall:
     keywords: dict = field(default_factory=dict)
     first: FirstKey = field(default_factory=FirstKey)
     hidden: Tensor | None = None
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,12 @@ class MechanismLayer(nn.Module):
         config: the mechanism's config.
         host: the host it is built for, or None where the mechanism is used by name and has nothing to learn.
         mode: "blend" or "replace".
-        heads: the query heads it changes, None for all.
+        heads: the query heads it changes, None for all. `chosen` makes a mask of them.
     """
+
+    #: Whether the layer leaves heads alone that are not in `heads`. Where it does not say so, patching with heads= is
+    #: refused.
+    honours_heads = False
 
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
@@ -162,6 +170,9 @@ class MechanismLayer(nn.Module):
     ):
         super().__init__()
         self.config, self.mode, self.heads = config, mode, heads
+        self.warned: set[str] = (
+            set()
+        )  # what the user was warned of; one set for all layers of a patched model
 
     def forward(self, plan: Plan) -> Plan:
         """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""
@@ -182,8 +193,8 @@ class MechanismLayer(nn.Module):
         return False
 
     def idle(self) -> bool:
-        """Whether the call can be left to the host: identical, and no gradient is wanted. Never while tracing."""
-        if torch.compiler.is_compiling():
+        """Whether the call can be left to the host: identical, and no gradient is wanted; no where that is unknown."""
+        if not can_read(*self.parameters()):
             return False
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         return not learning and self.identical()

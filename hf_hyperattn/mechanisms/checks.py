@@ -1,21 +1,73 @@
-"""Checks of arguments that the faces of all mechanisms share. Every message names the argument and what is allowed."""
+"""Checks of arguments that the functions of all mechanisms share. A message names the argument, its value, and what is
+allowed.
+
+The values of a tensor are looked at where it has some: not while it is traced, fake or on the meta device. Numbers that
+layers learn are kept in range by how they are parametrised, and are not looked at.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..fields import LARGEST, SMALLEST
+from ..fields import LARGEST, SMALLEST, short
+from ..readable import can_read
 
-#: What is allowed of a positive parameter.
-POSITIVE = f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}"
+#: What is allowed of a number, by the least that it may be.
+ALLOWED = {
+    SMALLEST: f"finite numbers above 0 that float32 holds, from {SMALLEST:g} to {LARGEST:g}",
+    0.0: f"finite numbers from 0 to {LARGEST:g}",
+    -LARGEST: f"a finite number of at most {LARGEST:g}",
+}
 
 
-def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    **flags: bool,
+) -> None:
+    """What the functions of all mechanisms take alike; `flags` are the other arguments that are True or False.
+
+    Functions of scores alone, which take no value, give the key in its place.
+    """
+    for name, flag in {"enable_gqa": enable_gqa, **flags}.items():
+        if not isinstance(flag, bool | torch.SymBool):
+            _refuse(name, flag, "True or False")
+    check_qkv(query, key, value, enable_gqa)
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask)
+    check_dropout(dropout_p)
+    if scale is not None:
+        check_number("scale", scale)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """`value` is a tensor of real numbers that are all there."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is of type {type(value).__name__}; allowed: a tensor")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {value.layout}; allowed: a dense tensor, torch.strided")
+    if value.is_complex():
+        raise ValueError(f"{name} has dtype {value.dtype}; allowed: real numbers")
+
+
+def check_number(name: str, value: object, least: float = -LARGEST) -> None:
+    """`value` is a finite number from `least`, a key of `ALLOWED`."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):  # traced
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+        _refuse(name, value, ALLOWED[least])
+
+
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Ranks, dtypes, batch sizes, heads, widths and lengths of query, key and value."""
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t is None:
-            continue
+        check_tensor(name, t)
         if t.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}; allowed: 4 axes, [batch, heads, length, dim]"
@@ -31,7 +83,9 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool
     if query.shape[-1] < 2:
         raise ValueError(f"query has dim {query.shape[-1]}; allowed: at least 2")
     _check_heads(query, key, enable_gqa)
-    if value is not None and value.shape[1:3] != key.shape[1:3]:
+    if value.shape[-1] < 1:
+        raise ValueError("value has dim 0; allowed: at least 1")
+    if value.shape[1:3] != key.shape[1:3]:
         raise ValueError(
             f"value has heads and length {tuple(value.shape[1:3])}, key has {tuple(key.shape[1:3])}; they "
             "must be equal"
@@ -52,34 +106,35 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 
 def check_dropout(dropout_p: float) -> None:
     """Dropout probabilities are in [0, 1)."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(
-            f"dropout_p={dropout_p!r} is not allowed; allowed: numbers from 0 up to, not including, 1"
-        )
+    number = isinstance(dropout_p, int | float) and not isinstance(dropout_p, bool)
+    if not number or not 0.0 <= dropout_p < 1.0:
+        _refuse("dropout_p", dropout_p, "numbers from 0 up to, not including, 1")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
     """`value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, choices))}")
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}")
 
 
-def check_positive(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """A positive number, or one per query head, as a tensor [1] or [H] on the device of `like`.
+def check_parameter(
+    name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST
+) -> Tensor:
+    """A number from `least`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
+    if not isinstance(value, Tensor):
+        check_number(name, value, least)
+        return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
+    if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, ({heads},)"
+        )
+    if value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {value.dtype}; allowed: integers or floating point")
+    if can_read(value):
+        if not bool(((value >= least) & (value <= LARGEST)).all()):
+            _refuse(name, value.tolist(), ALLOWED[least])
+    return value.reshape(-1).to(like.device)
 
-    The values of a tensor are looked at except while the call is traced, when there are none to look at.
-    """
-    if isinstance(value, Tensor):
-        if value.dim() > 1 or (value.numel() != 1 and value.numel() != heads):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; allowed: one value, or one per query head, "
-                f"({heads},)"
-            )
-        looked = not torch.compiler.is_compiling() and not value.is_complex()
-        if value.is_complex() or (looked and not bool(((value >= SMALLEST) & (value <= LARGEST)).all())):
-            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {POSITIVE}")
-        return value.reshape(-1).to(like.device)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not SMALLEST <= value <= LARGEST:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {POSITIVE}")
-    return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise ValueError(f"{name}={short(value)} is not allowed; allowed: {allowed}")

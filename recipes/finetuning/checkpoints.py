@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from hf_hyperattn.config import write_atomically
+from hf_hyperattn.files import write_atomically
 
 RECIPE, RESULTS, WHOLE = "recipe.json", "results.json", "whole"
 #: Settings that a run may be resumed with otherwise than it was begun: they change no weight.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli.smollm2 import NAME, smollm2
-from hf_hyperattn.config import write_atomically
+from hf_hyperattn.files import write_atomically
 
 from .groups import Model, Peft
 from .settings import Settings

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import hf_hyperattn
-from hf_hyperattn.config import write_atomically
+from hf_hyperattn.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "evaluate", "safetensors", "numpy")
 #: A point of a curve, which JSON with indents would stretch over four lines.

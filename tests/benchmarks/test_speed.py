@@ -12,11 +12,13 @@ from speed.cases import Case, Job, jobs, sweep
 from speed.operations import OPERATIONS
 from speed.store import Store
 
+from tests.oracles.marks import first_always
+
 WAYS = [(name, way) for name, operation in OPERATIONS.items() for way in operation.ways() if way != "flex"]
 TINY = Case("training", 24, 1, 2, 8)
 
 
-@pytest.mark.parametrize("kind", ["forward", "training", "decode"])
+@first_always("kind", ["training", "forward", "decode"])
 @pytest.mark.parametrize("name, way", WAYS, ids=[" ".join(pair) for pair in WAYS])
 def test_every_way_matches_the_definition_and_gets_a_time(name, way, kind):
     case = dataclasses.replace(TINY, kind=kind, causal=kind == "training")

@@ -79,6 +79,7 @@ def test_generation_is_shown(capsys, model, text):
         assert f"  {label}  {expected}\n" in out
 
 
+@pytest.mark.slow
 def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, monkeypatch):
     from hf_hyperattn.cli import demo_rows
 
@@ -89,6 +90,7 @@ def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, mo
     assert seen == [[tiny.BOS]] * 4
 
 
+@pytest.mark.slow
 def test_defaults_fit_a_short_model(capsys, model):
     """The default text, and windows no longer than the model's 96 positions."""
     code, out, _ = demo(capsys, "--model", model, "--generate", "2", "--device", "cpu")
@@ -105,6 +107,7 @@ def test_without_a_model_it_takes_smollm2(capsys, model, text, monkeypatch):
     assert out.startswith("SmolLM2-135M-Instruct, float32 on cpu")
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_draws_bars_and_tables(capsys, model, text, monkeypatch):
     pytest.importorskip("rich")
     for stream in ("stdout", "stderr"):

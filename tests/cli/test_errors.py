@@ -115,10 +115,23 @@ def test_traceback_on_request(files, model):
         cli.main(["demo", "--traceback", "--model", str(model), "--text", str(files / "latin.txt")])
 
 
-def test_an_unforeseen_error_is_not_hidden(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.cli.demo.run", lambda args: {}["a bug of ours"])
-    with pytest.raises(KeyError, match="a bug of ours"):
-        cli.main(["demo"])
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a" * 5000], ids=lambda name: ascii(name)[:9]
+)
+def test_an_error_is_one_printable_line_whatever_a_file_is_called(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recover", name]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 1100
+
+
+def test_an_unforeseen_error_is_one_line_that_says_how_to_see_more(monkeypatch, capsys):
+    monkeypatch.setattr("hf_hyperattn.cli.demo.run", lambda args: {}["a bug\nof ours"])
+    assert cli.main(["demo"]) == 2
+    err = capsys.readouterr().err
+    assert err == "hyperattn demo: error: KeyError: 'a bug\\nof ours'; --traceback shows where\n"
+    with pytest.raises(KeyError, match="a bug"):
+        cli.main(["demo", "--traceback"])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +145,7 @@ def test_help_and_version(arguments, said, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters(model, tmp_path):
     text = tmp_path / "text"
     text.write_text("the fox " * 20)
@@ -166,6 +180,7 @@ def test_interrupted(model, tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes and signals")
 def test_a_reader_that_goes_away(model, files):
     read, write = os.pipe()

@@ -1,5 +1,6 @@
 """`hyperattn inject` on tiny models: what is measured, chosen, verified and written; and what stands behind it."""
 
+import getpass
 import json
 import math
 import random
@@ -15,8 +16,11 @@ from hf_hyperattn.analysis import frontier, hsa_pairs, sensitivity
 from hf_hyperattn.analysis.attention_gradients import listen_to_gradients
 from hf_hyperattn.analysis.sensitivity import Setting
 from hf_hyperattn.cli import main
+from hf_hyperattn.cli.command import build_parser
+from hf_hyperattn.cli.inject_output import public_command
 from hf_hyperattn.mechanisms.hsa.key import key_tied
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+from tests.oracles.marks import first_always
 
 from . import tiny
 
@@ -156,10 +160,11 @@ def test_the_choice_is_the_cheapest_of_all():
         if frontier.Selection({"a": a, "b": b}, 64).pairs <= chosen.pairs
     ]
     assert chosen.pairs <= 0.6
+    assert {config.tuned_length for own in chosen.config().overrides.values() for config in own} == {64}
     assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
 
 
-@pytest.mark.parametrize("length", [192, 2048, 8192])
+@first_always("length", [192, 2048, 8192])
 def test_candidates_fit_the_length(length):
     """No window or nearness as long as the text, refinement within its pairs, biases of one rule in a row."""
     found = frontier.candidates(length)
@@ -178,7 +183,11 @@ def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert 0 < report["pairs"] < 1
     assert re.search(rf"attended pairs +100 % +{report['pairs']:.1%}", out)
-    assert "perplexity" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    texts = "one.txt two.txt"
+    run = f"hyperattn inject model --mechanism hsa --length 192 --rows 32 --text {texts} --output out --budget 0.5"
+    assert "perplexity" in card and f"`{run}`" in card  # as it was run, of paths the last part
+    assert_nothing_private(tmp_path / "out", folder, tmp_path)
     patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     for name in ("one", "two"):  # the third part of the text has the perplexity that was printed
         ids = torch.tensor(tiny.tokenizer()((folder / f"{name}.txt").read_text()).input_ids[384:576])[None]
@@ -187,6 +196,32 @@ def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+def assert_nothing_private(written, *folders):
+    for path in (p for p in written.rglob("*") if p.is_file()):
+        for private in (*map(str, folders), getpass.getuser() + "@"):
+            assert private.encode() not in path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    "model, more, said",
+    [
+        ("org/base", ["--text", "/home/me/a b.txt", "c.txt"], "org/base --text 'a b.txt' c.txt"),
+        ("/home/me/base/", ["--text=/x/y.txt", "--output=/z/new"], "base --text=y.txt --output=new"),
+        ("../me/base", ["--budget", "0.10", "--text", "y"], "base --budget 0.10 --text y"),
+        (".", ["--output", "../new", "--text", "y"], "here --output new --text y"),
+    ],
+)
+def test_the_command_on_a_card(model, more, said, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    argv = ["inject", model, "--mechanism", "hsa", *more]
+    args = build_parser().parse_args(argv)
+    args.argv = argv
+    first, _, rest = said.partition(" ")
+    assert public_command(args) == f"hyperattn inject {first} --mechanism hsa {rest}"
+
+
+@pytest.mark.slow
 def test_a_seed_gives_one_result(capsys, folder, tmp_path):
     for name in ("a", "b"):
         assert inject(capsys, folder, "--pairs", "0.7", "--output", tmp_path / name, "--seed", "3")[0] == 0
@@ -214,7 +249,7 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     from hf_hyperattn.cli import inject_output
 
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
+    (tmp_path / "out" / "config.json").write_text("kept")
 
     def stop(*_, **__):
         raise interrupt
@@ -224,10 +259,11 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     if interrupt is KeyboardInterrupt:
         assert inject(capsys, folder, *arguments)[0] == 130
     else:
-        with pytest.raises(RuntimeError):
-            inject(capsys, folder, *arguments)
+        code, _, err = inject(capsys, folder, *arguments)
+        assert code == 2 and err.endswith("hyperattn inject: error: RuntimeError; --traceback shows where\n")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "kept"
 
 
 def refused(capsys, *arguments) -> str:
@@ -253,7 +289,9 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
         ([*hsa, "--rows", "0"], "--rows 0"),
         ([*hsa, "--seed", "-1"], "--seed -1"),
         ([*hsa, "--output", tmp_path / "full"], "not empty"),
-        ([*hsa, "--output", tmp_path / "full" / "file"], "a file"),
+        ([*hsa, "--output", tmp_path / "full", "--force"], "holds no checkpoint"),
+        ([*hsa, "--output", folder / "model", "--force"], "which would be lost"),
+        ([*hsa, "--output", tmp_path / "full" / "file"], "no directory"),
         ([*hsa, "--output", tmp_path / "no" / "where"], "is no folder"),
         ([folder, "--mechanism", "hsa", "--text", folder / "one.txt"], "not a model"),
         ([folder / "none", "--mechanism", "hsa", "--text", folder / "one.txt"], "no such folder"),

@@ -79,6 +79,9 @@ def test_texts_are_fitted_and_measured(capsys, folder, tmp_path, kind):
     code, out, _ = inject(capsys, folder / kind, *arguments)
     report = json.loads((tmp_path / "new" / "hyperattn_inject.json").read_text())
     assert code == 0 and "of logits" in out and list(report["texts"]) == ["one.txt", "two.txt"]
+    assert (
+        str(folder) not in json.dumps(report) and str(folder) not in (tmp_path / "new/README.md").read_text()
+    )
     assert all(layer["logit_error"] < layer["error"] for layer in report["layers"].values())
     before, after = report["texts"]["one.txt"]
     if kind == "bert":

@@ -1,7 +1,6 @@
 """The conversion of the packaged model, on a package of the test's own that holds a tiny model of the same form."""
 
 import importlib
-import os
 import sys
 
 import pytest
@@ -65,16 +64,6 @@ def test_an_interrupted_conversion_leaves_nothing(cache, package, monkeypatch):
         smollm2.smollm2()
     assert list(cache.iterdir()) == []
     assert smollm2.cached_smollm2() is None
-
-
-def test_what_a_killed_conversion_left_is_removed_later(cache, package, monkeypatch):
-    monkeypatch.setattr(smollm2, "convert", lambda gguf, target: (target / "config.json").write_text("{}"))
-    old, fresh = cache / f".{smollm2.FOLDER}.old", cache / f".{smollm2.FOLDER}.fresh"
-    for folder in (old, fresh):
-        folder.mkdir(parents=True)
-    os.utime(old, (0, 0))
-    folder = smollm2.smollm2()
-    assert sorted(cache.iterdir()) == sorted([fresh, folder])
 
 
 def test_two_conversions_at_once_leave_one_whole_folder(cache, package, monkeypatch):

@@ -79,14 +79,19 @@ class Call:
         return found, tensors
 
     def tie(self, pick: random.Random) -> None:
-        """Some keys equal other keys or queries, some heights (last coordinates) equal, some vectors zero."""
+        """Some keys equal other keys or queries, or nearly so; some heights (last coordinates) equal, vectors zero."""
         q, k = self.leaves["query"], self.leaves["key"]
         n, m = q.shape[2], k.shape[2]
         for _ in range(1 + m // 4):
             i, j, other = pick.randrange(n), pick.randrange(m), pick.randrange(m)
             what = pick.random()
-            if what < 0.4:
+            if what < 0.2:
                 k[:, :, j] = q[:, : k.shape[1], i]
+            elif what < 0.4:  # the query of the first head that attends to the key, and a little noise
+                noise = tensor(
+                    *k[:, :, j].shape, seed=pick.randrange(2**31), scale=10 ** pick.uniform(-5, -2)
+                )
+                k[:, :, j] = q[:, :: q.shape[1] // k.shape[1], i] + noise
             elif what < 0.7:
                 k[:, :, j] = k[:, :, other]
             elif what < 0.9:
@@ -121,7 +126,7 @@ class Call:
             score = dot_score(q, k)
         if self.blend:
             make, scale = cone_piece if self.blend in CONES else hyperbolic_piece, q.shape[-1] ** -0.5
-            score = score.plus(*make(q, k, scale, piece, x["gate"]), watch=self.blend in DISTANCES)
+            score = score.plus(*make(q, k, scale, piece, x["gate"]))
         if self.hype:
             at = [torch.arange(t.shape[2], dtype=torch.float64)[None, None] for t in (q, k)]
             form = "sinh" if self.options["is_causal"] else "cosh"

@@ -28,21 +28,16 @@ class Nearness(Term):
 
     name = "toy_nearness"
     rows, columns, heads = 1, 1, 1
-    always = False
 
     def logits(self, dot, row, column, head, gap=None):
-        squared = row[0] + column[0] - 2 * dot if gap is None else gap
+        squared = row[0] + column[0] - 2 * dot if gap is None else gap(None)
         return -head[0] * squared
-
-    def cancels(self, row, column):
-        return self.always
 
 
 class WatchedNearness(Nearness):
-    """The same, but it always asks for differences."""
+    """The same under another name, for scores with points."""
 
     name = "toy_nearness_watched"
-    always = True
 
 
 PLAIN, WATCHED = register_term(Nearness()), register_term(WatchedNearness())
@@ -60,7 +55,7 @@ def nearness(q, k, beta, gate=None, term=PLAIN):
 def score_of(q, k, beta, term=PLAIN):
     watched = term is WATCHED
     points = (lambda: Points(q, k, torch.ones(q.shape[1], dtype=q.dtype))) if watched else None
-    return PairScore(q, k, (nearness(q, k, beta, term=term),), points=points, watch=watched)
+    return PairScore(q, k, (nearness(q, k, beta, term=term),), points=points)
 
 
 def plain_logits(q, k, beta):

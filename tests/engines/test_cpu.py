@@ -196,7 +196,7 @@ def test_operator_passes_opcheck(spec):
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=9, lk=12, d=8, dtype=torch.float32))
     rows = [torch.rand(1, 2, 9, requires_grad=True) for _ in range(TERMS["umbral_on_product"].rows)]
     columns = [torch.rand(1, 2, 12, requires_grad=True) for _ in rows]
-    numbers = [] if spec == "dot" else [*rows, *columns, torch.ones(2, requires_grad=True)]
+    numbers = [] if spec == "dot" else [*rows, *columns, *torch.ones(2, 2, requires_grad=True)]
     extras = [torch.rand(2, requires_grad=True), torch.ones(9, 12, dtype=torch.bool)[None, None]]
     call = ([q, k, v, *numbers, *extras], spec, "sinks mask", 8, 0.5, True, None, 0, None, 0.0)
     torch.library.opcheck(_forward, call)

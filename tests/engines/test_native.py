@@ -1,6 +1,9 @@
 """Building kernels: once, by one process at a time, and with a plain way where it cannot be done."""
 
 import logging
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,17 +26,15 @@ ADD = 'extern "C" int add(int a, int b) { return a + b + OFFSET; }\n'
 
 
 def built_here() -> bool:
-    from torch.utils import cpp_extension
-
     try:
-        cpp_extension.verify_ninja_availability()
-        subprocess.run([cpp_extension.get_cxx_compiler(), "--version"], capture_output=True, check=True)
+        subprocess.run([*native.compiler(), "--version"], capture_output=True, check=True)
     except (RuntimeError, OSError, subprocess.CalledProcessError):
         return False
     return True
 
 
-needs_compiler = pytest.mark.skipif(not built_here(), reason="no C++ compiler or no ninja")
+needs_compiler = pytest.mark.skipif(not built_here(), reason="no C++ compiler")
+posix = pytest.mark.skipif(os.name != "posix", reason="rights of POSIX")
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_processes_that_build_at_once(place):
         for _ in range(2)
     ]
     assert [run.communicate(timeout=240)[0].strip() for run in runs] == ["6"] * 2
-    assert sorted(p.suffix for p in (place / "built").iterdir()) == [".lock", ".so"]
+    assert sorted(p.suffix for p in (place / "built").iterdir()) == [".lock", ".sha256", ".so"]
 
 
 def test_turned_off(place, monkeypatch, caplog):
@@ -91,13 +92,16 @@ def test_turned_off(place, monkeypatch, caplog):
         key_tied(q, q, q, (4,), is_causal=True, backend="native")
 
 
-@pytest.mark.parametrize("broken", ["compiler", "ninja", "source", "directory"])
+@pytest.mark.parametrize("broken", ["compiler", "path", "source", "directory"])
 def test_one_line_where_it_cannot_be_built(place, monkeypatch, caplog, broken):
     path = source(place, 3)
+    if broken == "source" and not built_here():
+        pytest.skip("no C++ compiler")
     if broken == "compiler":
         monkeypatch.setenv("CXX", str(place / "no-such-compiler"))
-    elif broken == "ninja":
-        monkeypatch.setenv("PATH", "")
+    elif broken == "path":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(place))
     elif broken == "source":
         path.write_text("this is no C++")
     else:
@@ -107,7 +111,12 @@ def test_one_line_where_it_cannot_be_built(place, monkeypatch, caplog, broken):
         assert native.load("add", path) is None
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
-    expected = {"compiler": "no C++ compiler", "ninja": "no ninja", "source": "error", "directory": "built"}
+    expected = {
+        "compiler": "no C++ compiler",
+        "path": "no C++ compiler",
+        "source": "error",
+        "directory": "no directory",
+    }
     assert "add is not compiled" in message and expected[broken] in message
     assert "\n" not in message and len(message) < 400
 
@@ -130,3 +139,170 @@ def test_a_lock_goes_with_its_holder(place):
     assert subprocess.run([sys.executable, "-c", ALONE + code]).returncode == 9
     with native.locked(place / "lock"):
         assert (place / "lock").exists()
+
+
+def test_only_a_compiler_is_needed(place, monkeypatch):
+    """Not ninja, nor torch's headers, nor anything of an activated environment."""
+    compiler = shutil.which(native.compiler()[0]) if built_here() else pytest.skip("no C++ compiler")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    assert native.load("add", source(place, 6)).add(2, 3) == 11
+
+
+# what lies in the cache is checked before it is loaded
+
+DAMAGE = {
+    "truncated": lambda library: library.write_bytes(library.read_bytes()[: library.stat().st_size // 2]),
+    "empty": lambda library: library.write_bytes(b""),
+    "garbled": lambda library: library.write_bytes(garbled(library.read_bytes())),
+    "of another source": lambda library: shutil.copy(planted(library), library),
+    "of another source, with its checksum": lambda library: [
+        shutil.copy(planted(library).with_suffix(end), library.with_suffix(end)) for end in (".so", ".sha256")
+    ],
+    "without checksum": lambda library: library.with_suffix(".sha256").unlink(),
+    "open to others": lambda library: [
+        garble(library),
+        sign(library),
+        library.chmod(0o777),
+        library.with_suffix(".sha256").chmod(0o666),
+    ],
+    "a link": lambda library: [
+        library.rename(library.parent.parent / "x.so"),
+        garble(library.parent.parent / "x.so"),
+        library.symlink_to("../x.so"),
+        sign(library),
+    ],
+    "a pipe for a checksum": lambda library: [
+        library.with_suffix(".sha256").unlink(),
+        os.mkfifo(library.with_suffix(".sha256")),
+    ],
+    "another checksum": lambda library: library.with_suffix(".sha256").write_bytes(b"\xff" * 64),
+}
+
+
+def garble(library: Path) -> None:
+    library.write_bytes(garbled(library.read_bytes()))
+
+
+def sign(library: Path) -> None:
+    library.with_suffix(".sha256").write_text(native.checksum(library))
+
+
+def garbled(content: bytes) -> bytes:
+    """The same with other instructions: all that is not in the first 4 kB."""
+    return content[:4096] + bytes(255 - b for b in content[4096:])
+
+
+def planted(library: Path) -> Path:
+    """A whole library of another source in the same folder, which would return another number."""
+    path = library.parent.parent / "planted.cpp"
+    path.write_text(ADD.replace("OFFSET", "1000"))
+    return native.built("add", [path])
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_bad_library_is_built_anew_and_never_loaded(place, damage):
+    path = source(place, 7)
+    library = native.built("add", [path])
+    whole = library.read_bytes()
+    DAMAGE[damage](library)
+    # in a process of its own: before, some of these killed it
+    code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
+    done = subprocess.run([sys.executable, "-c", ALONE + code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
+    assert library.read_bytes()[:64] == whole[:64] and native.is_intact(library)
+
+
+def by_others(directory: Path, monkeypatch) -> None:
+    monkeypatch.setattr(native.os, "geteuid", lambda: os.stat(directory).st_uid + 1)
+
+
+NOT_OWN = {
+    "writable by all": (lambda d, _: d.chmod(0o777), "can be written to by others"),
+    "writable by its group": (lambda d, _: d.chmod(0o770), "can be written to by others"),
+    "shared, as /tmp is": (lambda d, _: d.chmod(0o1777), "can be written to by others"),
+    "of another user": (by_others, "belongs to another user"),
+    "a link": (
+        lambda d, _: [d.rename(d.parent / "elsewhere"), d.symlink_to(d.parent / "elsewhere")],
+        "is a symbolic link",
+    ),
+    "a dead link": (
+        lambda d, _: [shutil.rmtree(d), d.symlink_to(d.parent / "nowhere")],
+        "is a symbolic link",
+    ),
+}
+
+
+@posix
+@needs_compiler
+@pytest.mark.parametrize("case", NOT_OWN)
+def test_nothing_is_loaded_from_a_directory_that_others_may_fill(place, monkeypatch, caplog, case):
+    path = source(place, 8)
+    native.built("add", [path])  # a whole library with its checksum lies there
+    spoil, message = NOT_OWN[case]
+    spoil(place / "built", monkeypatch)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda *_: pytest.fail("loaded"))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert native.load("add", path) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert message in line and "HF_HYPERATTN_BUILD_DIR" in line and "mode 700" in line and "\n" not in line
+
+
+COMPILERS = {
+    "makes nothing": ("exit 0", "made no library"),
+    "makes rubbish": ('for last; do :; done; echo rubbish | tee "$last"', "too short|invalid ELF"),
+    "says a lot and fails": ("yes rubbish | head -c 1000000; exit 1", "rubbish"),
+    "fails to link": (
+        "echo 'ld: final link failed: No space left'; echo 'collect2: error: ld returned 1'; exit 1",
+        "No space left",
+    ),
+}
+
+
+@posix
+@pytest.mark.parametrize("case", COMPILERS)
+def test_a_compiler_that_compiles_nothing_leaves_nothing(place, monkeypatch, caplog, case):
+    script, message = COMPILERS[case]
+    (place / "my compiler").write_text(f"#!/bin/sh\n{script}\n")
+    (place / "my compiler").chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{place / 'my compiler'}' -v")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert native.load("add", source(place, 10)) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(message, line) and "\n" not in line and len(line) < 400
+    assert not list((place / "built").glob("*.so")) and not list((place / "built").glob("*.sha256"))
+    if built_here():  # and a better one is used
+        monkeypatch.delenv("CXX")
+        native.load.cache_clear()
+        assert native.load("add", source(place, 10)).add(2, 3) == 15
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts")
+def test_nothing_is_compiled_where_nothing_may_run(place, monkeypatch, caplog):
+    (place / "built").mkdir(mode=0o700)
+    if os.system(f"mount -t tmpfs -o noexec,mode=700 tmpfs {place / 'built'} 2>/dev/null") != 0:
+        pytest.skip("may not mount")
+    try:
+        monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled"))
+        with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+            assert native.load("add", source(place, 11)) is None
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "noexec" in line and "HF_HYPERATTN_BUILD_DIR" in line
+    finally:
+        os.system(f"umount {place / 'built'}")
+
+
+@posix
+@needs_compiler
+def test_the_directory_is_the_users_alone(place):
+    old = os.umask(0)
+    try:
+        native.load("add", source(place, 9))
+    finally:
+        os.umask(old)
+    assert (place / "built").stat().st_mode & 0o777 == 0o700
+    modes = {p.suffix: p.stat().st_mode & 0o777 for p in (place / "built").iterdir()}
+    assert (modes[".so"], modes[".sha256"]) == (0o700, 0o600)

@@ -17,11 +17,16 @@ class Picky(Term):
     name, heads = "toy_picky", 1
 
     def logits(self, dot, row, column, head, gap=None):
-        return dot if gap is None else torch.where(gap.isnan(), dot, -gap)
+        return self.vjp(dot, row, column, head, gap)[0]
 
-    def inexact(self, dot, row, column, head):
-        pairs = dot > head[0]
-        return pairs if pairs.any() else None
+    def vjp(self, dot, row, column, head, gap=None):
+        found = gap(dot > head[0])
+        near = ~found.isnan()
+
+        def pullback(grad):
+            return grad.masked_fill(near, 0.0), (), (), (None,), (-grad).masked_fill(~near, 0.0)
+
+        return torch.where(near, -found, dot), pullback
 
 
 PICKY = register_term(Picky())
@@ -29,7 +34,7 @@ PICKY = register_term(Picky())
 
 def score_of(q, k, bound, scale):
     piece = Piece(PICKY, lambda: None, head=(bound,))
-    return PairScore(q, k, (piece,), points=lambda: Points(q.flip(-1), k, scale), watch=True)
+    return PairScore(q, k, (piece,), points=lambda: Points(q.flip(-1), k, scale))
 
 
 def expected(q, k, bound, scale):
@@ -39,22 +44,31 @@ def expected(q, k, bound, scale):
     return torch.where(dot > bound[:, None, None], -gap, dot)
 
 
+def check(q, k, v, bound, scale, below, backend):
+    """The output, and the gradients of the points and their scale, for pairs from differences above `below`."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, scale)]
+    out, _ = attention(score_of(*leaves[:2], bound, leaves[3]), leaves[2], backend=backend)
+    plain = dense.softmax_average(expected(*leaves[:2], below, leaves[3]), leaves[2])
+    assert_close(out, plain, 1e-4, "output")
+    weight = tensor(*out.shape, seed=124).float()
+    grads = [torch.autograd.grad((o * weight).sum(), leaves, allow_unused=True) for o in (out, plain)]
+    for found, wanted, leaf in zip(*grads, leaves, strict=True):
+        wanted = torch.zeros_like(leaf) if wanted is None else wanted
+        assert_close(found, wanted, 1e-4 * max(1.0, float(wanted.abs().max())), "gradient")
+
+
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("batch, heads, kv_heads, lq, lk", [*MANY_BLOCKS, (2, 4, 2, 5, 7)], ids=str)
 def test_single_pairs_are_taken_from_differences(backend, batch, heads, kv_heads, lq, lk, monkeypatch):
     monkeypatch.setattr(tiles, "FEW", 1)  # never whole tiles
     q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=120, dtype=torch.float32)
     bound, scale = tensor(heads, seed=121).abs().float(), tensor(heads, seed=122).float() + 2
-    out, _ = attention(score_of(q, k, bound, scale), v, backend=backend)
-    assert_close(out, dense.softmax_average(expected(q, k, bound, scale), v), 1e-4, "output")
+    check(q, k, v, bound, scale, bound, backend)
 
 
 @pytest.mark.parametrize("backend", FAST)
 def test_many_pairs_are_taken_with_their_whole_tile(backend):
     q, k, v = qkv(1, 2, 1, 30, 40, d=4, seed=123, dtype=torch.float32)
     bound, scale = torch.zeros(2), torch.tensor([1.0, 0.5])
-    out, _ = attention(score_of(q, k, bound, scale), v, backend=backend)
-    everything = expected(q, k, torch.full((2,), -1e9), scale)
-    assert_close(out, dense.softmax_average(everything, v), 1e-4, "output")
-    nothing, _ = attention(score_of(q, k, bound + 1e9, scale), v, backend=backend)
-    assert_close(nothing, dense.softmax_average(q @ k.repeat_interleave(2, 1).mT, v), 1e-5, "output")
+    check(q, k, v, bound, scale, torch.full((2,), -1e9), backend)
+    check(q, k, v, bound + 1e9, scale, bound + 1e9, backend)

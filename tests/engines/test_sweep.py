@@ -1,6 +1,6 @@
 """Every fast engine against `reference` in float64 on random calls, outputs and gradients, ties included.
 
-30 calls always; 2,000 with -m slow. A failure names its seed: SWEEP_SEED=123 runs that call alone.
+15 calls always; 2,000 with -m slow. A failure names its seed: SWEEP_SEED=123 runs that call alone.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 from hf_hyperattn.engines import ENGINES, attention, sdpa
 from tests.engines.sweep import Call
 
-FEW, MANY, PART = 30, 2000, 100
+FEW, MANY, PART = 15, 2000, 100
 #: Of the output; of gradients as a share of the largest. The second pair where points coincide (ties).
 TOLERANCE = {
     torch.float64: ((1e-9, 1e-7), (1e-6, 1e-5)),  # penumbral: no distance is taken for less than 1e-6

@@ -32,7 +32,7 @@ ATOL = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 RTOL = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 #: Gradients smaller than this count as this large: sums of what cancels, of the numbers per head above all.
 FLOOR = {torch.float32: 0.5, torch.float16: 2.0, torch.bfloat16: 2.0}
-slow = pytest.mark.slow
+slow, pytestmark = pytest.mark.slow, pytest.mark.extras
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hf_hyperattn.engines.triton import launch  # noqa: E402
 from tests.engines.triton_ahead import backward, call, compiling  # noqa: E402
 from tests.engines.triton_scores import SCORES, learned  # noqa: E402
 
-slow = pytest.mark.slow
+slow, pytestmark = pytest.mark.slow, pytest.mark.extras
 CHIPS = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program may have
 SMALL = 99 * 1024  # the same on GPUs for desktops
 #: Bytes a thread may keep outside its registers in a kernel's first config; sm80 keeps more at width 128 (docs/gpu.md).

@@ -5,13 +5,14 @@ streams and graphs. The small cases of test_triton.py run there too: `pytest -m 
 import pytest
 import torch
 
-from hf_hyperattn.engines import Options, attention, choice, dot_score
-from hf_hyperattn.functional import cone_attention, hyperbolic_attention
-from tests.engines.test_triton import check, inputs, untuned
-from tests.engines.triton_scores import SCALE, SCORES, learned
-from tests.oracles.cases import assert_close, assert_gradients, tensor
+pytest.importorskip("triton", reason="needs Triton")  # before the tests that it borrows from are imported
 
-pytest.importorskip("triton", reason="needs Triton")
+from hf_hyperattn.engines import Options, attention, choice, dot_score  # noqa: E402
+from hf_hyperattn.functional import cone_attention, hyperbolic_attention  # noqa: E402
+from tests.engines.test_triton import check, inputs, untuned  # noqa: E402
+from tests.engines.triton_scores import SCALE, SCORES, learned  # noqa: E402
+from tests.oracles.cases import assert_close, assert_gradients, tensor  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 __all__ = ["untuned"]  # a fixture
 

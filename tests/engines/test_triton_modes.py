@@ -17,6 +17,7 @@ from tests.oracles.cases import qkv
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.extras
 
 
 def interpret(*arguments):

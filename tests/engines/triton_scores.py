@@ -25,9 +25,7 @@ def hyperbolic(distance):
     space = lambda t: HyperbolicSpace(distance, 0.25, t["gamma"], t["radius"])
     return (
         lambda q, k, t: hyperbolic_score(q, k, space(t)),
-        lambda q, k, t: dot_score(q, k, SCALE).plus(
-            *hyperbolic_piece(q, k, SCALE, space(t), t["gate"]), watch=True
-        ),
+        lambda q, k, t: dot_score(q, k, SCALE).plus(*hyperbolic_piece(q, k, SCALE, space(t), t["gate"])),
     )
 
 

@@ -24,29 +24,10 @@ def poincare_distance(x, y, c):
     return mp.acosh(1 + 2 * c * dot(apart, apart) / ((1 - c * dot(x, x)) * (1 - c * dot(y, y)))) / mp.sqrt(c)
 
 
-def klein_distance(k, l, c):
-    k, l, c = numbers(k), numbers(l), mpf(float(c))
-    cosh = (1 - c * dot(k, l)) / mp.sqrt((1 - c * dot(k, k)) * (1 - c * dot(l, l)))
-    return mp.acosh(max(cosh, mpf(1))) / mp.sqrt(c)
-
-
-def lorentz_distance(x, y, c):
-    """arcosh of -c⟨x,y⟩_L, the time coordinates taken from the hyperboloid's equation."""
-    c = mpf(float(c))
-    x, y = numbers(x[1:]), numbers(y[1:])
-    time = mp.sqrt((1 / c + dot(x, x)) * (1 / c + dot(y, y)))
-    return mp.acosh(max(c * (time - dot(x, y)), mpf(1))) / mp.sqrt(c)
-
-
-def halfspace_distance(p, q, c):
-    p, q = numbers(p), numbers(q)
-    apart = [a - b for a, b in zip(p, q)]
-    return mp.acosh(1 + dot(apart, apart) / (2 * p[-1] * q[-1])) / mp.sqrt(mpf(float(c)))
-
-
-def scattered(distance, points, weights, at, c):
+def scattered(points, weights, at, c):
     """Σ w cosh(√c d(p, at)): what the Einstein midpoint minimises, up to a constant the squared Lorentz distances."""
-    return mp.fsum(w * mp.cosh(mp.sqrt(mpf(c)) * distance(p, at, c)) for p, w in zip(points, weights))
+    root = mp.sqrt(mpf(c))
+    return mp.fsum(w * mp.cosh(root * poincare_distance(p, at, c)) for p, w in zip(points, weights))
 
 
 def minimum(f, start, step=0.1, until=1e-10):

@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.hierarchy import Hierarchy, as_hierarchy
-from hf_hyperattn.integration.heard import DEAF
+from hf_hyperattn.integration.hierarchy_context import ignores_hierarchy
 from hf_hyperattn.integration.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
@@ -61,14 +61,16 @@ def test_every_family_hears_it(family):
     ha.patch_model(model, ToyListenerConfig())
     CALLS.clear()
     model(**inputs)
-    deaf = {m.hyper.toy_listener for m in model.modules() if "hyper" in m._modules and hasattr(m, DEAF)}
-    lengths = {keys for _, keys, layer in CALLS if layer not in deaf}
+    ignoring = {
+        m.hyper.toy_listener for m in model.modules() if "hyper" in m._modules and ignores_hierarchy(m)
+    }
+    lengths = {keys for _, keys, layer in CALLS if layer not in ignoring}
     assert len(lengths) == 1 or family == "served blip"
     for length in sorted(lengths):
         CALLS.clear()
         hierarchy = Hierarchy.windows(length, (2,))
         model(**inputs, hierarchy=hierarchy)
-        assert all((h is None) == (layer in deaf) for h, _, layer in CALLS) and any(heard())
+        assert all((h is None) == (layer in ignoring) for h, _, layer in CALLS) and any(heard())
         assert all(h is hierarchy for h in heard() if h is not None)
     model(**inputs)
     assert not any(h is not None for h in heard())

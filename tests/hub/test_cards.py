@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
 import hub_cards
+from hf_hyperattn.address import install
 from hub_cards.mechanisms import KNOWN
 from hub_cards.results import eval_entries, read_results
 
@@ -87,7 +88,7 @@ def test_how_to_load():
     text = rendered("model", repo_id="me/mine", auto_class="AutoModelForCausalLM", tokenizer=True).text
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
-    assert "import hf_hyperattn" in code and "pip install hf-hyperattn" in text
+    assert "import hf_hyperattn" in code and f"\n{install()}\n" in text
     assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in code
     assert 'AutoTokenizer.from_pretrained("me/mine")' in code
 

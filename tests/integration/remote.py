@@ -5,11 +5,13 @@ python remote.py DIRECTORY...        each holds an export in `export` and `io.pt
 
 import importlib.abc
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 OURS = ("hf_hyperattn", "model_patches", "hub_cards", "tests")
 
@@ -31,6 +33,19 @@ def same(left: list, right: list) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def lacking(auto, directory: Path) -> str:
+    """What a load of the saved export says where one added tensor is not in it."""
+    weights = load_file(directory / "again" / "model.safetensors")
+    del weights[next(name for name in sorted(weights) if name.endswith("hyper.cone.gate"))]
+    shutil.copytree(directory / "again", directory / "lacking")
+    save_file(weights, directory / "lacking" / "model.safetensors", {"format": "pt"})
+    try:
+        auto.from_pretrained(directory / "lacking", trust_remote_code=True)
+    except ValueError as error:
+        return str(error)
+    return "loaded, silently"
+
+
 def load(directory: Path) -> dict:
     config = json.loads((directory / "export" / "config.json").read_text())
     wanted = f"modeling_hyperattn.{config['architectures'][0]}"
@@ -50,12 +65,25 @@ def load(directory: Path) -> dict:
     return {
         "untrusted": untrusted,
         "error": None,
+        "lacking": lacking(auto, directory),
         "same": same(tensors(model, inputs), expected),
         "saved again": same(tensors(again, inputs), expected),
         "remote": type(model).__module__.startswith("transformers_modules."),
         "class": type(model).__name__,
         "generated": generated(model, inputs),
+        "beneath": beneath(model, inputs),
     }
+
+
+def beneath(model, inputs: dict) -> float:
+    """How far a name that is written into the config, as Transformers does for Whisper, takes the output away."""
+    inputs = {
+        name: t for name, t in inputs.items() if name != "attention_mask"
+    }  # padding has no meaning to compare
+    expected = tensors(model, inputs)
+    model.config._attn_implementation = "eager"
+    found = tensors(model, inputs)
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
 def generated(model, inputs: dict) -> list[int] | None:

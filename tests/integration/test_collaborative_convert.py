@@ -229,14 +229,17 @@ def test_copies_are_converted_by_themselves():
     assert not list(patched_hosts(other)) and len(list(patched_hosts(model))) == 4
 
 
-def test_other_implementations_are_refused(tmp_path):
-    model, _ = shared("bert")
-    for name in ("sdpa", "eager", "cone"):
-        with pytest.raises(ValueError, match="no other attention left"):
-            model.set_attn_implementation(name)
+def test_other_implementations_run_beneath(tmp_path):
+    """They are what unconverted layers run; a converted layer has no other attention left."""
+    model, inputs = shared("bert")
+    expected = run(model, inputs)
+    with pytest.raises(ValueError, match="'cone' cannot run beneath"):
+        model.set_attn_implementation("cone")
+    model.set_attn_implementation("eager")
+    assert difference(expected, run(model, inputs)) <= 1e-6
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="attn_implementation"):
-        hf.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+    again = hf.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert difference(expected, run(again, inputs)) <= 1e-6
 
 
 def test_converted_twice_or_patched_after_is_refused():

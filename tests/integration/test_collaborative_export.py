@@ -15,6 +15,7 @@ from tests.integration.collaborative import shared
 from tests.integration.models import difference, run
 
 FAMILIES = ("bert", "gpt2")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,14 @@ def test_a_pair_is_one_patch(family, pair, tmp_path):
     assert not State(model).differences(before) and difference(run(model, inputs), start) == 0
 
 
-@pytest.mark.parametrize("family, pair", [m for m in MEANT if m[0] != "bert"], ids=label)
+@pytest.mark.parametrize(
+    "family, pair",
+    [
+        pytest.param(*m, marks=[pytest.mark.slow] if i % 3 else [])
+        for i, m in enumerate(m for m in MEANT if m[0] != "bert")
+    ],
+    ids=label,
+)
 def test_a_pair_generates_the_same_with_a_cache(family, pair):
     model, inputs = patched(family, pair)
     perturb(model, 0.2)

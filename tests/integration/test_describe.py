@@ -28,7 +28,9 @@ def test_a_patched_model_host_by_host():
         "heads": 4,
         "kv_heads": 2,
         "kind": "causal",
+        "attn_implementation": "hf_hyperattn",
         "mechanisms": ["cone"],
+        "active": True,
         "parameters_added": 12,
         "gates": {"cone.gate": (-0.25, 0.5)},
     }
@@ -133,3 +135,19 @@ def test_what_is_no_model(text, tmp_path, capsys):
 def test_a_path_that_is_not_there(capsys):
     assert main(["describe", "/no/such/place"]) == 2
     assert "/no/such/place holds no config.json" in capsys.readouterr().err
+
+
+def test_it_says_what_runs():
+    """A patch that another implementation hides is no effect, and a mechanism by name is one."""
+    model = ha.patch_model(llama(), CONE, layers=[1])
+    model.config._attn_implementation_internal = "eager"
+    found = ha.describe(model)
+    assert [h["active"] for h in found["hosts"]] == [False] * 4
+    assert str(found).endswith(
+        "not active: the patched hosts run attn_implementation='eager', without what was added"
+    )
+    model = llama()
+    model.set_attn_implementation("cone")
+    found = ha.describe(model)
+    assert found["patched"] == 0 and {h["attn_implementation"] for h in found["hosts"]} == {"cone"}
+    assert str(found).endswith("by name: attention is 'cone'")

@@ -1,9 +1,11 @@
 """`hyperattn export --remote-code`: a patched checkpoint for machines without this package."""
 
 import ast
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,10 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
+from hf_hyperattn.address import install
 from hf_hyperattn.cli import main
 from hf_hyperattn.integration.export import export_remote_code
+from hf_hyperattn.integration.vendoring import vendored
 from hf_hyperattn.registry import MECHANISMS
 from tests.integration import toy_rooms
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
@@ -58,7 +62,8 @@ def test_without_the_package_the_logits_are_the_same(family, elsewhere):
     answer, model, inputs = elsewhere[family]
     assert answer["error"] is None
     assert answer["same"] and answer["saved again"] and answer["remote"]
-    assert answer["class"] == type(model).__name__
+    assert answer["class"] == type(model).__name__ and answer["beneath"] <= 1e-4
+    assert "lacks 1 of the" in answer["lacking"] and "hyper.cone.gate" in answer["lacking"]
     if answer["generated"] is not None:
         expected = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert answer["generated"] == expected[0].tolist()
@@ -67,7 +72,7 @@ def test_without_the_package_the_logits_are_the_same(family, elsewhere):
 @pytest.mark.parametrize("family", ROUTED)
 def test_where_code_cannot_be_copied_the_package_is_named(family, elsewhere):
     answer = elsewhere[family][0]
-    assert "ImportError" in answer["error"] and "pip install hf_hyperattn" in answer["error"]
+    assert "ImportError" in answer["error"] and f"install hf_hyperattn: {install()}" in answer["error"]
 
 
 @pytest.mark.parametrize("family", COPIED + ROUTED)
@@ -123,6 +128,10 @@ def test_what_is_in_an_export(tmp_path):
     assert new == old | {"auto_map": new["auto_map"]}
     assert new["auto_map"]["AutoModelForCausalLM"] == "modeling_hyperattn.LlamaForCausalLM"
     assert new["auto_map"]["AutoModel"] == "modeling_hyperattn.LlamaModel"
+    manifest = json.loads(after.pop("hyperattn_manifest.json").read_text())
+    assert manifest["sha256"] == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in after.items()
+    }
     for name in after.keys() - before.keys():
         assert re.fullmatch(r"(modeling_hyperattn|hyperattn_\w+)\.py", name)
         text = after[name].read_text()
@@ -156,12 +165,15 @@ def test_a_mechanism_of_another_package_is_imported_from_there(tmp_path):
     try:
         model = ha.patch_model(llama(), toy_rooms.ToyCosineConfig())
         model.save_pretrained(tmp_path / "source")
-        assert export_remote_code(tmp_path / "source", tmp_path / "export") == ["hf_hyperattn", "tests"]
+        assert export_remote_code(tmp_path / "source", tmp_path / "export").packages == [
+            "hf_hyperattn",
+            "tests",
+        ]
     finally:
         for name in set(MECHANISMS) - known:
             del MECHANISMS[name]
     text = (tmp_path / "export" / "modeling_hyperattn.py").read_text()
-    assert "\nimport hf_hyperattn" in text and "\nimport tests" in text
+    assert "\n    import hf_hyperattn" in text and "\n    import tests" in text
     assert not list((tmp_path / "export").glob("hyperattn_*.py"))
 
 
@@ -179,6 +191,26 @@ def test_what_is_there_is_kept_unless_forced(tmp_path):
     export_remote_code(tmp_path / "source", tmp_path / "export", force=True)
     assert not (tmp_path / "export" / "mine.txt").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export", "source"]
+
+
+def test_force_replaces_a_checkpoint_and_nothing_else(tmp_path):
+    source = tmp_path / "home" / "source"
+    saved(source)
+    (tmp_path / "home" / "config.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("mine")
+    for target, message in (
+        (source, "source is or holds .*source, which would be lost; allowed: an absent"),
+        (source.parent, "home is or holds .*source, which would be lost"),
+        (
+            tmp_path / "other",
+            "other holds no checkpoint .no config.json. but other files; allowed: an absent",
+        ),
+    ):
+        before = sorted(target.rglob("*"))
+        with pytest.raises(ValueError, match=message):
+            export_remote_code(source, target, force=True)
+        assert sorted(target.rglob("*")) == before
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -203,6 +235,20 @@ def spoil(directory: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def link(directory: Path, name: str, to: str | Path) -> None:
+    (directory / name).symlink_to(to)
+
+
+def moved(directory: Path, name: str) -> None:
+    """The file outside of the checkpoint, and a link to it in its place."""
+    outside = directory.parent.parent / f"{directory.parent.name}-outside.json"
+    link(directory, name, (directory / name).rename(outside))
+
+
 SOURCES = {
     "a model that is not patched": (lambda d: spoil(d, hyperattn=None), "holds no patched model"),
     "parameters used by name": (
@@ -223,6 +269,57 @@ SOURCES = {
     "an unknown class": (
         lambda d: spoil(d, architectures=["os.system"]),
         "names the class 'os.system', which none",
+    ),
+    "an auto_map that is no object": (lambda d: spoil(d, auto_map=["x"]), "auto_map is .*allowed: an object"),
+    "a class that is no list": (
+        lambda d: spoil(d, architectures={"x": 1}),
+        "architectures is .*a list of str",
+    ),
+    "a million layers": (
+        lambda d: spoil(d, num_hidden_layers=10**6),
+        "num_hidden_layers is 1000000; allowed",
+    ),
+    "weights cut short": (
+        lambda d: cut(d / "model.safetensors"),
+        "model.safetensors is damaged: .*whole safe",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        "holds no weights; allowed: model.safetensors",
+    ),
+    "pickled weights": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        "holds no weights; allowed: model.safetensors",
+    ),
+    "a shard that is not there": (
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-2.safetensors"}}'
+        ),
+        "names 'model-2.safetensors', which is not there",
+    ),
+    "an index of lists": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["x"]}}'),
+        r"names \['x'\], which is not there",
+    ),
+    "an index that leads out of it": (
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "../x.safetensors"}}'
+        ),
+        "names '../x.safetensors', which is not there",
+    ),
+    "a link out of it": (
+        lambda d: link(d, "tokenizer.json", __file__),
+        "tokenizer.json is a link out of the",
+    ),
+    "a config that is a link out of it": (
+        lambda d: moved(d, "config.json"),
+        "config.json is a link out of the",
+    ),
+    "a folder for a file": (lambda d: (d / "vocab.json").mkdir(), "vocab.json is no regular file"),
+    "a pipe for a file": (lambda d: os.mkfifo(d / "merges.txt"), "merges.txt is no regular file"),
+    "settings that are no JSON": (
+        lambda d: (d / "tokenizer_config.json").write_text("{"),
+        "cannot read .*tok",
     ),
     "no class": (lambda d: spoil(d, architectures=None), "names the class None"),
 }
@@ -255,7 +352,7 @@ def test_the_command(tmp_path, capsys):
     assert f'from_pretrained("{out}", trust_remote_code=True)' in printed and "nothing of ours" in printed
     saved(tmp_path / "routed", "falcon")
     assert main(["export", "--remote-code", str(tmp_path / "routed"), str(out), "--force"]) == 0
-    assert "pip install hf-hyperattn" in capsys.readouterr().out
+    assert f"cannot be copied (hf_hyperattn): {install()}" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit:
         main(["export", str(tmp_path / "source"), str(out)])
     assert exit.value.code == 2 and "required: --remote-code" in capsys.readouterr().err
@@ -273,3 +370,81 @@ def test_long_inputs_run_in_the_copied_blockwise_engine(tmp_path, monkeypatch):
         one(**inputs, labels=inputs["input_ids"]).loss.backward()
         gradients.append({n: p.grad for n, p in one.named_parameters() if ".hyper." in n})
     assert difference(*gradients) < 1e-5
+
+
+# what goes along, and what does not
+
+EVIL = "raise SystemExit('code of others has run')\n"
+
+
+def test_no_code_of_others_goes_along(tmp_path, capsys):
+    source, out = tmp_path / "source", tmp_path / "export"
+    saved(source)
+    (source / "custom_generate").mkdir()
+    (source / "additional_chat_templates").mkdir()
+    for name in (
+        "tokenization_mine.py",
+        "custom_generate/generate.py",
+        "hyperattn_evil.py",
+        "training_args.bin",
+    ):
+        (source / name).write_text(EVIL)
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    (source / "secret").symlink_to(tmp_path)
+    named = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}, "tokenizer_class": "Mine"}
+    (source / "tokenizer_config.json").write_text(json.dumps(named))
+    deep = {"image_processor": {"auto_map": {"AutoImageProcessor": "tokenization_mine.Mine"}, "size": 3}}
+    (source / "processor_config.json").write_text(json.dumps(deep))
+    spoil(source, custom_pipelines={"x": {"impl": "tokenization_mine.Mine"}})
+    generation = source / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"custom_generate": "some/where"}))
+    assert main(["export", "--remote-code", str(source), str(out)]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("left out, as ")]
+    for name in (
+        "custom_generate", "secret", "tokenization_mine.py", "training_args.bin", "config.json: custom_pipelines",
+        "generation_config.json: custom_generate", "processor_config.json: auto_map", "tokenizer_config.json: auto_map",
+    ):  # fmt: skip
+        assert repr(name) in line
+    files = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
+    assert not any(EVIL in path.read_text(errors="replace") for path in files.values())
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    for name, path in files.items():
+        if path.suffix == ".json":
+            content = path.read_text()
+            assert "tokenization_mine" not in content and "custom_generate" not in content, name
+    assert json.loads(files["processor_config.json"].read_text()) == {"image_processor": {"size": 3}}
+    assert "additional_chat_templates/tool.jinja" in files
+    assert set(json.loads(files["hyperattn_manifest.json"].read_text())["sha256"]) == set(files) - {
+        "hyperattn_manifest.json"
+    }
+
+
+def test_links_within_the_hubs_cache_are_followed(tmp_path):
+    """A snapshot there holds links to the blobs of the same repository, and to no other."""
+    saved(tmp_path / "plain")
+    repository = tmp_path / "models--me--mine"
+    snapshot = repository / "snapshots" / "0123"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "plain").iterdir():
+        shutil.copy(path, repository / "blobs" / f"of-{path.name}")
+        link(snapshot, path.name, Path("..", "..", "blobs", f"of-{path.name}"))
+    for source, target in ((tmp_path / "plain", tmp_path / "1"), (snapshot, tmp_path / "2")):
+        export_remote_code(source, target)
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "12")
+    assert one == two
+    other = tmp_path / "models--me--other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "secret").write_text("{}")
+    link(snapshot, "vocab.json", other / "secret")
+    with pytest.raises(ValueError, match="vocab.json is a link out of the checkpoint"):
+        export_remote_code(snapshot, tmp_path / "3")
+    assert not (tmp_path / "3").exists()
+
+
+def test_a_function_that_has_the_name_of_its_module_is_copied_as_a_function():
+    files = vendored(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
+    assert (
+        "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
+    )
+    assert "from .hyperattn_engines_cpu_norms import norms" in files["hyperattn_engines_cpu.py"]

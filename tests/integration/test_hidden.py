@@ -1,5 +1,6 @@
 """Widths of hosts, and the hidden states that reach layers which read them."""
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
 from hf_hyperattn.integration import serving
 from hf_hyperattn.integration.attach import all_hosts
+from hf_hyperattn.integration.hidden import HIDDEN
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, llama, perturb, run, text_inputs
@@ -84,6 +86,64 @@ def test_hidden_states_reach_the_layer_and_nothing_stays(family, reader):
 def test_a_host_without_such_a_layer_has_no_hook(reader):
     model = ha.patch_model(llama(), ha.ConeConfig())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def inside_attention(model):
+    """A module that runs after a host's hidden states were noted, and before its attention reads them."""
+    return model.model.layers[0].self_attn.v_proj
+
+
+def shorter():
+    return {name: t[:1, :7] for name, t in text_inputs().items()}
+
+
+def test_a_model_called_again_by_its_own_hook(reader):
+    model = ha.patch_model(llama(), reader)
+    perturb(model)
+    expected, inner, seen = run(model, text_inputs()), run(model, shorter()), []
+
+    def hook(*_):
+        handle.remove()
+        seen.append(run(model, shorter()))
+
+    handle = inside_attention(model).register_forward_hook(hook)
+    found = run(model, text_inputs())
+    assert all(torch.equal(found[n], expected[n]) and torch.equal(seen[0][n], inner[n]) for n in expected)
+
+
+def test_threads_of_one_model(reader):
+    model = ha.patch_model(llama(), reader)
+    perturb(model)
+    calls = [text_inputs(), shorter(), {"input_ids": text_inputs()["input_ids"].flip(1)}]
+    expected, found = [run(model, inputs) for inputs in calls], {}
+    barrier = threading.Barrier(len(calls), timeout=60)
+    inside_attention(model).register_forward_hook(lambda *_: None if barrier.wait() else None)
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: run(model, calls[i])}))
+        for i in range(len(calls))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(expected):
+        assert all(torch.equal(found[i][n], want[n]) for n in want)
+
+
+def test_nothing_is_kept_after_an_error(reader):
+    model = ha.patch_model(llama(), reader)
+
+    def fail(*_):
+        raise KeyError("in the middle")
+
+    handle = inside_attention(model).register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model(**text_inputs())
+    handle.remove()
+    hosts = [module for module in model.modules() if HIDDEN in module.__dict__]
+    assert hosts and all(getattr(host, HIDDEN).call is None for host in hosts)
+    model(**text_inputs())
+    assert all(getattr(host, HIDDEN).call is None for host in hosts)
 
 
 def test_gradients_are_the_same_under_gradient_checkpointing(reader):

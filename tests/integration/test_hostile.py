@@ -2,11 +2,13 @@
 
 import copy
 import json
+import os
 import sys
 import time
 
 import pytest
 import transformers as hf
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
@@ -232,6 +234,31 @@ def test_a_file_of_our_own_that_is_no_config(text, tmp_path):
     with pytest.raises(ValueError, match="allowed") as caught:
         ha.HyperAttnConfig.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
+)
+def test_a_file_of_our_own_that_is_none(make, tmp_path):
+    make(tmp_path / "hyperattn_config.json")
+    with pytest.raises(ValueError, match="it is no regular file; allowed: a JSON object"):
+        ha.HyperAttnConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "null", "[" * 100_000], ids=lambda text: text[:5])
+def test_an_adapter_config_that_is_none(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match="adapter_config.json: .*allowed: a JSON object") as caught:
+        PeftModel.from_pretrained(llama(), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_the_card_does_not_stop_a_save(tmp_path):
+    os.mkfifo(tmp_path / "README.md")
+    ha.patch_model(llama(), ha.ConeConfig()).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").is_fifo() and (tmp_path / "model.safetensors").is_file()
 
 
 def test_a_refused_checkpoint_leaves_nothing_behind(tmp_path):

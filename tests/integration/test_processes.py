@@ -41,6 +41,7 @@ def together(tmp_path_factory) -> dict:
     return torch.load(folder / "results.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_train_as_one(way, name, together):

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from tests.integration.models import State, clip, difference, llama, llava, perturb, run
+from tests.integration.models import State, clip, difference, llama, llava, perturb, run, text_inputs
 from tests.integration.patches import VARIANTS, make
 
 CONE = ha.ConeConfig()
@@ -100,8 +100,21 @@ def test_patching_what_holds_a_patched_part_is_refused():
 
 
 def test_unpatching_what_is_not_patched_is_refused():
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched; nothing to undo"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched, so there is no patch to undo"):
         ha.unpatch_model(llama())
+    model = llama()
+    model.set_attn_implementation("cone")
+    with pytest.raises(ValueError, match="runs attn_implementation='cone' by name.*set_attn_implementation"):
+        ha.unpatch_model(model)
+
+
+@pytest.mark.parametrize("how", ["patch", "name"])
+def test_onnx_is_refused_in_one_line(how, monkeypatch):
+    model = llama()
+    ha.patch_model(model, CONE) if how == "patch" else model.set_attn_implementation("cone")
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(ValueError, match="LlamaAttention has an attention of hf_hyperattn.*use torch.export"):
+        run(model, text_inputs())
 
 
 @pytest.mark.parametrize("name", ["cone", "hf_hyperattn"])

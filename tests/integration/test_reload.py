@@ -156,14 +156,15 @@ def test_low_cpu_mem_usage(low, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, dict(dtype=torch.bfloat16), dict(device_map="auto")], ids=str)
-def test_missing_keys_are_zeros_and_never_garbage(options, tmp_path):
+def test_a_fresh_patch_is_zeros_and_never_garbage(options, tmp_path):
     """The weights of the base beside the config of the patched model: the identity."""
     model, inputs = llama(), text_inputs()
     model.save_pretrained(tmp_path / "base")
     plain_config = (tmp_path / "base" / "config.json").read_text()
     ha.patch_model(model, CONE).save_pretrained(tmp_path / "patched")
     shutil.copy(tmp_path / "patched" / "config.json", tmp_path / "base" / "config.json")
-    again, report = type(model).from_pretrained(tmp_path / "base", output_loading_info=True, **options)
+    with ha.fresh_patch():
+        again, report = type(model).from_pretrained(tmp_path / "base", output_loading_info=True, **options)
     assert len(report["missing_keys"]) == len(added(again)) == 12
     assert not any(p.any() or not p.isfinite().all() for p in added(again).values())
     (tmp_path / "base" / "config.json").write_text(plain_config)
@@ -175,7 +176,12 @@ def test_keys_of_another_size_start_afresh_where_the_user_asked_for_it(tmp_path)
     model, _, _ = patched("llama")
     model.save_pretrained(tmp_path)
     halves = dict(num_attention_heads=2, head_dim=16, num_key_value_heads=1)
-    again = type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)
+    with pytest.raises(
+        ValueError, match=r"hyper.cone.gate' with shape \(4,\), and its config asks for \(2,\)"
+    ):
+        type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)
+    with ha.fresh_patch():
+        again = type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)
     assert {p.shape for p in added(again).values()} == {(2,)}
     assert not any(p.any() for p in added(again).values())
 

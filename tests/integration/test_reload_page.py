@@ -22,15 +22,20 @@ def blocks(language: str) -> list[str]:
 def test_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("HuggingFaceTB/SmolLM2-135M")
-    (saving, loading), (command,) = blocks("python"), blocks("bash")
+    (saving, starting_anew, by_name, loading), commands = blocks("python"), blocks("bash")
     names: dict = {}
     exec(saving, names)
     ids = torch.arange(9)[None]
     with torch.no_grad():
         expected = names["model"](ids).logits
         assert torch.equal(names["again"](ids).logits, expected)
-    program, *arguments = shlex.split(command)
-    assert program == "hyperattn" and main(arguments) == 0
+    exec(starting_anew, names)
+    assert ha.describe(names["fresh"])["patched"] == 2
+    exec(by_name, names)
+    assert names["again"].config._attn_implementation == "cone"
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "hyperattn" and main(arguments) == 0
     exec(loading, names)
     with torch.no_grad():
         assert torch.equal(names["model"](ids).logits, expected)
@@ -43,5 +48,8 @@ def test_the_page(tmp_path, monkeypatch, capsys):
 
 def test_the_stock_implementation_is_what_the_page_says():
     model = ha.patch_model(llama(), ha.ConeConfig())
-    assert model.config.hyperattn_stock == "sdpa" and model.config.attn_implementation == "hf_hyperattn"
+    assert (
+        model.config.hyperattn_stock == "sdpa"
+        and model.config.to_dict()["attn_implementation"] == "hf_hyperattn"
+    )
     assert isinstance(model, AutoModelForCausalLM._model_mapping[type(model.config)])

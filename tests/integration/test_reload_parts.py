@@ -21,29 +21,14 @@ from tests.integration.patches import CONE, patched
 from tests.zoo.tiny import tiny
 
 
-def test_loading_as_eager_warns_and_can_be_put_right(tmp_path, caplog):
-    model, inputs, expected = patched("llama")
-    model.save_pretrained(tmp_path / "1")
-    with caplog.at_level("WARNING"):
-        hf.logging.enable_propagation()
-        again = type(model).from_pretrained(tmp_path / "1", attn_implementation="eager")
-    assert "saved patched by hf_hyperattn, and is loaded with attn_implementation='eager'" in caplog.text
-    stock = run(ha.unpatch_model(model), inputs)
-    assert difference(stock, run(again, inputs)) <= 1e-5
-    again.save_pretrained(tmp_path / "2")  # saved again, the method is not lost
-    assert difference(expected, run(type(model).from_pretrained(tmp_path / "2"), inputs)) == 0
-    again.set_attn_implementation("hf_hyperattn")
-    assert difference(expected, run(again, inputs)) == 0
-
-
-def test_one_part_of_a_composite_as_eager(tmp_path, caplog):
-    model, _, _ = patched("llava")
+def test_one_part_of_a_composite_with_eager_beneath(tmp_path):
+    model, inputs, expected = patched("llava")
     model.save_pretrained(tmp_path)
-    with caplog.at_level("WARNING"):
-        again = type(model).from_pretrained(tmp_path, attn_implementation={"text_config": "eager"})
-    assert "loaded with attn_implementation='eager'" in caplog.text
-    assert again.config.text_config._attn_implementation == "eager"
-    assert again.config.vision_config._attn_implementation == "hf_hyperattn"
+    again = type(model).from_pretrained(tmp_path, attn_implementation={"text_config": "eager"})
+    text, vision = again.config.text_config, again.config.vision_config
+    assert (text.hyperattn_stock, vision.hyperattn_stock) == ("eager", "sdpa")
+    assert text._attn_implementation == vision._attn_implementation == "hf_hyperattn"
+    assert difference(expected, run(again, inputs)) <= 1e-5
 
 
 def test_two_models_that_share_a_config(tmp_path):

@@ -1,9 +1,7 @@
 """Saved in one process, loaded in another; and saves that do not reach their end."""
 
-import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_hyperattn.integration import saving
 from tests.integration.models import difference, perturb, run
 from tests.integration.patches import patched
 
@@ -28,6 +25,7 @@ def run_python(script: str, *arguments) -> subprocess.CompletedProcess:
 OTHERS = ("llama", "llava", "clip", "t5", "whisper", "falcon", "deberta-v2")
 
 
+@pytest.mark.slow
 def test_another_process_with_one_import_and_without(tmp_path):
     expected, directories = {}, [tmp_path / family for family in OTHERS]
     for family, directory in zip(OTHERS, directories, strict=True):
@@ -48,19 +46,6 @@ def test_another_process_with_one_import_and_without(tmp_path):
         assert "hf_hyperattn" in (answers["without"][str(directory)]["error"] or "loaded, silently"), family
 
 
-@pytest.mark.parametrize("moment, count", [("write", 1), ("write", 9), ("move", 0)])
-def test_a_save_that_is_killed_leaves_the_previous_checkpoint(moment, count, tmp_path):
-    model, inputs, expected = patched("llama")
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
-    done = run_python("saves.py", tmp_path, moment, count)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
-    assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
-    model.save_pretrained(tmp_path, max_shard_size="10KB")  # what the killed one left is gone after the next
-    assert {p.name for p in tmp_path.iterdir()} == before.keys()
-
-
 def test_a_save_that_fails_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     model, inputs, expected = patched("llama")
     model.save_pretrained(tmp_path)
@@ -75,45 +60,6 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint(tmp_path, monkeypatch)
         model.save_pretrained(tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
-
-
-@pytest.mark.parametrize("size", ["10KB", "1GB"])
-def test_a_save_that_stops_between_two_renames_never_mixes_two_checkpoints(size, tmp_path, monkeypatch):
-    """At every rename, over an older save in one file or in more shards than the newer one has."""
-    (old, inputs, before), (new, _, after) = patched("llama"), patched("llama", layers=[0, 1])
-    refused = 0
-    for count in range(1, 100):
-        target = tmp_path / str(count)
-        old.save_pretrained(target, max_shard_size=size)
-        with monkeypatch.context() as patch:
-            patch.setattr(saving.os, "replace", failing(count))
-            try:
-                new.save_pretrained(target, max_shard_size="40KB")
-                break
-            except InterruptedError:
-                pass
-        try:
-            again = type(old).from_pretrained(target)
-        except OSError as error:
-            refused += "no file named model.safetensors" in str(error)
-        else:
-            assert 0 in (difference(before, run(again, inputs)), difference(after, run(again, inputs)))
-    assert refused > 3
-    new.save_pretrained(tmp_path / "1", max_shard_size="40KB")
-    assert {p.name for p in (tmp_path / "1").iterdir()} == {p.name for p in target.iterdir()}
-    assert difference(after, run(type(new).from_pretrained(tmp_path / "1"), inputs)) == 0
-
-
-def failing(count: int):
-    """`os.replace` that fails when it is called for the count-th time."""
-    plain, calls = os.replace, itertools.count(1)
-
-    def replace(source, place):
-        if next(calls) == count:
-            raise InterruptedError
-        plain(source, place)
-
-    return replace
 
 
 def test_weights_of_another_kind_stay(tmp_path):

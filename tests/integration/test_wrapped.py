@@ -82,6 +82,7 @@ def test_a_patched_model_compiles_without_a_break():
     assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Bloom", "Gemma2"])
 def test_hosts_that_keep_their_own_eager_attention_compile_beside_patched_ones(family):
     """Bloom has no other implementation, Gemma2's softcap is for no other."""
@@ -132,13 +133,14 @@ def test_a_model_under_accelerate_s_offload(kind, tmp_path):
     assert difference(before, run(model, inputs)) <= 1e-6
 
 
-def test_offload_of_a_patched_model():
+@pytest.mark.parametrize("config", [CONE, ha.HsaConfig(windows=(2, 4))], ids=lambda config: config.mechanism)
+def test_offload_of_a_patched_model(config):
     accelerate = pytest.importorskip("accelerate")
-    inputs, model = text_inputs(), ha.patch_model(llama(), CONE)
+    inputs, model = text_inputs(), ha.patch_model(llama(), config)
     perturb(model)
     before = run(model, inputs)
     accelerate.cpu_offload(model, execution_device="cpu")
-    assert model.model.layers[0].self_attn.hyper.cone.gate.is_meta
+    assert all(p.is_meta for p in model.model.layers[0].self_attn.hyper.parameters())
     assert difference(before, run(model, inputs)) == 0
 
 
@@ -158,6 +160,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant):
     assert difference(plain, gradients()) == 0
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_model(bits, tmp_path):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")

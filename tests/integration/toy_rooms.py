@@ -1,7 +1,7 @@
 """Two mechanisms as somebody else would write them, in a package of their own: nothing of ours is touched.
 
-`toy_cosine` is a score with learnable temperature whose term has no derivative of its own; `toy_slope` is a positional
-bias that needs no term at all.
+`toy_cosine` is a score with learnable temperature whose term has no derivative of its own, and changes all heads;
+`toy_slope` is a positional bias that needs no term at all, and honours `heads=`.
 """
 
 from dataclasses import dataclass, replace
@@ -76,6 +76,8 @@ class ToySlopeConfig(MechanismConfig):
 
 
 class ToySlopeLayer(MechanismLayer):
+    honours_heads = True
+
     def __init__(self, config, host, mode="replace", heads=None):
         super().__init__(config, host, mode, heads)
         self.gate = self.per_head(host) if mode == "blend" else None
@@ -84,7 +86,8 @@ class ToySlopeLayer(MechanismLayer):
         keys = torch.arange(plan.call.key.shape[2], device=plan.call.query.device)
         bias = self.config.slope * (keys - keys[-1]).to(plan.score.query.dtype)
         bias = bias.expand(1, plan.call.query.shape[1], 1, -1)
-        bias = bias if self.gate is None else bias * self.gate.to(bias.dtype)[:, None, None]
+        for factor in (self.gate, self.chosen(plan.call.query)):
+            bias = bias if factor is None else bias * factor.to(bias.dtype)[:, None, None]
         old = plan.options.bias
         return plan.change(options=replace(plan.options, bias=bias if old is None else old + bias))
 

@@ -11,7 +11,7 @@ from hf_hyperattn import ConeConfig
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.mechanisms.cone.features import cone_piece, cone_score
-from hf_hyperattn.mechanisms.cone.functional import cone_space
+from hf_hyperattn.mechanisms.cone.functional import cone_attention, cone_space
 from hf_hyperattn.mechanisms.cone.layer import ConeLayer
 from tests.oracles import dense, softmax
 from tests.oracles.cases import (
@@ -146,3 +146,40 @@ def test_a_cap_acts_alike_on_all_heads_and_on_every_single_one(backend, pairing)
         grads.append(torch.autograd.grad(outs[-1].square().sum(), learned))
     assert_close(outs[1], outs[0], 1e-12, "output")
     assert_gradients(grads[1], grads[0], 1e-9, [*"qkv", "gamma", "radius"])
+
+
+NEAR_SETTINGS = [
+    {"mapping": "xi"},
+    {"mapping": "expmap"},
+    {"variant": "penumbral"},
+    {"variant": "penumbral", "mapping": "xi", "clamp_heights": True, "squared": False},
+]
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "cpu"])
+@pytest.mark.parametrize("magnitude", [0.3, 10.0])
+@pytest.mark.parametrize("noise", [1e-5, 1e-3])
+@pytest.mark.parametrize("setting", NEAR_SETTINGS, ids=str)
+def test_near_pairs_are_as_exact_as_in_the_definition(backend, setting, noise, magnitude):
+    """Keys that are a query and a little noise: to 1e-4 of the largest number, or as float32 differences have it."""
+    q, v, other = tensor(1, 2, 24, 16, seed=70), tensor(1, 2, 24, 4, seed=71), tensor(1, 2, 24, 16, seed=72)
+    q = q * magnitude
+    given = [t.float() for t in (q, q.flip(2) + noise * other, v)]
+    given += [torch.tensor([1.0, 1.3]), torch.tensor([1.0, 0.8])]
+    pull = tensor(1, 2, 24, 4, seed=73)
+
+    def run(backend, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        *qkv, gamma, radius = leaves
+        out = cone_attention(*qkv, gamma=gamma, radius=radius, backend=backend, **setting)
+        return [out.detach(), *torch.autograd.grad((out * pull.to(dtype)).sum(), leaves)]
+
+    exact, own, got = (
+        run("reference", torch.float64),
+        run("reference", torch.float32),
+        run(backend, torch.float32),
+    )
+    largest = max(float(g.abs().max()) for g in exact[1:])
+    for e, o, g in zip(exact, own, got, strict=True):
+        allowed = max(1e-4 * largest, 4 * float((o - e).abs().max()))
+        assert float((g - e).abs().max()) <= allowed

@@ -13,6 +13,7 @@ from hf_hyperattn.mechanisms.hsa.store import Growing
 from tests.integration.models import llama
 from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
+from tests.oracles.marks import first_always
 
 SIZES, N = (2, 8), 16  # all windows complete, so that the causal tree is the same continued to the right
 PARENTS = hsa.windows_parents(N, SIZES)
@@ -94,6 +95,24 @@ def test_padding_is_as_if_it_were_not_there(side, causal):
     assert_close(
         got[:, :, real], brute(q[:, :, real], k[:, :, real], v[:, :, real], causal), 1e-10, "real rows"
     )
+
+
+@pytest.mark.parametrize("keys", [N + 3, N + 6])
+@pytest.mark.parametrize("additive", [False, True])
+def test_padding_under_a_mask_that_is_causal_as_well(additive, keys):
+    """Rows padded by 3 and by 5 tokens at the left, one at both ends: each as if it came alone and unpadded."""
+    q, k, v = qkv(batch=3, heads=4, kv_heads=4, lq=N + 3, lk=keys, d=5, dv=3, scale=2.0)
+    spans = ((3, N + 3), (5, N + 3), (2, N))
+    mask = torch.zeros(3, 1, N + 3, keys, dtype=torch.bool)
+    for row, (start, stop) in enumerate(spans):
+        mask[row, ..., start:stop] = True
+    mask = mask & torch.ones(N + 3, keys, dtype=torch.bool).tril()
+    given = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -math.inf) if additive else mask
+    got = hierarchical_attention(q, k, v, given, is_causal=True, hierarchy=SIZES, tying="key", **RULE)
+    for row, (start, stop) in enumerate(spans):
+        own = [t[row : row + 1, :, start:stop] for t in (q, k, v)]
+        alone = hierarchical_attention(*own, is_causal=True, hierarchy=SIZES, tying="key", **RULE)
+        assert_close(got[row : row + 1, :, start:stop], alone, 1e-10, f"row {row}")
 
 
 def test_fewer_queries_than_keys_are_the_first_ones():
@@ -270,7 +289,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@first_always("name", ["key, padding", *(c for c in CALLS if c != "key, padding")])
 def test_compiles_into_one_graph(name):
     q, k, v = (t.clone().requires_grad_() for t in (Q, K, V))
     call = lambda *t: hierarchical_attention(*t, **{"hierarchy": SIZES, **CALLS[name]})

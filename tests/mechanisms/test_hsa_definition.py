@@ -130,6 +130,17 @@ def test_key_under_any_mask(rules):
         assert not expected[3].any()
 
 
+def test_a_window_of_one_token_is_no_block():
+    """Nine tokens in windows of 2: the last stands alone, and leaves the place of refinement to a window."""
+    tree = Tree.from_parents(hsa.windows_parents(9, (2,)))
+    S = torch.tensor([0.0, 0.0, 1.0, 3.0, 2.0, 2.5, 0.0, 0.0, 50.0]).expand(9, 9)
+    P = definition_key(S, tree, refine_top_k=1)
+    logits = np.array(
+        [0.0, 0.0, 2.0, 2.0, 2.0, 2.5, 0.0, 0.0, 50.0]
+    )  # of the windows, {4, 5} has the largest mean
+    assert_close(P[0], np.exp(logits) / np.exp(logits).sum(), 1e-12, "query 0")
+
+
 def test_key_by_hand():
     """Eight tokens in windows of 2 and 4, causal: what the last query and the first see."""
     tree = Tree.from_parents(hsa.windows_parents(8, (2, 4)))

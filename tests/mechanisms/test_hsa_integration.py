@@ -269,3 +269,52 @@ def test_what_the_compiler_cannot_have_is_refused():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="mask and attention dropout cannot be compiled"):
         torch.compile(model, fullgraph=True, backend="eager")(**text_inputs())
+
+
+# The length that settings were chosen for.
+
+
+def warnings_of(caplog, model, *lengths, **how):
+    caplog.clear()
+    with caplog.at_level("WARNING", "hf_hyperattn"):
+        for length in lengths:
+            model(torch.randint(5, 90, (1, length)), **how)
+    return [r.getMessage() for r in caplog.records if r.name == "hf_hyperattn"]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_one_warning_where_rows_are_longer_than_settings_were_chosen_for(family, saved, tmp_path, caplog):
+    model = patch_model(FAMILIES[family][0](), HsaConfig((2, 4), tuned_length=10), mode="replace")
+    if saved:
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    assert warnings_of(caplog, model, 4, 10, 11) == []
+    (text,) = warnings_of(caplog, model, 12, 13)
+    assert "chosen for 10 tokens" in text and "runs on 12" in text and "inject" in text and "\n" not in text
+    other = patch_model(FAMILIES[family][0](), HsaConfig((2, 4), tuned_length=10), mode="replace")
+    assert len(warnings_of(caplog, other, 12)) == 1  # a warning is a model's own
+
+
+def test_a_growing_cache_and_a_compiled_model_warn(caplog):
+    config = HsaConfig((2, 4), near=2, tuned_length=10)
+    model = patch_model(llama(num_hidden_layers=1), config, mode="replace")
+    with caplog.at_level("WARNING", "hf_hyperattn"):
+        model.generate(torch.randint(5, 90, (1, 9)), max_new_tokens=2, do_sample=False)
+        assert not caplog.records
+        model.generate(torch.randint(5, 90, (1, 9)), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+    assert len([r for r in caplog.records if "runs on 12" in r.getMessage()]) == 1
+    torch._dynamo.reset()
+    model = patch_model(llama(num_hidden_layers=1), config, mode="replace")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert warnings_of(caplog, compiled, 8, use_cache=False) == []
+    (text,) = warnings_of(caplog, compiled, 14, 15, use_cache=False)
+    assert "chosen for 10 tokens, and it runs on more" in text
+
+
+def test_configs_of_earlier_versions_have_no_length():
+    data = HsaConfig((2, 4)).to_dict()
+    assert "tuned_length" not in data and HsaConfig.from_dict(data).tuned_length is None
+    assert HsaConfig.from_dict(HsaConfig((2, 4), tuned_length=64).to_dict()).tuned_length == 64
+    with pytest.raises(ValueError, match="tuned_length=0 is not allowed"):
+        HsaConfig(tuned_length=0)

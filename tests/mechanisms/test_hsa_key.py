@@ -7,7 +7,7 @@ import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.definition import definition_key
-from hf_hyperattn.mechanisms.hsa.key import key_tied
+from hf_hyperattn.mechanisms.hsa.key import attend, key_tied, pool
 from hf_hyperattn.mechanisms.hsa.pairs import attended
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
@@ -201,3 +201,24 @@ def test_counted_pairs(seed):
         cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
         expected += len(key_tying.refine(cover, row, top_k))
     assert attended(count, sizes, **rule, refine_top_k=top_k, is_causal=causal) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [9, 10, 13, 17])
+def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
+    """It is that token, not a block: with the best score of all, it takes no place among the refined blocks."""
+    q, k, v = inputs(length, heads=2, kv_heads=2, dtype=dtype)
+    k[..., -1, :] = 8 * q.mean(2)
+    tree = Tree.from_parents(hsa.windows_parents(length, (2, 4)))
+    expected = definition_key(q @ k.mT * 5**-0.5, tree, refine_top_k=1) @ v.double()
+    for out in (
+        attend(q, pool(k, v, (2, 4)), refine_top_k=1),
+        key_tied(q, k, v, (2, 4), refine_top_k=1)[0],
+    ):
+        assert_close(out.double(), expected, 1e-10 if dtype == torch.float64 else 1e-4, "output")
+
+
+def test_counted_pairs_where_everything_is_refined():
+    """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
+    for length in (9, 13, 16):
+        assert attended(length, (2,), 0, 0, length, False) == length**2

@@ -164,7 +164,7 @@ def test_scale_is_of_the_dot_product_alone(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @every_form
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("mu, tau", [(30.0, 1e4), (1e3, 1e10), (1e-30, 1e30), (0.1, -2.0)])
+@pytest.mark.parametrize("mu, tau", [(30.0, 1e4), (1e3, 1e10), (1e-30, 1e30)])
 def test_extreme_heads_stay_finite(backend, form, dtype, mu, tau):
     q, k, v = (t.requires_grad_() for t in qkv(lq=LONG, d=4, dtype=DTYPES[dtype]))
     mu, tau = torch.tensor(mu, requires_grad=True), torch.tensor(tau, requires_grad=True)

@@ -29,7 +29,7 @@ def alone(q, k, distance, c=1.0, tau=1.0, scale=None):
 def blend(q, k, distance, gate, c, tau, scale, own=None):
     """dot product of this scale + gate · hyperbolic score of scale `own`."""
     piece, points = hyperbolic_piece(q, k, scale, hyperbolic_space(q, own, c, tau, distance), gate)
-    return dot_score(q, k, scale).plus(piece, points, watch=True)
+    return dot_score(q, k, scale).plus(piece, points)
 
 
 def blend_logits(q, k, distance, gate, c, tau, scale, own=None):
@@ -149,21 +149,16 @@ def test_keys_of_their_own_change_nothing(backend):
 
 
 def counted(monkeypatch):
-    """How many pairs were taken from differences: (in whole tiles, one by one)."""
-    counts, gap, gap_of = [0, 0], Tile.gap, Tile.gap_of
+    """How many pairs were taken from differences: of whole tiles, and chosen ones."""
+    counts, gap = [0, 0], Tile.gap
 
-    def whole(self):
-        found = gap(self)
-        counts[0] += found.numel()
+    def noted(self, pairs):
+        found = gap(self, pairs)
+        chosen = int((~found.isnan()).sum())
+        counts[chosen < found.numel()] += chosen
         return found
 
-    def some(self, pairs):
-        before, found = counts[0], gap_of(self, pairs)
-        counts[1] += int((~found.isnan()).sum()) if counts[0] == before else 0
-        return found
-
-    monkeypatch.setattr(Tile, "gap", whole)
-    monkeypatch.setattr(Tile, "gap_of", some)
+    monkeypatch.setattr(Tile, "gap", noted)
     return counts
 
 
@@ -240,12 +235,12 @@ def neighbours(radius, spacing, count=40):
 
 
 def test_without_differences_the_product_is_useless_at_radius_eight():
-    """Why engines must ask: the same score, not watched."""
+    """Why engines must ask: the same score without its points."""
     x = neighbours(8.0, 1.0)
     exact = torch.tensor(oracle.scores(x, x, scale=1.0))
     watched = alone(x, x, "geodesic", scale=1.0)
     assert_close(logits_of(watched, 40, exact), exact, 1e-3, "logits")
-    assert (logits_of(replace(watched, watch=False), 40, exact) - exact).abs().max() > 0.1
+    assert (logits_of(replace(watched, points=None), 40, exact) - exact).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("radius", [4.0, 8.0])

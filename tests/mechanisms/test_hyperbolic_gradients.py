@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hyperattn.functional import hyperbolic_attention
 from tests.oracles.cases import DTYPES, assert_close, assert_gradients, qkv, tensor
-from tests.oracles.marks import causal_or_not, every_backend
+from tests.oracles.marks import causal_or_not, every_backend, first_always
 
 from .hyperbolic_cases import (
     NAMES,
@@ -90,7 +90,7 @@ def grouped(length):
     return leaves(*qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=torch.float32, seed=60))
 
 
-@every_backend
+@first_always("backend", ["cpu", "reference", "blockwise"])
 @pytest.mark.parametrize("setting", ["geodesic-einstein"])
 def test_compiles_into_one_graph(backend, setting):
     torch._dynamo.reset()

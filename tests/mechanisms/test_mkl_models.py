@@ -9,6 +9,7 @@ from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.mechanisms.mkl import MklConfig
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, train
 from tests.integration.test_families import CAUSAL, generate, inputs_of, logits, model_of
+from tests.oracles.marks import first_always
 
 from .hype_models import ids_of
 from .test_hype_caches import CHUNKS, fed
@@ -70,7 +71,7 @@ def test_it_learns_is_saved_and_comes_back(family, form, tmp_path):
 
 @every_form
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@first_always("static", [True, False], ["static", "dynamic"])
 def test_a_cache_gives_the_logits_of_the_full_pass(family, form, static):
     if (family, form) == ("gpt_oss", "combined"):
         pytest.skip("sinks are refused")
@@ -172,12 +173,12 @@ def test_half_precision_autocast_and_checkpointing(form):
     torch.testing.assert_close(got.float(), exact, atol=5e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
+@first_always(
     "form, others",
     [
+        ("conditional", (ha.ConeConfig(),)),
         ("global", ()),
         ("conditional", ()),
-        ("conditional", (ha.ConeConfig(),)),
         ("combined", (ha.ConeConfig(),)),
     ],
 )

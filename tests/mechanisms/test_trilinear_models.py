@@ -14,6 +14,7 @@ from tests.integration.models import FAMILIES, State, difference, llama, perturb
 from tests.integration.test_families import CAUSAL, generate, inputs_of, logits, model_of
 from tests.oracles import trilinear as by_hand
 from tests.oracles.cases import assert_close, tensor
+from tests.oracles.marks import first_always
 from tests.oracles.softmax import attention
 
 from .hype_models import ids_of
@@ -200,7 +201,7 @@ def test_attention_weights_are_those_of_j():
 
 @some_configs
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@first_always("static", [True, False], ["static", "dynamic"])
 def test_a_cache_gives_the_logits_of_the_full_pass(family, config, static):
     model = learned(family, config)
     ids = ids_of(model)
@@ -267,7 +268,7 @@ def test_half_precision_autocast_and_checkpointing(config):
     torch.testing.assert_close(got.float(), exact, atol=5e-2, rtol=0)
 
 
-@some_configs
+@first_always("config", list(SOME.values()), list(SOME))
 def test_patched_models_compile_into_one_graph(config):
     torch._dynamo.reset()
     model = ha.patch_model(llama(num_hidden_layers=1), config)

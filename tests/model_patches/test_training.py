@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 import model_patches
 from tests.model_patches.families import MODELS, TEXT, ids, padded
 from tests.model_patches.support import NAME, TOLERANCE, distance, outputs, reference, switch
+from tests.oracles.marks import first_always
 
 NAMES = [
     "bloom",
@@ -175,7 +176,7 @@ def test_hooks_of_accelerate(name, offload, first):
     assert distance(outputs(model, inputs), expected) == 0
 
 
-@pytest.mark.parametrize("name", ["bloom", "deberta-v2", "falcon-alibi", "gpt_neo", "mpnet"])
+@first_always("name", ["bloom", "deberta-v2", "falcon-alibi", "gpt_neo", "mpnet"])
 def test_compiles_into_one_graph(name):
     model = TEXT[name]()
     inputs = padded("right")

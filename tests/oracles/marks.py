@@ -8,4 +8,19 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_pairing = pytest.mark.parametrize("pairing", PAIRINGS)
 core_pairing = pytest.mark.parametrize("pairing", CORE)
 both_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
+
+
+def first_always(names, cases, ids=None):
+    """Parametrise with all cases, of which every run does the first, and `make test-more` the others."""
+    ids = ids or [None] * len(cases)
+    marks = [[]] + [[pytest.mark.slow]] * (len(cases) - 1)
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(*(case if "," in names else (case,)), id=i, marks=m)
+            for case, i, m in zip(cases, ids, marks, strict=True)
+        ],
+    )
+
+
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -89,6 +89,7 @@ def test_a_finished_run_is_not_done_again(straight, capsys):
     assert time.perf_counter() - started < 5 and "Finished already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_bit_for_bit_where_it_would_have(straight, tmp_path):
     folder, data, results = straight
     out = tmp_path / "out"
@@ -153,6 +154,7 @@ def test_the_control_run_leaves_the_gates_shut(model, tmp_path):
     assert not any("hyper" in name for name in load_file(tmp_path / "out" / WEIGHTS))
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_run(model, tmp_path):
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     data = recipe(model, tmp_path / "out", trainer={"steps": 4, "batch_size": 1})
@@ -193,6 +195,7 @@ def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
         assert (value - adapters["fsdp"][0][name]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_accelerate_launches_it(model, tmp_path):
     launcher = (
         sys.executable,
@@ -208,6 +211,7 @@ def test_accelerate_launches_it(model, tmp_path):
     assert json.loads((tmp_path / "out/results.json").read_text())["recipe"]["data"]["length"] == 32
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_published_with_its_numbers(model, tmp_path):
     data = recipe(model, tmp_path / "out", trainer={"steps": 1}, hub={"push": True, "id": "tester/tiny-cone"})
     path = write(tmp_path / "recipe.yaml", data)
@@ -229,6 +233,7 @@ def test_what_was_trained_is_published_with_its_numbers(model, tmp_path):
     assert b"perplexity" in files["README.md"] and b"tester/tiny-cone" in files["README.md"]
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_and_code_two(model, tmp_path):
     path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out"))
     code, said, errors = finish(start("--config", path, "--set", "trainer.steps=0"))

@@ -13,15 +13,19 @@ CAUSAL = (
 BASE = "bert distilbert modernbert deberta-v2 mpnet vit clip swin dinov2 siglip bart t5 whisper wav2vec2 wavlm".split()
 REFUSED = {"resnet": "no attention", "mamba": "no attention", "longformer": "refused"}
 ITEMS = [("causal", t) for t in CAUSAL] + [("base", t) for t in (*BASE, *REFUSED)]
+ALWAYS = "llama bloom bert t5 resnet longformer".split()
 
 
-@pytest.fixture(scope="module")
-def results():
+@pytest.fixture(scope="module", autouse=True)
+def prepared():
     worker.prepare()
-    return {item: result_of(reply, s) for item, reply, s in run_forked(worker.answer, ITEMS, 1, 120)}
 
 
-@pytest.mark.parametrize("kind, model_type", ITEMS, ids=[t for _, t in ITEMS])
-def test_type(results, kind, model_type):
-    result = results[kind, model_type]
+@pytest.mark.parametrize(
+    "kind, model_type",
+    [pytest.param(*item, id=item[1], marks=[] if item[1] in ALWAYS else pytest.mark.slow) for item in ITEMS],
+)
+def test_type(kind, model_type):
+    ((_, reply, seconds),) = run_forked(worker.answer, [(kind, model_type)], 1, 120)
+    result = result_of(reply, seconds)
     assert result["verdict"] == REFUSED.get(model_type, "works"), result["why"] or result["checks"]

@@ -100,16 +100,16 @@ class BackwardTask {
     product_of_panels(queries_, dim, key_panels_ + low * c.dim, c.dim, dots_ + low, kTileKeys, rows, panels);
     product_of_panels(grads, wide, value_panels_ + low * c.value_dim, c.value_dim, weights_ + low, kTileKeys, rows,
                       panels);
-    score(b, h, chunk, row0, rows, key, count, start);
+    float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
+    score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
     product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values_ + low * wide, wide, high - low, wide, true);
     product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys_ + low * dim, dim, high - low, dim, true);
-    float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, high - low, sums, dim, rows, dim, true);
   }
 
   void score(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count,
-             int64_t start) {
+             int64_t start, float* sums) {
     const int64_t all = c.batch * c.heads;
     frame_.load_rows(c, b, h, row0);
     Tile t = {};
@@ -118,6 +118,7 @@ class BackwardTask {
     t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
     t.softcap = c.softcap, t.dot = dots_, t.weight = weights_;
     t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
+    t.key_rows = keys_, t.key_step = dim, t.d_query = sums, t.d_keys = d_keys_;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
     float *d_row[2 * kMostNumbers + 1], *d_column[kMostNumbers];
     const int rows_of_numbers = c.score->rows + (c.score->heads ? 1 + c.score->heads : 0);
@@ -157,13 +158,15 @@ class BackwardTask {
       *d_columns_;
 };
 
-// delta = the sum of grad · out of each row, which every derivative of a softmax needs.
+// delta = the sum of grad · out of each row, which every derivative of a softmax needs. Its terms are added up one after
+// another, as in the products: where a row sees one key alone, the two are the same number to the last digit, and no
+// steep score multiplies a difference.
 inline void deltas(const Call& c, const float* grad, float* delta) {
   const int64_t rows = c.batch * c.heads * c.queries;
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     float sum = 0;
-    for (int64_t e = 0; e < c.value_dim; ++e) sum += grad[r * c.value_dim + e] * c.out[r * c.value_dim + e];
+    for (int64_t e = 0; e < c.value_dim; ++e) sum = in_turn(grad[r * c.value_dim + e], c.out[r * c.value_dim + e], sum);
     delta[r] = sum;
   }
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..flops import count_flops
 from ..late import Late
 from ..options import Options
 from ..score import PairScore, parse_spec
@@ -192,3 +193,6 @@ def _places(counts: list[int], read: int | None):
 def _(tensors, *_):
     query, _, value = tensors[:3]
     return query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+
+
+count_flops(_decode)

@@ -21,7 +21,7 @@ inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest,
   float total = sum_of(sum);
   if (j < last) {
     float rest[kLanes];
-    store(rest, exponential<true>(load(x + j) - top));
+    store(rest, exponential<true>(smaller(load(x + j) - top, Vec{})));  // beyond the row's end x may be above top
     for (int i = 0; j + i < last; ++i) x[j + i] = rest[i], total += rest[i];
   }
   return total;

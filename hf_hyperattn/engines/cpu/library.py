@@ -7,19 +7,12 @@ with the core but `struct Tile` (tile.h), so that a score builds in a second or 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import tempfile
 from pathlib import Path
 
 import torch
 
 from .. import native
 from ..score import capped_in, parse_spec
-
-logger = logging.getLogger("hf_hyperattn")
 
 HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
@@ -67,24 +60,14 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
         return _tables[spec, capped, reader][1]
     if not has_functors(spec) or core() is None:
         return None
-    try:
-        source = written(text_of(spec, capped, reader))
-    except OSError as error:  # nowhere to write: the core was built before that
-        say_once(spec, error.strerror or str(error))  # without the file's name, which is another each time
-        return None
+    text = text_of(spec, capped, reader)
     headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
-    library = native.load(f"cpu_score_{source.stem}", source, *headers, *SHARED)
+    library = native.load("cpu_score", text, *headers, *SHARED)
     if library is None:
         return None
     library.hyper_score.restype = ctypes.c_void_p
     _tables[spec, capped, reader] = library, library.hyper_score()
     return _tables[spec, capped, reader][1]
-
-
-@functools.cache
-def say_once(spec: str, error: str) -> None:
-    """One line in the log for a score that has no file."""
-    logger.warning("hf_hyperattn: %s is not compiled (%s); the plain torch way is used", spec, error)
 
 
 def has_functors(spec: str) -> bool:
@@ -110,16 +93,3 @@ def text_of(spec: str, capped: bool, reader: str = "") -> str:
     index, _, kind = reader.partition(" ")
     read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
     return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces), reader=read)
-
-
-def written(text: str) -> Path:
-    """The file that holds this source, beside the libraries."""
-    directory = native.build_directory() / "scores"
-    path = directory / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
-    if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=directory)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    return path

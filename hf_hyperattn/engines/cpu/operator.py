@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..flops import count_flops
 from ..options import Options
 from ..score import PairScore
 from . import calls, library
@@ -197,3 +198,5 @@ def _pullback(ctx, grad, _grad_lse):
 
 
 _forward.register_autograd(_pullback, setup_context=_save)
+count_flops(_forward)
+count_flops(_backward, at=3, backward=True)

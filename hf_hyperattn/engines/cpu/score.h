@@ -4,7 +4,11 @@
 //   rows, columns, heads       how many statistics and parameters it reads, in the order of its Python term
 //   State open(pair)           its logit (State::logit) and what its derivative needs, for one register of pairs
 //   Slopes pull(pair, state, grad)   from the gradient of the logit to those of the product and the statistics; for the
-//                              parameters the slopes of the logit itself, which the engine weighs in two ways
+//                              parameters the slopes of the logit itself, which the engine weighs in two ways.
+//   Vec clearance(state)       optional: negative where the product is too inexact. The forward pass then computes rows
+//                              that hold such a pair again, with Pair::exact set, and others without asking each pair
+//                              Where a distance was taken from differences, so are the gradients of the features, which
+//                              `pull` adds itself (Pair::add_difference): those by the product and by the norms cancel
 #pragma once
 
 #include <initializer_list>
@@ -26,15 +30,45 @@ struct Pair {
   const float* query = nullptr;
   const float* keys = nullptr;
   int64_t dim = 0;
+  // where the pairs stand, for `add_difference`
+  const Tile* tile = nullptr;
+  int64_t at_row = 0, at_column = 0;
+  bool exact = true;  // whether the functor is to take what the product form cancels in from differences at once
 
-  // Sum of squares of query_factor · q - key_factor · k over the features, straight from differences.
-  Vec gap_from_differences(Vec query_factor, Vec key_factor) const {
+  // Sum of squares of query_factor · q - key_factor · k over the first `width` features, straight from differences.
+  Vec gap_from_differences(Vec query_factor, Vec key_factor, int64_t width) const {
     Vec sum = {};
-    for (int64_t e = 0; e < dim; ++e) {
+    for (int64_t e = 0; e < width; ++e) {
       const Vec apart = query[e] * query_factor - load(keys + e * kPanel) * key_factor;
       sum += apart * apart;
     }
     return sum;
+  }
+
+  // Of one key: the products of query_factor · q - key_factor · k with q and with k, and the square of k.
+  struct Inner {
+    float query, key, square;
+  };
+  Inner inner_of_difference(int lane, float query_factor, float key_factor, int64_t width) const {
+    const float* k = tile->key_rows + (at_column + lane) * tile->key_step;
+    Inner found = {};
+    for (int64_t e = 0; e < width; ++e) {
+      const float apart = query_factor * query[e] - key_factor * k[e];
+      found.query += apart * query[e], found.key += apart * k[e], found.square += k[e] * k[e];
+    }
+    return found;
+  }
+
+  // Adds that difference to the gradients of q and of k, times a number each, and to the latter `rest` times k.
+  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query, float to_key,
+                      float rest) const {
+    const int64_t start = (at_column + lane) * tile->key_step;
+    const float* k = tile->key_rows + start;
+    float *d_q = tile->d_query + at_row * tile->query_step, *d_k = tile->d_keys + start;
+    for (int64_t e = 0; e < width; ++e) {
+      const float apart = query_factor * query[e] - key_factor * k[e];
+      d_q[e] += to_query * apart, d_k[e] += to_key * apart + rest * k[e];
+    }
   }
 };
 
@@ -67,6 +101,9 @@ struct Piece {
   static constexpr int rows = Term::rows, columns = Term::columns, heads = Term::heads + Gated;
 };
 
+template <class Term>
+concept Clears = requires { &Term::clearance; };
+
 constexpr int begin(int piece, std::initializer_list<int> counts) {
   int n = 0;
   for (int i = 0; i < piece; ++i) n += counts.begin()[i];
@@ -89,6 +126,17 @@ struct Score {
   static constexpr int head0 = begin(I, {P::heads...});
 
   using States = std::tuple<typename P::term::State...>;
+
+  static constexpr bool clears = (Clears<typename P::term> || ...);
+
+  // The least clearance of the pieces, if that is less than what there is.
+  template <int I = 0>
+  static Vec clearance(const States& states, Vec least) {
+    if constexpr (Clears<typename At<I>::term>)
+      least = smaller(least, At<I>::term::clearance(std::get<I>(states)));
+    if constexpr (I + 1 < count) return clearance<I + 1>(states, least);
+    return least;
+  }
 
   template <int I>
   static Pair part(const Pair& p) {
@@ -171,28 +219,48 @@ struct Reader {
   Pair pair(int64_t j, Vec (&column)[S::columns + 1], const float* head) const {
     for (int i = 0; i < S::columns; ++i) column[i] = load(t.column[i] + j);
     return {load(t.dot + r * t.step + j), row, column, head, nullptr, t.query + r * t.query_step,
-            t.keys + j / kPanel * kPanel * t.dim + j % kPanel, t.dim};
+            t.keys + j / kPanel * kPanel * t.dim + j % kPanel, t.dim, &t, r, j};
   }
 };
+
+// The logits of one row from its products, or with `Exact` from the vectors; returns the least clearance of its pairs.
+template <class S, bool Extra, bool Gap, bool Exact>
+inline Vec forward_row(const Tile& t, int64_t r) {
+  const Reader<S> reader(t, r);
+  Vec top = splat(-kInf), least = splat(kInf);
+  over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
+    Vec column[S::columns + 1];
+    typename S::States states;
+    Pair pair = reader.pair(j, column, t.head);
+    Vec gap;
+    if constexpr (Gap) gap = load(t.gap + r * t.step + j), pair.gap = &gap;
+    pair.exact = Exact || !S::clears;
+    if constexpr (Exact) {  // where the products were there are logits by now
+      pair.dot = Vec{};
+      for (int64_t e = 0; e < t.dim; ++e) pair.dot += pair.query[e] * load(pair.keys + e * kPanel);
+    }
+    Vec x = S::logit(pair, states, t.softcap);
+    if constexpr (S::clears && !Gap && !Exact) least = S::clearance(states, least);
+    if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
+    if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
+    top = larger(top, x);
+    store(t.dot + r * t.step + j, x);
+  });
+  t.top[r] = largest_of(top);
+  return least;
+}
+
+template <class S, bool Extra>
+[[gnu::noinline, gnu::cold]] void exact_row(const Tile& t, int64_t r) {
+  forward_row<S, Extra, false, true>(t, r);
+}
 
 template <class S, bool Extra, bool Gap = false>
 void forward_rows(const Tile& t) {
   for (int64_t r = 0; r < t.rows; ++r) {
-    const Reader<S> reader(t, r);
-    Vec top = splat(-kInf);
-    over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
-      Vec column[S::columns + 1];
-      typename S::States states;
-      Pair pair = reader.pair(j, column, t.head);
-      Vec gap;
-      if constexpr (Gap) gap = load(t.gap + r * t.step + j), pair.gap = &gap;
-      Vec x = S::logit(pair, states, t.softcap);
-      if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
-      if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
-      top = larger(top, x);
-      store(t.dot + r * t.step + j, x);
-    });
-    t.top[r] = largest_of(top);
+    const Vec least = forward_row<S, Extra, Gap, false>(t, r);
+    if constexpr (S::clears && !Gap)
+      if (any(least < Vec{})) [[unlikely]] exact_row<S, Extra>(t, r);
   }
 }
 

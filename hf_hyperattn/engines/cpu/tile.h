@@ -49,6 +49,9 @@ struct Tile {
   int64_t dim;
   const float* gap;             // decoding: squared distances from differences, [rows, step]; or null
   // backward
+  const float* key_rows;        // the features of the keys, [columns, key_step]
+  int64_t key_step;
+  float *d_query, *d_keys;      // gradients of the features, added to; laid out as `query` and `key_rows`
   float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
   const float *largest, *inverse, *delta;  // of the rows, see Call::lse
   float* const* d_row;          // gradients of the statistics, added to

@@ -66,6 +66,8 @@ inline float largest_of(Vec v) {
 inline bool any(Ints mask) {
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+#elif defined(__AVX__) && !defined(HYPER_PLAIN)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 #else
   int32_t found = 0;
   for (int i = 0; i < kLanes; ++i) found |= mask[i];
@@ -97,6 +99,15 @@ inline Vec as_it_is(Vec x) {
   asm("" : "+m"(x));
 #endif
   return x;
+}
+
+// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone.
+inline float in_turn(float a, float b, float sum) {
+#ifdef __FP_FAST_FMAF
+  return std::fma(a, b, sum);
+#else
+  return a * b + sum;
+#endif
 }
 
 // e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0; otherwise

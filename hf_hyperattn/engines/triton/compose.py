@@ -25,13 +25,14 @@ NUMBERS = "noise: tl.constexpr, row, column, head, softcap, CAP: tl.constexpr"
 
 @dataclass(frozen=True)
 class Functions:
-    """The Triton functions of a spec, and which of its row and column statistics have gradients."""
+    """The Triton functions of a spec, and which of its statistics and parameters have gradients, gates among these."""
 
     score: Callable
     pull: Callable
     inexact: Callable | None
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    heads: tuple[int, ...]
     counts: tuple[int, int, int]  # of row statistics, column statistics, head parameters with gates
     long: bool  # see `TritonTerm`
 
@@ -48,7 +49,7 @@ class Part:
     numbers: tuple[str, ...]  # what its functions are called with after dot, gap, near, noise
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    heads: int
+    heads: tuple[int, ...]
 
     def value(self) -> list[str]:
         """Lines that leave the term's logits, capped where they are to be, in x<index>."""
@@ -73,7 +74,7 @@ class Part:
 
     def gradients(self) -> tuple[list[str], list[str], list[str], list[str]]:
         """Of dot, rows, columns and head parameters: the expressions of their gradients."""
-        counts = (int(self.dot), len(self.rows), len(self.columns), self.heads)
+        counts = (int(self.dot), len(self.rows), len(self.columns), len(self.heads))
         found, start = [], 0
         for count in counts:
             found.append([f"g{self.index}[{n}]" for n in range(start, start + count)])
@@ -110,6 +111,7 @@ def functions(spec: str) -> Functions:
         made.get("inexact"),
         joined(p.rows for p in parts),
         joined(p.columns for p in parts),
+        joined((*p.heads, p.gate) if p.gate is not None else p.heads for p in parts),
         (counts[0], counts[1], counts[2] + gates),
         any(triton_form(term).long for term, _ in parse_spec(spec)),
     )
@@ -121,7 +123,7 @@ def parts_of(spec: str) -> tuple[list[Part], dict[str, Callable]]:
     parts, names = [], {}
     for index, ((term, gated), capped) in enumerate(zip(parse_spec(spec), capped_in(spec), strict=True)):
         form = triton_form(term)
-        moving_rows, moving_columns = form.moving(term)
+        moving_rows, moving_columns, moving_heads = form.moving(term)
         numbers = [f"row[{rows + n}]" for n in range(term.rows)]
         numbers += [f"column[{columns + n}]" for n in range(term.columns)]
         numbers += [f"head[{heads + n}]" for n in range(term.heads)]
@@ -134,7 +136,7 @@ def parts_of(spec: str) -> tuple[list[Part], dict[str, Callable]]:
             tuple(numbers),
             tuple(rows + n for n in moving_rows),
             tuple(columns + n for n in moving_columns),
-            term.heads,
+            tuple(heads + n for n in moving_heads),
         )
         parts.append(part)
         names |= {f"value{index}": form.value, f"pull{index}": form.pull, f"inexact{index}": form.inexact}

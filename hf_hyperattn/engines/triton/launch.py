@@ -259,7 +259,7 @@ def backward(
     d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=own) for t in (call.key, call.value))
     d_row = new(*shape, (len(made.rows) + factors) * wanted[0])
     d_column = new(*key_shape, (len(made.columns) + factors) * wanted[1])
-    d_head = new(call.head.shape[0] * wanted[2], *shape)
+    d_head = new(len(made.heads) * wanted[2], *shape)
     if call.empty:
         for t in (d_query, d_key, d_value, d_row, d_column, d_head):
             t.zero_()
@@ -286,7 +286,13 @@ def backward(
         d_row = spread(d_row, made.rows, call.row)
     if wanted[1]:
         d_column = spread(d_column, made.columns, call.column)
-    return d_query, d_key, d_value, d_row, d_column, d_head.sum((1, 3))
+    d_head = d_head.sum((1, 3))
+    if wanted[2]:
+        full = torch.zeros_like(call.head)
+        for place, found in zip(made.heads, d_head, strict=True):
+            full[place] = found
+        d_head = full
+    return d_query, d_key, d_value, d_row, d_column, d_head
 
 
 def shared_sum(t: Tensor, heads: int) -> Tensor:

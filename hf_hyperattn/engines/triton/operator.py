@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..flops import count_flops
+
 
 @torch.library.custom_op("hf_hyperattn::triton", mutates_args=())
 def attention(
@@ -161,3 +163,5 @@ def _pullback(ctx, grad, _grad_lse):
 
 
 attention.register_autograd(_pullback, setup_context=_save)
+count_flops(attention)
+count_flops(attention_backward, at=3, backward=True)

@@ -34,7 +34,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     if reason is not None:
         raise ValueError(f"backend='triton' cannot compute this call: {reason}; use backend='auto'")
     source, points = source_of(score), (None, None, None)
-    if score.points is not None and score.watch:
+    if score.points is not None:
         found = (
             score.points()
         )  # without gradient: it flows through the statistics of which the gap is a function

@@ -31,7 +31,7 @@ class TritonTerm:
             them up): of dot, of the row statistics, of the column statistics, of the head parameters, as far as they
             have one.
         dot: whether there is a gradient of dot.
-        rows, columns: which statistics have a gradient; None: all.
+        rows, columns, heads: which statistics and parameters have a gradient; None: all.
         inexact: returns the pairs on which the product form is too inexact; called with `dot, noise` and the
             numbers. Given such a pair, the engine takes the whole tile from differences. None: there are none.
         long: whether gradients need so many registers that tiles of the backward kernels have to be smaller.
@@ -42,13 +42,16 @@ class TritonTerm:
     dot: bool = True
     rows: tuple[int, ...] | None = None
     columns: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
     inexact: Callable | None = None
     long: bool = False
 
-    def moving(self, term: Term) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The numbers of the row and of the column statistics that have a gradient."""
-        rows = tuple(range(term.rows)) if self.rows is None else self.rows
-        return rows, tuple(range(term.columns)) if self.columns is None else self.columns
+    def moving(self, term: Term) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the row statistics, column statistics and head parameters that have a gradient."""
+        counts = {"rows": term.rows, "columns": term.columns, "heads": term.heads}
+        return tuple(
+            tuple(range(n)) if (own := getattr(self, name)) is None else own for name, n in counts.items()
+        )
 
 
 @functools.cache

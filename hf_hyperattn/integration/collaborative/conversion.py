@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-import model_patches
-
 from ...config import HyperAttnConfig, MechanismConfig
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
@@ -27,6 +25,7 @@ from ..conversions import Conversion, keep, register_conversion
 from ..patching import check_own_attention, choose_hosts, route, take_off
 from ..records import inner
 from ..refusal import check_parts
+from ..rollback import rollback_on_error
 from ..stock import PATCHED
 from .families import check_family
 from .moments import Moments, moments_of
@@ -66,16 +65,12 @@ def share(
 ) -> PreTrainedModel:
     """Run the conversion, see `hf_hyperattn.convert`."""
     config = as_whole(config)
-    newly_routed = route(model)
-    try:
+    with rollback_on_error(model):
+        newly_routed = route(model)
         chosen, parts = plan(model, config)
         parts = solve(parts, None if examples is None else moments_of(model, parts, examples))
         logger.warning(report(model, parts))
         install(model, config, chosen, parts, keep_original, newly_routed)
-    except BaseException:
-        if newly_routed:
-            model_patches.unserve(model)
-        raise
     return model
 
 
@@ -204,24 +199,16 @@ def install(
     keep_original: bool,
     newly_routed: bool,
 ) -> None:
-    """Put the shared projections in place, and with them a `hyper`; the model is left as it was if anything fails."""
+    """Put the shared projections in place, and with them a `hyper`."""
     built = [filled(part) for part in parts]
-    config = settle_overrides(config, chosen, model)
-    try:
-        attach(model, config, chosen, newly_routed)
-        for part, modules in zip(parts, built, strict=True):
-            with torch.no_grad():
-                inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
-            for name, module in modules.items():
-                setattr(part.module, name, module)
-        if keep_original:
-            keep(model, bring_back_original, {p.host.name: p.found.children for p in parts})
-    except BaseException:
-        for part in parts:
-            for name, module in part.found.children.items():
-                setattr(part.module, name, module)
-        take_off(model)
-        raise
+    attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
+    for part, modules in zip(parts, built, strict=True):
+        with torch.no_grad():
+            inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
+        for name, module in modules.items():
+            setattr(part.module, name, module)
+    if keep_original:
+        keep(model, bring_back_original, {p.host.name: p.found.children for p in parts})
 
 
 def filled(part: Part) -> dict[str, nn.Module]:

@@ -60,6 +60,8 @@ class SharedProjection(nn.Module):
         heads: of which the keys carry the content bias, 0 for none.
     """
 
+    added_by_conversion = True  # a load checks that its tensors are there
+
     def __init__(self, inputs: int, rank: int, width: int, bias: bool = False, heads: int = 0):
         super().__init__()
         self.width = width
@@ -127,7 +129,11 @@ def shared_modules(found: Found, shape: Shape) -> dict[str, nn.Module]:
         if FUSED in found.children:
             value = values_alone(found.children[FUSED])
             modules = {FUSED: FusedProjection(query, key, value)}
-    return {n: m.train(found.children[n].training).to(found.query.dtype) for n, m in modules.items()}
+    for name, module in modules.items():
+        module.train(found.children[name].training)
+        if any(p.dtype != found.query.dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
+            module.to(found.query.dtype)
+    return modules
 
 
 def values_alone(fused: Conv1D) -> Conv1D:

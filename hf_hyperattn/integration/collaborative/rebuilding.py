@@ -9,7 +9,6 @@ from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
 from ..conversions import REBUILDERS
 from ..records import inner, patched_hosts
-from ..stock import PATCHED, RUNNING
 from .projections import Shape, projections, shared_modules
 
 
@@ -28,18 +27,12 @@ def rebuild(model: PreTrainedModel) -> None:
     """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
 
     Raises:
-        ValueError: another attention implementation was asked for, which would read shared queries as ordinary ones.
+        ValueError: a host has no projections that can be shared.
     """
     for name, host in patched_hosts(model):
         layer = shared_layer(host)
         if layer is None:
             continue
-        asked = host.config._attn_implementation
-        if asked != RUNNING:
-            raise ValueError(
-                f"{type(model).__name__} was converted to collaborative heads and runs only with attn_implementation="
-                f"{PATCHED!r}, not {asked!r}; leave the argument out"
-            )
         found = projections(host)
         if found is None:
             raise ValueError(

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
 
 from ...mechanisms.hat.segments import Segments, segment
+from ...readable import can_read
 from .blocks import HatBlock, HatCrossBlock, HatEmbeddings
 from .configuration import HatEncoderConfig
 from .outputs import HatModelOutput, Seen
@@ -129,7 +130,7 @@ class HatModel(HatPreTrainedModel):
             if keywords.get(name) is not None:
                 raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
         longest = self.config.max_position_embeddings
-        if torch.compiler.is_compiling():
+        if not can_read(real):
             fine, tokens = real.shape[1] <= longest, f"{real.shape[1]} tokens with its padding"
         else:
             number = real.sum(1)
@@ -145,15 +146,15 @@ class HatModel(HatPreTrainedModel):
             )
 
     def _segment(self, input_ids: Tensor | None, real: Tensor, groups: Tensor | None) -> Segments:
-        led, compiling = None, torch.compiler.is_compiling()
+        led, readable = None, can_read(real)
         if self.config.cls_token_id is not None and input_ids is not None:
             led = input_ids.gather(1, real.long().argmax(1, keepdim=True))[:, 0] == self.config.cls_token_id
-        if groups is not None and (compiling or groups.shape != real.shape):
+        if groups is not None and (not readable or groups.shape != real.shape):
             raise ValueError(
                 f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
                 "graph, whose shapes cannot depend on it"
             )
-        found = segment(real, self.config.segment_length, led, packed=not compiling, groups=groups)
+        found = segment(real, self.config.segment_length, led, packed=readable, groups=groups)
         number, most = found.present.shape[1], self.config.max_segments
         if groups is not None and number > most:
             raise ValueError(
@@ -176,9 +177,12 @@ class HatModel(HatPreTrainedModel):
 
     def _encode(self, x: Tensor, segments: Segments, seen: Seen, keywords: dict) -> Tensor:
         """The blocks, in the order of the layout."""
-        mask = create_bidirectional_mask(self.config, x, segments.filled)
         rows = segments.cls_rows(x)
-        cross_mask = create_bidirectional_mask(self.config, rows, segments.present)
+        filled, present = (
+            None if m.is_meta else m for m in (segments.filled, segments.present)
+        )  # they are read
+        mask = create_bidirectional_mask(self.config, x, filled)
+        cross_mask = create_bidirectional_mask(self.config, rows, present)
         cross = iter(self.cross_blocks)
         seen.states(x)
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):

@@ -32,6 +32,8 @@ class FullLayer(MechanismLayer):
         ValueError: a host with rotary positions, or one that does not tell its head dimension.
     """
 
+    honours_heads = True
+
     def __init__(self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         check_host(host)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from .points import MAPPINGS
+from .points import MAPPINGS, Mapping
 
-VARIANTS = ("umbral", "penumbral")
+Variant = Literal["umbral", "penumbral"]
+VARIANTS = get_args(Variant)
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class ConeConfig(MechanismConfig):
 
     mechanism = "cone"
 
-    variant: str = option("umbral", "which cones: umbral or penumbral", choices=VARIANTS)
-    mapping: str | None = option(
+    variant: Variant = option("umbral", "which cones: umbral or penumbral", choices=VARIANTS)
+    mapping: Mapping | None = option(
         None,
         "head vector to half space; None: xi for umbral, psi for penumbral",
         choices=MAPPINGS,

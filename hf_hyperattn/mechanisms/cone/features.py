@@ -70,14 +70,18 @@ class ConeSpace:
         floor = FLOOR * r**2
         return h**2, torch.sqrt(torch.maximum(r**2 - h**2, floor))
 
-    def head_parameters(self, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...] | Late:
-        """() for umbral, (r²,) for penumbral, [H], late."""
-        if self.variant == "umbral":
-            return ()
+    def head_parameters(self, heads: int, dtype: torch.dtype) -> Late:
+        """What squared distances are multiplied with, and for penumbral r² before it, [H] each, late.
+
+        The former is what engines take distances from differences with; its gradient comes through the features.
+        """
 
         def make():
             own = self.working(dtype)
-            return (((own.radius * own.weight) ** 2).expand(heads),)
+            square = (own.gap_factor**2).detach().expand(heads)
+            if self.variant == "umbral":
+                return (square,)
+            return ((own.radius * own.weight) ** 2).expand(heads), square
 
         return late(make)
 
@@ -117,8 +121,8 @@ class Side(LateFields):
 
     @property
     def square(self) -> Tensor:
-        """|X|²"""
-        return self.norm * self.stretch.square()
+        """|X|²; 0 too where expmap stretches a vector so far that the square of that is infinite."""
+        return self.norm * self.stretch * self.stretch
 
     def horizontal(self) -> Tensor:
         """X, [B, H or Hkv, L, d - 1]."""
@@ -214,7 +218,8 @@ def alone(
     """The cone score of a few queries, for checked numbers that hold for all heads and learn nothing."""
     cpp = _type(variant, mapping, squared, clamp_heights, False)
     head = () if variant == "umbral" else (radius**2 * (gamma if squared else gamma**2),)
-    return cpp and Alone(term_of(variant, squared), cpp, (gamma, radius), head)
+    # the last one is for distances by products, of which there are none here
+    return cpp and Alone(term_of(variant, squared), cpp, (gamma, radius), (*head, 1.0))
 
 
 def _definition(query, key, space):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, attention
-from ..checks import check_choice, check_dropout, check_positive, check_qkv
-from .config import VARIANTS, check_pairing, resolve_mapping
+from ..checks import check_call, check_choice, check_parameter
+from .config import VARIANTS, Variant, check_pairing, resolve_mapping
 from .features import ConeSpace, alone, cone_score
-from .points import MAPPINGS
+from .points import MAPPINGS, Mapping
 from .score import definition
 
 
@@ -22,8 +22,8 @@ def cone_attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
     *,
-    variant: str = "umbral",
-    mapping: str | None = None,
+    variant: Variant = "umbral",
+    mapping: Mapping | None = None,
     gamma: float | Tensor = 1.0,
     radius: float | Tensor = 1.0,
     squared: bool = True,
@@ -55,8 +55,8 @@ def cone_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    flags = dict(is_causal=is_causal, squared=squared, clamp_heights=clamp_heights)
+    check_call(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **flags)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, numbers = None, (gamma, radius)
@@ -76,15 +76,15 @@ def cone_scores(
     query: Tensor,
     key: Tensor,
     *,
-    variant: str = "umbral",
-    mapping: str | None = None,
+    variant: Variant = "umbral",
+    mapping: Mapping | None = None,
     gamma: float | Tensor = 1.0,
     radius: float | Tensor = 1.0,
     squared: bool = True,
     clamp_heights: bool = False,
 ) -> Tensor:
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `cone_attention`."""
-    check_qkv(query, key, None, enable_gqa=True)
+    check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     return definition(
         query,
@@ -103,10 +103,9 @@ def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_he
     check_choice("variant", variant, VARIANTS)
     check_choice("mapping", mapping, (None, *MAPPINGS))
     mapping = resolve_mapping(variant, mapping)
-    check_pairing("", variant, mapping, bool(squared), bool(clamp_heights))
+    check_pairing("", variant, mapping, squared, clamp_heights)
     heads = query.shape[1]
     gamma, radius = (
-        check_positive("gamma", gamma, heads, query),
-        check_positive("radius", radius, heads, query),
+        check_parameter(name, value, heads, query) for name, value in (("gamma", gamma), ("radius", radius))
     )
-    return ConeSpace(variant, mapping, bool(squared), bool(clamp_heights), gamma, radius)
+    return ConeSpace(variant, mapping, squared, clamp_heights, gamma, radius)

@@ -18,6 +18,8 @@ class ConeLayer(MechanismLayer):
     the logarithms of gamma and radius over their configured values.
     """
 
+    honours_heads = True
+
     def __init__(self, config: ConeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         self.gate = self.per_head(host) if mode == "blend" else None

@@ -7,10 +7,13 @@ X_q · X_k = stretch_q · stretch_k · (q·k - q_d k_d): engines can take it fro
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-MAPPINGS = ("xi", "psi", "expmap")
+Mapping = Literal["xi", "psi", "expmap"]
+MAPPINGS = get_args(Mapping)
 EXPONENT_LIMIT = 10.0  # of xi, keeps heights within e^±10
 NORM_LIMIT = 30.0  # of expmap, longer vectors count as this long
 SERIES_LIMIT = 0.04  # of expmap: below this s², the power series is exact to 1e-14
@@ -54,7 +57,8 @@ def _expmap(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """
     square = side + last.square()
     short = square < SERIES_LIMIT
-    h_short, stretch_short = _expmap_series(torch.where(short, square, 0.0), last)
+    # what a branch is not taken for must not reach it: infinite there, it would make the other's gradient NaN
+    h_short, stretch_short = _expmap_series(torch.where(short, square, 0.0), torch.where(short, last, 0.0))
     h_long, stretch_long = _expmap_factored(torch.where(short, 1.0, side), torch.where(short, 0.0, last))
     return torch.where(short, h_short, h_long), torch.where(short, stretch_short, stretch_long)
 

@@ -11,7 +11,12 @@ For the penumbral score, points and radius are scaled alike, so that gamma disap
 
 needs no root. Row and column statistics are (h, |X|²), for penumbral (h², sqrt(r² - h²), |X|²). The `_on_product`
 terms read the host's product instead: X_q·X_k = stretch_q · stretch_k · (q·k - q_d k_d), with the stretch and the last
-coordinate as two more statistics.
+coordinate as two more statistics. The last parameter is what |X_q - X_k|² is multiplied with to be D², which only the
+engines read that take differences of features.
+
+From the product, D² is off by some eps · |X|², and its root and the gradient by far more where points nearly coincide.
+The terms ask for such pairs from differences: where D² is below NEAR · |X|², or as much more, up to NEAREST · |X|², as
+keeps the error of D below 2e-4 where |X| is large.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ import torch
 
 from ...engines.score import Term, register_term
 
-SMALLEST = 1e-6  # of a distance that is divided by
-NOISE = 8  # · eps: what rounding leaves of a product, as a share of |X|²
+SMALLEST = 1e-15  # of a distance that is divided by
+LOWEST = 1e-6  # of a height
+NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6  # EXACT: (2 eps / 2e-4)² of float32
+BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² |X|²
 HEADER = Path(__file__).with_name("cone.h")
 
 
@@ -31,37 +38,50 @@ class ConeTerm(Term):
     """What all cone terms share: the squared distance, and the gradients that flow through it."""
 
     own = 1  # statistics of the score itself, before those of the distance
+    heads = 1
 
     def __init__(self, name: str, on_product: bool):
         self.name, self.on_product = name, on_product
         self.rows = self.columns = self.own + (3 if on_product else 1)
 
-    def gap(self, dot, row, column):
-        """D² expanded through the product, less its noise, [..., R, C]: where points coincide it is 0 or negative."""
-        noise = NOISE * torch.finfo(dot.dtype).eps
+    def distance(self, dot, row, column, gap=None):
+        """D² [..., R, C], and which pairs it was taken from differences for, bool [..., R, C], or None."""
         if not self.on_product:
-            return torch.sub(column[self.own], dot, alpha=2).add_(row[self.own] * (1 - noise))
-        norm_q, stretch_q, last_q = row[self.own :]
-        norm_k, stretch_k, last_k = column[self.own :]
-        product = (
-            torch.addcmul(dot, last_q * (1 - noise / 2), last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
-        )
-        return product.mul_(-2).add_(norm_k).add_(norm_q * (1 - noise))
+            square, size = torch.sub(column[self.own], dot, alpha=2).add_(row[self.own]), row[self.own]
+        else:
+            (norm_q, stretch_q, last_q), (norm_k, stretch_k, last_k) = row[self.own :], column[self.own :]
+            square = torch.addcmul(dot, last_q, last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
+            square = square.mul_(-2).add_(norm_k).add_(norm_q)
+            size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(norm_q)
+        if gap is None:
+            return square, None
+        near = square < size * (EXACT * size).clamp_(NEAR, NEAREST)
+        if not near.any():
+            return square, None
+        found = gap(near)
+        blur = (BLUR * torch.finfo(dot.dtype).eps) ** 2
+        found = found.masked_fill_(found <= blur * size, 0.0)  # points that coincide but for rounding
+        near = ~found.isnan()
+        return torch.where(near, found, square), near
 
     def logits(self, dot, row, column, head, gap=None):
-        return self.vjp(dot, row, column, head, gap)[0]
+        return self.score(self.distance(dot, row, column, gap)[0], row[: self.own], column[: self.own], head)[
+            0
+        ]
 
     def vjp(self, dot, row, column, head, gap=None):
-        # what expansion leaves of the distance of coinciding points is noise; it must not steer a gradient
-        noise = torch.finfo(dot.dtype).eps * row[self.own] if gap is None else 0.0
-        gap = self.gap(dot, row, column) if gap is None else gap
-        logits, pull = self.score(gap, row[: self.own], column[: self.own], head)
+        square, near = self.distance(dot, row, column, gap)
+        logits, pull = self.score(square, row[: self.own], column[: self.own], head)
 
         def pullback(grad):
-            d_gap, d_row, d_column, d_head = pull(grad)
-            d_gap.masked_fill_(gap <= noise, 0.0)
-            d_dot, dist_row, dist_column = self.through_distance(d_gap, dot, row, column)
-            return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), d_head
+            d_square, d_row, d_column, d_head = pull(grad)
+            d_square.masked_fill_(square <= 0, 0.0)
+            d_gap = ()
+            if near is not None:
+                d_gap = (d_square.masked_fill(~near, 0.0),)
+                d_square.masked_fill_(near, 0.0)
+            d_dot, dist_row, dist_column = self.through_distance(d_square, dot, row, column)
+            return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), (*d_head, None), *d_gap
 
         return logits, pullback
 
@@ -112,7 +132,7 @@ class Penumbral(ConeTerm):
     """S = -H² or -H from squared heights, half widths and r²; everything scaled so that gamma is 1."""
 
     own = 2
-    heads = 1
+    heads = 2
 
     def __init__(self, name: str, on_product: bool, squared: bool):
         super().__init__(name, on_product)
@@ -120,7 +140,7 @@ class Penumbral(ConeTerm):
         self.cpp = HEADER, f"cone::Penumbral<{on_product:d}, {squared:d}>"
 
     def score(self, gap, row, column, head):
-        (pq, a), (pk, b), (r2,) = row, column, head
+        (pq, a), (pk, b), (r2, _) = row, column, head
         tie, gap = (
             gap <= 0,
             gap.clamp_min(SMALLEST**2),
@@ -130,15 +150,16 @@ class Penumbral(ConeTerm):
         half = (a + b - distance.masked_fill(tie, 0.0)).mul_(0.5)
         outside = half < 0
         between = ~(half >= torch.minimum(a, b)) & ~outside  # NaN is between
-        apart = 0.25 * (gap + 2 * (pq + pk) + difference.square() / gap)
+        ratio = (difference / gap).clamp_(-1, 1)  # it is between where it counts, outside
+        apart = 0.25 * (gap + 2 * (pq + pk) + difference * ratio)
         inside = torch.where(between, r2 - half.square(), torch.maximum(pq, pk))
         height2 = torch.where(outside, apart, inside)
-        root = None if self.squared else height2.clamp_min(SMALLEST**2).sqrt()
+        root = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
 
         def pullback(grad):
             d_h2 = -grad if self.squared else grad / (-2 * root)
             out, both = torch.where(outside, d_h2, 0.0), torch.where(between, d_h2, 0.0)
-            higher, ratio = d_h2 - out - both, difference / gap
+            higher = d_h2 - out - both
             by_q = higher * (0.5 * (1 - difference.sign()))  # equal heights share it evenly
             d_half = -both * half  # of each half width; the distance counts as much, less
             d_gap = 0.25 * out * (1 - ratio.square()) - d_half * (0.5 / distance)

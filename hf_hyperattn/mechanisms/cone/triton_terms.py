@@ -1,8 +1,7 @@
 """The cone scores as Triton functions: the arithmetic of terms.py, tile by tile on a GPU (see engines/triton/terms.py).
 
-Squared distances are less by what rounding may leave of those of coinciding points: ties come out as 0, exactly, and a
-distance below that noise steers no gradient. It is the row's own number and costs nothing a pair. One rsqrt gives a
-root and its reciprocal; floors keep both finite.
+Tiles with pairs whose squared distance the product loses are taken from differences. One rsqrt gives a root and its
+reciprocal; floors keep both finite.
 """
 
 from __future__ import annotations
@@ -11,20 +10,50 @@ import triton
 import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
+from . import terms
 
-SMALLEST = tl.constexpr(1e-6)  # of a distance or height that is divided by
+SMALLEST = tl.constexpr(terms.SMALLEST)
+LOWEST = tl.constexpr(terms.LOWEST)
+NEAR, NEAREST, EXACT = (tl.constexpr(x) for x in (terms.NEAR, terms.NEAREST, terms.EXACT))
+BLUR = tl.constexpr((terms.BLUR * 1.1920928955078125e-07) ** 2)
 
 
 @triton.jit
-def _gap(dot, noise, norm_q, norm_k):
-    return norm_q * (1 - noise) + (norm_k - 2 * dot)
+def _product(dot, norm_q, norm_k):
+    return norm_q + (norm_k - 2 * dot)
 
 
 @triton.jit
-def _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
-    # the product with the last coordinates has their noise too
-    inner = dot - (last_q * (1 - 0.5 * noise)) * last_k
-    return norm_q * (1 - noise) + (norm_k - inner * stretch_k * (2 * stretch_q))
+def _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
+    return norm_q + (norm_k - (dot - last_q * last_k) * stretch_k * (2 * stretch_q))
+
+
+@triton.jit
+def _size(norm_q, stretch_q, last_q, stretch_k, last_k):
+    """What the rounding of the host's product is a share of."""
+    return norm_q + tl.abs((last_q * stretch_q) * (last_k * stretch_k))
+
+
+@triton.jit
+def _exact(product, gap, near, size):
+    """The squared distance; from differences what is below rounding is 0."""
+    return tl.where(near, tl.where(gap <= BLUR * size, 0.0, gap), product)
+
+
+@triton.jit
+def _gap(dot, gap, near, norm_q, norm_k):
+    return _exact(_product(dot, norm_q, norm_k), gap, near, norm_q)
+
+
+@triton.jit
+def _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
+    product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _exact(product, gap, near, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
+
+
+@triton.jit
+def _too_near(product, size):
+    return product < size * tl.maximum(tl.minimum(EXACT * size, NEAREST), NEAR)
 
 
 @triton.jit
@@ -54,31 +83,35 @@ def _umbral_pull(grad, gap, hq, hk):
 
 
 @triton.jit
-def umbral(dot, gap, near, noise, hq, norm_q, hk, norm_k):
+def umbral(dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
     """-(h_q + h_k + sqrt(max(D², (h_q - h_k)²)))"""
-    return _umbral(_gap(dot, noise, norm_q, norm_k), hq, hk)
+    return _umbral(_gap(dot, gap, near, norm_q, norm_k), hq, hk)
 
 
 @triton.jit
-def umbral_pull(grad, dot, gap, near, noise, hq, norm_q, hk, norm_k):
+def umbral_pull(grad, dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
     """dot; h_q, |X_q|²; h_k, |X_k|²"""
-    distance2 = _gap(dot, noise, norm_q, norm_k)
+    distance2 = _gap(dot, gap, near, norm_q, norm_k)
     d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
     return -2 * d_gap, d_hq, d_gap, d_hk, d_gap
 
 
 @triton.jit
-def umbral_on_product(dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k):
+def umbral_on_product(
+    dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
+):
     """The same from the host's product."""
-    return _umbral(_gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk)
+    return _umbral(
+        _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk
+    )
 
 
 @triton.jit
 def umbral_on_product_pull(
-    grad, dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k
+    grad, dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
 ):
     """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last"""
-    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
     d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
     return d_dot, d_hq, d_gap, d_sq, d_lq, d_hk, d_gap, d_sk, d_lk
@@ -93,11 +126,16 @@ def _inside(gap, a, b):
 
 
 @triton.jit
+def _ratio(root, pq, pk):
+    """(p_k - p_q) / D², which is between -1 and 1 where no cone holds the other's point."""
+    return tl.minimum(tl.maximum((pk - pq) * (root * root), -1.0), 1.0)
+
+
+@triton.jit
 def _height2(gap, pq, a, pk, b, r2):
     """H² from squared heights p, half widths a and b, and r². One cone may hold the other's point: the higher one's."""
     root, half, least = _inside(gap, a, b)
-    ratio = (pk - pq) * root
-    outside = 0.25 * (gap + 2 * (pq + pk) + ratio * ratio)
+    outside = 0.25 * (gap + 2 * (pq + pk) + (pk - pq) * _ratio(root, pq, pk))
     return tl.where(half < 0, outside, tl.where(half < least, r2 - half * half, tl.maximum(pq, pk)))
 
 
@@ -109,9 +147,9 @@ def _height2_pull(grad, gap, pq, a, pk, b):
     both = tl.where((half >= 0) & (half < least), grad, 0.0)
     one = tl.where((half >= 0) & (half >= least), grad, 0.0)
     d_half = -both * half  # of each half width; D counts as much, less
-    ratio = (pk - pq) * (root * root)
+    ratio = _ratio(root, pq, pk)
     d_gap = 0.25 * out * (1 - ratio * ratio) - 0.5 * d_half * root
-    # a distance below the noise is one of 0, whose gradient is 0
+    # the gradient at distance 0 is 0
     d_gap = tl.where(gap > 0, d_gap, 0.0)
     larger_q = tl.where(pq > pk, 1.0, tl.where(pq < pk, 0.0, 0.5))
     d_pq = 0.5 * out * (1 - ratio) + one * larger_q
@@ -125,7 +163,7 @@ def _penumbral(gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
     if SQUARED:
         return -height2
     else:
-        height2 = tl.maximum(height2, SMALLEST * SMALLEST)
+        height2 = tl.maximum(height2, LOWEST * LOWEST)
         return -(height2 * tl.rsqrt(height2))
 
 
@@ -135,57 +173,57 @@ def _penumbral_pull(grad, gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
         d_height2 = -grad
     else:
         height2 = _height2(gap, pq, a, pk, b, r2)
-        d_height2 = -0.5 * grad * tl.rsqrt(tl.maximum(height2, SMALLEST * SMALLEST))
+        d_height2 = -0.5 * grad * tl.rsqrt(tl.maximum(height2, LOWEST * LOWEST))
     d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _height2_pull(d_height2, gap, pq, a, pk, b)
     return d_gap, d_pq, d_a, d_pk, d_b, d_r2
 
 
 @triton.jit
-def penumbral_squared(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_squared(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """-H²"""
-    return _penumbral(_gap(dot, noise, norm_q, norm_k), pq, a, pk, b, r2, True)
+    return _penumbral(_gap(dot, gap, near, norm_q, norm_k), pq, a, pk, b, r2, True)
 
 
 @triton.jit
-def penumbral(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """-H"""
-    return _penumbral(_gap(dot, noise, norm_q, norm_k), pq, a, pk, b, r2, False)
+    return _penumbral(_gap(dot, gap, near, norm_q, norm_k), pq, a, pk, b, r2, False)
 
 
 @triton.jit
-def _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
-    distance2 = _gap(dot, noise, norm_q, norm_k)
+def _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
+    distance2 = _gap(dot, gap, near, norm_q, norm_k)
     d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
     return -2 * d_gap, d_pq, d_a, d_gap, d_pk, d_b, d_gap, d_r2
 
 
 @triton.jit
-def penumbral_squared_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_squared_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, True)
+    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, True)
 
 
 @triton.jit
-def penumbral_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2):
+def penumbral_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, noise, pq, a, norm_q, pk, b, norm_k, r2, False)
+    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, False)
 
 
 @triton.jit
 def penumbral_squared_on_product(
-    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
 ):
     """-H² from the host's product."""
-    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     return _penumbral(distance2, pq, a, pk, b, r2, True)
 
 
 @triton.jit
 def penumbral_on_product(
-    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
 ):
     """-H from the host's product."""
-    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     return _penumbral(distance2, pq, a, pk, b, r2, False)
 
 
@@ -193,7 +231,8 @@ def penumbral_on_product(
 def _product_pull(
     grad,
     dot,
-    noise,
+    gap,
+    near,
     pq,
     a,
     norm_q,
@@ -207,7 +246,7 @@ def _product_pull(
     r2,
     SQUARED: tl.constexpr,
 ):
-    distance2 = _gap_on_product(dot, noise, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
     d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
     return d_dot, d_pq, d_a, d_gap, d_sq, d_lq, d_pk, d_b, d_gap, d_sk, d_lk, d_r2
@@ -215,31 +254,105 @@ def _product_pull(
 
 @triton.jit
 def penumbral_squared_on_product_pull(
-    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    grad,
+    dot,
+    gap,
+    near,
+    noise,
+    pq,
+    a,
+    norm_q,
+    stretch_q,
+    last_q,
+    pk,
+    b,
+    norm_k,
+    stretch_k,
+    last_k,
+    r2,
+    weight,
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
     return _product_pull(
-        grad, dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
     )
 
 
 @triton.jit
 def penumbral_on_product_pull(
-    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2
+    grad,
+    dot,
+    gap,
+    near,
+    noise,
+    pq,
+    a,
+    norm_q,
+    stretch_q,
+    last_q,
+    pk,
+    b,
+    norm_k,
+    stretch_k,
+    last_k,
+    r2,
+    weight,
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
     return _product_pull(
-        grad, dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
     )
 
 
+@triton.jit
+def umbral_inexact(dot, noise, hq, norm_q, hk, norm_k, weight):
+    """Where the squared distance needs differences."""
+    return _too_near(_product(dot, norm_q, norm_k), norm_q)
+
+
+@triton.jit
+def umbral_on_product_inexact(
+    dot, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
+):
+    """Where the squared distance needs differences."""
+    product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
+
+
+@triton.jit
+def penumbral_inexact(dot, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
+    """Where the squared distance needs differences."""
+    return _too_near(_product(dot, norm_q, norm_k), norm_q)
+
+
+@triton.jit
+def penumbral_on_product_inexact(
+    dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
+):
+    """Where the squared distance needs differences."""
+    product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
+
+
+# the last parameter has no gradient
+UMBRAL, PENUMBRAL = {"heads": ()}, {"heads": (0,), "long": True}
+
 TRITON_TERMS = {
-    "umbral": TritonTerm(umbral, umbral_pull),
-    "umbral_on_product": TritonTerm(umbral_on_product, umbral_on_product_pull),
-    "penumbral_squared": TritonTerm(penumbral_squared, penumbral_squared_pull, long=True),
-    "penumbral_squared_on_product": TritonTerm(
-        penumbral_squared_on_product, penumbral_squared_on_product_pull, long=True
+    "umbral": TritonTerm(umbral, umbral_pull, inexact=umbral_inexact, **UMBRAL),
+    "umbral_on_product": TritonTerm(
+        umbral_on_product, umbral_on_product_pull, inexact=umbral_on_product_inexact, **UMBRAL
     ),
-    "penumbral": TritonTerm(penumbral, penumbral_pull, long=True),
-    "penumbral_on_product": TritonTerm(penumbral_on_product, penumbral_on_product_pull, long=True),
+    "penumbral_squared": TritonTerm(
+        penumbral_squared, penumbral_squared_pull, inexact=penumbral_inexact, **PENUMBRAL
+    ),
+    "penumbral_squared_on_product": TritonTerm(
+        penumbral_squared_on_product,
+        penumbral_squared_on_product_pull,
+        inexact=penumbral_on_product_inexact,
+        **PENUMBRAL,
+    ),
+    "penumbral": TritonTerm(penumbral, penumbral_pull, inexact=penumbral_inexact, **PENUMBRAL),
+    "penumbral_on_product": TritonTerm(
+        penumbral_on_product, penumbral_on_product_pull, inexact=penumbral_on_product_inexact, **PENUMBRAL
+    ),
 }

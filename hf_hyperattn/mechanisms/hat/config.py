@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
 from ...fields import short
 from .layouts import LAYOUTS, is_layout
 
-POOLING = ("max", "mean", "tokens")
-CROSS_BLOCKS = ("copy", "new")
+Pooling = Literal["max", "mean", "tokens"]
+POOLING = get_args(Pooling)
+CrossBlocks = Literal["copy", "new"]
+CROSS_BLOCKS = get_args(CrossBlocks)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class HatConfig(MechanismConfig):
         "'S S SC S S SC', one group for each pretrained layer",
     )
     max_length: int = option(8192, "the most tokens of a text", least=1)
-    cross_blocks: str = option(
+    cross_blocks: CrossBlocks = option(
         "copy",
         "copy: cross-segment blocks start as the pretrained layer of their segment-wise block; new: at random",
         choices=CROSS_BLOCKS,
@@ -43,7 +46,7 @@ class HatConfig(MechanismConfig):
         "whether the output of each cross-segment block is blended in with a learned gate, 0 at first; the published "
         "model has none",
     )
-    pooling: str = option(
+    pooling: Pooling = option(
         "max",
         "what a text's vector is made of: max or mean over its segments' CLS rows, or tokens, the mean over all tokens",
         choices=POOLING,

@@ -28,6 +28,7 @@ class HeadFusionLayer(MechanismLayer):
         ValueError: nothing says how wide the hidden states are that enter the host.
     """
 
+    honours_heads = True
     reads_hidden = True
 
     def __init__(self, config: HeadFusionConfig, host: Host, mode: str = "replace", heads=None):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, Piece, repeat_heads
 from ...hierarchy import Hierarchy
+from ...readable import can_read
 from ..base import START, FirstKey
 from .both import both
 from .config import Rule
@@ -91,7 +92,7 @@ def hierarchical(
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
     asked = Asked(hierarchy, rule, is_causal, backend, weights, store, first)
-    if torch.compiler.is_compiling():
+    if not can_read(query, options.mask):
         from . import compiled  # it calls this module
 
         if compiled.wanted(options, asked):
@@ -118,7 +119,8 @@ def tied(
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(asked.hierarchy, len(query), dropped + stop, causal)
-    real = None if mask is None or dropped else padding_of(mask, n, says)
+    from_start = options.is_causal and not options.offset
+    real = None if mask is None or dropped else padding_of(mask, n, says, from_start)
     outside = None if mask is None else real_of(asked.first, dropped + stop)
     if real is not None and n < stop and asked.first.stop is not None and not _same(real, outside):
         real = None  # hidden by a sliding window, or by an indexer

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...engines.score import working_dtype
 from ...hierarchy import Hierarchy
+from ...readable import can_read
 from . import both_operator, programme
 from .programme import Extras
 from .siblings import SiblingEmbeddings
@@ -65,7 +66,7 @@ def both_with_root(
     extras = Extras(position_bias)
     if siblings is not None:
         extras = Extras(position_bias, list(siblings.tables), siblings.names)
-    compute = both_operator.run if torch.compiler.is_compiling() else programme.run
+    compute = programme.run if can_read(q, k, v) else both_operator.run
     return compute(q, k, v, hierarchy, float(scale), keep_diagonal, extras)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...engines import Options
+from ...hierarchy import Hierarchy
 from . import attention
 from .config import Rule
 
@@ -46,6 +48,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, options: Options, asked: atte
         raise ValueError(
             "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
         )
+    tree = asked.hierarchy
+    if isinstance(tree, Hierarchy) and tree.is_windows and tree.starts is None and tree.stops is None:
+        asked = replace(asked, hierarchy=tuple(tree.sizes))
     if not isinstance(asked.hierarchy, Tensor | tuple):
         raise ValueError(
             "hsa cannot compile a mask or tying='key' with a Hierarchy; allowed: its ids, hierarchy.to_ids()"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...config import MechanismConfig, option
 from ...fields import check_field, short
 from ...hierarchy.windows import checked_sizes
 
-TYINGS = ("both", "key")
+Tying = Literal["both", "key"]
+TYINGS = get_args(Tying)
 
 #: What None means: for key tying, and for tying on both sides.
 DEFAULTS = {"near": (64, 0), "sinks": (4, 0), "refine_top_k": (16, 0), "block_bias": (0.0, 0.0)}
@@ -49,7 +50,7 @@ class HsaConfig(MechanismConfig):
         "tokens of the windows, bottom first, each dividing the next, where the model is called without hierarchy=; "
         "() is the flat tree",
     )
-    tying: str | None = option(
+    tying: Tying | None = option(
         None,
         "both: one number for every pair of sibling blocks, bidirectional only; key: only keys are tied; None: key "
         "where attention is causal, else both",
@@ -77,6 +78,13 @@ class HsaConfig(MechanismConfig):
         "starting value",
         types=(float, tuple),
         optional=True,
+    )
+    tuned_length: int | None = option(
+        None,
+        "tokens a row that the other numbers were chosen for, as `hyperattn inject` writes it; a model that runs on "
+        "1.1 times as many warns once; None: not known",
+        types=(int,),
+        least=1,
     )
 
     def __post_init__(self):
@@ -115,8 +123,10 @@ class HsaConfig(MechanismConfig):
                 self._refuse(name, "0 or None with tying='both', which opens no blocks; or tying='key'")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; -inf, which JSON lacks, as text."""
+        """Plain JSON values; -inf, which JSON lacks, as text; without a `tuned_length` that is not known."""
         data, bias = super().to_dict(), self.block_bias
+        if self.tuned_length is None:
+            del data["tuned_length"]  # earlier versions do not know it
         text = lambda x: "-inf" if x == -math.inf else x
         data["block_bias"] = [text(x) for x in bias] if isinstance(bias, tuple) else text(bias)
         return data

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ...engines import Options, dot_score
 from ...engines.options import check_broadcast, full_precision
+from ...fields import short
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ..checks import check_choice, check_dropout, check_qkv
+from ...readable import can_read
+from ..checks import check_call, check_choice
 from .attention import hierarchical
-from .config import TYINGS, HsaConfig
+from .config import TYINGS, HsaConfig, Tying
 from .key import BACKENDS
 
 
@@ -28,7 +30,7 @@ def hierarchical_attention(
     enable_gqa: bool = False,
     *,
     hierarchy: Hierarchy | Tensor | Sequence[int],
-    tying: str = "both",
+    tying: Tying = "both",
     keep_diagonal: bool = True,
     near: int | Sequence[int] = 0,
     sinks: int | Sequence[int] = 0,
@@ -47,7 +49,8 @@ def hierarchical_attention(
         key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
         value: [B, H or Hkv, M, dv].
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. With tying="both" it may hide
-            padding only. With tying="key" masks that hide more cost O(N · M) time.
+            padding only. With tying="key" masks that hide more than padding (and, with `is_causal`, later tokens) cost
+            O(N · M) time. Windows start at the first token of a row that is no padding.
         dropout_p: probability that a weight is dropped, in [0, 1); 0 with tying="both".
         is_causal: query i sees keys j <= i; only with tying="key".
         scale: what q·k is multiplied with; None: 1/sqrt(d).
@@ -69,8 +72,8 @@ def hierarchical_attention(
     Raises:
         ValueError: an argument out of its range or without meaning for the tying; the message says what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
     listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
@@ -115,8 +118,12 @@ def checked_hierarchy(hierarchy) -> Hierarchy | Tensor | tuple[int, ...]:
 
 
 def check_heads(block_bias: Tensor, heads: int) -> None:
-    """Raise for a block bias that is not one number, or one a head."""
+    """Raise for a block bias that is not one number or one a head, or is NaN or infinity."""
     if block_bias.numel() != 1 and block_bias.shape != (heads,):
         raise ValueError(
             f"block_bias has shape {tuple(block_bias.shape)}; allowed: one number, or one per query head, ({heads},)"
+        )
+    if can_read(block_bias) and not bool((block_bias < float("inf")).all()):
+        raise ValueError(
+            f"block_bias={short(block_bias.tolist())} is not allowed; allowed: finite numbers or -inf"
         )

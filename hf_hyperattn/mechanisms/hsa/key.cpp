@@ -2,7 +2,7 @@
 // reads. Agrees with windows.py; cover.py says in words what is open and what is closed. Work goes tile by tile
 // (key_tile.h, key_backward.h).
 
-#include <ATen/Parallel.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -11,6 +11,16 @@
 #include "key_backward.h"
 
 namespace {
+
+// Calls `run(begin, end)` for parts of [0, count), one for each thread.
+template <class Run>
+void in_parallel(int64_t count, int64_t threads, Run run) {
+#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(count, threads)))
+  {
+    const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
+    run(count * i / n, count * (i + 1) / n);
+  }
+}
 
 // The tiles of one batch row: queries [from, to) are real, and stand in `windows` bottom windows from `first` on.
 struct RowPlan {
@@ -61,7 +71,7 @@ extern "C" void hsa_key_forward(const Call* call) {
     first_task.push_back(first_task.back() + c.heads * plans[row].tiles);
     clear_padding(c, plans[row], row);
   }
-  at::parallel_for(0, first_task.back(), 1, [&](int64_t begin, int64_t end) {
+  in_parallel(first_task.back(), c.threads, [&](int64_t begin, int64_t end) {
     Buffers buffers;
     int64_t row = 0;
     for (int64_t task = begin; task < end; ++task) {
@@ -78,7 +88,7 @@ extern "C" void hsa_key_forward(const Call* call) {
 extern "C" void hsa_key_backward(const Call* call, const Slopes* slopes) {
   const Call& c = *call;
   const int64_t group = c.heads / c.kv_heads;
-  at::parallel_for(0, c.batch * c.kv_heads, 1, [&](int64_t begin, int64_t end) {
+  in_parallel(c.batch * c.kv_heads, c.threads, [&](int64_t begin, int64_t end) {
     Buffers buffers;
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task / c.kv_heads;
@@ -95,8 +105,8 @@ extern "C" void hsa_key_backward(const Call* call, const Slopes* slopes) {
 // Means over windows: `levels` tables [B, H, blocks, dim] from tokens [B, H, M, dim]. A mean without tokens is 0.
 extern "C" void hsa_pool(const float* tokens, const int64_t* steps, int64_t batch, int64_t heads, int64_t dim,
                          const int64_t* starts, const int64_t* stops, int64_t levels, const int64_t* widths,
-                         float* const* tables, const int64_t* blocks) {
-  at::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
+                         float* const* tables, const int64_t* blocks, int64_t threads) {
+  in_parallel(batch * heads, threads, [&](int64_t begin, int64_t end) {
     std::vector<float> sums;
     for (int64_t z = begin; z < end; ++z) {
       const int64_t row = z / heads, count = stops[row] - starts[row];

@@ -127,12 +127,17 @@ def why_general(hierarchy, top_k, is_causal, window, mask, bias, dropout_p, weig
     for name, there in asked.items():
         if there:
             return name
-    if is_causal or not any(top_k):
-        return None
-    for start, stop in spans(len(key), key.shape[2], hierarchy.starts, hierarchy.stops):
-        if Cover(hierarchy.sizes, 0, 0, 0, False, stop - start).has_chains():
-            return "refinement where the last window of a level has a single child"
+    if ragged(hierarchy.sizes, top_k, is_causal, key, hierarchy.starts, hierarchy.stops):
+        return "refinement where the last window of a level has a single child"
     return None
+
+
+def ragged(sizes, top_k, is_causal: bool, key: Tensor, starts: Tensor | None, stops: Tensor | None) -> bool:
+    """Whether refinement meets a last window with a single child, which is that child: a token, or a lower block."""
+    if is_causal or not any(top_k):
+        return False
+    rows = spans(len(key), key.shape[2], starts, stops)
+    return any(Cover(tuple(sizes), 0, 0, 0, False, stop - start).has_chains() for start, stop in rows)
 
 
 def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]:
@@ -182,9 +187,20 @@ def attend(
 ) -> Tensor:
     """The second half of `key_tied`: attention to tokens and means that are there already. Arguments as there.
 
+    Where windows are `ragged`, the means are computed anew.
+
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of `levels`.
     """
     heads, dtype = query.shape[1], levels.keys[0].dtype
+    if ragged(
+        levels.sizes, per_head(refine_top_k, heads), is_causal, levels.keys[0], levels.starts, levels.stops
+    ):
+        out, _ = key_tied(
+            query, levels.keys[0], levels.values[0], levels.sizes, starts=levels.starts, stops=levels.stops,
+            near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias, offset=offset, scale=scale,
+            sink_logit=sink_logit, backend=backend,
+        )  # fmt: skip
+        return out
     query, scale = query.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
     extras = {"block_bias": per_head_tensor(block_bias, query), "sink_logit": sink_logit}
     rule = {

@@ -42,7 +42,7 @@ struct Call {
   const int64_t *near, *sinks, *top_k;  // per head
   const float *block_bias, *sink_logit;  // per head, or null
   const int64_t *starts, *stops;         // per batch row
-  int64_t is_causal, offset;
+  int64_t is_causal, offset, threads;
   float scale;
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,11 @@ from ..base import Host, HostCall, MechanismLayer, Plan
 from .attention import hierarchical
 from .config import HsaConfig, Rule
 from .store import STORE, Store
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: How many times the length that settings were chosen for a model may run on without a warning.
+LONGER = 1.1
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
 EVERYTHING = 2**31
@@ -28,6 +34,8 @@ class HsaLayer(MechanismLayer):
         ValueError: tying="both" in a causal host, numbers for another count of heads, or a host with a softcap.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
@@ -41,22 +49,33 @@ class HsaLayer(MechanismLayer):
         self.block_bias = self.per_head(host) if rule is not None and rule.tying == "key" else None
 
     def change(self, plan: Plan) -> Plan:
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend))
+        # Read here: offload takes parameters away when this call returns, and the plan runs later.
+        parameters = self.gate, self.block_bias
+        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
 
     def attend(
         self,
         call: HostCall,
         untied,
+        parameters: tuple[Tensor | None, Tensor | None],
         score: PairScore,
         value: Tensor,
         options: Options,
         backend="auto",
         weights=False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The tied attention, beside the untied one where both are wanted; arguments as in `engines.attention`."""
-        gate = self.weight(call.query)
-        rule = self.rule(call, score.query)
-        if gate is not None and self.gate is None and rule.tying == "key":
+        """The tied attention, beside the untied one where both are wanted.
+
+        Args:
+            untied: attends without ties.
+            parameters: `gate` and `block_bias` as they stand.
+            score, value, options, backend, weights: as in `engines.attention`.
+        """
+        self.check_length(call)
+        learned, block_bias = parameters
+        gate = self.weight(learned, call.query)
+        rule = self.rule(call, score.query, block_bias)
+        if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
@@ -77,18 +96,43 @@ class HsaLayer(MechanismLayer):
         whole = untied(score, value, options, backend=backend, weights=weights)
         return tuple(None if a is None else a + gate * (b - a) for a, b in zip(whole, tied, strict=True))
 
-    def weight(self, query: Tensor) -> Tensor | None:
+    def check_length(self, call: HostCall) -> None:
+        """Warn, once a model, where a row is longer than what the settings were chosen for.
+
+        Counted are the keys that a cache has room for; the compiler warns as it traces, and names no length.
+        """
+        made_for = self.config.tuned_length
+        if made_for is None:
+            return
+        length = call.key.shape[2] + (call.first.index or 0)
+        if length > LONGER * made_for:
+            self.warn_of_length("more" if torch.compiler.is_compiling() else f"{length:,}")
+
+    @torch.compiler.assume_constant_result
+    def warn_of_length(self, length: str) -> bool:
+        """Warn unless a layer of this model has; whether it did."""
+        new = "length" not in self.warned
+        if new:
+            self.warned.add("length")
+            logger.warning(
+                f"hf_hyperattn: the HSA settings of this model were chosen for {self.config.tuned_length:,} tokens, "
+                f"and it runs on {length}, where quality was not measured and may be lower; run `hyperattn inject "
+                "--length` on the original model for this length, or shorten the texts"
+            )
+        return new
+
+    def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
         chosen = self.chosen(query)
-        return chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen
+        return chosen if gate is None else gate if chosen is None else gate * chosen
 
-    def rule(self, call: HostCall, features: Tensor) -> Rule:
-        """The config for this call, with the block bias as it stands."""
+    def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
+        """The config for this call, with the learned part of the block bias."""
         rule = self.config.rule(call.is_causal, call.query.shape[1], "this call")
-        if self.block_bias is None:
+        if block_bias is None:
             return rule
         start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
-        return replace(rule, block_bias=start + self.block_bias.to(features.dtype))
+        return replace(rule, block_bias=start + block_bias.to(features.dtype))
 
     def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""

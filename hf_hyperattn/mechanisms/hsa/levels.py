@@ -50,7 +50,7 @@ def pool(
     dtype = working_dtype(key)
     key, value = key.to(dtype), value.to(dtype)
     learning = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-    if not learning and not torch.compiler.is_compiling() and native.serves(key):
+    if not learning and native.serves(key):
         spans = span_lists(len(key), key.shape[2], starts, stops)
         keys, values = ((t, *native.pool(t, sizes, *spans)) for t in (key, value))
     else:

@@ -79,27 +79,32 @@ def says_all(options: Options, is_causal: bool) -> bool:
     return is_causal and not options.is_causal
 
 
-def padding_of(mask: Tensor, queries: int, is_causal: bool) -> Tensor | None:
+def padding_of(mask: Tensor, queries: int, is_causal: bool, position_hides: bool = False) -> Tensor | None:
     """Bool [B, M], the keys that are no padding; None where the mask hides something else too.
 
     Args:
         mask: as in `Options`.
         queries: N; where causal, queries are the last of the M tokens.
         is_causal: whether the mask itself hides from a query the tokens after it.
+        position_hides: whether query i sees no token after i, whatever the mask says of them.
     """
-    asked, known = (queries, is_causal, version_of(mask)), _SEEN.get(mask)
+    asked, known = (queries, is_causal, position_hides, version_of(mask)), _SEEN.get(mask)
     if known is not None and None not in asked and known[0] == asked:
         return known[1]
     try:
-        real = _real(mask, queries, is_causal)
+        real = _real(mask, queries, is_causal, position_hides)
     except ValueError:
         real = None
     _SEEN[mask] = (asked, real)
     return real
 
 
-def _real(mask: Tensor, queries: int, is_causal: bool) -> Tensor | None:
+def _real(mask: Tensor, queries: int, is_causal: bool, position_hides: bool) -> Tensor | None:
     keys = mask.shape[-1]
+    if position_hides and 1 < mask.shape[2] <= keys:  # tokens after the last query are seen by none
+        later = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).triu(1)
+        seen = mask[..., :queries].masked_fill(later, False if mask.dtype == torch.bool else float("-inf"))
+        return torch.nn.functional.pad(real_tokens(seen, queries, True), (0, keys - queries), value=True)
     if is_causal or queries == keys:
         return real_tokens(mask, queries, is_causal)
     return real_tokens(mask, keys) if mask.shape[2] == 1 else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engines import native
+from ...readable import can_read
 
 #: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
 LANES = 16
@@ -34,6 +35,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("starts", "stops")),
         ("is_causal", ctypes.c_int64),
         ("offset", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
 
@@ -56,7 +58,8 @@ def library() -> ctypes.CDLL | None:
 
 def serves(t: Tensor) -> bool:
     """Whether the kernel can compute a call with this query."""
-    return t.dtype == torch.float32 and t.device.type == "cpu" and native.enabled() and library() is not None
+    suitable = t.dtype == torch.float32 and t.device.type == "cpu" and can_read(t)
+    return suitable and native.enabled() and library() is not None
 
 
 def longs(values: Sequence[int]):
@@ -95,7 +98,8 @@ def call_of(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
         *map(address, tables), address(arrays[0]), query.shape[0], query.shape[1], keys[0].shape[1],
         query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
-        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[4:]), is_causal, offset, scale,
+        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[4:]), is_causal, offset,
+        torch.get_num_threads(), scale,
     )  # fmt: skip
     return call, [extras, arrays, tables]
 
@@ -152,5 +156,6 @@ def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -
     library().hsa_pool(
         ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
         longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
+        ctypes.c_int64(torch.get_num_threads()),
     )  # fmt: skip
     return tables[1:]

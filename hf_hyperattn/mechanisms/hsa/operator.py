@@ -80,7 +80,7 @@ def compiled(query: Tensor, backend: str) -> bool:
     if backend == "native":
         raise ValueError(
             f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32 on the CPU, "
-            "with a C++ compiler and ninja installed; use backend='auto'"
+            "with a C++ compiler installed; use backend='auto'"
         )
     return False
 

@@ -25,8 +25,9 @@ def attended(
     total = torch.zeros(len(windows), dtype=torch.long)
     laid = torch.zeros_like(total)
     for level in range(cover.top, 0, -1):
-        here = standing(cover, level, windows) + laid
-        opened = here.clamp_max(refine_top_k)
+        standing, single = closed(cover, level, windows)
+        here = standing + laid
+        opened = (here - single).clamp_max(refine_top_k)
         total += here - opened
         laid = opened * cover.branching(level)
     rows = (length - starts).clamp_max(cover.bottom())
@@ -35,14 +36,13 @@ def attended(
     return int((tokens - hidden).sum())
 
 
-def standing(cover: Cover, level: int, windows: torch.Tensor) -> torch.Tensor:
-    """Closed blocks of `level` before refinement, for each window."""
-    return torch.tensor(
-        [
-            int((~cover.hidden(level, index[None], w[None])).sum())
-            for w, index in zip(windows, _places(cover, level, windows))
-        ]
-    )
+def closed(cover: Cover, level: int, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Closed blocks of `level` before refinement, for each window; and those of one token, which are never opened."""
+    found = []
+    for window, index in zip(windows, _places(cover, level, windows)):
+        here = ~cover.hidden(level, index[None], window[None])[0]
+        found.append((int(here.sum()), int((here & (cover.sizes_of(level, index) == 1)).sum())))
+    return tuple(torch.tensor(found).T)
 
 
 def standing_tokens(cover: Cover, windows: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,13 @@ Near the query both are almost as straight, or as flat, as their first term: τ�
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-FORMS = ("sinh", "cosh")
+Form = Literal["sinh", "cosh"]
+FORMS = get_args(Form)
 
 #: |μ (j - i)| is cut here: the bias is then beyond 1e25 times τ, and stays finite in float32.
 FARTHEST = 60.0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ...config import MechanismConfig, option
 from ...fields import LARGEST, short
-from .bias import FORMS
+from .bias import FORMS, Form
 
 #: tau is this many times the slope over mu, so that sinh starts with the slope and cosh ends near slope · max_length.
 STRETCH = {"sinh": 1.0, "cosh": 2.0}
@@ -43,7 +44,7 @@ class HypeConfig(MechanismConfig):
         least=0,
         optional=True,
     )
-    slopes: str | tuple[float, ...] = option(
+    slopes: Literal["alibi"] | tuple[float, ...] = option(
         "alibi",
         "logits a token, which give τ where it is None: alibi for 2^(-8h/H), or one number for each head",
         symbol="m",
@@ -56,7 +57,7 @@ class HypeConfig(MechanismConfig):
         above=0,
         optional=True,
     )
-    form: str | None = option(
+    form: Form | None = option(
         None, "sinh or cosh; None: sinh where attention is causal, else cosh", choices=FORMS, optional=True
     )
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, attention, dot_score
-from ...fields import LARGEST
-from ..checks import check_choice, check_dropout, check_positive, check_qkv
-from .bias import FORMS, definition
+from ...readable import can_read
+from ..checks import check_call, check_choice, check_parameter
+from .bias import FORMS, Form, definition
 from .positions import from_first, given
 from .score import with_hype
 
@@ -25,7 +25,7 @@ def hype_attention(
     *,
     mu: float | Tensor,
     tau: float | Tensor,
-    form: str = "sinh",
+    form: Form = "sinh",
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
     backend: str = "auto",
@@ -42,7 +42,7 @@ def hype_attention(
         scale: what q·k is multiplied with; None: 1/sqrt(d).
         enable_gqa: allow fewer heads of keys and values than of queries.
         mu: μ > 0, a float or a tensor of one value per query head.
-        tau: τ, finite, likewise; 0 is attention without the bias, a negative one turns it round.
+        tau: τ, finite, from 0, likewise; 0 is attention without the bias.
         form: "sinh" for causal attention, "cosh" for bidirectional attention.
         query_positions: [N] or [B, N], integers or floating point; None: 0, 1, 2, ... Positions get no gradient.
         key_positions: [M] or [B, M], likewise.
@@ -57,13 +57,12 @@ def hype_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("form", form, FORMS)
     batch, heads, n, m = *query.shape[:3], key.shape[2]
     score = dot_score(query, key, scale)
-    mu = check_positive("mu", mu, heads, query).to(score.dtype)
-    tau = check_finite("tau", tau, heads, query).to(score.dtype)
+    mu = check_parameter("mu", mu, heads, query).to(score.dtype)
+    tau = check_parameter("tau", tau, heads, query, least=0.0).to(score.dtype)
     positions = (
         given("query_positions", query_positions, n, batch, query.device),
         given("key_positions", key_positions, m, batch, query.device),
@@ -77,7 +76,7 @@ def hype_attention(
 
 
 def hype_bias(
-    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: str
+    query_positions: Tensor, key_positions: Tensor, *, mu: float | Tensor, tau: float | Tensor, form: Form
 ) -> Tensor:
     """The dense bias of HyPE, straight from the definition.
 
@@ -88,7 +87,7 @@ def hype_bias(
         query_positions: i, [N] or [B, N], integers or floating point.
         key_positions: j, [M] or [B, M].
         mu: μ > 0, a float or a tensor of one value per head.
-        tau: τ, finite, likewise.
+        tau: τ, finite, from 0, likewise.
         form: "sinh" or "cosh".
 
     Returns:
@@ -111,30 +110,15 @@ def hype_bias(
     )
     tensors = [t for t in (mu, tau, queries, keys) if isinstance(t, Tensor)]
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    mu = check_positive("mu", mu, heads, queries).to(dtype)
-    tau = check_finite("tau", tau, heads, queries).to(dtype)
+    mu = check_parameter("mu", mu, heads, queries).to(dtype)
+    tau = check_parameter("tau", tau, heads, queries, least=0.0).to(dtype)
     bias = definition(*from_first(queries, keys, dtype), mu, tau, form)
     return bias.expand(batch, heads, -1, -1)
 
 
-def check_finite(name: str, value: float | Tensor, heads: int, like: Tensor) -> Tensor:
-    """A finite number, or one per query head, as a tensor [1] or [H]; tensors are not looked at while traced."""
-    allowed = f"a finite number of at most {LARGEST:g}, or a tensor of one per query head, ({heads},)"
-    if isinstance(value, Tensor):
-        if value.dim() > 1 or value.numel() not in (1, heads):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; allowed: {allowed}")
-        looked = not torch.compiler.is_compiling() and not value.is_complex()
-        if value.is_complex() or (looked and not bool((value.abs() <= LARGEST).all())):
-            raise ValueError(f"{name}={value.tolist()} is not allowed; allowed: {allowed}")
-        return value.reshape(-1).to(like.device)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {allowed}")
-    return torch.full((1,), float(value), dtype=torch.float64, device=like.device)
-
-
 def reach_of(queries: Tensor, keys: Tensor) -> float | None:
-    """The largest distance of two positions; not known while traced, or where there are none."""
-    if torch.compiler.is_compiling() or not queries.numel() or not keys.numel():
+    """The largest distance of two positions; not known where positions cannot be read, or there are none."""
+    if not can_read(queries, keys) or not queries.numel() or not keys.numel():
         return None
     ends = [(float(p.min()), float(p.max())) for p in (queries, keys)]
     return max(high for _, high in ends) - min(low for low, _ in ends)

@@ -22,6 +22,8 @@ class HypeLayer(MechanismLayer):
         ValueError: the config has numbers for another count of heads, or neither it nor the model's says a length.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HypeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         self.host = "this layer" if host is None else host.name
@@ -37,7 +39,9 @@ class HypeLayer(MechanismLayer):
         form = self.config.form or ("sinh" if call.is_causal else "cosh")
         dtype = score.dtype
         chosen = self.chosen(call.query)
-        mu, tau = self.start(form, call.query.shape[1], dtype, call.query.device)
+        total, first = call.heads or (call.query.shape[1], 0)
+        mu, tau = self.start(form, total, dtype, call.query.device)
+        mu, tau = (x if len(x) == 1 else x[first : first + call.query.shape[1]] for x in (mu, tau))
         gate = chosen if self.gate is None else self.gate if chosen is None else self.gate * chosen
         gate = None if gate is None else gate.to(dtype)
         score = with_hype(score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...readable import can_read
 from ..base import HostCall
 
 #: Additive masks hide a pair below this: the smallest number of any dtype, and the -10000 of older models, which is
@@ -75,11 +76,7 @@ def given(name: str, positions: Tensor | None, length: int, batch: int, device) 
         )
     if positions.requires_grad:
         raise ValueError(f"{name} requires a gradient, which positions do not get; pass {name}.detach()")
-    if (
-        not torch.compiler.is_compiling()
-        and positions.is_floating_point()
-        and not bool(positions.isfinite().all())
-    ):
+    if can_read(positions) and positions.is_floating_point() and not bool(positions.isfinite().all()):
         raise ValueError(f"{name} holds infinite numbers or NaN; allowed: finite numbers")
     positions = positions.to(device)
     if not positions.is_floating_point():

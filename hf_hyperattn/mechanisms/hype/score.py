@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...engines.score import PairScore, Piece
+from ...readable import can_read
 from .bias import definition
 from .columns import factors, fits
 from .positions import from_first
@@ -36,7 +36,7 @@ def with_hype(
     (batch, heads, n, m), kv_heads = score.shape, score.kv_heads
     queries, keys = from_first(*positions, mu.dtype)
     columns, weight = None, tau if gate is None else tau * gate
-    if reach is not None and not torch.compiler.is_compiling() and fits(mu, weight, reach, form):
+    if reach is not None and can_read(mu, weight) and fits(mu, weight, reach, form):
         columns = partial(factors, queries, keys, mu, tau, form)
     piece = Piece(
         SINH if form == "sinh" else COSH,

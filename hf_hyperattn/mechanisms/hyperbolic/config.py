@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
 
-DISTANCES = ("geodesic", "squared_lorentz")
-AGGREGATIONS = ("einstein", "mean")
+Distance = Literal["geodesic", "squared_lorentz"]
+DISTANCES = get_args(Distance)
+Aggregation = Literal["einstein", "mean"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,10 @@ class HyperbolicConfig(MechanismConfig):
     temperature: float = option(
         1.0, "what distances are divided by; where it is learned, the starting value", symbol="τ", above=0
     )
-    distance: str = option("geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES)
-    aggregation: str = option(
+    distance: Distance = option(
+        "geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES
+    )
+    aggregation: Aggregation = option(
         "einstein", "einstein: the Einstein midpoint of the values; mean: as usual", choices=AGGREGATIONS
     )
 

@@ -66,7 +66,7 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
     features = tuple(late(partial(_directions, side)) for side in (q, k))
     factors = late(lambda: 1 / value_of(q).norm), late(lambda: space.scale / value_of(k).norm)
     source = Source(query, key, space.scale, features, *factors)
-    return PairScore(*features, (piece,), partial(_points, q, k, heads), watch=True, source=source)
+    return PairScore(*features, (piece,), partial(_points, q, k, heads), source=source)
 
 
 def hyperbolic_piece(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from ...engines import Options, attention
-from ..checks import check_choice, check_dropout, check_positive, check_qkv
-from .config import AGGREGATIONS, DISTANCES
+from ...fields import SMALLEST
+from ..checks import check_call, check_choice, check_number, check_parameter
+from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
 from .features import HyperbolicSpace, hyperbolic_score, with_own_keys
 from .midpoint import midpoint, midpoint_columns
 from .score import definition
@@ -26,8 +25,8 @@ def hyperbolic_attention(
     *,
     curvature: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
-    distance: str = "geodesic",
-    aggregation: str = "einstein",
+    distance: Distance = "geodesic",
+    aggregation: Aggregation = "einstein",
     backend: str = "auto",
 ) -> Tensor:
     """softmax(-d(q, k) / τ) over values, with d the distance in the Poincaré ball of curvature -c (Hyperbolic
@@ -56,8 +55,7 @@ def hyperbolic_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
     score = hyperbolic_score(query, key, space)
@@ -78,10 +76,10 @@ def hyperbolic_scores(
     scale: float | None = None,
     curvature: float | Tensor = 1.0,
     temperature: float | Tensor = 1.0,
-    distance: str = "geodesic",
+    distance: Distance = "geodesic",
 ) -> Tensor:
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `hyperbolic_attention`."""
-    check_qkv(query, key, None, enable_gqa=True)
+    check_call(query, key, key)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
     return definition(
         query, key, space.curvature, space.temperature, scale=space.scale, distance=space.distance
@@ -92,12 +90,11 @@ def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> 
     """Checked parameters of a hyperbolic score for these queries."""
     check_choice("distance", distance, DISTANCES)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale={scale!r} is not allowed; allowed: finite numbers above 0, or None")
+    check_number("scale", scale, least=SMALLEST)
     heads = query.shape[1]
     return HyperbolicSpace(
         distance,
         float(scale),
-        check_positive("curvature", curvature, heads, query),
-        check_positive("temperature", temperature, heads, query),
+        check_parameter("curvature", curvature, heads, query),
+        check_parameter("temperature", temperature, heads, query),
     )

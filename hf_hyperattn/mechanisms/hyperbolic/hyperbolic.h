@@ -9,7 +9,7 @@ namespace hyperbolic {
 using namespace hyper;
 
 constexpr float kEpsilon = 1.1920929e-07f, kNoise = 4.0f * kEpsilon, kBlur = 256.0f * kEpsilon * kEpsilon;
-constexpr float kExact = 2e-4f, kSteep = 32.0f, kRelative = 1e-5f;
+constexpr float kExact = 2e-4f, kSteep = 2048.0f, kRelative = 1e-5f;
 constexpr float kFarthest = 6.1030338f;  // artanh(1 - 1e-5), as in points.py
 
 // w = sinh² of half the distance, and what its gradient needs.
@@ -17,9 +17,12 @@ template <bool OnProduct>
 struct Separation {
   static constexpr int count = OnProduct ? 3 : 2;
   Vec opening, x, w, p_q, p_k, noise;
+  Ints near;  // pairs that were taken from differences, of features times these factors
+  float query_factor;
+  Vec key_factor;
 
   Separation() = default;
-  explicit Separation(const Pair& p) {
+  explicit Separation(const Pair& p) : near{}, query_factor(0), key_factor{} {
     Vec cosine = p.dot;
     if constexpr (OnProduct) cosine = cosine * p.column[2] * p.row[2];
     p_q = splat(p.row[0] * p.row[1]), p_k = p.column[0] * p.column[1];
@@ -35,8 +38,8 @@ struct Separation {
     w = opening * p_k * p_q + x * x;
   }
 
-  // The squared distance of the two directions from differences.
-  void use_differences(const Pair& p) {
+  // The squared distance of the two directions from differences, where these pairs need it.
+  void use_differences(const Pair& p, Ints pairs) {
     Vec square_k = {};
     float square_q = 0;
     for (int64_t e = 0; e < p.dim; ++e) {
@@ -44,7 +47,9 @@ struct Separation {
       square_k += k * k, square_q += p.query[e] * p.query[e];
     }
     const Vec least = splat(1e-30f);
-    set_opening(p.gap_from_differences(1.0f / root(larger(splat(square_q), least)), 1.0f / root(larger(square_k, least))));
+    const Vec factor_q = 1.0f / root(larger(splat(square_q), least));
+    near = pairs, query_factor = factor_q[0], key_factor = 1.0f / root(larger(square_k, least));
+    set_opening(p.gap_from_differences(factor_q, key_factor, p.dim));
     noise = kBlur * p_q * p_k;
   }
 
@@ -58,12 +63,28 @@ struct Separation {
     s.row[1] = p.row[0] * by_row - d_x * p.column[0];
     s.column[0] = p.column[1] * by_column - p.row[1] * d_x;
     s.column[1] = p.row[0] * d_x + p.column[0] * by_column;
-    s.dot = -2.0f * d_w * p_k * p_q;
+    s.dot = near ? Vec{} : -2.0f * d_w * p_k * p_q;
     if constexpr (OnProduct) {
       const Vec turned = s.dot * p.dot;
       s.row[2] = turned * p.column[2];
       s.column[2] = turned * p.row[2];
       s.dot = s.dot * p.column[2] * p.row[2];
+    }
+    if (query_factor > 0) [[unlikely]] pull_differences(p, near ? d_w * p_k * p_q : Vec{}, s);
+  }
+
+  // From the gradient of the squared distance of the directions.
+  template <class S>
+  void pull_differences(const Pair& p, Vec d_opening, S& s) const {
+    for (int i = 0; i < kLanes; ++i) {
+      if (d_opening[i] == 0) continue;
+      const float q = query_factor, k = key_factor[i], slope = 2.0f * d_opening[i];
+      p.add_difference(i, q, k, p.dim, slope * q, -slope * k, 0.0f);
+      if constexpr (OnProduct) {
+        const auto inner = p.inner_of_difference(i, q, k, p.dim);
+        s.row[2][i] = slope * inner.query;
+        s.column[2][i] = -slope * inner.key;
+      }
     }
   }
 };
@@ -79,8 +100,9 @@ struct Geodesic {
   static State open(const Pair& p) {
     Separation<OnProduct> from(p);
     Vec slope = root(from.w + from.w * from.w);
-    if (!p.gap && any((p.head[0] * from.noise > kExact * slope) | (from.w < kSteep * from.noise))) [[unlikely]] {
-      from.use_differences(p);
+    const Ints near = (p.head[0] * from.noise > kExact * slope) | (from.w < kSteep * from.noise);
+    if (!p.gap && any(near)) [[unlikely]] {
+      from.use_differences(p, near);
       slope = root(from.w + from.w * from.w);
     }
     const Vec distance = log_of_one_plus(2.0f * (from.w + slope));
@@ -106,8 +128,8 @@ struct SquaredLorentz {
 
   static State open(const Pair& p) {
     Separation<OnProduct> from(p);
-    if (!p.gap && any((p.head[0] * from.noise > splat(kExact)) & (from.noise > kRelative * from.w))) [[unlikely]]
-      from.use_differences(p);
+    const Ints near = (p.head[0] * from.noise > splat(kExact)) & (from.noise > kRelative * from.w);
+    if (!p.gap && any(near)) [[unlikely]] from.use_differences(p, near);
     return {-p.head[0] * from.w, from};
   }
 

@@ -25,6 +25,8 @@ class HyperbolicLayer(MechanismLayer):
     configured values.
     """
 
+    honours_heads = True
+
     def __init__(self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         einstein = config.aggregation == "einstein"
@@ -50,8 +52,8 @@ class HyperbolicLayer(MechanismLayer):
         query, key, score = plan.base()
         piece, points = hyperbolic_piece(query, key, call.scale, space, gate)
         if self.mode == "blend":
-            return score.plus(piece, points, watch=True)
-        return score.weighted(1 - gate).plus(replace(piece, capped=True), points, watch=True)
+            return score.plus(piece, points)
+        return score.weighted(1 - gate).plus(replace(piece, capped=True), points)
 
     def aggregate(self, plan: Plan, space: HyperbolicSpace, chosen: Tensor | None, dtype: torch.dtype):
         """The plan with midpoints for means, or blended with them."""

@@ -26,7 +26,7 @@ HEADER = Path(__file__).with_name("hyperbolic.h")
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
 BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
 EXACT = 2e-4  # the error of a logit above which differences are asked for
-STEEP = 32.0  # and where w is less than this many times its noise, for the sake of the gradient
+STEEP = 2048.0  # and where w is less than this many times its noise, for the sake of the gradient
 RELATIVE = 1e-5  # the error of a squared Lorentz distance that is always allowed, relative to it
 
 
@@ -44,10 +44,9 @@ class HyperbolicTerm(Term):
         """cos θ, [..., R, C], up to rounding."""
         return torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
 
-    def opening(self, dot, row, column, gap=None):
-        """G = 2 - 2 cos θ, [..., R, C], from the product, or from differences where `gap` has them; never negative."""
-        product = torch.rsub(self.cosine(dot, row, column), 2.0, alpha=2.0).clamp_min_(0.0)
-        return product if gap is None else torch.where(gap.isnan(), product, gap)
+    def opening(self, dot, row, column):
+        """G = 2 - 2 cos θ from the product, [..., R, C], never negative."""
+        return torch.rsub(self.cosine(dot, row, column), 2.0, alpha=2.0).clamp_min_(0.0)
 
     def separation(self, opening, row, column):
         """w, and X, each [..., R, C]."""
@@ -64,6 +63,7 @@ class HyperbolicTerm(Term):
         return scale * (row[0] * row[1]), column[0] * column[1]
 
     def inexact(self, dot, row, column, head):
+        """The pairs for which the product form is too inexact, bool [..., R, C]; None where it is good everywhere."""
         by_row, by_column = self.noise(dot, row, column)
         largest = _over(torch.amax, by_row) * _over(torch.amax, by_column)
         # w >= p_q p_k G: mostly this alone tells that there is no such pair
@@ -84,22 +84,33 @@ class HyperbolicTerm(Term):
         return self.vjp(dot, row, column, head, gap)[0]
 
     def vjp(self, dot, row, column, head, gap=None):
-        opening = self.opening(dot, row, column, gap)
+        opening, near = self.opening(dot, row, column), None
+        if gap is not None:
+            exact = dot.dtype == torch.float64  # accuracy is what the caller wants
+            pairs = None if exact else self.inexact(dot, row, column, head)
+            if exact or pairs is not None:
+                found = gap(pairs)
+                near = ~found.isnan()
+                opening = torch.where(near, found, opening)
         w, x = self.separation(opening, row, column)
         logits, pull = self.score(w, head)
 
         def pullback(grad):
             d_w, d_head = pull(grad)
             # what rounding leaves of the distance of coinciding points must not steer a gradient
-            by_row, by_column = self.noise(dot, row, column, differences=gap is not None)
+            by_row, by_column = self.noise(dot, row, column, differences=near is not None)
             if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
                 d_w.masked_fill_(w <= by_row * by_column, 0.0)
-            return *self.through_separation(d_w, dot, opening, x, row, column), d_head
+            d_gap = ()
+            if near is not None:
+                p = (row[0] * row[1]) * (column[0] * column[1])
+                d_gap = (torch.where(near, d_w * p, 0.0),)
+            return *self.through_separation(d_w, dot, opening, x, row, column, near), d_head, *d_gap
 
         return logits, pullback
 
-    def through_separation(self, d_w, dot, opening, x, row, column):
-        """Gradients of the product and of the statistics from that of w."""
+    def through_separation(self, d_w, dot, opening, x, row, column, near):
+        """Gradients of the product and of the statistics from that of w; `near` are pairs that read no product."""
         (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
         p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
         d_x = torch.mul(d_w, x).mul_(2.0)
@@ -108,6 +119,8 @@ class HyperbolicTerm(Term):
         d_row = (d_x @ cosh_k.mT + cosh_q * by_row, sinh_q * by_row - d_x @ sinh_k.mT)
         d_column = (cosh_k * by_column - cosh_q.mT @ d_x, sinh_q.mT @ d_x + sinh_k * by_column)
         d_dot = d_w.mul_(-2.0).mul_(p_k).mul_(p_q)
+        if near is not None:
+            d_dot.masked_fill_(near, 0.0)
         if self.on_product:
             turned = torch.mul(d_dot, dot)
             d_dot = d_dot.mul_(column[2]).mul_(row[2])

@@ -10,7 +10,6 @@ import triton.language as tl
 from ...engines.triton.terms import TritonTerm
 from . import terms
 
-EPS = tl.constexpr(1.1920928955078125e-07)
 TINY = tl.constexpr(1e-30)  # of w (w + 1) under a root that is divided by
 BLUR = tl.constexpr((terms.BLUR * 1.1920928955078125e-07) ** 2)
 EXACT = tl.constexpr(terms.EXACT)

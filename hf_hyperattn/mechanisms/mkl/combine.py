@@ -76,8 +76,7 @@ def summed(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     From differences of points, or while the call is traced, there is one block with the definition of every piece.
     """
     n, keys = score.query.shape[2], score.key.shape[2]
-    exact = score.points is not None and (score.watch or score.query.dtype == torch.float64)
-    if exact or weights or torch.compiler.is_compiling():
+    if score.points is not None or weights or torch.compiler.is_compiling():
         found = softmax(hidden(combined(total_logits(score, options.softcap)), options, range(n)))
         return dropped(found, options) @ value, found if weights else None
     size = max(1, ELEMENTS // max(1, score.query.shape[1] * keys))

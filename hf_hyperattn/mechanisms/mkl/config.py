@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
 
-KINDS = ("global", "conditional")
+Kind = Literal["global", "conditional"]
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class MklConfig(MechanismConfig):
 
     mechanism = "mkl"
 
-    kind: str = option(
+    kind: Kind = option(
         "global",
         "weights of heads: global, one learned set; conditional, from the values of both tokens of a pair",
         symbol="β",

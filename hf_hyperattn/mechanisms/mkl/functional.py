@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...engines import Options, attention, dot_score, repeat_heads
-from ..checks import check_dropout, check_qkv
+from ..checks import check_call, check_tensor
 from .combine import combined_attention
 from .layer import scaled_score
 from .score import head_weights
@@ -53,8 +53,8 @@ def mkl_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    flags = dict(is_causal=is_causal, combine=combine)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_beta(query, key, beta, key_beta)
     score = dot_score(query, key, scale)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
@@ -77,6 +77,7 @@ def check_beta(query: Tensor, key: Tensor, beta: Tensor, key_beta: Tensor | None
     if key_beta is not None:
         rules = {"beta": (beta, (batch, heads, n)), "key_beta": (key_beta, (batch, heads, m))}
     for name, (t, shape) in rules.items():
+        check_tensor(name, t)
         if tuple(t.shape) != shape:
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}; allowed: {shape}, and [batch, heads, length] for both beta and "

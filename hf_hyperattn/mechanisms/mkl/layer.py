@@ -30,6 +30,8 @@ class MklLayer(MechanismLayer):
             where nothing tells how wide values are.
     """
 
+    honours_heads = True
+
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         check_host(config, host, mode, heads)

@@ -41,16 +41,10 @@ class Weighted(Term):
             d_part = grad * weight
             if self.cap is not None:
                 d_part = d_part * (1 - (part / self.cap).square())
-            d_dot, d_rows, d_columns, d_heads = pull(d_part)
-            return d_dot, (*d_rows, d_row), (*d_columns, d_column), d_heads
+            d_dot, d_rows, d_columns, *others = pull(d_part)
+            return d_dot, (*d_rows, d_row), (*d_columns, d_column), *others
 
         return part * weight, pullback
-
-    def cancels(self, row, column):
-        return self.inner.cancels(row[:-1], column[:-1])
-
-    def inexact(self, dot, row, column, head):
-        return self.inner.inexact(dot, row[:-1], column[:-1], head)
 
 
 def name_of(inner: Term, cap: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...engines import Options, dot_score
-from ..checks import check_dropout, check_qkv
+from ..checks import check_call, check_tensor
 from .attention import talking_heads
 
 
@@ -45,10 +45,11 @@ def talking_heads_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     heads = query.shape[1]
     for name, matrix in (("before", before), ("after", after)):
+        if matrix is not None:
+            check_tensor(name, matrix)
         if matrix is not None and (tuple(matrix.shape) != (heads, heads) or not matrix.is_floating_point()):
             raise ValueError(
                 f"{name} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}; allowed: floating point numbers, "

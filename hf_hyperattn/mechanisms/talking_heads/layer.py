@@ -19,6 +19,8 @@ class TalkingHeadsLayer(MechanismLayer):
     themselves; zero at first, which is the identity.
     """
 
+    honours_heads = True
+
     def __init__(self, config: TalkingHeadsConfig, host: Host, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         count = host.heads if heads is None else len(heads)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engines import blockwise
+from ...engines.flops import count_flops
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
@@ -34,14 +35,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Talking-heads attention without the full matrices; arguments as in `definition.attend`."""
     row, column, head = score.numbers()
-    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if score.points is not None and (score.watch or score.query.dtype == torch.float64):
-        points = score.points()  # without gradient: it flows through the statistics
-        extras["points_query"], extras["points_key"] = points.query.detach(), points.key.detach()
-        extras["points_scale"] = points.scale.detach()
-    if options.dropout_p:
-        extras["seed"] = torch.randint(2**62, (1,))
-    extras = {name: t for name, t in extras.items() if t is not None}
+    extras = blockwise.extras_of(score, options)
     tensors = [score.query, score.key, value.to(score.query.dtype), *row, *column, *head, *extras.values()]
     out = forward(
         tensors,
@@ -241,3 +235,5 @@ def _pullback(ctx, grad):
 
 
 forward.register_autograd(_pullback, setup_context=_save)
+count_flops(forward)
+count_flops(backward, at=1, backward=True)

@@ -24,6 +24,8 @@ class BidafLayer(MechanismLayer):
         ValueError: nothing tells the head dimension of the host.
     """
 
+    honours_heads = True
+
     def __init__(self, config, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         if host is None or host.head_dim is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
 from ...fields import short
 
-FORMS = ("simplicial", "bidaf")
-TENSORS = ("identity", "distmult", "cp")
+Form = Literal["simplicial", "bidaf"]
+FORMS = get_args(Form)
+Product = Literal["identity", "distmult", "cp"]
+PRODUCTS = get_args(Product)
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class TrilinearConfig(MechanismConfig):
 
     mechanism = "trilinear"
 
-    form: str = option(
+    form: Form = option(
         "simplicial",
         "simplicial: a query attends to pairs of keys; bidaf: pairs, with linear terms and learned weights",
         choices=FORMS,
@@ -30,12 +33,12 @@ class TrilinearConfig(MechanismConfig):
         types=(tuple,),
         optional=True,
     )
-    tensor: str = option(
+    tensor: Product = option(
         "identity",
         "simplicial: of the product of q, k and k2: identity; distmult: a diagonal one, learned; cp: a sum of `rank` "
         "products, learned",
         symbol="T",
-        choices=TENSORS,
+        choices=PRODUCTS,
     )
     rank: int | None = option(
         None,

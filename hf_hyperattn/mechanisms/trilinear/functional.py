@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, working_dtype
-from ..checks import check_choice, check_dropout, check_qkv
+from ..checks import check_call, check_choice, check_tensor
 from .attention import BACKENDS, attend
 from .config import checked_windows
 from .definition import bidaf_scores as definition
@@ -54,13 +54,13 @@ def trilinear_attention(
     Raises:
         ValueError: an argument out of its range; the message names it, its value and what is allowed.
     """
+    check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     for name, second, first in (("key2", key2, key), ("value2", value2, value)):
+        check_tensor(name, second)
         if second.shape != first.shape:
             raise ValueError(
                 f"{name} has shape {tuple(second.shape)}; allowed: that of {name[:-1]}, {tuple(first.shape)}"
             )
-    check_qkv(query, key, value, enable_gqa)
-    check_dropout(dropout_p)
     check_choice("backend", backend, BACKENDS)
     first, second = checked_windows("", windows) or (None, None)
     dtype = working_dtype(query, key, value, key2, value2)
@@ -91,9 +91,10 @@ def bidaf_scores(query: Tensor, key: Tensor, *, w1: Tensor, w2: Tensor, w3: Tens
     Returns:
         [B, H, N, M], float32, or float64 if one of the arguments has it.
     """
-    check_qkv(query, key, None, enable_gqa=True)
+    check_call(query, key, key)
     heads, width = query.shape[1], query.shape[-1]
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
+        check_tensor(name, w)
         if tuple(w.shape) not in ((width,), (heads, width)):
             raise ValueError(f"{name} has shape {tuple(w.shape)}; allowed: ({heads}, {width}) or ({width},)")
     dtype = working_dtype(query, key, w1, w2, w3)

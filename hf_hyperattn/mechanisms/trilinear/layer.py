@@ -41,6 +41,8 @@ class SimplicialLayer(MechanismLayer):
         ValueError: unknown head dimensions, a rank above them, or windows in cross-attention.
     """
 
+    honours_heads = True
+
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         check_host(config, host)

@@ -76,14 +76,17 @@ def adapters() -> dict:
         if "lora_B" in name:
             parameter.data += 0.1
     model.push_to_hub("tester/patched-lora")
+    card, names = remote_text("tester/patched-lora"), {}
+    exec(card.partition("```python\n")[2].partition("```")[0], names)
     return {
         "lora_gaps": [
             gap(model, load("tester/patched-lora")),
             gap(model, AutoPeftModelForCausalLM.from_pretrained("tester/patched-lora")),
+            gap(model, names["model"]),
         ],
         "lora_changed": gap(model, load(REPO)),
         "lora_files": sorted(state("tester/patched-lora")["files"]),
-        "lora_card": remote_text("tester/patched-lora"),
+        "lora_card": card,
     }
 
 

@@ -1,0 +1,170 @@
+"""One check, at every load: the record in the config and the added tensors of the checkpoint belong together.
+
+A checkpoint that lost one of the two would load as another model than was saved. So a record without its tensors,
+tensors without their record, and tensors of another shape are errors, except inside `fresh_patch()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import HyperAttnConfig
+from ..registry import MECHANISMS, get_mechanism
+from .hosts import find_hosts
+from .records import RECORD, patched_hosts, recorded_hosts, tree
+from .stock import STOCK
+
+logger = logging.getLogger("hf_hyperattn")
+
+FRESH: ContextVar[bool] = ContextVar("hyperattn_fresh_patch", default=False)
+WAY_OUT = "or load inside `with hf_hyperattn.fresh_patch():` to"
+
+
+@contextmanager
+def fresh_patch() -> Iterator[None]:
+    """Inside this context `from_pretrained` takes what a checkpoint has of its patch, and starts the rest anew.
+
+    Added tensors that are missing get their starting values, as after `patch_model`, and added tensors that the config
+    has no record for are left out. Outside of it both are errors. Models made by `from_config`, or by calling the
+    class, are always fresh and need no context.
+
+    Example:
+        with hf_hyperattn.fresh_patch():
+            model = AutoModelForCausalLM.from_pretrained(base, config=config_of_a_patched_model)
+    """
+    token = FRESH.set(True)
+    try:
+        yield
+    finally:
+        FRESH.reset(token)
+
+
+def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
+    """Compare a model's record with the tensors that were loaded into it.
+
+    Args:
+        model: a model that was built from its config, with a `hyper` in every recorded host.
+        loading_info: Transformers' `LoadStateDictInfo` of the load.
+        source: what was loaded, for the message; None for a state dict.
+
+    Raises:
+        ValueError: added tensors are missing or have another shape, or there are some without a record.
+    """
+    where = "the state dict" if source is None else str(source)
+    warn_of_unused_parameters(model, where)
+    if FRESH.get():
+        return
+    added = added_tensors(model)
+    absent = loading_info.missing_keys
+    missing = [name for name in added if name in absent and not _is_loaded(model, name, absent)]
+    if missing:
+        mechanisms = sorted(
+            {name for _, host in patched_hosts(model) for name, _ in host.hyper.named_children()}
+        )
+        raise ValueError(
+            f"{where} lacks {len(missing)} of the {len(added)} added tensors that its record (config.hyperattn: "
+            f"{', '.join(mechanisms)}) asks for, such as {missing[0]!r}; export or merge it again with all tensors, "
+            f"{WAY_OUT} start them at their initial values"
+        )
+    for name, found, expected in sorted(loading_info.mismatched_keys):
+        if name in added:
+            raise ValueError(
+                f"{where} holds {name!r} with shape {tuple(found)}, and its config asks for {tuple(expected)}; use the "
+                f"config that it was saved with, {WAY_OUT} start it anew (ignore_mismatched_sizes=True)"
+            )
+    strange = tensors_of_hosts(model, loading_info.unexpected_keys)
+    if strange:
+        raise ValueError(
+            f"{where} holds {len(strange)} added tensors, such as {strange[0]!r}, that no record in its config "
+            "(config.hyperattn) asks for; put back the keys hyperattn, hyperattn_stock and attn_implementation of the "
+            f"config.json that it was saved with, {WAY_OUT} leave them out"
+        )
+    configs = list(tree(model.config))
+    marked = any(STOCK in config.__dict__ for config in configs)
+    if marked and not added and all(recorded_hosts(config) is None for config in configs):
+        if next(patched_hosts(model), None) is None:
+            raise ValueError(
+                f"the config of {where} says that it was patched (hyperattn_stock) and has no record of how "
+                "(config.hyperattn); put back the key hyperattn of the config.json that it was saved with, or take "
+                "hyperattn_stock and attn_implementation out to load the model without the patch"
+            )
+
+
+def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
+    """Warn where a config holds parameters of a mechanism by name and runs another: early versions lost the name."""
+    for config in tree(model.config):
+        record = getattr(config, RECORD, None)
+        if isinstance(record, dict) and recorded_hosts(config) is None:
+            names = {
+                n
+                for m in HyperAttnConfig.from_dict(record).mechanisms
+                for n in get_mechanism(m.mechanism).names
+            }
+            if names and not names & {part._attn_implementation for part in tree(config)}:
+                logger.warning(
+                    f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
+                    f"{config._attn_implementation!r}; load it with attn_implementation={min(names)!r}, or take "
+                    "config.hyperattn out"
+                )
+
+
+def warn_of_state_dict(
+    model: nn.Module, names: Iterable[str], missing: list[str], unexpected: list[str]
+) -> None:
+    """Warn where `load_state_dict(strict=False)` passed over added tensors: torch tells only who reads its result.
+
+    Args:
+        names: keys of the state dict; one that has nothing of the patched layers, such as an adapter's, is left alone.
+        missing, unexpected: the result.
+    """
+    hosts = tuple(f"{name}." for name, _ in patched_hosts(model))
+    own = set(added_tensors(model)) & set(missing)
+    if own and any(name.startswith(hosts) for name in names):
+        logger.warning(
+            f"load_state_dict(strict=False): the state dict lacks {len(own)} added tensors of the patched "
+            f"{type(model).__name__}, such as {min(own)!r}; they stay as they are"
+        )
+    strange = tensors_of_hosts(model, unexpected)
+    if strange:
+        logger.warning(
+            f"load_state_dict(strict=False): {len(strange)} added tensors of the state dict, such as {strange[0]!r}, "
+            f"have no place in this {type(model).__name__} and are left out; patch it first as their model was"
+        )
+
+
+def added_tensors(model: nn.Module) -> list[str]:
+    """Names in the model's state dict of all that its patch, or its conversion in place, added."""
+    return [
+        f"{host_name}.{name}.{key}"
+        for host_name, host in patched_hosts(model)
+        for name, module in host.named_modules()
+        if name == "hyper" or getattr(module, "added_by_conversion", False)
+        for key in module.state_dict()
+    ]
+
+
+def tensors_of_hosts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are added tensors of this model's hosts, with or without the base model's prefix."""
+    mechanism = "|".join(map(re.escape, MECHANISMS))
+    added = re.compile(rf"(?:(.*)\.)?hyper\.(?:{mechanism})\..*")
+    matches = [match for name in sorted(names) if (match := added.fullmatch(name))]
+    if not matches:
+        return []
+    prefix = f"{model.base_model_prefix}."
+    hosts = {form for n, _ in find_hosts(model) for form in (n, prefix + n, n.removeprefix(prefix))}
+    return [match.string for match in matches if (match[1] or "") in hosts]
+
+
+def _is_loaded(model: PreTrainedModel, name: str, missing: set[str]) -> bool:
+    """Whether a tensor came under another name: that of the tensor it is tied to, or of a module that is shared."""
+    source = model.all_tied_weights_keys.get(name)
+    if source is not None:
+        return source not in missing
+    return bool(getattr(model.get_parameter_or_buffer(name), "_is_hf_initialized", False))

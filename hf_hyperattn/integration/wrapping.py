@@ -1,0 +1,96 @@
+"""Wrapping methods of Transformers' and PEFT's classes, and noticing where they are no longer what they were.
+
+A wrapper's own parameters say what it relies on: the original must have them, at the same places and by the same names.
+`warn_of_changes` is called once, when all wrappers are in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+
+from transformers import PreTrainedModel
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: What was tested; `warn_of_changes` names it.
+TESTED = "transformers 5.17 to 5.23, peft 0.19.1 to 0.21.2"
+#: On a method: the names of our functions around it.
+WRAPPED = "_hyperattn_wrapped"
+#: What is wrapped, or relied on by name, without `wrap`: module, class, method and the parameters it is called with.
+RELIED_ON = (
+    ("transformers.utils.hub", "PushToHubMixin", "_upload_modified_files", ("working_dir", "repo_id")),
+    ("transformers.utils.hub", "PushToHubMixin", "push_to_hub", ("repo_id",)),
+    ("transformers", "PreTrainedModel", "should_save_on_this_rank", ("is_main_process",)),
+    ("transformers", "PreTrainedModel", "barrier_after_gathered_checkpoint_save", ("distributed_config",)),
+    ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", ("model", "adapter_name")),
+)
+#: Sentences about what has changed.
+changes: list[str] = []
+
+
+def wrap(name: str, cls: type = PreTrainedModel):
+    """Decorator: the function becomes method `name` of a class and gets the original first; each function once only.
+
+    Class methods and static methods stay what they are. A class that lacks the method is left alone, which
+    `warn_of_changes` tells.
+    """
+
+    def install(wrapper: Callable):
+        own = f"{wrapper.__module__}.{wrapper.__name__}"
+        static = inspect.getattr_static(cls, name, None)
+        original = getattr(static, "__func__", static)
+        wrapped = getattr(original, WRAPPED, ())
+        if own in wrapped:
+            return wrapper
+        check(cls, name, list(inspect.signature(wrapper).parameters.values())[1:])
+        if original is None:
+            return wrapper
+
+        @functools.wraps(original)
+        def method(*args, **kwargs):
+            return wrapper(original, *args, **kwargs)
+
+        setattr(method, WRAPPED, (*wrapped, own))
+        setattr(cls, name, type(static)(method) if static is not original else method)
+        return wrapper
+
+    return install
+
+
+def check(cls: type, name: str, expected: list[inspect.Parameter]) -> None:
+    """Note it where a class lacks a method, or where the method's parameters are not those that are expected."""
+    static = inspect.getattr_static(cls, name, None)
+    if static is None:
+        changes.append(f"{cls.__name__}.{name} is missing")
+        return
+    found = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
+    if not isinstance(static, staticmethod):
+        found, expected = found[1:], expected[1:]  # self, by whatever name
+    open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p.name for p in expected if p.kind not in open_kinds]
+    rest = [p for p in found[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
+    passes_on = any(p.kind in open_kinds for p in expected)
+    if [p.name for p in found[: len(named)]] != named or (rest and not passes_on):
+        changes.append(f"{cls.__name__}.{name} now takes ({', '.join(p.name for p in found)})")
+
+
+def warn_of_changes() -> None:
+    """One warning that names what has changed in Transformers and PEFT, and the versions."""
+    for module, cls, name, parameters in RELIED_ON:
+        made = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in ("self", *parameters)]
+        rest = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)
+        check(getattr(import_module(module), cls), name, [*made, rest])
+    if changes:
+        logger.warning(
+            "hf_hyperattn: transformers %s and peft %s have changed what hf_hyperattn wraps: %s; patched models may "
+            "lose what was added when they are loaded or saved; install versions that were tested (%s)",
+            version("transformers"),
+            version("peft"),
+            "; ".join(changes),
+            TESTED,
+        )

@@ -1,0 +1,1 @@
+"""Random calls of the compiled kernels under sanitizers and between guard pages: `python -m tests.fuzz.run --help`."""

@@ -1,0 +1,130 @@
+"""Random calls of every compiled kernel, each from one seed: attention forward and backward, decoding, key-tied
+attention over windows, norms. Tensors lie in memory as models have them: transposed, cut out of larger ones, or as
+they are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from hf_hyperattn.engines import attention
+from hf_hyperattn.engines.cpu import decode, norms, squared_norms
+from hf_hyperattn.functional import hierarchical_attention
+from tests.engines.sweep import Call
+
+
+def run(seed: int) -> str:
+    """Do the call of this seed; returns what it was.
+
+    Raises:
+        AssertionError: the compiled kernel did not run, or gave something that is no number.
+    """
+    pick = random.Random(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(pick.choice((1, 1, 2)))
+    name = pick.choice(list(KERNELS))
+    return f"{name} {KERNELS[name](pick, seed)}"
+
+
+def laid_out(t: Tensor, pick: random.Random) -> Tensor:
+    """The same numbers as part of a larger tensor, or with other strides."""
+    how = pick.randrange(4)
+    if how == 0:
+        return t
+    if how == 1:  # [B, N, H, d], as projections leave it
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == 2:  # cut out of rows that are longer
+        return torch.cat([t, t], -1)[..., t.shape[-1] :]
+    return torch.cat([t, t], 2)[:, :, t.shape[2] :]  # the end of a longer cache
+
+
+def attention_of(call: Call, pick: random.Random, **options) -> tuple:
+    """Score, value, options and the leaves of a random call of sweep.py."""
+    leaves = call.inputs(call.dtype)
+    inputs = leaves | {name: laid_out(leaves[name], pick) for name in ("query", "key", "value")}
+    return call.pair_score(inputs), inputs["value"], call.option(inputs), leaves
+
+
+def attention_call(seed: int) -> Call:
+    """A random call with tensors that the engine takes."""
+    while (call := Call(seed)).dtype == torch.float64:
+        seed += 1_000_003
+    return call
+
+
+def forward_and_backward(pick: random.Random, seed: int) -> str:
+    call = attention_call(seed)
+    score, value, options, leaves = attention_of(call, pick)
+    out, _ = attention(score, value, options, backend="cpu")
+    assert not out.isnan().any()
+    torch.autograd.grad(out.sum(), list(leaves.values()), allow_unused=True)
+    return str(call)
+
+
+def decoding(pick: random.Random, seed: int) -> str:
+    call = attention_call(seed)
+    batch, heads, kv_heads, _, _, d, dv = call.shape
+    few, keys = pick.randint(1, decode.FEW), int(math.exp(pick.uniform(math.log(6), math.log(3000))))
+    call.shape = (batch, heads, kv_heads, few, keys, d, dv)
+    call.hype = False  # its positions are those of the call that was drawn
+    for name, length in (("query", few), ("key", keys), ("value", keys)):
+        t = call.leaves[name]
+        call.leaves[name] = t[:, :, torch.randint(t.shape[2], (length,))]
+    call.options, call.tensors = call.asked(pick, seed)
+    call.leaves.pop("sinks", None)
+    with torch.no_grad():
+        score, value, options, _ = attention_of(call, pick)
+        out, _ = attention(score, value, options, backend="cpu")
+    assert not out.isnan().any()
+    return str(call)
+
+
+def over_windows(pick: random.Random, seed: int) -> str:
+    kv_heads, group = pick.randint(1, 3), pick.choice((1, 1, 2, 3))
+    batch, heads, causal = pick.randint(1, 2), kv_heads * group, pick.random() < 0.6
+    keys = int(math.exp(pick.uniform(math.log(2), math.log(600))))
+    queries = keys if pick.random() < 0.7 else pick.randint(1, keys)
+    d, dv = (pick.choice((2, 3, 8, 16, 31, 64, 100)) for _ in range(2))
+    sizes = [pick.randint(2, 24)]
+    while len(sizes) < 4 and pick.random() < 0.6:
+        sizes.append(sizes[-1] * pick.randint(2, 6))
+    shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
+    leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
+    mask = None
+    if pick.random() < 0.3:  # padding, on either side
+        seen, kept = torch.arange(keys), pick.randint(1, keys)
+        mask = (seen < kept if pick.random() < 0.5 else seen >= keys - kept)[None, None, None]
+    per_head = lambda most: [pick.randint(0, most) for _ in range(heads)]
+    settings = dict(
+        hierarchy=tuple(sizes), near=per_head(40), sinks=per_head(8), refine_top_k=per_head(6),
+        block_bias=torch.randn(heads) if pick.random() < 0.3 else None,
+    )  # fmt: skip
+    out = hierarchical_attention(
+        *(laid_out(t, pick) for t in leaves), mask, is_causal=causal, enable_gqa=True, tying="key", **settings
+    )
+    assert not out.isnan().any()
+    torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+    return f"{shapes} causal={causal} mask={mask is not None} {settings}"
+
+
+def of_rows(pick: random.Random, seed: int) -> str:
+    shape = [int(math.exp(pick.uniform(0, math.log(most)))) for most in (4, 9, 300, 300)]
+    dtype = pick.choice((torch.float32, torch.bfloat16))
+    leaf = torch.randn(shape).to(dtype).requires_grad_()
+    x = laid_out(leaf, pick)
+    root, width = pick.random() < 0.5, pick.randint(1, shape[-1])
+    out = norms(x, torch.float32) if root else squared_norms(x, torch.float32, width)
+    torch.autograd.grad(out.sum(), leaf)
+    return f"{shape} {dtype} root={root} width={width}"
+
+
+KERNELS = {
+    "attention": forward_and_backward,
+    "decoding": decoding,
+    "windows": over_windows,
+    "norms": of_rows,
+}

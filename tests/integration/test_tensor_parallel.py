@@ -1,0 +1,68 @@
+"""Two ranks that share the heads of a model give the numbers of one process, or are refused when it is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import hf_hyperattn as ha
+
+from .models import llama, text_inputs
+from .tensor_parallel import NAMES, WORLD, logits
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[Path, dict]:
+    """The checkpoints, and what two ranks found."""
+    folder = tmp_path_factory.mktemp("shared")
+    model = llama(num_hidden_layers=2)
+    ha.patch_model(model, ha.ConeConfig(), ha.HypeConfig()).save_pretrained(folder / "patched")
+    hsa = ha.HsaConfig(
+        windows=(2, 4), near=1, sinks=0, refine_top_k=0
+    )  # of which a short text sees something
+    ha.unpatch_model(model).config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
+    model.save_pretrained(folder / "stock")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.tensor_parallel", str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        said = [process.communicate(timeout=180)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all(process.returncode == 0 for process in started), "\n".join(text[-3000:] for text in said)
+    return folder, torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_give_the_numbers_of_one_process(name, shared):
+    folder, results = shared
+    alone = logits(hf.AutoModelForCausalLM.from_pretrained(folder / "stock", attn_implementation=name))
+    seen = text_inputs()["attention_mask"].bool()
+    assert (results[name] - alone)[seen].abs().max() <= 1e-5
+    if name != "sdpa":
+        assert (results["sdpa"] - alone)[seen].abs().max() > 1e-3
+
+
+def test_a_patched_model_is_refused_when_it_is_loaded(shared):
+    message = shared[1]["patched"]
+    assert "cut into 2 ranks by tensor parallelism" in message and "cone and hype" in message
+    assert "\n" not in message
