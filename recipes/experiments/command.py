@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from dataclasses import replace
+
+from .pausing import PAUSE
 
 #: Names and what they ask, in the order of docs/experiments.md; each is a module with an `EXPERIMENT`.
 NAMES = {
     "alibi": "how far HyPE's bias is from ALiBi's",
     "flash": "what HyPE's bias costs and loses, computed in the kernel and as columns",
     "length": "language models trained at 128 tokens, read at up to 2,048",
-    "depth": "depth of the lowest common ancestor, by attention with four scores",
+    "depth": "depth of the lowest common ancestor, by attention with seven scores",
 }
 #: The same, in the order of docs/hsa_experiments.md.
 HSA = {
@@ -23,31 +26,46 @@ HSA = {
 #: The same, in docs/collaborative.md, docs/head_fusion.md, docs/trilinear.md and docs/hat.md.
 HEADS = {
     "collaborative": "MiniLM with queries and keys shared by its heads, at several ranks",
-    "head_pruning": "SmolLM2 without some of its heads, chosen by their weight, by their size, at random",
+    "head_pruning": "SmolLM2 without some of its heads, chosen by their weight and by rivals of it",
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
 }
+#: The same, in docs/translation.md and docs/adaptation.md.
+EVIDENCE = {
+    "translation": "German to English from scratch, by attention with seven scores and several widths",
+    "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
+}
+#: The long ones, the one first whose answer is worth most for its time.
+QUEUE = ("depth", "length", "hat_imdb", "head_pruning", *EVIDENCE)
+#: Those that draw pages of their own, each in a module NAME_tables.
+PAGES = ("hsa", "head", "hat", "collaborative", "trilinear", *EVIDENCE)
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and act; an error is one line on stderr and exit code 2."""
-    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS).items())
+    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS | EVIDENCE).items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=f"Experiments on open questions, resumable run by run.\n\n{listing}\n"
         f"  {CLASSIFIER} --model ID --layers 7,9,11\n             the same in a classifier of reviews, on IMDB\n"
         "  all        the first four, one after the other\n"
+        f"  queue      {', '.join(QUEUE)}:\n             one run at a time on one core, niced; goes on where it "
+        f"stopped. Paused between two steps while\n             {PAUSE.relative_to(PAUSE.parents[1])} exists, or by "
+        "`kill -USR1 PID` until `kill -USR2 PID`\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, CLASSIFIER, "all", "draw"])
+    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"])
     parser.add_argument(
         "--minutes", type=float, help="start no run after this long; the same command goes on"
     )
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
+    parser.add_argument("--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU")
+    parser.add_argument("--data", help="translation --full: a folder with train.de, train.en and so on")
+    parser.add_argument("--left", action="store_true", help="with queue: only say what is left")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
     try:
@@ -60,16 +78,16 @@ def main(argv: list[str] | None = None) -> int:
 def act(args: argparse.Namespace) -> int:
     """Draw, or run what is missing of the named experiments until the minutes are over."""
     if args.what == "draw":
-        from . import collaborative_tables, hat_tables, head_tables, hsa_tables, trilinear_tables
         from .draw import draw
 
         draw()
-        hsa_tables.draw()
-        head_tables.draw()
-        hat_tables.draw()
-        collaborative_tables.draw()
-        trilinear_tables.draw()
+        for page in PAGES:
+            importlib.import_module(f"experiments.{page}_tables").draw()
         return 0
+    if args.what == "queue":
+        from .queue import main as queue
+
+        return queue(QUEUE, left_only=args.left)
     from .store import perform
 
     names = NAMES if args.what == "all" else (args.what,)
@@ -83,14 +101,25 @@ def experiment_of(name: str, args: argparse.Namespace):
     """The experiment of a name.
 
     Raises:
-        ValueError: --model and --layers are missing where they are needed, or given where nothing reads them.
+        ValueError: options are missing where they are needed, or given where nothing reads them.
     """
     module = importlib.import_module(f"experiments.{name}")
+    if args.full and name not in EVIDENCE:
+        raise ValueError(f"--full is for {' and '.join(EVIDENCE)}; leave it out with {name}")
+    if args.data is not None and not (args.full and name == "translation"):
+        raise ValueError("--data is for translation --full; leave it out")
     given = args.model is not None and args.layers is not None
     if name != CLASSIFIER:
         if args.model is not None or args.layers is not None:
             raise ValueError(f"--model and --layers are for {CLASSIFIER}; leave them out with {name}")
-        return module.EXPERIMENT
+        return full_size(module, args.data) if args.full else module.EXPERIMENT
     if not given or not all(part.strip().isdigit() for part in args.layers.split(",")):
         raise ValueError(f"{CLASSIFIER} needs --model ID and --layers, numbers from 0 such as 7,9,11")
     return module.experiment(args.model, [int(part) for part in args.layers.split(",")])
+
+
+def full_size(module, data: str | None):
+    """The experiment with the sizes of its paper, under a name of its own."""
+    small = module.EXPERIMENT
+    settings = small.settings | module.FULL | ({"data": data} if data else {})
+    return replace(small, name=f"{small.name}_full", settings=settings)

@@ -26,7 +26,18 @@ matplotlib.rcParams.update(
         "figure.facecolor": "white",
     }
 )
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#333333")
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#333333", "#64b5cd")
+
+#: Of scores, alike in all plots: greys and brown without geometry, reds and violet hyperbolic, blues for cones.
+SCORES = {
+    "dot product": "#333333",
+    "normalised dot product": "#999999",
+    "Euclidean distance": "#937860",
+    "hyperbolic distance": "#c44e52",
+    "umbral cone, xi": "#64b5cd",
+    "umbral cone, psi": "#4c72b0",
+    "penumbral cone, psi": "#55a868",
+}
 
 #: Of ways to compute the bias, alike in both plots; all ways inside a kernel share the last one.
 WAYS = {"columns": "#4c72b0", "two plain columns": "#dd8452", "mask": "#55a868"}
@@ -108,7 +119,7 @@ def length(results: dict) -> Figure:
     runs, settings = results["runs"], results["settings"]
     lengths = settings["lengths"]
     # Shapes and dashes: some curves lie on each other.
-    shapes = "oooXsD^"
+    shapes = "oooXsD^v"
     for colour, shape, name in zip(COLOURS, shapes, settings["positions"]):
         of_seeds = [runs[length_experiment.key_of(name, s)]["perplexity"] for s in settings["seeds"]]
         values = [[p[str(n)] for p in of_seeds] for n in lengths]
@@ -137,7 +148,8 @@ def depth(results: dict) -> Figure:
     groups = [(level, size) for level in settings["depths"] for size in settings["sizes"]]
     kinds = settings["kinds"]
     wide = 0.8 / len(kinds)
-    for i, (colour, kind) in enumerate(zip(COLOURS, kinds)):
+    for i, kind in enumerate(kinds):
+        colour = SCORES[kind]
         values = [
             [100 * runs[depth_experiment.key_of(kind, *group, s)]["accuracy"] for s in settings["seeds"]]
             for group in groups

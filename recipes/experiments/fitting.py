@@ -8,13 +8,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .pausing import wait_while_paused
+
 #: Share of the steps in which the learning rate rises; it falls as a half cosine in the rest.
 WARM_UP = 0.1
 #: The loss that is reported is a mean over this many steps at the end.
 LAST = 50
 
 
-def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: float, decay: float) -> float:
+def fit(
+    model: nn.Module,
+    batch_loss: Callable[[], Tensor],
+    steps: int,
+    rate: float,
+    decay: float,
+    groups: list[dict] | None = None,
+) -> float:
     """Train all that is trainable with AdamW, gradients cut at norm 1; the mean loss at the end.
 
     Args:
@@ -23,14 +32,18 @@ def fit(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, rate: fl
         steps: number of batches.
         rate: the highest learning rate.
         decay: weight decay of matrices; vectors have none.
+        groups: of parameters with their own rates and decays, as torch's optimizers have them; None: by the above.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay}
-    vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=rate, betas=(0.9, 0.95))
+    if groups is None:
+        matrices = {"params": [p for p in trained if p.ndim > 1], "weight_decay": decay}
+        vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+        groups = [matrices, vectors]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
     losses = []
     for _ in range(steps):
+        wait_while_paused()
         loss = batch_loss()
         optimizer.zero_grad()
         loss.backward()

@@ -51,7 +51,9 @@ def costs(results: dict) -> str:
 
 
 def paired(results: dict) -> str:
-    """Reviews of all seeds that one model judges rightly and another not, HAT first."""
+    """Reviews of all seeds that one model judges rightly and another not, HAT first, with an exact sign test."""
+    from scipy.stats import binomtest
+
     settings, runs, rows = results["settings"], results["runs"], []
     for other in settings["models"]:
         won = lost = 0
@@ -62,8 +64,9 @@ def paired(results: dict) -> str:
             won += sum(a > b for a, b in zip(mine["right"], theirs["right"]))
             lost += sum(a < b for a, b in zip(mine["right"], theirs["right"]))
         if won + lost:
-            rows.append([other, str(won), str(lost)])
-    return table(["HAT against", "HAT alone is right", "the other alone is right"], rows)
+            p = binomtest(won, won + lost).pvalue
+            rows.append([other, str(won), str(lost), f"{p:.3f}"])
+    return table(["HAT against", "HAT alone is right", "the other alone is right", "two-sided p"], rows)
 
 
 def speed(results: dict) -> str:

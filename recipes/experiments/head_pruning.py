@@ -1,14 +1,18 @@
-"""Is concatenation of heads wasteful? SmolLM2 with head_fusion, its heads pruned by their weight beta and otherwise.
+"""Is concatenation of heads wasteful? SmolLM2's heads pruned by the weights of head_fusion and by their rivals.
 
-The base is frozen; the weights of heads are trained for a few minutes, with a penalty on their entropy where a way of
-the settings has one. Then a share of all heads is dropped, and the perplexity on held-out text is read.
+The base is frozen. Weights of heads are trained for a few minutes, of two kinds: those that each token chooses, and one
+learned number a head, static fusion; with a penalty on their entropy where a way of the settings has one. Then a share
+of all heads is dropped, and the perplexity on held-out text is read. A third way trains nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
 import random
+import statistics
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,37 +27,65 @@ from .head_ranks import RANKS, Heads, random_ranks
 from .hsa_texts import reviews, verses
 from .store import Experiment
 
+BETA_PER_TOKEN, RANDOM_PER_TOKEN = "beta, per token", "random, per token"
+BY_LAYER = ["gradient", "contribution, by layer", "weight norm, by layer", "random"]
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
-    "ways": {"plain": 0.0},
+    # What is trained (None: nothing), how much of the entropy is added to the loss, and what heads are dropped by.
+    "ways": {
+        "input-dependent": {
+            "trained": ["query_map", "kappa", "bias"],
+            "entropy": 0.0,
+            "rankings": ["beta", *BY_LAYER, "contribution", "weight norm", BETA_PER_TOKEN, RANDOM_PER_TOKEN],
+        },
+        "static": {"trained": ["bias"], "entropy": 0.0, "rankings": ["beta", "gradient", "random"]},
+        "untrained": {"trained": None, "rankings": BY_LAYER},
+    },
+    "seeds": [0, 1, 2],
     "steps": 45,
     "window": 256,
-    "rate": 0.01,
-    "seed": 0,
+    "search": {"seed": 100, "rates": [3e-3, 1e-2, 3e-2]},
     "shares": [0.1, 0.2, 0.3, 0.5],
-    "rankings": ["beta", "contribution", "weight norm"],
-    "random_seeds": [0, 1, 2],
     "held_out_window": 512,
-    "held_out_windows": 1,
-    "calibration_tokens": 1024,
+    "held_out_windows": 2,
+    "calibration_tokens": 512,
     "sentence": "The capital of France is Paris, and the capital of Italy is Rome.",
 }
 KINDS = ("Bible", "Python", "reviews")
-PER_TOKEN, RANDOM_PER_TOKEN = "beta, per token", "random, per token"
+#: Tokens at the end of each training text that the search for a rate is read on; nothing is trained on them.
+VALIDATION = 1024
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """The runs of the experiment: for each its name and what computes it."""
+    """First the search for learning rates, then every way with every seed: its training, and its rankings."""
     yield "stock", functools.partial(read_stock, settings)
-    for way in settings["ways"]:
-        yield f"{way}; trained", functools.partial(trained, settings, way)
-        yield f"{way}; beta", functools.partial(pruned, settings, way, "beta")
-        for seed in settings["random_seeds"]:
-            yield f"{way}; random {seed}", functools.partial(pruned, settings, way, seed)
-        yield f"{way}; {PER_TOKEN}", functools.partial(pruned_per_token, settings, way)
-        for ranking in settings["rankings"][1:]:
-            yield f"{way}; {ranking}", functools.partial(pruned, settings, way, ranking)
-        yield f"{way}; {RANDOM_PER_TOKEN}", functools.partial(pruned_per_token, settings, way, at_random=True)
+    for way, wanted in settings["ways"].items():
+        for rate in settings["search"]["rates"] if wanted["trained"] else ():
+            yield key_of_search(way, rate), functools.partial(searched, settings, way, rate)
+    for seed in settings["seeds"]:
+        for way, wanted in settings["ways"].items():
+            yield key_of(way, seed, "trained"), functools.partial(trained, settings, found, way, seed)
+            for ranking in wanted["rankings"]:
+                at_random = ranking == RANDOM_PER_TOKEN
+                do = functools.partial(pruned, settings, way, seed, ranking)
+                if ranking in (BETA_PER_TOKEN, RANDOM_PER_TOKEN):
+                    do = functools.partial(pruned_per_token, settings, way, seed, at_random)
+                yield key_of(way, seed, ranking), do
+
+
+def key_of(way: str, seed: int, what: str) -> str:
+    """The name of a run."""
+    return f"{way}, seed {seed}; {what}"
+
+
+def key_of_search(way: str, rate: float) -> str:
+    """The name of a run of the search for a learning rate."""
+    return f"search, {way}, learning rate {rate:g}"
+
+
+def best_rate(settings: dict, found: dict, way: str) -> float:
+    """The learning rate with the least loss on the ends of the training texts."""
+    return min(settings["search"]["rates"], key=lambda r: found[key_of_search(way, r)]["validation"])
 
 
 def read_stock(settings: dict) -> dict:
@@ -61,27 +93,47 @@ def read_stock(settings: dict) -> dict:
     return {"perplexity": perplexities(settings, pretrained())}
 
 
-def trained(settings: dict, way: str) -> dict:
-    """Train the weights of heads and keep them; perplexity, entropy, and what heads a sentence uses."""
-    model = ha.freeze_base(ha.patch_model(pretrained(), ha.HeadFusionConfig()))
-    draw = random.Random(settings["seed"])
-    texts = [tokens(kind, held_out=False) for kind in KINDS]
+def searched(settings: dict, way: str, rate: float) -> dict:
+    """The loss on the ends of the training texts after training with a rate, the mean over texts."""
+    model = ha.patch_model(pretrained(), ha.HeadFusionConfig())
+    loss = train(settings, model, way, settings["search"]["seed"], rate)
+    ends = [tokens(kind, held_out=False)[-VALIDATION:] for kind in KINDS]
+    read = [math.log(perplexity(model, end, settings["held_out_window"]).value) for end in ends]
+    return {"loss": round(loss, 4), "validation": round(statistics.mean(read), 5)}
+
+
+def train(settings: dict, model: nn.Module, way: str, seed: int, rate: float) -> float:
+    """Train what the way trains of a model with head_fusion; the mean loss at the end."""
+    wanted, draw = settings["ways"][way], random.Random(seed)
+    ha.freeze_base(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name.split(".")[-1] in wanted["trained"])
+    texts = [tokens(kind, held_out=False)[:-VALIDATION] for kind in KINDS]
 
     def loss() -> Tensor:
         text, size = texts[draw.randrange(len(texts))], settings["window"]
         start = draw.randrange(len(text) - size)
         ids = text[None, start : start + size]
-        with record_heads(model) as heads:
+        with record_heads(model) if wanted["entropy"] else contextlib.nullcontext() as heads:
             value = model(input_ids=ids, labels=ids, use_cache=False).loss
-        return value + settings["ways"][way] * heads.entropy()
+        return value + wanted["entropy"] * heads.entropy() if wanted["entropy"] else value
 
-    last = fit(model, loss, settings["steps"], settings["rate"], decay=0.0)
-    torch.save({n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way))
-    usage, ids = calibrated(settings, model), tokenizer()(settings["sentence"])["input_ids"]
+    return fit(model, loss, settings["steps"], rate, decay=0.0)
+
+
+def trained(settings: dict, found: dict, way: str, seed: int) -> dict:
+    """Train the weights of heads and keep them; perplexity, entropy, and what heads a sentence uses."""
+    model, how = ha.patch_model(pretrained(), ha.HeadFusionConfig()), {}
+    if settings["ways"][way]["trained"]:
+        how["learning_rate"] = best_rate(settings, found, way)
+        how["loss"] = round(train(settings, model, way, seed, how["learning_rate"]), 4)
+        how["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    torch.save(
+        {n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way, seed)
+    )
+    usage, ids = calibrated(settings, model, seed), tokenizer()(settings["sentence"])["input_ids"]
     names = [tokenizer().decode([i]) for i in ids]
-    return {
-        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "loss": round(last, 4),
+    return how | {
         "perplexity": perplexities(settings, model),
         "mean": {name: [round(x, 3) for x in mean.tolist()] for name, mean in usage.mean().items()},
         "entropy": {name: round(x, 4) for name, x in usage.entropy().items()},
@@ -89,14 +141,14 @@ def trained(settings: dict, way: str) -> dict:
     }
 
 
-def pruned(settings: dict, way: str, ranking: str | int) -> dict:
-    """Perplexity without the shares of all heads that a ranking, or a random seed, puts last."""
-    model = fused(settings, way)
-    if isinstance(ranking, int):
-        ranks = random_ranks(Heads(model, None, None), ranking)
+def pruned(settings: dict, way: str, seed: int, ranking: str) -> dict:
+    """Perplexity without the shares of all heads that a ranking puts last."""
+    model = fused(settings, way, seed)
+    if ranking == "random":
+        ranks = random_ranks(Heads(model, None, None), seed)
     else:
-        texts = calibration(settings)
-        ranks = RANKS[ranking](Heads(model, calibrated(settings, model), texts))
+        texts = calibration(settings, seed)
+        ranks = RANKS[ranking](Heads(model, calibrated(settings, model, seed), texts))
     order = sorted(ranks, key=ranks.get)
     found = {}
     for share in settings["shares"]:
@@ -108,10 +160,10 @@ def pruned(settings: dict, way: str, ranking: str | int) -> dict:
     return {"perplexity": found}
 
 
-def pruned_per_token(settings: dict, way: str, at_random: bool = False) -> dict:
+def pruned_per_token(settings: dict, way: str, seed: int, at_random: bool) -> dict:
     """Perplexity where every token drops a share of the heads of each layer: those it weighs least, or any."""
-    model, found = fused(settings, way), {}
-    draw = torch.Generator().manual_seed(settings["seed"])
+    model, found = fused(settings, way, seed), {}
+    draw = torch.Generator().manual_seed(seed)
     for share in settings["shares"]:
         with dropped_heads(model, share):
             for layers in fusion_layers(model).values() if at_random else ():
@@ -134,16 +186,15 @@ def perplexities(settings: dict, model: nn.Module) -> dict[str, float]:
     }
 
 
-def calibrated(settings: dict, model: nn.Module):
+def calibrated(settings: dict, model: nn.Module, seed: int):
     """The weights of heads on the training texts, as a report."""
-    return head_usage(model.eval(), input_ids=calibration(settings), use_cache=False)
+    return head_usage(model.eval(), input_ids=calibration(settings, seed), use_cache=False)
 
 
-def calibration(settings: dict) -> Tensor:
-    """Token ids [3, n], the beginning of each training text."""
-    return torch.stack(
-        [tokens(kind, held_out=False)[: settings["calibration_tokens"] // 2] for kind in KINDS]
-    )
+def calibration(settings: dict, seed: int) -> Tensor:
+    """Token ids [3, n], a piece of each training text, another for each seed."""
+    size = settings["calibration_tokens"]
+    return torch.stack([tokens(kind, held_out=False)[seed * size : (seed + 1) * size] for kind in KINDS])
 
 
 def pretrained() -> nn.Module:
@@ -166,13 +217,13 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(smollm2())
 
 
-def fused(settings: dict, way: str) -> nn.Module:
+def fused(settings: dict, way: str, seed: int) -> nn.Module:
     """SmolLM2 with the weights of heads that were trained.
 
     Raises:
         ValueError: their file is gone.
     """
-    path = weights_file(settings, way)
+    path = weights_file(settings, way, seed)
     if not path.exists():
         raise ValueError(f"{path} is missing; run: python recipes/experiments head_pruning --fresh")
     model = ha.patch_model(pretrained(), ha.HeadFusionConfig())
@@ -180,13 +231,13 @@ def fused(settings: dict, way: str) -> nn.Module:
     return model
 
 
-def weights_file(settings: dict, way: str):
+def weights_file(settings: dict, way: str, seed: int):
     """Where the trained weights of heads are kept between runs."""
     from .debian import cache
 
     folder = cache() / "head_pruning"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{way}-{settings['steps']}-{settings['seed']}.pt"
+    return folder / f"{way}-{settings['steps']}-{seed}.pt"
 
 
 @functools.cache
@@ -213,4 +264,4 @@ def text_of(kind: str, held_out: bool) -> str:
     return "\n\n".join(found[-12:] if held_out else found[:150])
 
 
-EXPERIMENT = Experiment("head_pruning", SETTINGS, runs)
+EXPERIMENT = Experiment("head_pruning", SETTINGS, runs, rows=("ways", "seeds"), hours=1.0)

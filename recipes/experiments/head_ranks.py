@@ -79,6 +79,46 @@ def by_contribution(heads: Heads) -> Ranks:
     return found
 
 
+def by_gradient(heads: Heads) -> Ranks:
+    """|dL/dxi| of a factor xi on the head's output, summed over tokens and divided by the norm of its layer: the head
+    importance of Michel et al. (arXiv 1905.10650), by token as their code has it.
+    """
+    found: Ranks = {}
+    hosts = heads.hosts()
+    totals = {name: torch.zeros(count) for name, (_, count) in hosts.items()}
+    for row in heads.texts:
+        inputs, loss = inputs_and_loss(heads.model, {n: host.o_proj for n, (host, _) in hosts.items()}, row)
+        for (name, x), gradient in zip(inputs.items(), torch.autograd.grad(loss, list(inputs.values()))):
+            by_head = (x * gradient).detach().unflatten(-1, (len(totals[name]), -1)).sum(-1)
+            totals[name] += by_head.abs().sum((0, 1))
+    for name, total in totals.items():
+        for head, x in enumerate((total / total.norm()).tolist()):
+            found[name, head] = x
+    return found
+
+
+def inputs_and_loss(model: nn.Module, modules: dict[str, nn.Module], ids: Tensor) -> tuple[dict, Tensor]:
+    """What enters each of the modules when the model reads the ids [N], and its loss, with their graph."""
+    found: dict[str, Tensor] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: found.update({name: args[0]}))
+        for name, module in modules.items()
+    ]
+    try:
+        return found, model(input_ids=ids[None], labels=ids[None], use_cache=False).loss
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def by_layer(ranks: Ranks) -> Ranks:
+    """Each head's measure over the mean of its layer."""
+    means: dict[str, list[float]] = {}
+    for (name, _), x in ranks.items():
+        means.setdefault(name, []).append(x)
+    return {(name, head): x * len(means[name]) / sum(means[name]) for (name, head), x in ranks.items()}
+
+
 def random_ranks(heads: Heads, seed: int) -> Ranks:
     """A random order, the same for a seed."""
     draw = random.Random(seed)
@@ -87,4 +127,11 @@ def random_ranks(heads: Heads, seed: int) -> Ranks:
     }
 
 
-RANKS = {"beta": by_beta, "contribution": by_contribution, "weight norm": by_weight_norm}
+RANKS = {
+    "beta": by_beta,
+    "gradient": by_gradient,
+    "contribution": by_contribution,
+    "contribution, by layer": lambda heads: by_layer(by_contribution(heads)),
+    "weight norm": by_weight_norm,
+    "weight norm, by layer": lambda heads: by_layer(by_weight_norm(heads)),
+}

@@ -9,16 +9,17 @@ from pathlib import Path
 from hf_hyperattn.files import write_atomically
 
 from .draw import PLOTS, ROOT, put
+from .head_pruning import BETA_PER_TOKEN, RANDOM_PER_TOKEN, key_of
 from .store import FOLDER, load
-from .tables import table
+from .tables import circumstances, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "head_fusion.md"
-PER_TOKEN = ("beta, per token", "random, per token")
 
 
-def rankings(settings: dict) -> list[str]:
-    """What heads are put in order by, as the tables call it."""
-    return [*settings["rankings"], "random", *PER_TOKEN]
+def seeds(results: dict, way: str, what: str) -> list[dict]:
+    """The runs of a way that are done, by seed."""
+    keys = (key_of(way, seed, what) for seed in results["settings"]["seeds"])
+    return [results["runs"][key] for key in keys if key in results["runs"]]
 
 
 def losses(perplexities: dict[str, float]) -> float:
@@ -27,106 +28,111 @@ def losses(perplexities: dict[str, float]) -> float:
 
 
 def growth(results: dict, way: str, ranking: str, share: float) -> list[float]:
-    """How many times the perplexity grows when the share is dropped, geometric mean over texts: one number a run."""
-    runs, settings = results["runs"], results["settings"]
-    names = (
-        [f"{way}; random {s}" for s in settings["random_seeds"]]
-        if ranking == "random"
-        else [f"{way}; {ranking}"]
-    )
-    before = losses(runs[f"{way}; trained"]["perplexity"])
-    found = [runs[name]["perplexity"][str(share)] for name in names if name in runs]
-    return [math.exp(losses(perplexities) - before) for perplexities in found]
+    """How many times the perplexity grows when the share is dropped, geometric mean over texts: one number a seed."""
+    pairs = zip(seeds(results, way, "trained"), seeds(results, way, ranking))
+    return [
+        math.exp(losses(after["perplexity"][str(share)]) - losses(before["perplexity"]))
+        for before, after in pairs
+    ]
 
 
 def dropped_per_token(results: dict, way: str) -> list[float]:
     """The shares, in percent, that tokens drop in truth: whole heads of a layer."""
-    heads = len(next(iter(results["runs"][f"{way}; trained"]["mean"].values())))
+    heads = len(next(iter(seeds(results, way, "trained")[0]["mean"].values())))
     return [100 * round(share * heads) / heads for share in results["settings"]["shares"]]
+
+
+def rankings(results: dict) -> list[tuple[str, str]]:
+    """Ways and what they drop heads by, of which there is a run."""
+    ways = results["settings"]["ways"]
+    every = [(way, ranking) for way, wanted in ways.items() for ranking in wanted["rankings"]]
+    return [(way, ranking) for way, ranking in every if seeds(results, way, ranking)]
 
 
 def pruning(results: dict) -> str:
     """Growth of the perplexity, a row for each way and ranking."""
-    settings, rows = results["settings"], []
-    head = ["trained", "dropped first", *(f"{100 * s:.0f} % of heads" for s in settings["shares"])]
-    for way in ways(results):
-        for ranking in rankings(settings):
-            found = [growth(results, way, ranking, share) for share in settings["shares"]]
-            if not all(found):
-                continue
-            cells = [f"{statistics.mean(x):.2f}" if len(x) == 1 else spread(x) for x in found]
-            rows.append([way, ranking, *cells])
-    if len(ways(results)) == 1:
-        head, rows = head[1:], [row[1:] for row in rows]
-    return table(head, rows)
+    shares, rows = results["settings"]["shares"], []
+    for way, ranking in rankings(results):
+        rows.append([f"{way}: {ranking}", *(spread(growth(results, way, ranking, s)) for s in shares)])
+    return table(["weights of heads: dropped first", *(f"{100 * s:.0f} % of heads" for s in shares)], rows)
 
 
 def spread(values: list[float]) -> str:
-    """Geometric mean, lowest and highest."""
+    """Geometric mean, lowest and highest; one value alone."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
     return f"{statistics.geometric_mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-
-
-def ways(results: dict) -> list[str]:
-    """The trainings that are done."""
-    return [way for way in results["settings"]["ways"] if f"{way}; trained" in results["runs"]]
 
 
 def training(results: dict) -> str:
     """Perplexity before and after the weights of heads were trained, with their entropy."""
-    runs, kinds = results["runs"], list(results["runs"]["stock"]["perplexity"])
-    rows = [["SmolLM2 as it is", *(f"{runs['stock']['perplexity'][k]:.2f}" for k in kinds), "1", "1"]]
-    for way in ways(results):
-        found = runs[f"{way}; trained"]
-        entropy = statistics.mean(found["entropy"].values())
-        least = min(x for mean in found["mean"].values() for x in mean)
-        most = max(x for mean in found["mean"].values() for x in mean)
-        cells = [f"{found['perplexity'][k]:.2f}" for k in kinds]
-        rows.append(
-            [
-                "head_fusion" + f", {way}" * (len(ways(results)) > 1),
-                *cells,
-                f"{entropy:.3f}",
-                f"{least:.2f} to {most:.2f}",
-            ]
-        )
-    return table(["model", *kinds, "entropy", "mean M·beta of a head"], rows)
+    stock, rows = results["runs"]["stock"]["perplexity"], []
+    rows.append(["SmolLM2 as it is", "0", "-", *(f"{x:.2f}" for x in stock.values()), "1", "1"])
+    for way, wanted in results["settings"]["ways"].items():
+        found = seeds(results, way, "trained")
+        if not wanted["trained"] or len(found) < 2:
+            continue
+        entropy = statistics.mean(x for run in found for x in run["entropy"].values())
+        means = [x for run in found for mean in run["mean"].values() for x in mean]
+        cells = [mean_and_deviation([run["perplexity"][k] for run in found], 2) for k in stock]
+        rows.append([way, f"{found[0]['parameters']:,}", f"{found[0]['learning_rate']:g}", *cells])
+        rows[-1] += [f"{entropy:.3f}", f"{min(means):.2f} to {max(means):.2f}"]
+    head = ["weights of heads", "parameters", "learning rate", *stock, "entropy", "mean M·beta of a head"]
+    return table(head, rows)
+
+
+def fusion(results: dict) -> str:
+    """Growth of the perplexity in percent, seed by seed: input-dependent less static, and both less the stock model."""
+    stock, rows = losses(results["runs"]["stock"]["perplexity"]), []
+    gains = {way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
+             for way in ("input-dependent", "static")}  # fmt: skip
+    zero = [0.0] * len(gains["static"])
+    rows = [[f"{way} against none", paired(found, zero, 2)] for way, found in gains.items()]
+    rows.append(["input-dependent against static", paired(gains["input-dependent"], gains["static"], 2)])
+    return table(["weights of heads", "difference of log perplexity, x 100"], rows)
 
 
 def sentence(results: dict) -> str:
     """Which heads a sentence uses, by the first training."""
-    return "\n".join(results["runs"][f"{ways(results)[-1]}; trained"]["sentence"])
+    return "\n".join(seeds(results, "input-dependent", "trained")[0]["sentence"])
 
 
 #: Names of the marks on the page, and how the results become what stands between them.
-TABLES = {"head_pruning": pruning, "head_pruning-training": training, "head_pruning-sentence": sentence}
+TABLES = {
+    "head_pruning": pruning,
+    "head_pruning-training": training,
+    "head_pruning-fusion": fusion,
+    "head_pruning-sentence": sentence,
+    "head_pruning-made": circumstances,
+}
 
 
 def plot(results: dict):
-    """Growth of the perplexity over the share that is dropped, a line for each ranking."""
+    """Growth of the perplexity over the share that is dropped, a line for each ranking, a plot for each way."""
     from matplotlib.figure import Figure
 
     from . import figures
 
-    count = len(ways(results))
-    figure = Figure(figsize=(6.0 * count, 3.8), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
     settings = results["settings"]
-    shares = [100 * s for s in settings["shares"]]
-    for axis, way in zip(axes, ways(results)):
-        for colour, ranking in zip(figures.COLOURS, rankings(settings)):
+    ways = [way for way in settings["ways"] if any(way == w for w, _ in rankings(results))]
+    names = list(dict.fromkeys(ranking for _, ranking in rankings(results)))
+    colours = dict(zip(names, (*figures.COLOURS, "#da8bc3")))
+    figure = Figure(figsize=(3.4 * len(ways), 3.8), layout="constrained")
+    plots = figure.subplots(1, len(ways), squeeze=False, sharey=True)[0]
+    for axes, way in zip(plots, ways):
+        for _, ranking in [pair for pair in rankings(results) if pair[0] == way]:
             found = [growth(results, way, ranking, s) for s in settings["shares"]]
-            if not all(found):
-                continue
-            at = dropped_per_token(results, way) if ranking in PER_TOKEN else shares
-            axis.plot(at, [statistics.geometric_mean(x) for x in found], color=colour, marker="o",
+            at = [100 * s for s in settings["shares"]]
+            if ranking in (BETA_PER_TOKEN, RANDOM_PER_TOKEN):
+                at = dropped_per_token(results, way)
+            axes.plot(at, [statistics.geometric_mean(x) for x in found], color=colours[ranking], marker="o",
                       markersize=4, linewidth=1, label=ranking)  # fmt: skip
-            if len(found[0]) > 1:
-                axis.fill_between(
-                    shares, [min(x) for x in found], [max(x) for x in found], color=colour, alpha=0.2
-                )
-        axis.set(yscale="log", xlabel="heads dropped, %", ylabel="perplexity over that of the whole model")
-        axis.set_title(f"trained {way}" if count > 1 else "", fontsize=9)
-    axes[0].legend(fontsize=8)
+            axes.fill_between(at, list(map(min, found)), list(map(max, found)), color=colours[ranking],
+                              alpha=0.15)  # fmt: skip
+        axes.set(yscale="log", xlabel="heads dropped, %")
+        axes.set_title(way, fontsize=9)
+    plots[0].set(ylabel="perplexity over that of the whole model")
+    plots[0].legend(fontsize=7)
     return figure
 
 

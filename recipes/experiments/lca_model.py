@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_hyperattn import functional as ha
-
-#: For each kind of attention: its function, fixed settings, and settings learned per head from 1 on.
-KINDS: dict[str, tuple[str | None, dict, tuple[str, ...]]] = {
-    "dot product": (None, {}, ()),
-    "cone umbral": ("cone_attention", {"variant": "umbral"}, ("gamma", "radius")),
-    "cone penumbral": ("cone_attention", {"variant": "penumbral"}, ("gamma", "radius")),
-    "hyperbolic": ("hyperbolic_attention", {}, ("curvature", "temperature")),
-}
+from .scores import Scored
 
 
 class Attention(nn.Module):
     """Self-attention in both directions, [B, L, width] to the same.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: a key of `scores.KINDS`.
         width: of the model, a multiple of `heads`.
         heads: number of heads.
     """
@@ -31,18 +19,13 @@ class Attention(nn.Module):
     def __init__(self, kind: str, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        name, self.fixed, learned = KINDS[kind]
-        self.attend: Callable = getattr(ha, name) if name else F.scaled_dot_product_attention
-        # Sequences of eight tokens: the dense engine is the fastest.
-        self.fixed = self.fixed | ({"backend": "reference"} if name else {})
-        self.logs = nn.ParameterDict({n: nn.Parameter(torch.zeros(heads)) for n in learned})
+        self.attend = Scored(kind, heads)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, width] to the same."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        learned = {name: log.exp() for name, log in self.logs.items()}
-        return self.out(self.attend(q, k, v, **self.fixed, **learned).transpose(1, 2).flatten(2))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Encoder(nn.Module):

@@ -1,5 +1,5 @@
 """Length generalisation: byte-level language models trained on 128 tokens of the King James Bible and read at up to
-2,048, alike in all but their positions: HyPE fixed and learned, ALiBi, rotary, none.
+2,048, alike in all but their positions: HyPE fixed and learned, ALiBi fixed and with learned slopes, rotary, none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ SETTINGS = {
         "none": {},
         "rotary": {"rotary": True},
         "ALiBi": {"alibi": True},
+        "ALiBi, learned slopes": {"slopes": True},
         "HyPE fixed, max_length 2048": {"hype": 2048, "learned": False},
         "HyPE fixed, max_length 128": {"hype": 128, "learned": False},
         "HyPE learned, from max_length 2048": {"hype": 2048, "learned": True},
@@ -90,12 +91,43 @@ def model_of(settings: dict, name: str) -> hf.PreTrainedModel:
             parameter.requires_grad_(kind["learned"])
     if "alibi" in kind:
         model.register_forward_pre_hook(add_alibi, with_kwargs=True)
+    if "slopes" in kind:
+        for layer in model.model.layers:
+            layer.self_attn.slopes = LearnedSlopes(heads)
+            layer.self_attn.register_forward_pre_hook(LearnedSlopes.add, with_kwargs=True)
     return model
 
 
 def added(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a patch added."""
-    return {name: p for name, p in model.named_parameters() if ".hyper." in name}
+    """The parameters of learned positions."""
+    names = (".hyper.", ".slopes.")
+    return {name: p for name, p in model.named_parameters() if any(n in name for n in names)}
+
+
+class LearnedSlopes(nn.Module):
+    """ALiBi whose slopes start as its authors' and are learned: HyPE without the bend.
+
+    A slope's logarithm is the sum of two numbers, as log mu + log tau is for HyPE, so that an optimizer moves it as far
+    in a step.
+
+    Args:
+        heads: of the layer.
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.first = nn.Parameter(alibi_slopes(heads).log())
+        self.second = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, length: int) -> Tensor:
+        """The additive mask [1, heads, length, length]."""
+        return slope_mask((self.first + self.second).exp(), length)
+
+    @staticmethod
+    def add(attention: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict]:
+        """Before an attention module is called: the mask for as many tokens as there are hidden states."""
+        hidden = args[0] if args else keywords["hidden_states"]
+        return args, keywords | {"attention_mask": attention.slopes(hidden.shape[1])}
 
 
 def add_alibi(model: hf.PreTrainedModel, args: tuple, keywords: dict) -> tuple[tuple, dict]:
@@ -107,7 +139,16 @@ def add_alibi(model: hf.PreTrainedModel, args: tuple, keywords: dict) -> tuple[t
 @functools.lru_cache(maxsize=1)
 def alibi_mask(heads: int, length: int) -> Tensor:
     """[1, heads, length, length], float32, -inf for the future (Press et al., arXiv 2108.12409)."""
-    slopes = torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)])
+    return slope_mask(alibi_slopes(heads), length)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slope of every head."""
+    return torch.tensor([2.0 ** (-8 * (h + 1) / heads) for h in range(heads)])
+
+
+def slope_mask(slopes: Tensor, length: int) -> Tensor:
+    """slope_h · (j - i) and -inf for the future, [1, heads, length, length]."""
     at = torch.arange(length)
     distance = (at[None, :] - at[:, None]).float()
     return (slopes[:, None, None] * distance).masked_fill(distance > 0, -torch.inf)[None]
@@ -136,4 +177,4 @@ def train(settings: dict, name: str, seed: int) -> dict:
     }
 
 
-EXPERIMENT = Experiment("length", SETTINGS, runs)
+EXPERIMENT = Experiment("length", SETTINGS, runs, rows=("positions", "seeds"), hours=0.3)

@@ -6,10 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
 from finetuning.report import circumstances, write
+
+from .pausing import wait_while_paused
 
 #: Where the committed results lie.
 FOLDER = Path(__file__).parent / "results"
@@ -23,12 +26,17 @@ class Experiment:
         name: of the command and of its files.
         settings: all that the results depend on, as plain JSON.
         runs: `runs(settings, found)` gives the key of every run and a function that does it and returns plain JSON.
-            It is asked for a further run only when those before are in `found`, so that one may depend on them.
+            `found` holds the runs that are done, those before included by the time that one is started.
+        rows: names of settings that are tables of rows, dicts or lists: rows may be added to results that are there,
+            since no run reads another row than its own.
+        hours: of one core, planned for all runs.
     """
 
     name: str
     settings: dict
     runs: Callable[[dict, dict], Iterator[tuple[str, Callable[[], dict]]]]
+    rows: tuple[str, ...] = ()
+    hours: float | None = None
 
 
 def load(name: str, folder: Path = FOLDER) -> dict:
@@ -65,12 +73,14 @@ def perform(
         if minutes is not None and time.monotonic() - start > 60 * minutes:
             print(f"{experiment.name}: stopped before {key}; the same command goes on from here")
             return False
+        wait_while_paused()
         check_same("versions", path, results, circumstances())
         began, cpu = time.perf_counter(), time.process_time()
         found = do()
         found["seconds"] = {"wall": round(time.perf_counter() - began, 1)}
         found["seconds"]["cpu"] = round(time.process_time() - cpu, 1)
         results["runs"][key] = found
+        results["last_run"] = date.today().isoformat()
         write(path, results)
         print(f"{experiment.name}: {key}  {found['seconds']['wall']:.1f} s", flush=True)
     return True
@@ -91,8 +101,18 @@ def begin(experiment: Experiment, path: Path, fresh: bool) -> dict:
     if fresh or not path.exists():
         return new
     old = json.loads(path.read_text())
-    check_same("settings", path, old, new)
-    return old
+    mine = json.loads(json.dumps(experiment.settings))
+    kept = {k: old["settings"].get(k) if only_adds(old["settings"].get(k), mine[k]) else mine[k]
+            for k in experiment.rows}  # fmt: skip
+    check_same("settings", path, old, {"settings": mine | kept})
+    return old | {"settings": mine}
+
+
+def only_adds(old: dict | list | None, new: dict | list) -> bool:
+    """Whether all rows of an old table are in the new one, and the same there."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(key in new and new[key] == value for key, value in old.items())
+    return isinstance(old, list) and isinstance(new, list) and all(row in new for row in old)
 
 
 def check_same(what: str, path: Path, old: dict, new: dict) -> None:

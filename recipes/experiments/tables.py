@@ -34,6 +34,19 @@ def mean_and_deviation(values: list[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
+def paired(mine: list[float], others: list[float], digits: int = 1) -> str:
+    """The mean of the differences of paired values, its 95 % interval by Student's t, and the two-sided p."""
+    from scipy.stats import ttest_rel
+
+    if len(mine) < 2:
+        return "-"
+    test = ttest_rel(mine, others)
+    low, high = test.confidence_interval()
+    mean = statistics.mean(a - b for a, b in zip(mine, others, strict=True))
+    p = f"p = {test.pvalue:.3f}" if test.pvalue >= 0.0005 else "p < 0.001"
+    return f"{mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}), {p}"
+
+
 def alibi(results: dict) -> str:
     """Bias errors, a row for each length."""
     settings, runs = results["settings"], results["runs"]
@@ -94,31 +107,63 @@ def length(results: dict) -> str:
 
 
 def depth(results: dict) -> str:
-    """Accuracy in percent, a row for each depth and size."""
-    settings, runs = results["settings"], results["runs"]
+    """Accuracy in percent, a row for each score, a column for each depth and size."""
+    settings, groups = results["settings"], depth_groups(results)
+    names, counts = [], []
+    for group in groups:
+        runs = [run for kind in settings["kinds"] for run in depth_runs(results, kind, *group)]
+        names.append(mean_and_deviation([100 * r["names_alone"] for r in runs[: len(settings["seeds"])]], 1))
+        sizes = sorted({run["parameters"] for run in runs})
+        counts.append(f"{sizes[0] / 1000:.1f} to {sizes[-1] / 1000:.1f} k")
+    rows = [["parameters", *counts], ["names alone", *names]]
+    for kind in settings["kinds"]:
+        rows.append([kind, *(mean_and_deviation(depth_accuracies(results, kind, *g), 1) for g in groups)])
+    return table(["accuracy, %", *(depth_name(*g) for g in groups)], rows)
+
+
+def depth_pairs(results: dict) -> str:
+    """Each score less each of those without geometry, seed by seed, in points."""
     rows = []
-    for level in settings["depths"]:
-        for size in settings["sizes"]:
-            cells, parameters = [], set()
-            for kind in settings["kinds"]:
-                of_seeds = [runs[depth_experiment.key_of(kind, level, size, s)] for s in settings["seeds"]]
-                cells.append(mean_and_deviation([100 * run["accuracy"] for run in of_seeds], 1))
-                parameters |= {run["parameters"] for run in of_seeds}
-            names = mean_and_deviation([100 * run["names_alone"] for run in of_seeds], 1)
-            counts = " to ".join(f"{n / 1000:.1f} k" for n in sorted({min(parameters), max(parameters)}))
-            rows.append([f"{level}, {size}", counts, names, *cells])
-    return table(["depth, size", "parameters", "names alone", *settings["kinds"]], rows)
+    for group in depth_groups(results):
+        for kind in results["settings"]["kinds"][1:]:
+            mine = depth_accuracies(results, kind, *group)
+            cells = [
+                paired(mine, depth_accuracies(results, control, *group)) if control != kind else ""
+                for control in depth_experiment.CONTROLS
+            ]
+            rows.append([f"{depth_name(*group)}: {kind}", *cells])
+    return table(["points ahead of", *depth_experiment.CONTROLS], rows)
 
 
 def depth_rates(results: dict) -> str:
     """The learning rates that the search chose."""
-    settings, found = results["settings"], results["runs"]
-    rows = []
-    for level in settings["depths"]:
-        for size in settings["sizes"]:
-            chosen = [depth_experiment.best_rate(settings, found, k, level, size) for k in settings["kinds"]]
-            rows.append([f"{level}, {size}", *(f"{rate:g}" for rate in chosen)])
-    return table(["depth, size", *settings["kinds"]], rows)
+    settings, found, rows = results["settings"], results["runs"], []
+    for kind in settings["kinds"]:
+        chosen = [depth_experiment.best_rate(settings, found, kind, *g) for g in depth_groups(results)]
+        rows.append([kind, *(f"{rate:g}" for rate in chosen)])
+    return table(["learning rate", *(depth_name(*g) for g in depth_groups(results))], rows)
+
+
+def depth_groups(results: dict) -> list[tuple[int, str]]:
+    """Every depth with every size."""
+    settings = results["settings"]
+    return [(level, size) for level in settings["depths"] for size in settings["sizes"]]
+
+
+def depth_name(level: int, size: str) -> str:
+    """How the tables call a depth and a size."""
+    return f"depth {level}, {size}"
+
+
+def depth_runs(results: dict, kind: str, level: int, size: str) -> list[dict]:
+    """The runs of all seeds, in their order."""
+    keys = (depth_experiment.key_of(kind, level, size, seed) for seed in results["settings"]["seeds"])
+    return [results["runs"][key] for key in keys]
+
+
+def depth_accuracies(results: dict, kind: str, level: int, size: str) -> list[float]:
+    """Accuracies of all seeds, in percent."""
+    return [100 * run["accuracy"] for run in depth_runs(results, kind, level, size)]
 
 
 def circumstances(results: dict) -> str:
@@ -128,9 +173,10 @@ def circumstances(results: dict) -> str:
     took = f"{seconds / 60:.1f} minutes" if seconds > 60 else f"{seconds:.1f} seconds"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "transformers", "numpy"))
     chip, gpu = machine["chip"] or machine["architecture"], machine["accelerator"] or "no GPU"
+    last = results.get("last_run", results["date"])
+    when = results["date"] + (f" to {last}" if last != results["date"] else "")
     return (
-        f"{len(results['runs'])} runs, {took} of CPU time on one thread of {chip}, {gpu}; "
-        f"{packages}; {results['date']}."
+        f"{len(results['runs'])} runs, {took} of CPU time on one thread of {chip}, {gpu}; {packages}; {when}."
     )
 
 
@@ -145,6 +191,7 @@ TABLES = {
     "length": length,
     "length-made": circumstances,
     "depth": depth,
+    "depth-paired": depth_pairs,
     "depth-rates": depth_rates,
     "depth-made": circumstances,
 }

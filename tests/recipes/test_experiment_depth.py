@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from experiments import depth, lca_task, wordnet
+from experiments import depth, lca_task, scores, wordnet
 from experiments.fitting import size_of
-from experiments.lca_model import KINDS, Encoder
+from experiments.lca_model import Encoder
+from experiments.scores import KINDS
+
+from hf_hyperattn import functional as ha
 
 from .nouns import write_nouns
 
@@ -79,6 +83,23 @@ def test_every_kind_learns_and_has_as_many_parameters(task, kind):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert "logs" not in name or parameter.grad.abs().min() > 0
+
+
+def test_the_controls_are_the_limits_they_are_called():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 4, generator=draw, dtype=torch.double) for _ in range(3))
+    one = torch.tensor([0.5, 1.0, 2.0], dtype=torch.double)
+    # where curvature vanishes, the geodesic distance of the ball is twice Euclid's, and the midpoint a mean
+    flat = ha.hyperbolic_scores(q, k, curvature=1e-8, temperature=2 * one, scale=1.0).softmax(-1) @ v
+    torch.testing.assert_close(
+        scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4
+    )
+    found = scores.normalised_attention(q, k, v, scale=one)
+    cosine = torch.einsum(
+        "bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    )
+    weights = (one[:, None, None] * math.log2(20) * cosine).exp()
+    torch.testing.assert_close(found, weights / weights.sum(-1, keepdim=True) @ v)
 
 
 def test_a_tenth_is_a_tenth(task):

@@ -37,12 +37,26 @@ def test_hype_with_a_small_mu_is_alibi_in_the_whole_model():
     assert (by_mask - by_hype).abs().max() < 1e-4 < 1e-2 < (by_mask - none).abs().max()
 
 
+def test_learned_slopes_start_as_alibi_and_move_as_hypes_without_its_bend():
+    ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    flat = {"positions": {"hype": {"hype": 100_000, "learned": True}}}
+    fixed, slopes, hype = model("ALiBi"), model("ALiBi, learned slopes"), model("hype", **flat)
+    assert (fixed(ids).logits - slopes(ids).logits).abs().max() < 1e-5
+    gradients = []
+    for one in (slopes, hype):
+        one(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in length.added(one).values()])
+    for mine, theirs in zip(*gradients, strict=True):
+        assert mine.abs().min() > 0
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-7)
+
+
 def test_only_rotary_has_rotary_positions_and_only_learned_learns():
     for name in SMALL["positions"]:
         one = model(name)
         assert {layer.self_attn.use_rope for layer in one.model.layers} == {int(name == "rotary")}
         added = length.added(one)
-        assert bool(added) == name.startswith("HyPE")
+        assert bool(added) == (name.startswith("HyPE") or name == "ALiBi, learned slopes")
         assert {p.requires_grad for p in added.values()} <= {"learned" in name}
         counted = size_of(one) - sum(p.numel() for p in added.values())
         assert counted == size_of(model("none"))

@@ -1,0 +1,105 @@
+"""The tables and the plot of docs/adaptation.md, made from the results alone; rows without runs are left out."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from .adaptation import ALONE, key_of, key_of_search
+from .draw import PLOTS, ROOT, draw_page
+from .store import FOLDER
+from .tables import circumstances, mean_and_deviation, paired, table
+
+PAGE = ROOT / "docs" / "adaptation.md"
+
+
+def seeds(results: dict, name: str) -> list[dict]:
+    """The runs of a row that are done, by seed."""
+    keys = (key_of(name, seed) for seed in results["settings"]["seeds"])
+    return [results["runs"][key] for key in keys if key in results["runs"]]
+
+
+def whole(results: dict) -> list[str]:
+    """Rows of which all seeds are done, if LoRA alone is among them."""
+    count = len(results["settings"]["seeds"])
+    found = [name for name in results["settings"]["rows"] if len(seeds(results, name)) == count]
+    return found if ALONE in found else []
+
+
+def losses(results: dict, name: str) -> list[float]:
+    """Of all seeds, a hundred times the mean loss of a token: differences are percents of the perplexity."""
+    return [100 * run["held_out"] for run in seeds(results, name)]
+
+
+def detectable(mine: list[float], others: list[float]) -> float:
+    """The difference that a two-sided paired t test at 5 % finds four times in five, by the deviation that was seen."""
+    from scipy.stats import t
+
+    differences, free = [a - b for a, b in zip(mine, others)], len(mine) - 1
+    return (t.ppf(0.975, free) + t.ppf(0.8, free)) * statistics.stdev(differences) / len(mine) ** 0.5
+
+
+def scores(results: dict) -> str:
+    """Parameters, rates and perplexity, a row for each mechanism."""
+    found = []
+    if "stock" in results["runs"]:
+        stock = results["runs"]["stock"]["perplexity"]
+        found.append(["SmolLM2 as it is", "0", "", "", f"{stock:.3f}"])
+    for name in whole(results):
+        runs = seeds(results, name)
+        rates, added = runs[0]["rates"], f"{runs[0]['added']:,}" if runs[0]["added"] else ""
+        rate = f"{rates['lora']:g}" + (f", {rates['added']:g}" if added else "")
+        cells = [f"{runs[0]['parameters']:,}", added, rate]
+        found.append([name, *cells, mean_and_deviation([run["perplexity"] for run in runs], 3)])
+    return table(["", "trained", "of which added", "learning rates", "perplexity"], found)
+
+
+def pairs(results: dict) -> str:
+    """The loss of every mechanism less that of LoRA alone, seed by seed, and what such a test could have found."""
+    found = []
+    for name in whole(results)[1:]:
+        mine, others = losses(results, name), losses(results, ALONE)
+        found.append([name, paired(mine, others, 3), f"{detectable(mine, others):.3f}"])
+    return table(["", "loss less that of LoRA alone, x 100", "what would be found"], found)
+
+
+def searched(results: dict) -> str:
+    """The loss of every trial of the search."""
+    settings, runs, found = results["settings"], results["runs"], []
+    for name in settings["rows"]:
+        rates = settings["search"]["rates" if name == ALONE else "added_rates"]
+        if all(key_of_search(name, rate) in runs for rate in rates):
+            said = (f"{rate:g}: {runs[key_of_search(name, rate)]['held_out']:.4f}" for rate in rates)
+            found.append([name, *said])
+    return table(["learning rate: loss", "", "", ""], found)
+
+
+TABLES = {
+    "adaptation": scores,
+    "adaptation-paired": pairs,
+    "adaptation-rates": searched,
+    "adaptation-made": circumstances,
+}
+
+
+def plot(results: dict):
+    """The differences from LoRA alone, every seed a point."""
+    from matplotlib.figure import Figure
+
+    from . import figures
+
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    axes, names = figure.subplots(), whole(results)[1:]
+    for place, name in enumerate(names):
+        differences = [a - b for a, b in zip(losses(results, name), losses(results, ALONE))]
+        axes.plot(differences, [place] * len(differences), "o", color=figures.COLOURS[0], markersize=4)
+        axes.plot([statistics.mean(differences)], [place], "|", color="#333333", markersize=14)
+    axes.axvline(0, color="0.3", linewidth=1)
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="loss less that of LoRA alone, x 100")
+    axes.invert_yaxis()
+    return figure
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
+    """Write the plot, and every table between its two marks on the page."""
+    draw_page("adaptation", TABLES, plot, folder, page, plots)

@@ -1,0 +1,30 @@
+"""A pause of whatever experiment runs, between two steps: as long as a file is there, or until a signal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+#: While this file exists, nothing is computed.
+PAUSE = Path(__file__).resolve().parents[2] / "outputs" / "pause"
+
+
+def wait_while_paused(every: float = 2.0) -> None:
+    """Return at once, or when the file is gone; asked before every run and every training step.
+
+    Args:
+        every: seconds between two looks.
+    """
+    while PAUSE.exists():
+        time.sleep(every)
+
+
+def pause() -> None:
+    """Ask all experiments of this checkout to wait."""
+    PAUSE.parent.mkdir(exist_ok=True)
+    PAUSE.touch()
+
+
+def resume() -> None:
+    """Let them go on."""
+    PAUSE.unlink(missing_ok=True)

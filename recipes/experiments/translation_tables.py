@@ -1,0 +1,111 @@
+"""The tables and the plot of docs/translation.md, made from the results alone; rows without runs are left out."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from .draw import PLOTS, ROOT, draw_page
+from .store import FOLDER
+from .tables import circumstances, mean_and_deviation, paired, table
+from .translation import best_rate, key_of, key_of_search, rows
+
+PAGE = ROOT / "docs" / "translation.md"
+CONTROLS = ("dot product", "Euclidean distance")
+#: What is read, and its digits.
+MEASURES = {"held_out": 3, "bleu": 2, "chrf": 2}
+
+
+def seeds(results: dict, kind: str, width: int) -> list[dict]:
+    """The runs of a row that are done, by seed."""
+    keys = (key_of(kind, width, seed) for seed in results["settings"]["seeds"])
+    return [results["runs"][key] for key in keys if key in results["runs"]]
+
+
+def whole(results: dict) -> list[tuple[str, int]]:
+    """Rows of which all seeds are done."""
+    count = len(results["settings"]["seeds"])
+    return [row for row in rows(results["settings"]) if len(seeds(results, *row)) == count]
+
+
+def scores(results: dict) -> str:
+    """Parameters, loss, BLEU and chrF, a row for each score and width."""
+    found = []
+    for kind, width in whole(results):
+        runs = seeds(results, kind, width)
+        cells = [mean_and_deviation([run[name] for run in runs], digits) for name, digits in MEASURES.items()]
+        rate = best_rate(results["settings"], results["runs"], kind, width)
+        found.append([kind, str(width), f"{runs[0]['parameters'] / 1e6:.3f} M", f"{rate:g}", *cells])
+    head = ["score", "width of q, k", "parameters", "learning rate", "loss, nats a token", "BLEU", "chrF"]
+    return table(head, found)
+
+
+def pairs(results: dict, measure: str = "bleu") -> str:
+    """Differences seed by seed: from dot product at the full width, and from the controls at the same width."""
+
+    def values(kind: str, width: int) -> list[float] | None:
+        return (
+            [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
+        )
+
+    most, found = max(width for _, width in rows(results["settings"])), []
+    for kind, width in whole(results):
+        mine, others = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
+        cells = [
+            paired(mine, values(*other), MEASURES[measure])
+            if other != (kind, width) and values(*other)
+            else ""
+            for other in others
+        ]
+        if any(cells):
+            found.append([kind, str(width), *cells])
+    return table(["score", "width", f"from dot product at {most}", *(f"from {c}" for c in CONTROLS)], found)
+
+
+def losses(results: dict) -> str:
+    """The same of the loss."""
+    return pairs(results, "held_out")
+
+
+def searched(results: dict) -> str:
+    """The loss of every trial of the search."""
+    settings, runs, found = results["settings"], results["runs"], []
+    for kind, width in rows(settings):
+        keys = [key_of_search(kind, width, rate) for rate in settings["search"]["rates"]]
+        if all(key in runs for key in keys):
+            found.append([kind, str(width), *(f"{runs[key]['held_out']:.3f}" for key in keys)])
+    return table(["score", "width", *(f"{rate:g}" for rate in settings["search"]["rates"])], found)
+
+
+TABLES = {
+    "translation": scores,
+    "translation-paired": pairs,
+    "translation-losses": losses,
+    "translation-rates": searched,
+    "translation-made": circumstances,
+}
+
+
+def plot(results: dict):
+    """Loss and BLEU over the width of queries, a line for each score."""
+    from . import figures
+
+    figure, *plots = figures.pair()
+    names = list(dict.fromkeys(kind for kind, _ in whole(results)))
+    for axes, measure, label in zip(plots, ("held_out", "bleu"), ("loss, nats a token", "BLEU")):
+        for kind in names:
+            widths = [width for other, width in whole(results) if other == kind]
+            values = [[run[measure] for run in seeds(results, kind, width)] for width in widths]
+            axes.errorbar(widths, list(map(statistics.mean, values)), list(map(statistics.stdev, values)),
+                          color=figures.SCORES[kind], marker="o", markersize=4, capsize=2, label=kind)  # fmt: skip
+        widths = sorted({width for _, width in rows(results["settings"])})
+        axes.set(xscale="log", xticks=widths, xticklabels=widths, ylabel=label)
+        axes.set(xlabel="width of a head's queries and keys")
+        axes.minorticks_off()
+    plots[0].legend(fontsize=7)
+    return figure
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
+    """Write the plot, and every table between its two marks on the page."""
+    draw_page("translation", TABLES, plot, folder, page, plots)
