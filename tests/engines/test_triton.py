@@ -309,7 +309,7 @@ def test_no_more_work_than_wanted(device):
 def operator_arguments(device, **changes):
     q, k, v = inputs(device, n=20, m=20)
     new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
-    named = {"row": new(1, 2, 20, 3), "column": new(1, 2, 20, 3), "head": torch.zeros(0, 2, device=device)}
+    named = {"row": new(1, 2, 20, 3), "column": new(1, 2, 20, 3), "head": torch.ones(1, 2, device=device)}
     named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key", "points_scale"])
     rest = {
         "spec": "umbral",
