@@ -100,9 +100,8 @@ def _load(original, self, *args, **kwargs):
 @wrap("load_adapter", PeftAdapterMixin)
 def _load_natively(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
-    if Version(transformers.__version__) < Version(
-        "5.18"
-    ):  # it makes the modules and reads nothing into them
+    # before 5.18 it makes the modules and reads nothing into them
+    if Version(transformers.__version__) < Version("5.18"):
         given = inspect.signature(original).bind(self, *args, **kwargs).arguments
         name = given.get("adapter_name") or "default"
         if holds_hyper(self.peft_config[name]):
