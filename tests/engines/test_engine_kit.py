@@ -15,7 +15,7 @@ def test_contract(check):
 
 
 def test_sdpa_keeps_it_for_the_dot_product_alone():
-    assert check_engine("sdpa") == 15  # five calls, three dtypes
+    assert check_engine("sdpa") == 30  # the dot product, and with HyPE as a bias
 
 
 def test_unknown_engines_are_refused():
