@@ -45,29 +45,29 @@ struct Pair {
     return sum;
   }
 
-  // Of one key: the products of query_factor · q - key_factor · k with q and with k, and the square of k.
+  // Of one key: the products of query_factor · q - key_factor · k with q and with k.
   struct Inner {
-    float query, key, square;
+    float query, key;
   };
   Inner inner_of_difference(int lane, float query_factor, float key_factor, int64_t width) const {
     const float* k = tile->key_rows + (at_column + lane) * tile->key_step;
     Inner found = {};
     for (int64_t e = 0; e < width; ++e) {
       const float apart = query_factor * query[e] - key_factor * k[e];
-      found.query += apart * query[e], found.key += apart * k[e], found.square += k[e] * k[e];
+      found.query += apart * query[e], found.key += apart * k[e];
     }
     return found;
   }
 
-  // Adds that difference to the gradients of q and of k, times a number each, and to the latter `rest` times k.
-  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query, float to_key,
-                      float rest) const {
+  // Adds that difference to the gradients of q and of k, times a number each.
+  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query,
+                      float to_key) const {
     const int64_t start = (at_column + lane) * tile->key_step;
     const float* k = tile->key_rows + start;
     float *d_q = tile->d_query + at_row * tile->query_step, *d_k = tile->d_keys + start;
     for (int64_t e = 0; e < width; ++e) {
       const float apart = query_factor * query[e] - key_factor * k[e];
-      d_q[e] += to_query * apart, d_k[e] += to_key * apart + rest * k[e];
+      d_q[e] += to_query * apart, d_k[e] += to_key * apart;
     }
   }
 };
@@ -75,6 +75,7 @@ struct Pair {
 // Gradients, but for `head`: those of the parameters are that times the gradient of the logit.
 template <int R, int C, int H>
 struct Slopes {
+  static constexpr int heads = H;
   Vec dot = {};
   Vec row[R + 1] = {}, column[C + 1] = {}, head[H + 1] = {};
 };

@@ -79,7 +79,7 @@ struct Separation {
     for (int i = 0; i < kLanes; ++i) {
       if (d_opening[i] == 0) continue;
       const float q = query_factor, k = key_factor[i], slope = 2.0f * d_opening[i];
-      p.add_difference(i, q, k, p.dim, slope * q, -slope * k, 0.0f);
+      p.add_difference(i, q, k, p.dim, slope * q, -slope * k);
       if constexpr (OnProduct) {
         const auto inner = p.inner_of_difference(i, q, k, p.dim);
         s.row[2][i] = slope * inner.query;
