@@ -226,5 +226,4 @@ def _definition(query, key, space):
 
 
 def _points(query: Late, key: Late) -> Points:
-    query = value_of(query)
-    return Points(query, value_of(key), query.new_ones(query.shape[1]))
+    return Points(value_of(query), value_of(key))

@@ -48,7 +48,7 @@ def _gap(dot, gap, near, norm_q, norm_k):
 @triton.jit
 def _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k):
     product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _exact(product, gap, near, _size(norm_q, stretch_q, last_q, stretch_k, last_k), weight)
+    return _exact(product, gap, near, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
 
 
 @triton.jit
@@ -278,7 +278,23 @@ def penumbral_squared_on_product_pull(
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight, True
+        grad,
+        dot,
+        gap,
+        near,
+        pq,
+        a,
+        norm_q,
+        stretch_q,
+        last_q,
+        pk,
+        b,
+        norm_k,
+        stretch_k,
+        last_k,
+        r2,
+        weight,
+        True,
     )
 
 
@@ -304,7 +320,23 @@ def penumbral_on_product_pull(
 ):
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight, False
+        grad,
+        dot,
+        gap,
+        near,
+        pq,
+        a,
+        norm_q,
+        stretch_q,
+        last_q,
+        pk,
+        b,
+        norm_k,
+        stretch_k,
+        last_k,
+        r2,
+        weight,
+        False,
     )
 
 
