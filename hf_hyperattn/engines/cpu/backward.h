@@ -3,7 +3,7 @@
 // a fixed order, so that a result depends on the number of threads at most by rounding.
 //
 // The gradient of a head's parameter is the sum over all pairs of ds · dS/dparameter. In a row the ds add up to 0, but
-// for rounding: the logits here and in the forward pass may differ in their last digit, and delta is made of the output.
+// for rounding: small logits here and in the forward pass may differ in their last digit, and delta is made of the output.
 // Where slopes are large but nearly the same along a row, that residue times their size is all that one would see. So
 // the mean slope is taken off them, which changes nothing else: the sum over rows of residue · mean is subtracted from
 // the gradient at the end (`centred` in operator.py).

@@ -231,24 +231,9 @@ def penumbral_on_product(
 
 @triton.jit
 def _product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    weight,
-    SQUARED: tl.constexpr,
-):
+    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight, SQUARED: tl.constexpr,
+):  # fmt: skip
     square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
     d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, square * weight, pq, a, pk, b, r2, SQUARED)
     d_square = d_gap * weight
@@ -258,86 +243,26 @@ def _product_pull(
 
 @triton.jit
 def penumbral_squared_on_product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    noise,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    weight,
-):
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight,
+):  # fmt: skip
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad,
-        dot,
-        gap,
-        near,
-        pq,
-        a,
-        norm_q,
-        stretch_q,
-        last_q,
-        pk,
-        b,
-        norm_k,
-        stretch_k,
-        last_k,
-        r2,
-        weight,
-        True,
-    )
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+        pk, b, norm_k, stretch_k, last_k, r2, weight, True,
+    )  # fmt: skip
 
 
 @triton.jit
 def penumbral_on_product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    noise,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    weight,
-):
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight,
+):  # fmt: skip
     """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad,
-        dot,
-        gap,
-        near,
-        pq,
-        a,
-        norm_q,
-        stretch_q,
-        last_q,
-        pk,
-        b,
-        norm_k,
-        stretch_k,
-        last_k,
-        r2,
-        weight,
-        False,
-    )
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+        pk, b, norm_k, stretch_k, last_k, r2, weight, False,
+    )  # fmt: skip
 
 
 @triton.jit
