@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .guard import warn_replaced
+from .guard import set_on_models, warn_replaced
 from .records import saved_name, sub_configs, tree
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import wrap
@@ -67,14 +67,17 @@ def _while_loading(original, /, *args, **kwargs):
 def keep_names() -> None:
     """Let `config._attn_implementation = name` lose nothing: loaders, Whisper's timestamps and others set it so.
 
-    On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
+    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
     """
     stock = PreTrainedConfig._attn_implementation
 
     def setter(self, value):
-        saved = saved_name(self) if INTERNAL in self.__dict__ else None  # else it is being made
+        ready = INTERNAL in self.__dict__  # else it is being made
+        saved = saved_name(self) if ready else None
         before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
         try:
+            if ready and not LOADING.get():
+                set_on_models(self, value)
             _set_name(self, value)
         except ValueError:
             for config, name in before:

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..folders import is_interrupted
+from .adapter_modules import adapter_configs
 from .adapter_saving import before_saving_natively
 from .publishing import checkpoint_folder
+from .record_check import check_saved_state_dict, warn_of_config
 from .records import all_configs, patched_hosts, recorded_hosts, tree, without_records, write_records
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
@@ -29,6 +31,8 @@ logger = logging.getLogger("hf_hyperattn")
 
 #: Arguments of `save_pretrained` that only a push reads.
 HUB_ONLY = ("repo_id", "private", "commit_message", "create_pr", "exist_ok", "revision")
+#: Arguments of `from_pretrained` that say which files of the Hub are meant.
+WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 @wrap("save_pretrained")
@@ -36,7 +40,12 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     patched = next(patched_hosts(self), None) is not None
     if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
-    before_saving_natively(self, kwargs.get("state_dict", args[0] if args else None))
+    state_dict = kwargs.get("state_dict", args[0] if args else None)
+    before_saving_natively(self, state_dict)
+    if (
+        not adapter_configs(self) and getattr(self, "hf_quantizer", None) is None
+    ):  # else other tensors are written
+        check_saved_state_dict(self, state_dict)
     if not patched and any(recorded_hosts(part) is not None for part in tree(self.config)):
         with without_records(self):  # it shares its config with a patched model, or with parts that were one
             return original(self, save_directory, is_main_process, *args, **kwargs)
@@ -90,7 +99,12 @@ def _distributed_config(model: PreTrainedModel):
 @wrap("from_pretrained")
 def _load(original, cls, pretrained_model_name_or_path, *args, **kwargs):
     with interrupted_save_named(pretrained_model_name_or_path):
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        result = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    config, source = kwargs.get("config"), str(pretrained_model_name_or_path)
+    if isinstance(config, PreTrainedConfig) and config._name_or_path != source:  # not the checkpoint's own
+        model = result[0] if isinstance(result, tuple) else result
+        warn_of_config(model, source, **{key: kwargs[key] for key in WHERE if key in kwargs})
+    return result
 
 
 @wrap("from_pretrained", PeftModel)

@@ -1,0 +1,178 @@
+"""Roads on which a mechanism was once lost without a word: each is equal now, refused, or warned of in one line."""
+
+import copy
+import logging
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers as hf
+
+import hf_hyperattn as ha
+from tests.integration.models import difference, llama, run, text_inputs
+from tests.integration.patches import make, patched
+
+PLACELESS = "holds 12 added tensors, such as 'model.layers.0.self_attn.hyper.cone.gate', that have no place"
+NAMELESS = "ran attn_implementation='cone' and LlamaForCausalLM does not"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of checkpoints, in one file and in shards: patched, and by name."""
+    top = tmp_path_factory.mktemp("saved")
+    model = llama()
+    model.set_attn_implementation("cone")
+    for kind, one in (("patched", patched("llama")[0]), ("named", model)):
+        one.save_pretrained(top / kind)
+        one.save_pretrained(top / f"{kind} shards", max_shard_size="20KB")
+    return top
+
+
+@pytest.fixture
+def warned(caplog):
+    """Our warnings so far, each one line."""
+    caplog.set_level(logging.WARNING, "hf_hyperattn")
+
+    def messages():
+        found = [r.getMessage() for r in caplog.records if r.name.startswith("hf_hyperattn")]
+        assert not any("\n" in message for message in found)
+        return found
+
+    return messages
+
+
+def resume(model, folder) -> None:
+    """As `Trainer.train(resume_from_checkpoint=folder)` loads the weights."""
+    arguments = hf.TrainingArguments(output_dir=str(folder / "out"), report_to=[], use_cpu=True)
+    hf.Trainer(model=model, args=arguments)._load_from_checkpoint(str(folder))
+
+
+LOADS = {
+    "load_checkpoint_in_model": lambda m, f: accelerate.load_checkpoint_in_model(m, str(f)),
+    "and a device map": lambda m, f: accelerate.utils.load_checkpoint_in_model(m, str(f), {"": "cpu"}),
+    "load_checkpoint_and_dispatch": lambda m, f: accelerate.load_checkpoint_and_dispatch(m, str(f), "auto"),
+    "Trainer": resume,
+}
+
+
+@pytest.mark.parametrize("form", ["", " shards"])
+@pytest.mark.parametrize("load", LOADS)
+def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warned):
+    LOADS[load](llama(), saved / f"patched{form}")
+    assert len(warned()) == 1 and PLACELESS in warned()[0] and str(saved / f"patched{form}") in warned()[0]
+    LOADS[load](llama(), saved / f"named{form}")
+    assert len(warned()) == 2 and NAMELESS in warned()[1]
+    model, named = patched("llama")[0], llama()
+    named.set_attn_implementation("cone")
+    LOADS[load](model, saved / f"patched{form}")
+    LOADS[load](named, saved / f"named{form}")
+    assert len(warned()) == 2
+    for model, kind in ((model, "patched"), (named, "named")):
+        expected = run(hf.AutoModelForCausalLM.from_pretrained(saved / kind), text_inputs())
+        assert difference(expected, run(model, text_inputs())) == 0
+
+
+def test_a_stock_checkpoint_in_a_patched_model_and_another_patch(saved, warned, tmp_path):
+    llama().save_pretrained(tmp_path / "stock", max_shard_size="20KB")
+    LOADS["and a device map"](patched("llama")[0], tmp_path / "stock")
+    assert len(warned()) == 1 and "lacks 12 added tensors of the patched LlamaForCausalLM" in warned()[0]
+    other = ha.patch_model(
+        llama(), ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)
+    )  # the same tensors
+    LOADS["and a device map"](other, saved / "patched")
+    assert (
+        len(warned()) == 2
+        and "had cone in 4 attention modules, and LlamaForCausalLM is patched o" in warned()[1]
+    )
+    with ha.fresh_patch():
+        LOADS["load_checkpoint_in_model"](other, saved / "patched")
+    assert len(warned()) == 2
+
+
+def test_a_config_that_is_not_the_checkpoint_s(saved, warned):
+    load = hf.AutoModelForCausalLM.from_pretrained
+    load(saved / "named", config=hf.AutoConfig.from_pretrained(saved / "named"))
+    load(saved / "named", config=copy.deepcopy(load(saved / "named").config))
+    assert not warned()
+    load(saved / "named", config=llama().config)
+    assert len(warned()) == 1 and NAMELESS in warned()[0]
+    with pytest.raises(ValueError, match="no record in its config"):
+        load(saved / "patched", config=llama().config)
+
+
+def test_an_adapter_s_state_dict(warned):
+    model = patched("llama")[0]
+    trained = peft.get_peft_model(model, ha.lora_config(model))
+    state = peft.get_peft_model_state_dict(trained)
+    peft.set_peft_model_state_dict(trained, state)
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    frozen = peft.get_peft_model(patched("llama")[0], copy.deepcopy(lora))
+    before = len(warned())  # that an adapter leaves out what the patch added
+    peft.set_peft_model_state_dict(frozen, peft.get_peft_model_state_dict(frozen))
+    assert len(warned()) == before
+    plain = peft.get_peft_model(llama(), lora)
+    peft.set_peft_model_state_dict(plain, state)
+    assert len(warned()) == before + 1 and "holds 12 added tensors" in warned()[-1]
+    plain.load_state_dict(trained.state_dict(), strict=False)
+    assert len(warned()) == before + 2 and "hyper" in warned()[-1]
+
+
+def test_a_state_dict_that_no_load_would_take_is_not_saved(tmp_path):
+    model, inputs, expected = patched("llama")
+    state = model.state_dict()
+    gate = "model.layers.0.self_attn.hyper.cone.gate"
+    for wrong in (
+        {n: t for n, t in state.items() if "hyper" not in n},
+        {k: state[k] for k in state if k != gate},
+    ):
+        with pytest.raises(
+            ValueError, match=r"lacks 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"
+        ):
+            model.save_pretrained(tmp_path / "1", state_dict=wrong)
+    with pytest.raises(ValueError, match=r"holds 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"):
+        llama().save_pretrained(tmp_path / "1", state_dict=state)
+    assert not (tmp_path / "1").exists()
+    model.save_pretrained(
+        tmp_path / "1", state_dict={}
+    )  # as the Trainer does under ZeRO: weights come otherwise
+    model.save_pretrained(tmp_path / "1", state_dict=state)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "1")
+    assert difference(expected, run(again, inputs)) == 0
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "gptj", "t5", "bart", "llama"])
+def test_a_name_on_the_config_of_a_live_model_takes_effect(family, warned):
+    """Served families swap a class, which only loading and `set_attn_implementation` did; T5 runs on copies."""
+    model, inputs = make(family)
+    stock = run(model, inputs)
+    model, other = copy.deepcopy(model), copy.deepcopy(model)
+    other.set_attn_implementation("cone")
+    expected = run(other, inputs)
+    assert difference(stock, expected) > 1e-5
+    model.config._attn_implementation = "cone"
+    assert difference(expected, run(model, inputs)) == 0 and not warned()
+    model.config._attn_implementation = "sdpa"
+    assert difference(stock, run(model, inputs)) <= 1e-6 and len(warned()) == 1
+
+
+def test_a_name_on_a_config_is_refused_where_the_model_cannot_run_it():
+    model = hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9))
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="'cone' cannot be used with model type 'mamba'"):
+        model.config._attn_implementation = "cone"
+    assert model.config._attn_implementation == before
+
+
+def test_numbers_of_a_name_that_change_from_model_to_model_in_one_compiled_process():
+    """The compiler makes variables of numbers that differ from the last call's, and asks for constants here."""
+    inputs, found = text_inputs(), []
+    torch._dynamo.reset()
+    model = llama()
+    for gamma in (0.5, 0.7, 0.9):
+        one = copy.deepcopy(model)
+        one.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=gamma)]).to_dict()
+        one.set_attn_implementation("cone")
+        found.append(run(torch.compile(one, backend="aot_eager", fullgraph=True), inputs))
+        assert difference(found[-1], run(one, inputs)) <= 1e-6
+    assert difference(found[0], found[1]) > 1e-5 and difference(found[1], found[2]) > 1e-5
