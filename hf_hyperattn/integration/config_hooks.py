@@ -67,7 +67,8 @@ def _while_loading(original, /, *args, **kwargs):
 def keep_names() -> None:
     """Let `config._attn_implementation = name` lose nothing: loaders, Whisper's timestamps and others set it so.
 
-    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
+    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a
+    mechanism's name gives way to it with a warning.
     """
     stock = PreTrainedConfig._attn_implementation
 

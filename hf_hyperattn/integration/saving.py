@@ -12,9 +12,10 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch.distributed
 from peft import PeftModel
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -53,8 +54,13 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     options = {**call.pop("kwargs", {}), **call}
     warn_of_unsaved_names(self)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
-    if not (patched or by_name) or options.get("distributed_checkpoint") or os.path.isfile(save_directory):
+    if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
+    if options.get("distributed_checkpoint") and torch.distributed.is_initialized():
+        if options.get("push_to_hub"):
+            options.setdefault("repo_id", Path(save_directory).resolve().name)
+        options.pop("self"), options.pop("save_directory")
+        return _write_by_all(original, self, Path(save_directory), options)
     pushed = options.pop("push_to_hub", False)
     local = {n: v for n, v in options.items() if n not in (*HUB_ONLY, "self", "save_directory")}
     _write_model(original, self, Path(save_directory), local)
@@ -90,6 +96,33 @@ def _write_model(original, model: PreTrainedModel, target: Path, options: dict) 
     finally:
         if gathered:  # the others leave `save_pretrained` when the checkpoint is in its place
             model.barrier_after_gathered_checkpoint_save(_distributed_config(model))
+
+
+def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict) -> None:
+    """Save a model of which every process writes its own part, into one folder that the first process brings in place.
+
+    Raises:
+        OSError: the folder cannot be made, or the processes do not share it.
+    """
+    first = torch.distributed.get_rank() == 0
+    with ExitStack() as stack:
+        shared: list = [None, None]
+        if first:
+            try:
+                shared[0] = str(stack.enter_context(checkpoint_folder(target, model)))
+            except OSError as error:  # the others wait to hear of it
+                shared[1] = str(error)
+        torch.distributed.broadcast_object_list(shared, src=0)
+        seen = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(seen, shared[0] is not None and os.path.isdir(shared[0]))
+        if not all(seen):
+            reason = (
+                shared[1]
+                or "not all processes see what the first one makes there; save to a shared file system"
+            )
+            raise OSError(f"{target}: distributed_checkpoint=True cannot save there: {reason}")
+        original(model, shared[0], **options)
+    torch.distributed.barrier()  # the others leave `save_pretrained` when the checkpoint is in its place
 
 
 def _distributed_config(model: PreTrainedModel):

@@ -25,7 +25,7 @@ def saved(tmp_path_factory):
     model.set_attn_implementation("cone")
     for kind, one in (("patched", patched("llama")[0]), ("named", model)):
         one.save_pretrained(top / kind)
-        one.save_pretrained(top / f"{kind} shards", max_shard_size="20KB")
+        one.save_pretrained(top / f"{kind} shards", max_shard_size="80KB")
     return top
 
 
@@ -63,18 +63,17 @@ def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warn
     assert len(warned()) == 1 and PLACELESS in warned()[0] and str(saved / f"patched{form}") in warned()[0]
     LOADS[load](llama(), saved / f"named{form}")
     assert len(warned()) == 2 and NAMELESS in warned()[1]
-    model, named = patched("llama")[0], llama()
-    named.set_attn_implementation("cone")
-    LOADS[load](model, saved / f"patched{form}")
-    LOADS[load](named, saved / f"named{form}")
-    assert len(warned()) == 2
-    for model, kind in ((model, "patched"), (named, "named")):
+    same = {"patched": patched("llama")[0], "named": llama()}
+    same["named"].set_attn_implementation("cone")
+    for kind, model in same.items():
+        LOADS[load](model, saved / f"{kind}{form}")
         expected = run(hf.AutoModelForCausalLM.from_pretrained(saved / kind), text_inputs())
         assert difference(expected, run(model, text_inputs())) == 0
+    assert len(warned()) == 2
 
 
 def test_a_stock_checkpoint_in_a_patched_model_and_another_patch(saved, warned, tmp_path):
-    llama().save_pretrained(tmp_path / "stock", max_shard_size="20KB")
+    llama().save_pretrained(tmp_path / "stock", max_shard_size="80KB")
     LOADS["and a device map"](patched("llama")[0], tmp_path / "stock")
     assert len(warned()) == 1 and "lacks 12 added tensors of the patched LlamaForCausalLM" in warned()[0]
     other = ha.patch_model(
@@ -168,11 +167,11 @@ def test_numbers_of_a_name_that_change_from_model_to_model_in_one_compiled_proce
     """The compiler makes variables of numbers that differ from the last call's, and asks for constants here."""
     inputs, found = text_inputs(), []
     torch._dynamo.reset()
-    model = llama()
-    for gamma in (0.5, 0.7, 0.9):
+    model = llama(num_hidden_layers=1)
+    for gamma in (0.5, 0.7):
         one = copy.deepcopy(model)
         one.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=gamma)]).to_dict()
         one.set_attn_implementation("cone")
-        found.append(run(torch.compile(one, backend="aot_eager", fullgraph=True), inputs))
+        found.append(run(torch.compile(one, backend="eager", fullgraph=True), inputs))
         assert difference(found[-1], run(one, inputs)) <= 1e-6
-    assert difference(found[0], found[1]) > 1e-5 and difference(found[1], found[2]) > 1e-5
+    assert difference(*found) > 1e-5
