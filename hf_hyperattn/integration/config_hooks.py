@@ -11,11 +11,12 @@ with SDPA. Wrapped, once, at import:
 
 from __future__ import annotations
 
+import copy
 from contextvars import ContextVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .guard import set_on_models, warn_replaced
+from .guard import running_on, set_on_models, warn_replaced
 from .records import saved_name, sub_configs, tree
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import wrap
@@ -52,8 +53,10 @@ def _from_pretrained(original, cls, *args, **kwargs):
 
 
 @wrap("_from_config", PreTrainedModel)
-def _from_config(original, cls, *args, **kwargs):
-    return _while_loading(original, cls, *args, **kwargs)
+def _from_config(original, cls, config, **kwargs):
+    if kwargs.get("attn_implementation") is not None and running_on(config):
+        config = copy.deepcopy(config)  # Transformers would set the name on the other model's config too
+    return _while_loading(original, cls, config, **kwargs)
 
 
 def _while_loading(original, /, *args, **kwargs):

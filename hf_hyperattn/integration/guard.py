@@ -1,7 +1,7 @@
 """No name of ours is ever silently ignored.
 
 Transformers accepts any registered name for any family, also for those that never call the attention interface, and
-`set_attn_implementation` only warns. So six methods of `PreTrainedModel` are wrapped, once, at import; for models
+`set_attn_implementation` only warns. So these methods of `PreTrainedModel` are wrapped, once, at import; for models
 that ask for none of our names the wrappers do nothing.
 
 - `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
@@ -10,6 +10,7 @@ that ask for none of our names the wrappers do nothing.
   their `hyper`;
 - `_finalize_model_loading`: record and added tensors of what was loaded are compared;
 - `_initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
+- `state_dict`: notes which attention of ours the model runs, where torch keeps its own metadata;
 - `load_state_dict`, also PEFT's, and Accelerate's `load_checkpoint_in_model`: warn where added tensors, or a name that
   the checkpoint ran under, are passed over;
 - `set_attn_implementation`: raises where it would only warn; on a patched model it changes what runs beneath.
@@ -17,6 +18,7 @@ that ask for none of our names the wrappers do nothing.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -32,11 +34,12 @@ import model_patches
 from model_patches.routing import check_unroute, is_routed
 
 from ..config import HyperAttnConfig
+from .adapter_saving import describe_base
 from .families import note_all, note_masks
 from .hierarchical import settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
-from .record_check import READ, check_loaded, checked_as_one, warn_of_state_dict
+from .record_check import NOTED, READ, check_loaded, checked_as_one, warn_of_noted, warn_of_state_dict
 from .records import all_configs, inner, patched_hosts, saved_name, sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
@@ -144,8 +147,17 @@ def _load_state_dict(original, self, state_dict, *args, **kwargs):
     result = original(self, state_dict, *args, **kwargs)
     if READ.get() is not None:
         READ.get().update(state_dict)
-    else:
-        warn_of_state_dict(self, result.missing_keys, result.unexpected_keys)
+    elif not warn_of_state_dict(self, result.missing_keys, result.unexpected_keys):
+        warn_of_noted(self, state_dict)
+    return result
+
+
+@wrap("state_dict")
+def _state_dict(original, self, *args, **kwargs):
+    result, described = original(self, *args, **kwargs), describe_base(self)
+    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    if described is not None and hasattr(result, "_metadata"):  # a name has no tensor that would tell of it
+        result._metadata.setdefault(prefix[:-1], {})[NOTED] = copy.deepcopy(described)
     return result
 
 
@@ -166,6 +178,12 @@ for _module in (accelerate, accelerate.utils, accelerate.utils.modeling, acceler
     wrap("load_checkpoint_in_model", _module)(_load_files)
 
 
+def running_on(config) -> list[PreTrainedModel]:
+    """The models with this very config, the outermost first."""
+    found = [model for model in MODELS if getattr(model, "config", None) is config]
+    return sorted(found, key=lambda model: -len(list(model.modules())))
+
+
 def set_on_models(config, value: str | dict | None) -> None:
     """Let what a config is given for a name of ours, or in place of one, reach the models that run on it.
 
@@ -174,8 +192,7 @@ def set_on_models(config, value: str | dict | None) -> None:
     """
     ours = OURS - {PATCHED, RUNNING}
     new = {name for _, name in requested(config, value)} & ours
-    running = [model for model in MODELS if getattr(model, "config", None) is config]
-    for model in sorted(running, key=lambda model: -len(list(model.modules()))):  # the outermost first
+    for model in running_on(config):
         if new and not SETTING.get():
             model.set_attn_implementation(value)
         elif not isinstance(value, dict) and config._attn_implementation in ours:
@@ -203,8 +220,9 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
-        note_all(self)
-        model_patches.serve(self)
+        for model in {self, *running_on(self.config)}:
+            note_all(model)
+            model_patches.serve(model)
         if isinstance(attn_implementation, str):
             check_routed(self, attn_implementation)
             check_parts(self, attn_implementation)

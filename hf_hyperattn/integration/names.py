@@ -82,8 +82,12 @@ def is_cross_module(module: nn.Module) -> bool:
 def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
     """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults."""
     data = getattr(getattr(module, "config", None), "hyperattn", None)
-    if not isinstance(data, dict):
+    if data is None:
         return default
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"config.hyperattn is a {type(data).__name__}; allowed: a dict, as HyperAttnConfig([...]).to_dict() is"
+        )
     return BY_NAME[_number(as_constants(data) if torch.compiler.is_compiling() else data, default)]
 
 

@@ -29,6 +29,8 @@ logger = logging.getLogger("hf_hyperattn")
 FRESH: ContextVar[bool] = ContextVar("hyperattn_fresh_patch", default=False)
 #: Names of the tensors that were read so far, while a checkpoint of several files is loaded file by file.
 READ: ContextVar[set[str] | None] = ContextVar("hyperattn_tensors_read", default=None)
+#: In the metadata that torch keeps with a state dict: which attention of ours its model ran.
+NOTED = "hf_hyperattn"
 WAY_OUT = "or load inside `with hf_hyperattn.fresh_patch():` to"
 
 
@@ -183,24 +185,39 @@ def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
         source: folder, file in it, or Hub id.
         hub: where on the Hub, as `PreTrainedConfig.get_config_dict` has it.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if FRESH.get() or not isinstance(model, PreTrainedModel):
-        return
     folder = os.path.dirname(source) or "." if os.path.isfile(source) else source
     try:
         config, _ = PreTrainedConfig.get_config_dict(folder, **hub)
     except (OSError, ValueError):  # none there; or damaged, which is for those to say who load it
         return
     name = json.dumps(config.get("attn_implementation"))
-    same_type = config.get("model_type") == model.config.model_type
-    if not same_type or not any(json.dumps(known) in name for known in OURS):
+    if any(json.dumps(known) in name for known in OURS):
+        kept = ("attn_implementation", RECORD, "model_type")
+        saved = {key: config.get(key) for key in kept}
+        warn_of_saved(model, saved, f"the model saved in {folder}", "load that one with from_pretrained")
+
+
+def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
+    """Warn where a state dict's model ran another attention of ours than the model that took the tensors."""
+    saved = getattr(state_dict, "_metadata", {}).get("", {}).get(NOTED)
+    if saved is not None:
+        warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
+
+
+def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None:
+    """Warn where a model took the weights of another one, of the same type, that ran another attention of ours.
+
+    Args:
+        saved: what `describe_base` said of the other.
+        what, remedy: as `base_difference` has them.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if FRESH.get() or not isinstance(model, PreTrainedModel) or not saved.get("attn_implementation"):
         return
-    saved = {"attn_implementation": config["attn_implementation"], "hyperattn": config.get(RECORD)}
-    difference = base_difference(
-        model, saved, f"the model saved in {folder}", "load that one with from_pretrained"
-    )
-    if difference:
-        logger.warning(difference)
+    if saved.get("model_type") in (None, model.config.model_type):
+        difference = base_difference(model, {**saved, "model_type": None}, what, remedy)
+        if difference:
+            logger.warning(difference)
 
 
 def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> None:

@@ -23,7 +23,7 @@ from ..folders import is_interrupted
 from .adapter_modules import adapter_configs
 from .adapter_saving import before_saving_natively
 from .publishing import checkpoint_folder
-from .record_check import check_saved_state_dict, warn_of_config
+from .record_check import check_saved_state_dict, warn_of_config, warn_of_noted, warn_of_unused_parameters
 from .records import all_configs, patched_hosts, recorded_hosts, tree, without_records, write_records
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
@@ -53,6 +53,7 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
     options = {**call.pop("kwargs", {}), **call}
     warn_of_unsaved_names(self)
+    warn_of_unused_parameters(self, type(self).__name__)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
     if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
@@ -133,9 +134,13 @@ def _distributed_config(model: PreTrainedModel):
 def _load(original, cls, pretrained_model_name_or_path, *args, **kwargs):
     with interrupted_save_named(pretrained_model_name_or_path):
         result = original(cls, pretrained_model_name_or_path, *args, **kwargs)
-    config, source = kwargs.get("config"), str(pretrained_model_name_or_path)
-    if isinstance(config, PreTrainedConfig) and config._name_or_path != source:  # not the checkpoint's own
-        model = result[0] if isinstance(result, tuple) else result
+    config, source = kwargs.get("config"), pretrained_model_name_or_path
+    model = result[0] if isinstance(result, tuple) else result
+    if source is None:
+        warn_of_noted(model, kwargs.get("state_dict"))
+    elif isinstance(config, PreTrainedConfig) and config._name_or_path != str(
+        source
+    ):  # not the checkpoint's own
         warn_of_config(model, source, **{key: kwargs[key] for key in WHERE if key in kwargs})
     return result
 

@@ -155,6 +155,18 @@ def test_a_name_on_the_config_of_a_live_model_takes_effect(family, warned):
     assert difference(stock, run(model, inputs)) <= 1e-6 and len(warned()) == 1
 
 
+@pytest.mark.parametrize("family", ["falcon", "llama"])
+def test_a_model_made_from_the_config_of_another_leaves_that_as_it_is(family):
+    model, inputs = make(family)
+    expected = run(model, inputs)
+    other = type(model)._from_config(model.config, attn_implementation="cone")
+    assert difference(expected, run(model, inputs)) == 0 and other.config._attn_implementation == "cone"
+    sharing = type(model)(model.config).eval()
+    sharing.load_state_dict(model.state_dict())
+    sharing.set_attn_implementation("cone")  # of both, as Transformers has it: they share one config
+    assert difference(run(sharing, inputs), run(model, inputs)) == 0
+
+
 def test_a_name_on_a_config_is_refused_where_the_model_cannot_run_it():
     model = hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9))
     before = model.config._attn_implementation
@@ -175,3 +187,77 @@ def test_numbers_of_a_name_that_change_from_model_to_model_in_one_compiled_proce
         found.append(run(torch.compile(one, backend="eager", fullgraph=True), inputs))
         assert difference(found[-1], run(one, inputs)) <= 1e-6
     assert difference(*found) > 1e-5
+
+
+def test_a_state_dict_of_another_attention_with_the_same_tensors(warned, tmp_path):
+    named, penumbral = llama(), ha.patch_model(llama(), ha.ConeConfig(variant="penumbral"))
+    named.set_attn_implementation("cone")
+    torch.save(named.state_dict(), tmp_path / "named.pt")
+    state = torch.load(tmp_path / "named.pt")
+    copy.deepcopy(named).load_state_dict(state)
+    copy.deepcopy(penumbral).load_state_dict(penumbral.state_dict())
+    llama().load_state_dict(llama().state_dict())
+    assert not warned()
+    llama().load_state_dict(state)
+    assert len(warned()) == 1 and NAMELESS in warned()[0]
+    hf.LlamaForCausalLM.from_pretrained(None, config=llama().config, state_dict=state)
+    assert len(warned()) == 2 and NAMELESS in warned()[1]
+    patched("llama")[0].load_state_dict(penumbral.state_dict())
+    assert len(warned()) == 3 and "had cone in 4 attention modules" in warned()[2]
+
+
+def test_parameters_by_name_that_nothing_reads(warned, tmp_path):
+    model = llama()
+    model.set_attn_implementation("cone")
+    model.config.hyperattn = ha.HyperAttnConfig([ha.HypeConfig()]).to_dict()
+    model.save_pretrained(tmp_path)
+    assert len(warned()) == 1 and "holds parameters of 'hype', and the model runs 'cone'" in warned()[0]
+    model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig()])
+    with pytest.raises(ValueError, match="config.hyperattn is a HyperAttnConfig; allowed: a dict"):
+        run(model, text_inputs())
+
+
+def test_shards_of_every_rank_do_not_outlive_a_plain_save(tmp_path):
+    """Loads prefer them."""
+    shard = tmp_path / "shard-00001-model-00001-of-00002.safetensors"
+    shard.write_bytes(b"of an older checkpoint")
+    model, inputs, expected = patched("llama")
+    model.save_pretrained(tmp_path)
+    assert not shard.exists()
+    assert difference(expected, run(hf.AutoModelForCausalLM.from_pretrained(tmp_path), inputs)) == 0
+
+
+@pytest.mark.parametrize("kind", ["patched", "named"])
+def test_a_quantised_load_is_checked_like_any_other(kind, saved, tmp_path):
+    """The quantiser is a stand-in, so that only the way through it counts."""
+    from safetensors.torch import load_file, save_file
+    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if "stand-in" not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+
+        @register_quantization_config("stand-in")
+        class Config(QuantizationConfigMixin):
+            def __init__(self, **_):
+                self.quant_method = "stand-in"
+
+        @register_quantizer("stand-in")
+        class Quantizer(HfQuantizer):
+            requires_calibration = False
+            is_trainable = True
+
+            def is_serializable(self, *args, **kwargs):
+                return True
+
+    options = dict(quantization_config=AUTO_QUANTIZATION_CONFIG_MAPPING["stand-in"]())
+    load, inputs = hf.AutoModelForCausalLM.from_pretrained, text_inputs()
+    expected, model = run(load(saved / kind), inputs), load(saved / kind, **options)
+    assert difference(expected, run(model, inputs)) == 0
+    model.save_pretrained(tmp_path / "1")
+    assert difference(expected, run(load(tmp_path / "1"), inputs)) == 0
+    if kind == "patched":
+        file = tmp_path / "1" / "model.safetensors"
+        save_file({n: t for n, t in load_file(file).items() if "hyper" not in n}, file, {"format": "pt"})
+        with pytest.raises(ValueError, match="lacks 12 of the 12 added tensors"):
+            load(tmp_path / "1")
