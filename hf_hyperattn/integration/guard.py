@@ -180,7 +180,8 @@ for _module in (accelerate, accelerate.utils, accelerate.utils.modeling, acceler
 
 def running_on(config) -> list[PreTrainedModel]:
     """The models with this very config, the outermost first."""
-    found = [model for model in MODELS if getattr(model, "config", None) is config]
+    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
+    found = [model for model in models if getattr(model, "config", None) is config]
     return sorted(found, key=lambda model: -len(list(model.modules())))
 
 
