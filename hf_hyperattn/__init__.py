@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import address, functional, geometry
+from . import address, functional, geometry, testing
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -76,6 +76,7 @@ __all__ = [
     "lora_config",
     "parameter_groups",
     "patch_model",
+    "testing",
     "unpatch_model",
 ]
 

@@ -462,7 +462,10 @@ def composition(check: Check) -> str | None:
             check.equal(
                 run(model, check.family), run(check.stock(), check.family), 1e-5, f"patching beside {other}"
             )
-        output = run(move(model, 0.2), check.family)
+        try:
+            output = run(move(model, 0.2), check.family)
+        except ValueError as error:
+            check.fail(f"beside {other} it is refused when it runs, not when it is patched", error)
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             again = type(model).from_pretrained(folder)
