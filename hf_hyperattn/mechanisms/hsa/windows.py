@@ -157,7 +157,9 @@ def backward(
         for piece in tile.pieces():
             weights = torch.exp(piece.logits - tile_lse)
             if inside.stop - inside.start < rows_of_tile:
-                weights.masked_fill_(tile_lse.isposinf(), 0.0)  # rows round the queries, whose logits may be NaN
+                weights.masked_fill_(
+                    tile_lse.isposinf(), 0.0
+                )  # rows round the queries, whose logits may be NaN
             piece.spread(weights, tile_grad, into.values[piece.level][heads])
             slope = product(tile_grad, values[piece.level][heads], piece.index).sub_(tile_delta).mul_(weights)
             if not slope.sum().isfinite():  # hidden values may be NaN
