@@ -136,7 +136,7 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="roads", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "roads", nargs="?", default="", help="regular expression of roads; all where left out"
+        "roads", nargs="?", default="", help="regular expression of roads or groups; all where left out"
     )
     parser.add_argument("--cases", default="", help="regular expression of cases")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
@@ -159,7 +159,9 @@ def main(argv=None) -> int:
         (road.name, case.label)
         for road in sorted(ROADS.values(), key=lambda road: GROUPS.index(road.group))
         for case in CASES
-        if road.open_to(case) and re.search(options.roads, road.name) and re.search(options.cases, case.label)
+        if road.open_to(case)
+        and (re.search(options.roads, road.name) or re.search(options.roads, road.group))
+        and re.search(options.cases, case.label)
     ]
     folder = options.cache / fingerprint()
     folder.mkdir(parents=True, exist_ok=True)
