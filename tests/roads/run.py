@@ -34,7 +34,7 @@ from tests.zoo.forks import run_forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path.home() / ".cache" / "hf_hyperattn" / "roads"
-SOURCES = ("hf_hyperattn", "model_patches", "tests/roads", "tests/integration")
+SOURCES = ("hf_hyperattn", "model_patches", "hub_cards", "tests/roads", "tests/integration")
 PACKAGES = (
     "torch",
     "transformers",

@@ -119,7 +119,7 @@ def with_weights(case: Case, quantised: nn.Module, plain) -> nn.Module:
     model = case.model()
     modules = dict(quantised.named_modules())
     weights = {
-        n: plain(modules[n]) for n, m in model.named_modules() if n in modules and hasattr(m, "weight")
+        n: plain(modules[n]) for n, m in model.named_modules() if n in modules and "weight" in m._parameters
     }
     weights = {n: w for n, w in weights.items() if w is not None}
     assert weights, f"nothing of {type(model).__name__} is quantised"
