@@ -5,7 +5,9 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
+from hf_hyperattn.functional import cone_attention, hierarchical_attention, hyperbolic_attention
 
+from ..oracles.cases import qkv
 from .models import TEXT, bert, llama, perturb
 
 
@@ -56,3 +58,24 @@ def test_a_trace_serves_other_calls(name):
         ids, mask = inputs(length, padding)
         found, expected = (call(ids, mask)[mask.bool()] for call in (traced, model))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def tied(q, k, v):
+    windows = ha.Hierarchy.windows(20, (4,))
+    return hierarchical_attention(q, k, v, hierarchy=windows, tying="both", enable_gqa=True)
+
+
+FUNCTIONS = {  # name -> function, number of queries, and of keys in the trace and in a later call
+    "cone": (lambda q, k, v: cone_attention(q, k, v, enable_gqa=True), 1, (40, 70)),  # as a generated token
+    "hyperbolic": (lambda q, k, v: hyperbolic_attention(q, k, v, enable_gqa=True), 6, (20, 33)),
+    "hsa": (tied, 20, (20, 20)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_traced_function_serves_other_calls(name):
+    function, queries, lengths = FUNCTIONS[name]
+    given = [qkv(1, 4, 2, queries, n, dtype=torch.float32, seed=n + i) for i, n in enumerate(lengths)]
+    traced = torch.jit.trace(function, given[0], check_trace=False)
+    torch.testing.assert_close(traced(*given[1]), function(*given[1]), rtol=0, atol=1e-6)
