@@ -74,7 +74,7 @@ def half(case, folder):
 @road("functional_call", GROUP)
 def functional_call(case, folder):
     model, inputs = case.model(), inputs_of()
-    state = {n: t.clone() for n, t in model.state_dict(keep_vars=False).items()}
+    state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter)
     with torch.no_grad():
