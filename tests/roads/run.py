@@ -124,7 +124,8 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             alone = [item for item in missing if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1]
             stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
             for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
-                CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
+                if reply[0] == "done":  # where the stock model ends its process, so do the cells: crashes
+                    CONTROLLED[item] = reply[1]
             for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
                 ok = reply[0] == "done"
                 done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
