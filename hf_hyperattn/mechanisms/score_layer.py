@@ -33,12 +33,14 @@ class ScoreLayer(MechanismLayer):
     gates: tuple[str, ...] = ("gate",)
 
     space: Callable
+    gate: nn.Parameter | None
 
     def __init__(
         self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
     ):
         super().__init__(config, host, mode, heads)
-        self.gate = self.per_head(host) if mode == "blend" else None
+        for name in self.gates:
+            setattr(self, name, self.per_head(host) if mode == "blend" else None)
         for name in self.learned:
             setattr(self, f"log_{name}", self.per_head(host))
 

@@ -1,6 +1,4 @@
-"""A score as somebody else would write it: the dot product plus a learned constant times the cosine. Nothing else of
-the package is touched, and no test.
-"""
+"""A score as somebody else would write it: the dot product plus a learned constant times the cosine."""
 
 from dataclasses import dataclass
 from functools import partial

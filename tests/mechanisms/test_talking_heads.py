@@ -283,7 +283,7 @@ def test_it_is_one_node_for_the_compiler():
 def test_the_operator_is_well_formed():
     q, k, v = (t.requires_grad_() for t in qkv(heads=2, lq=4))
     before, after = (m.requires_grad_() for m in matrices(2))
-    given = ([q, k, v], before, after, "dot", "", True, None, 0, None, 0.0)
+    given = ([q, k, v], before, after, "dot", "", 8, 1.0, True, None, 0, None, 0.0)
     torch.library.opcheck(operator.forward, given)
 
 

@@ -92,7 +92,8 @@ class HsaConfig(MechanismConfig):
         """Blocks of keys are tied through their means."""
         return {
             "linear_in_key": "ties between keys need a score that is linear in the key",
-            "logits_by_head": "tied logits stand for blocks of keys, which are others in every head and cannot be mixed",
+            "logits_by_head": "tied logits stand for blocks of keys, which are others in every head, and cannot be "
+            "mixed",
             "keys_as_they_are": "what is kept of the keys of every head are their means as they are",
         }
 

@@ -178,9 +178,13 @@ class HyperbolicLayer(ScoreLayer):
     def __init__(self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         self.space: Callable = partial(HyperbolicSpace, config.distance, None)
-        if config.aggregation == "einstein":
-            self.midpoint_gate = self.per_head(host) if mode == "blend" else None
-            self.gates = ("gate", "midpoint_gate")
+        if config.aggregation != "einstein":
+            self.midpoint_gate = None
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The midpoint has a gate of its own."""
+        return ("gate", "midpoint_gate") if self.config.aggregation == "einstein" else ("gate",)
 
     def forward(self, plan: Plan) -> Plan:
         changed = super().forward(plan)
