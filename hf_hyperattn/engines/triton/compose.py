@@ -2,22 +2,18 @@
 
 Which terms a score has, and how many statistics they read, differs from score to score, and Triton functions have no
 variable arguments; so the few lines that call the terms one after another are written out as source text for each
-spec. The text is kept where Python looks for the source of what was not read from a file (`linecache`), because Triton
+score. The text is kept where Python looks for the source of what was not read from a file (`linecache`), because Triton
 parses the source of its functions.
 """
 
 from __future__ import annotations
 
 import functools
-import linecache
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
-
 from ..score import parse_score_key
-from .terms import triton_form
+from .terms import indented, triton_form, written
 from .tile import tanh
 
 NUMBERS = "noise: tl.constexpr, row, column, head, softcap, CAP: tl.constexpr"
@@ -100,15 +96,16 @@ def functions(score_key: str) -> Functions:
     asking = [f"inexact{p.index}({', '.join(('dot', 'noise', *p.numbers))})" for p in parts if p.asks]
     inexact = ["def inexact(dot, noise: tl.constexpr, row, column, head):"] if asking else []
     inexact += [f"    return {' | '.join(asking)}"] if asking else []
-    made = written(score_key, [score, pull, inexact], names)
+    names |= {"tanh": tanh}
+    make = lambda lines: written(f"score {score_key}", lines, names)
     counts = tuple(
         sum(getattr(t, kind) for t, *_ in parse_score_key(score_key)) for kind in ("rows", "columns", "heads")
     )
     gates = sum(p.gate is not None for p in parts)
     return Functions(
-        made["score"],
-        made["pull"],
-        made.get("inexact"),
+        make(score),
+        make(pull),
+        make(inexact) if inexact else None,
         joined(p.rows for p in parts),
         joined(p.columns for p in parts),
         joined((*p.heads, p.gate) if p.gate is not None else p.heads for p in parts),
@@ -144,20 +141,6 @@ def parts_of(score_key: str) -> tuple[list[Part], dict[str, Callable]]:
     return parts, names
 
 
-def written(score_key: str, blocks: list[list[str]], names: dict[str, Callable]) -> dict[str, Callable]:
-    """The functions of these blocks of source lines, by name."""
-    made = {}
-    for lines in filter(None, blocks):
-        file = f"<hf_hyperattn Triton score {score_key}: {lines[0]}>"
-        text = "\n".join(["@triton.jit", *lines]) + "\n"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        space = {"triton": triton, "tl": tl, "tanh": tanh, "__name__": __name__, **names}
-        exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, from registered names
-        name = lines[0][4 : lines[0].index("(")]
-        made[name] = space[name]
-    return made
-
-
 def joined(lists: Iterable[Iterable]) -> tuple:
     """One tuple of all."""
     return tuple(x for some in lists for x in some)
@@ -166,8 +149,3 @@ def joined(lists: Iterable[Iterable]) -> tuple:
 def listed(expressions: Iterable[str]) -> str:
     """A tuple display, also of none or one."""
     return "(" + "".join(f"{e}, " for e in expressions) + ")"
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """Lines of a function's body."""
-    return ["    " + line for line in lines]
