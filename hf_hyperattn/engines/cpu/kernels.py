@@ -361,14 +361,21 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
     if not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
+        # while tracing no question about lengths, which would be a guard
         raw = (
-            dtype == torch.float32
+            direct is not None
+            and dtype == torch.float32
             and x.dtype in serialize.RAW_DTYPES
-            and x.numel() > SMALL
             and type(x) is Tensor
         )
         learns = x.requires_grad and torch.is_grad_enabled()
-        if direct is None or not raw or learns or x.device.type != "cpu" or is_functorch_wrapped_tensor(x):
+        if (
+            not raw
+            or learns
+            or x.numel() <= SMALL
+            or x.device.type != "cpu"
+            or is_functorch_wrapped_tensor(x)
+        ):
             squares.append(_squared_norms(x, dtype, width))
             continue
         x = x if x.stride(-1) == 1 else x.contiguous()  # as the operator does it, without its overhead

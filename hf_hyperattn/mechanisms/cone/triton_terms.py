@@ -143,8 +143,8 @@ def _penumbral_pull(grad, gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
     return d_gap, d_pq, d_a, d_pk, d_b, d_r2
 
 
-#: Distances from the product of the points, and from the host's: statistics, the squared distance, where it is too near,
-#: and the gradients of the product and of the statistics from that of the squared distance.
+#: Distances from the product of the points, and from the host's: statistics, the squared distance, where it is too
+#: near, what leads to the product's gradient, and the gradients of the product and of the statistics.
 ON_HOST = "norm_q, stretch_q, last_q, norm_k, stretch_k, last_k"
 SIZE = "_size(norm_q, stretch_q, last_q, stretch_k, last_k)"
 DISTANCES = {
