@@ -150,11 +150,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Points:
-    """What distances are measured between: squared distance = scale² · |query - key|²."""
+    """What distances are measured between."""
 
     query: Tensor  # [B, H, N, p]
     key: Tensor  # [B, Hkv, M, p]
-    scale: Tensor  # [H]
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ def call(
         value = value.to(query.dtype)
         if score.points is not None:
             points = score.points()
-            extras |= {"points_query": points.query, "points_key": points.key, "points_scale": points.scale}
+            extras |= {"points_query": points.query, "points_key": points.key}
     if options.dropout_p:
         extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,))
     rows, columns, heads = [], [], []

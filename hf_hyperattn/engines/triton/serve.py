@@ -38,12 +38,12 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
 
 def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """A call that `unsupported_reason` has nothing against."""
-    points = [None] * 3
+    points = [None] * 2
     if (
         score.points is not None
     ):  # without gradient: it flows through the statistics that distances are functions of
         between = score.points()
-        points = [t.detach().float().contiguous() for t in (between.query, between.key, between.scale)]
+        points = [t.detach().float().contiguous() for t in (between.query, between.key)]
     query, key = score.raw_query, score.raw_key
     if query.dtype != key.dtype or query.dtype not in DTYPES:
         query, key = query.float(), key.float()

@@ -88,13 +88,13 @@ class ConeVectors:
     key: Tensor
     space: ConeSpace
     scale: float | None
-    gap_factor: Tensor | None = None  # what distances at unit scale are multiplied with, [H] or [1]
     stretches: list[Tensor] = field(default_factory=list)  # of queries [B, H, N] and of keys [B, Hkv, M]
+    horizontals: tuple[Tensor, Tensor] | None = None
 
     def statistics(self) -> Numbers:
         """The term's numbers: of rows and columns (h,) for umbral and (h², sqrt(r² - h²)) for penumbral, |X|², and on
         the host's product the stretch and the last coordinate; of heads r² for penumbral, and what squared distances
-        are multiplied with, whose gradient comes through the features.
+        are multiplied with.
         """
         query, key, space, scale = self.query, self.key, self.space, self.scale
         dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
@@ -107,7 +107,7 @@ class ConeVectors:
         gamma, radius = torch.broadcast_tensors(*numbers)
         weight = (
             gamma.sqrt() if space.squared else gamma
-        )  # by how much penumbral lengths are stretched for gamma = 1
+        )  # penumbral lengths are stretched so that gamma becomes 1
         if space.variant == "umbral":
             height_factor = gamma / 2
             gap_factor = height_factor * (2 * torch.exp(-radius) / -torch.expm1(-2 * radius))
@@ -115,8 +115,8 @@ class ConeVectors:
             height_factor = gap_factor = weight
         if space.mapping == "psi":  # it scales lengths with the radius, other mappings know none
             height_factor, gap_factor = radius * height_factor, radius * gap_factor
-        square, rim = gap_factor**2, (radius * weight)[:, None]
-        self.gap_factor, self.stretches, found = gap_factor, [], []
+        rim = (radius * weight)[:, None]
+        self.stretches, numbers = [], []
         norms = squared_norms((query, key), dtype, dim - 1)
         for x, norm, is_key in ((query, norms[0], False), (key, norms[1], True)):
             last = x[..., -1].to(dtype)
@@ -132,7 +132,7 @@ class ConeVectors:
             )  # |X|²; 0 too where expmap stretches so far that the square is infinite
             if len(gamma) > 1 and x.shape[1] != heads:
                 owner = torch.arange(heads, device=x.device) // (heads // kv_heads)
-                height, length = height.index_select(1, owner), length.index_select(1, owner)
+                height = height.index_select(1, owner)
             height = height * height_factor[:, None]
             if space.variant == "umbral":
                 statistics = [height]
@@ -141,33 +141,29 @@ class ConeVectors:
                 height_squared = height**2
                 half_width = torch.sqrt(torch.maximum(rim**2 - height_squared, FLOOR * rim**2))
                 statistics = [height_squared, half_width]
-            found.append([*statistics, length * square[:, None]])
-            if scale is not None:
-                found[-1] += (
-                    (stretch, last) if is_key else (stretch * (square / scale)[:, None], last * scale)
-                )
-        head = [square.detach().expand(heads)]
+            if scale is None:
+                statistics.append(length)
+            else:
+                statistics += (length, stretch, last) if is_key else (length, stretch / scale, last * scale)
+            numbers.append(statistics)
+        head = [(gap_factor**2).expand(heads)]
         if space.variant != "umbral":
             head.insert(0, (rim[:, 0] ** 2).expand(heads))
-        query_factor, key_factor = self.stretches
-        factors = (query_factor * square[:, None], key_factor) if scale is None else None
-        return Numbers(found[0], found[1], head, factors)
-
-    def horizontal(self) -> tuple[Tensor, Tensor]:
-        """The points' horizontal parts at unit scale, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""
-        if not self.stretches:
-            self.statistics()
-        query, key = self.stretches
-        return horizontal(self.query.to(query.dtype), query), horizontal(self.key.to(key.dtype), key)
+        return Numbers(*numbers, head, tuple(self.stretches) if scale is None else None)
 
     def features(self) -> tuple[Tensor, Tensor]:
-        """Vectors whose product is that of the points, at gamma and r of the query's head."""
-        query, key = self.horizontal()
-        return query * (self.gap_factor**2)[:, None, None], key
+        """The points' horizontal parts, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""
+        if self.horizontals is None:
+            if not self.stretches:
+                self.statistics()
+            pairs = zip((self.query, self.key), self.stretches, strict=True)
+            query, key = (horizontal(x.to(stretch.dtype), stretch) for x, stretch in pairs)
+            self.horizontals = query, key
+        return self.horizontals
 
     def points(self) -> Points:
-        """What distances are measured between."""
-        return Points(*self.horizontal(), self.gap_factor.expand(self.query.shape[1]))
+        """What distances are measured between: these very numbers, since a factor would be rounded."""
+        return Points(*self.features())
 
     def definition(self) -> Tensor:
         """The dense logits."""

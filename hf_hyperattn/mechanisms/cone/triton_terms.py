@@ -52,8 +52,8 @@ def _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k
 
 
 @triton.jit
-def _too_near(product, size):
-    return product < size * tl.maximum(tl.minimum(EXACT * size, NEAREST), NEAR)
+def _too_near(product, size, weight):
+    return product < size * tl.maximum(tl.minimum(EXACT * weight * size, NEAREST), NEAR)
 
 
 @triton.jit
@@ -151,47 +151,54 @@ DISTANCES = {
     False: (
         ("norm_{0}",),
         "_gap(dot, gap, near, norm_q, norm_k)",
-        "_too_near(_product(dot, norm_q, norm_k), norm_q)",
+        "_too_near(_product(dot, norm_q, norm_k), norm_q, weight)",
         (),
-        ("-2 * d_gap", "d_gap", "d_gap"),
+        ("-2 * d_square", "d_square", "d_square"),
     ),
     True: (
         ("norm_{0}", "stretch_{0}", "last_{0}"),
         f"_gap_on_product(dot, gap, near, {ON_HOST})",
-        f"_too_near(_product_of_host(dot, {ON_HOST}), {SIZE})",
+        f"_too_near(_product_of_host(dot, {ON_HOST}), {SIZE}, weight)",
         (
             "d_dot, d_sq, d_lq, d_sk, d_lk = "
-            "_through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)",
+            "_through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)",
         ),
-        ("d_dot", "d_gap, d_sq, d_lq", "d_gap, d_sk, d_lk"),
+        ("d_dot", "d_square, d_sq, d_lq", "d_square, d_sk, d_lk"),
     ),
 }
 
 
 def cone_terms(name: str, function: str, query: tuple, key: tuple, parameters: tuple, flag: str = "", **more):
     """The forms of a score that reads these statistics of queries and keys, and these parameters, beside distances."""
-    found, own = {}, ", ".join((*query, *key, *parameters, *filter(None, [flag])))
-    for on_product, (statistics, distance, inexact, through, (d_dot, d_row, d_column)) in DISTANCES.items():
+    forms, arguments = {}, ", ".join((*query, *key, *parameters, *filter(None, [flag])))
+    for on_product, (statistics, square, inexact, through, (d_dot, d_row, d_column)) in DISTANCES.items():
         q, k = ([s.format(side) for s in statistics] for side in "qk")
         numbers = (*query, *q, *key, *k, *parameters, "weight")
         slopes, n = [f"d_{name}" for name in (*query, *key, *parameters)], len(query)
-        pull = [
-            f"distance2 = {distance}",
-            f"d_gap, {', '.join(slopes)} = {function}_pull(grad, distance2, {own})",
-            *through,
-            f"return {', '.join((d_dot, *slopes[:n], d_row, *slopes[n : 2 * n], d_column, *slopes[2 * n :]))}",
-        ]
-        full = name + "_on_product" * on_product
-        found[full] = term_of(
-            full, globals(), numbers, f"{function}({distance}, {own})", pull, inexact, **more
+        gradients = (
+            d_dot,
+            *slopes[:n],
+            d_row,
+            *slopes[n : 2 * n],
+            d_column,
+            *slopes[2 * n :],
+            "d_gap * square",
         )
-    return found
+        pull = [
+            f"square = {square}",
+            f"d_gap, {', '.join(slopes)} = {function}_pull(grad, square * weight, {arguments})",
+            "d_square = d_gap * weight",
+            *through,
+            f"return {', '.join(gradients)}",
+        ]
+        full, value = name + "_on_product" * on_product, f"{function}({square} * weight, {arguments})"
+        forms[full] = term_of(full, globals(), numbers, value, pull, inexact, **more)
+    return forms
 
 
-# the last parameter has no gradient
 PENUMBRAL = (("pq", "a"), ("pk", "b"), ("r2",))
 TRITON_TERMS = {
-    **cone_terms("umbral", "_umbral", ("hq",), ("hk",), (), heads=()),
-    **cone_terms("penumbral_squared", "_penumbral", *PENUMBRAL, "True", heads=(0,), long=True),
-    **cone_terms("penumbral", "_penumbral", *PENUMBRAL, "False", heads=(0,), long=True),
+    **cone_terms("umbral", "_umbral", ("hq",), ("hk",), ()),
+    **cone_terms("penumbral_squared", "_penumbral", *PENUMBRAL, "True", long=True),
+    **cone_terms("penumbral", "_penumbral", *PENUMBRAL, "False", long=True),
 }

@@ -124,8 +124,7 @@ class HyperbolicVectors:
 
     def points(self) -> Points:
         """What distances are measured between."""
-        query, key = self.directions()
-        return Points(query, key, query.new_ones(query.shape[1]))
+        return Points(*self.directions())
 
     def linear_features(self) -> tuple[Tensor, Tensor]:
         """See `squared_lorentz_features`."""
