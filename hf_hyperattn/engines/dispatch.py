@@ -87,7 +87,7 @@ def attention(
     query, key = score.raw_query, score.raw_key
     if options.mask is not None or options.bias is not None or options.sinks is not None:
         options = checked(options, score)
-    if weights or torch.compiler.is_compiling():
+    if weights or torch.compiler.is_compiling() or torch.jit.is_tracing():
         with full_precision(query.device):
             out, attention_weights = resolve(score, value, options, backend, weights)(score, value, options)
         return out, attention_weights if weights else None

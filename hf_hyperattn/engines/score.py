@@ -403,7 +403,7 @@ def working_copy(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
     return PairScore(query, key, (dot_term(query, key, scale),), scale)
 
 

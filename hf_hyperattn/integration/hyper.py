@@ -225,7 +225,7 @@ def attention_function(named=None) -> Callable:
         causal = get("is_causal")
         causal = bool(getattr(module, "is_causal", hides) if causal is None else causal)
         scale, offset = get("scaling"), 0
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        scale = float(query.shape[-1]) ** -0.5 if scale is None else float(scale)
         factor = scaling_already_applied(module, scale) if scale == 1.0 else 1.0
         by_position = mask is None and causal and hides
         if mask is not None or (n == 1 and not (window and by_position)):

@@ -46,7 +46,7 @@ class ScoreLayer(MechanismLayer):
 
     def forward(self, plan: Plan) -> Plan:
         gate, call = self.gate, plan.call
-        if gate is not None and not torch.compiler.is_compiling():
+        if gate is not None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             plain = type(gate) is nn.Parameter and not gate.is_meta and not is_functorch_wrapped_tensor(gate)
             quiet = not torch.is_grad_enabled() or not self.learns()
             if (

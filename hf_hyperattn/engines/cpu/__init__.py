@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ...readable import is_recorded
 from .. import blockwise, native, serialize
 from ..options import Options
 from ..score import PairScore, learns
@@ -49,7 +50,7 @@ def resolve(score: PairScore, value: Tensor, options: Options) -> Callable:
 def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.DecodeLayout | None:
     """How a few queries are computed in one reading of the keys; None where there are more, or something learns."""
     query, key = score.raw_query, score.raw_key
-    if torch.compiler.is_compiling():  # first: no guard on lengths, which an exported call would be bound by
+    if is_recorded():  # first: no guard on lengths, which an exported call would be bound by
         return None
     few = query.shape[2] <= FEW and query.shape[2] < key.shape[2]
     plain = query.dtype in serialize.RAW_DTYPES and query.dtype == key.dtype == value.dtype

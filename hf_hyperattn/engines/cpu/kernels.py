@@ -358,7 +358,7 @@ def norms(x: Tensor, dtype: torch.dtype) -> Tensor:
 def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> list[Tensor]:
     """The sums of the squares of the first `width` numbers of each row, [B, H, L] for each tensor [B, H, L, d]."""
     squares, direct = [], None
-    if not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()) and _get_current_dispatch_mode() is None:
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # while tracing no question about lengths, which would be a guard

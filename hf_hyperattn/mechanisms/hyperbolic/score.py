@@ -29,7 +29,7 @@ class HyperbolicSpace:
 
     def scale_of(self, x: Tensor) -> float:
         """What vectors are scaled with."""
-        return x.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return float(x.shape[-1]) ** -0.5 if self.scale is None else self.scale
 
     def numbers(self, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
         """c and τ as tensors, both [H] or both [1]."""
@@ -190,7 +190,7 @@ class HyperbolicLayer(ScoreLayer):
         if changed is plan or self.config.aggregation != "einstein":
             return changed
         dtype = working_dtype(plan.call.query, plan.call.key)
-        (curvature, _), scale = self.numbers(dtype), plan.call.query.shape[-1] ** -0.5
+        (curvature, _), scale = self.numbers(dtype), float(plan.call.query.shape[-1]) ** -0.5
         curvature = torch.as_tensor(curvature, dtype=dtype, device=plan.value.device).reshape(-1)
         columns = midpoint_columns(plan.value.to(dtype), curvature, scale)
         sinks, (heads, width) = plan.options.sinks is not None, (columns.shape[1], plan.value.shape[-1])
