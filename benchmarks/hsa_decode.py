@@ -20,9 +20,9 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.following import attend_following
-from hf_hyperattn.mechanisms.hsa.key import attend, key_tied
-from hf_hyperattn.mechanisms.hsa.store import Keep
+from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_following
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied
 
 SDPA = "sdpa"
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
-from ..mechanisms.hsa import operator
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
-from ..mechanisms.hsa.levels import pool
+from ..mechanisms.hsa.windowed import operator
+from ..mechanisms.hsa.windowed.means import pool
 from .attention_gradients import listen_to_gradients
 from .hsa_pairs import share
 

@@ -8,8 +8,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..engines.score import CONVERTED
+from ..mechanisms.hsa.cache.mean_cache import STORE, Growing, Keep, Store
 from ..mechanisms.hsa.layer import HsaLayer
-from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
 from .records import inner, patched_hosts
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.store import Growing
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Growing
 from tests.integration.models import llama
 from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
@@ -191,7 +191,7 @@ def test_backends_agree(backend):
     q, k, v = inputs(dtype=torch.float32)
     call = lambda name: hierarchical_attention(q, k, v, hierarchy=SIZES, tying="key", backend=name, **RULE)
     if backend == "native":
-        from hf_hyperattn.mechanisms.hsa import native
+        from hf_hyperattn.mechanisms.hsa.windowed import native
 
         if not native.serves(q):
             pytest.skip("no compiler here")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa import passes
-from hf_hyperattn.mechanisms.hsa.both import both, both_with_root
 from hf_hyperattn.mechanisms.hsa.certificate import loss_both, loss_key
-from hf_hyperattn.mechanisms.hsa.definition import definition_both, definition_key
 from hf_hyperattn.mechanisms.hsa.padding import real_tokens
-from hf_hyperattn.mechanisms.hsa.siblings import SiblingEmbeddings
+from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
+from hf_hyperattn.mechanisms.hsa.tree import up_down as passes
+from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.siblings import SiblingEmbeddings
 from tests.oracles import hsa
 from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
 

@@ -7,9 +7,9 @@ import torch
 
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa import both_operator, programme
-from hf_hyperattn.mechanisms.hsa.both import both_with_root
-from hf_hyperattn.mechanisms.hsa.siblings import SiblingEmbeddings
+from hf_hyperattn.mechanisms.hsa.tree import both_operator, programme
+from hf_hyperattn.mechanisms.hsa.tree.both import both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.siblings import SiblingEmbeddings
 from tests.mechanisms.test_hsa_both import LAYOUTS, kinds_tree
 from tests.oracles import hsa
 from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor

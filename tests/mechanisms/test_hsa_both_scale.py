@@ -7,9 +7,9 @@ import torch
 
 from hf_hyperattn.analysis import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.both import both, both_with_root
-from hf_hyperattn.mechanisms.hsa.definition import definition_both
-from hf_hyperattn.mechanisms.hsa.programme import slots_of
+from hf_hyperattn.mechanisms.hsa.reference import definition_both
+from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.programme import slots_of
 from tests.oracles.cases import assert_close, qkv, tensor
 
 LENGTH = 4096

@@ -14,9 +14,9 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
-from hf_hyperattn.mechanisms.hsa.following import attend_following
-from hf_hyperattn.mechanisms.hsa.kept import attend_kept
-from hf_hyperattn.mechanisms.hsa.store import Keep, Store
+from hf_hyperattn.mechanisms.hsa.cache.evicting import attend_kept
+from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_following
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep, Store
 from tests.integration.models import llama, perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -50,7 +50,7 @@ def test_chunks_and_steps_with_any_cache_equal_the_full_pass(family, pads):
 @every_cached
 @pytest.mark.parametrize("pads", [0, 5])
 def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 4)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 4)
     config = HsaConfig(
         (2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0)
     )
@@ -135,7 +135,7 @@ def test_prompts_in_chunks_copies_and_longer_chats(evict):
 
 
 def test_beams_with_a_cache_that_forgets(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = {"input_ids": ids_of(model, length=20)}
     plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
@@ -166,7 +166,7 @@ def test_the_cache_computes_no_mean_twice(monkeypatch):
     logits(model, input_ids=ids[:, :32], past_key_values=cache)
     store = cache.layers[0].store
     before = [mean.room.clone() for pair in store.means for mean in pair]
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.key.pool", None)  # nothing is pooled anew
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.windowed.key.pool", None)  # nothing is pooled anew
     logits(model, input_ids=ids[:, 32:], past_key_values=cache)
     after = [mean.room for pair in store.means for mean in pair]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and store.counts == [
@@ -237,7 +237,7 @@ def test_what_the_cache_refuses():
 
 def test_a_cache_that_forgets_wants_the_same_padding(monkeypatch):
     """Rows that are left when others go keep theirs."""
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = padded(ids_of(model), 5)
     part = lambda a, b, rows: {"input_ids": inputs["input_ids"][rows, a:b], "attention_mask": inputs["attention_mask"][

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.definition import definition_key
-from hf_hyperattn.mechanisms.hsa.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.pairs import attended
+from hf_hyperattn.mechanisms.hsa.reference import definition_key
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 

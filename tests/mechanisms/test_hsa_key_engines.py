@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native as build
-from hf_hyperattn.mechanisms.hsa import native, windows
-from hf_hyperattn.mechanisms.hsa.key import Levels, attend, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed import native, windows
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(

@@ -19,8 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 
 from ...hierarchy import Hierarchy
-from ...mechanisms.hsa.both import both
-from ...mechanisms.hsa.siblings import SiblingEmbeddings
+from ...mechanisms.hsa.tree.both import both
+from ...mechanisms.hsa.tree.siblings import SiblingEmbeddings
 from .configuration import HsaEncoderConfig
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from ...engines.options import Options, position_mask
 from ...engines.score import repeat_heads, working_dtype
 from ...hierarchy import Hierarchy
-from .both import both_with_root
-from .key import key_tied
-from .programme import slots_of
+from .tree.both import both_with_root
+from .tree.programme import slots_of
+from .windowed.key import key_tied
 
 #: Logits that are formed at a time.
 BLOCK_ELEMENTS = 2**22

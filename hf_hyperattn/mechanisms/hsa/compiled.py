@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...engines import Options
 from ...hierarchy import Hierarchy
-from . import attention
+from . import request as attention
 from .config import Rule
 
 #: What may be given besides query, key and value, in the order in which it is passed on.

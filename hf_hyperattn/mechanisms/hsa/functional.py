@@ -14,9 +14,9 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
 from ...readable import can_read
 from ..checks import check_call, check_choice
-from .attention import hierarchical
 from .config import TYINGS, HsaConfig, Tying
-from .key import BACKENDS
+from .request import hierarchical
+from .windowed.key import BACKENDS
 
 
 def hierarchical_attention(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
-from .attention import hierarchical
+from .cache.mean_cache import STORE, Store
 from .config import HsaConfig, Rule
-from .store import STORE, Store
+from .request import hierarchical
 
 logger = logging.getLogger("hf_hyperattn")
 

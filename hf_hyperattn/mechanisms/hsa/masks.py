@@ -14,8 +14,8 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import windows_tree
 from ..base import FirstKey
-from .key import trees_of
 from .padding import real_tokens
+from .windowed.key import trees_of
 
 #: What was found out about masks that are alive, with their version: all layers of a model share one.
 _STOPS, _SEEN = WeakIdKeyDictionary(), WeakIdKeyDictionary()

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...engines.options import full_precision
-from ...hierarchy import Hierarchy, Tree
-from .passes import Setting, go_back
+from ....engines.options import full_precision
+from ....hierarchy import Hierarchy, Tree
 from .programme import Extras, forward, leaves_of, slots_of
+from .up_down import Setting, go_back
 
 #: Between names in one text, and between the names of one tree and those of the next.
 BREAK, NEXT = "\x1f", "\x1e"

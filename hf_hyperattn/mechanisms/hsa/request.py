@@ -11,12 +11,10 @@ from ...engines import DOT, Options, PairScore, Piece, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
-from .both import both
+from .cache.evicting import attend_kept
+from .cache.incremental import attend_following
+from .cache.mean_cache import Store
 from .config import Rule
-from .following import attend_following
-from .kept import attend_kept
-from .key import attend, key_tied
-from .levels import Levels
 from .masks import (
     cut,
     hierarchy_for,
@@ -27,7 +25,9 @@ from .masks import (
     says_all,
     without_first,
 )
-from .store import Store
+from .tree.both import both
+from .windowed.key import attend, key_tied
+from .windowed.means import Levels
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .slots import Group, Slots
+from .layout import Group, Slots
 
 
 class SiblingEmbeddings(nn.Module):

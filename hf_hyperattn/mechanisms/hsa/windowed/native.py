@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...engines import native
-from ...readable import can_read
+from ....engines import native
+from ....readable import can_read
 
 #: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
 LANES = 16

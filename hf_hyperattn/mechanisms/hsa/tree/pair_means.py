@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .passes import mean
-from .slots import Slots
+from .layout import Slots
+from .up_down import mean
 
 
 def pair_means(slots: Slots, pairs: Tensor) -> list[Tensor]:

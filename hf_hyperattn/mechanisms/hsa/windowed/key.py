@@ -3,7 +3,7 @@
 `key_tied` does both. `pool` and `attend` are the two halves, for callers that keep the means of earlier windows, such
 as a cache: a new token changes one mean of every level, and `attend` reads only what the query's cover holds. Two
 implementations agree, forward and backward: plain torch (windows.py), and for CPU a compiled kernel (native.py,
-key.cpp). What is not of windows, and what these do not know, goes row by row (rows.py).
+key.cpp). What is not of windows, and what these do not know, goes row by row (masked_tree.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...engines import working_dtype
-from ...hierarchy import Hierarchy, Tree
-from ...hierarchy.windows import checked_sizes, windows_tree
-from . import operator, rows
+from ....engines import working_dtype
+from ....hierarchy import Hierarchy, Tree
+from ....hierarchy.windows import checked_sizes, windows_tree
+from ..tree import masked_tree as rows
+from . import operator
 from .cover import Cover
-from .levels import Levels, pool, spans
+from .means import Levels, pool, spans
 
 __all__ = ["BACKENDS", "Levels", "attend", "key_tied", "pool"]
 

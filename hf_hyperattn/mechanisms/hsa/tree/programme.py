@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...hierarchy import Hierarchy
+from ....hierarchy import Hierarchy
+from .layout import Slots, WindowSlots
 from .pair_means import pair_means
-from .passes import Means, Setting, go_back, go_down, go_up
 from .siblings import products
-from .slots import Slots, WindowSlots
 from .tree_slots import TreeSlots
+from .up_down import Means, Setting, go_back, go_down, go_up
 
 _LAYOUTS: WeakKeyDictionary = WeakKeyDictionary()
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engines.options import full_precision
+from ....engines.options import full_precision
 from . import native, windows
 from .cover import Cover
-from .levels import span_lists, spans
+from .means import span_lists, spans
 from .windows import Gradients, Rows
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...hierarchy import Hierarchy
+from ....hierarchy import Hierarchy
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .store import Store
+from .mean_cache import Store
 
 
 @dataclass(frozen=True)

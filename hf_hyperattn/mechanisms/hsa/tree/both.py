@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.score import working_dtype
-from ...hierarchy import Hierarchy
-from ...readable import can_read
+from ....engines.score import working_dtype
+from ....hierarchy import Hierarchy
+from ....readable import can_read
 from . import both_operator, programme
 from .programme import Extras
 from .siblings import SiblingEmbeddings

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...engines import repeat_heads
-from ...hierarchy import Tree
+from ....engines import repeat_heads
+from ....hierarchy import Tree
 
 #: Numbers in the logits of one block of rows.
 BLOCK_ELEMENTS = 2**20

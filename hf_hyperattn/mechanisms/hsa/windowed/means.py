@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engines import working_dtype
+from ....engines import working_dtype
 from . import native
 
 

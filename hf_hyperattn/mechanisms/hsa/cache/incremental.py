@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .kept import Places, whole
-from .store import Store
+from .evicting import Places, whole
+from .mean_cache import Store
 
 
 @dataclass

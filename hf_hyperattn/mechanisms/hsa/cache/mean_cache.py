@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engines import working_dtype
-from .levels import Levels
+from ....engines import working_dtype
+from ..windowed.means import Levels
 
 #: Set on the keys and on the values that a cache hands to attention: the `Store` it comes from.
 STORE = "_hyperattn_store"
@@ -110,7 +110,7 @@ class Store:
         self.starts: Tensor | None = None
         self.means: list[tuple[Growing, Growing]] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
-        self.gathered = None  # what the last query saw, while it holds for the next one (following.py)
+        self.gathered = None  # what the last query saw, while it holds for the next one (incremental.py)
 
     @property
     def forgetful(self) -> bool:

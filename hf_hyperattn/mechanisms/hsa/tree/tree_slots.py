@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...hierarchy import Hierarchy, Tree
-from .slots import Group, Slots
+from ....hierarchy import Hierarchy, Tree
+from .layout import Group, Slots
 
 
 class TreeSlots(Slots):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .slots import Group, Slots
+from .layout import Group, Slots
 
 #: Numbers of a family's matrix that are formed at a time, where a family is wide.
 BLOCK_ELEMENTS = 2**22
