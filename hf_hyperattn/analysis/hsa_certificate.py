@@ -22,8 +22,8 @@ from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.padding import real_tokens
-from ..mechanisms.hsa.request import hierarchy_for, linear_features, padding_of, restricted
+from ..mechanisms.hsa.masks import hierarchy_for, padding_of, real_tokens, restricted
+from ..mechanisms.hsa.request import linear_features
 
 
 @dataclass(frozen=True)

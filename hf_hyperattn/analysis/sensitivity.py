@@ -190,10 +190,8 @@ def tied(query: Tensor, levels, setting: Setting, call: HostCall, start: int) ->
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     bias = query.new_full((heads,), setting.block_bias)
-    tensors = [query[:, :, start : start + CHUNK], *levels.keys, *levels.values, bias]
-    extras = "block_bias"
-    if call.options.sinks is not None:
-        tensors, extras = [*tensors, call.options.sinks.float()], "block_bias sink_logit"
+    part, keys, values = query[:, :, start : start + CHUNK], list(levels.keys), list(levels.values)
     rule = [[x] * heads for x in (setting.near, setting.sinks, setting.refine_top_k)]
-    return operator.forward(tensors, extras, None, None, list(setting.windows), *rule, True, start + offset,
-                            float(call.scale), "auto")  # fmt: skip
+    sinks = None if call.options.sinks is None else call.options.sinks.float()
+    return operator.forward(part, keys, values, bias, sinks, None, None, list(setting.windows), *rule, True,
+                            start + offset, float(call.scale), "auto")  # fmt: skip

@@ -8,13 +8,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..engines.score import CONVERTED
-from ..mechanisms.hsa.cache.mean_cache import STORE, Growing, Keep, Store
+from ..mechanisms.hsa.cache.mean_cache import CACHE, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
 from .records import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `Store`, which attention finds on the tensors that `update` returns.
+    """The cache of one layer: a `MeanCache`, which attention finds on the tensors that `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
@@ -28,7 +28,7 @@ class HierarchicalLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = Store(key_states, value_states, self.keep)
+        self.store = MeanCache(key_states, value_states, self.keep)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -46,12 +46,12 @@ class HierarchicalLayer(DynamicLayer):
     def _show(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
         for shown in (self.keys, self.values):
-            setattr(shown, STORE, self.store)
+            setattr(shown, CACHE, self.store)
         if self.store.exact is not self.store.tokens:
             setattr(self.keys, CONVERTED, self.store.exact[0].view())
         return self.keys, self.values
 
-    def _shown(self, grown: Growing) -> Tensor:
+    def _shown(self, grown: GrowingTensor) -> Tensor:
         if self.keep is None:
             return grown.view()
         room = grown.room

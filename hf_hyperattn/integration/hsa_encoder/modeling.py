@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 
 from ...hierarchy import Hierarchy
 from ...mechanisms.hsa.tree.both import both
-from ...mechanisms.hsa.tree.siblings import SiblingEmbeddings
+from ...mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from .configuration import HsaEncoderConfig
 
 

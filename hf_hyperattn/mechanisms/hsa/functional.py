@@ -15,7 +15,7 @@ from ...hierarchy.windows import checked_sizes
 from ...readable import can_read
 from ..checks import check_call, check_choice
 from .config import TYINGS, HsaConfig, Tying
-from .request import hierarchical
+from .request import Request, hierarchical
 from .windowed.key import BACKENDS
 
 
@@ -99,9 +99,9 @@ def hierarchical_attention(
         rule = replace(rule, block_bias=block_bias)
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    asked = dict(hierarchy=hierarchy, rule=rule, is_causal=is_causal, backend=backend)
+    request = Request(hierarchy, rule, is_causal, backend)
     with full_precision(query.device):
-        out, _ = hierarchical(dot_score(query, key, scale), value, options, **asked)
+        out, _ = hierarchical(dot_score(query, key, scale), value, options, request)
     return out.to(query.dtype)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
-from .cache.mean_cache import STORE, Store
+from .cache.mean_cache import CACHE, MeanCache
 from .config import HsaConfig, Rule
-from .request import hierarchical
+from .request import Request, hierarchical
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -54,16 +54,9 @@ class HsaLayer(MechanismLayer):
         return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
 
     def attend(
-        self,
-        call: HostCall,
-        untied,
-        parameters: tuple[Tensor | None, Tensor | None],
-        score: PairScore,
-        value: Tensor,
-        options: Options,
-        backend="auto",
+        self, call: HostCall, untied, parameters, score: PairScore, value: Tensor, options: Options, backend="auto",
         weights=False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The tied attention, beside the untied one where both are wanted.
 
         Args:
@@ -73,23 +66,15 @@ class HsaLayer(MechanismLayer):
         """
         self.check_length(call)
         learned, block_bias = parameters
-        gate = self.weight(learned, call.query)
-        rule = self.rule(call, score.query, block_bias)
+        gate, rule = self.weight(learned, call.query), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
-        tied = hierarchical(
-            score,
-            value,
-            options,
-            hierarchy=hierarchy,
-            rule=rule,
-            is_causal=call.is_causal,
-            weights=weights,
-            store=store_of(call),
-            first=call.first,
+        request = Request(
+            hierarchy, rule, call.is_causal, weights=weights, cache=mean_cache_of(call), first=call.first
         )
+        tied = hierarchical(score, value, options, request)
         if gate is None:
             return tied
         gate = gate.to(score.query.dtype)[:, None, None]
@@ -123,8 +108,8 @@ class HsaLayer(MechanismLayer):
 
     def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
-        chosen = self.chosen(query)
-        return chosen if gate is None else gate if chosen is None else gate * chosen
+        heads = self.chosen(query)
+        return heads if gate is None else gate if heads is None else gate * heads
 
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
@@ -144,18 +129,18 @@ class HsaLayer(MechanismLayer):
         return self.mode == "blend" and not bool(self.gate.any())
 
 
-def store_of(call: HostCall) -> Store | None:
-    """The store of the cache that keys and values come from; None where there is none, or the host has changed them.
+def mean_cache_of(call: HostCall) -> MeanCache | None:
+    """The cache that keys and values come from; None where there is none, or the host has changed them.
 
     Raises:
         ValueError: changed values, of which the cache has not kept all.
     """
     if torch.compiler.is_compiling():
         return None
-    store, other = (getattr(t, STORE, None) for t in (call.key, call.value))
-    if store is other:
-        return store
-    if (store or other).keep is not None:
+    cache, other = (getattr(t, CACHE, None) for t in (call.key, call.value))
+    if cache is other:
+        return cache
+    if (cache or other).keep is not None:
         raise ValueError(
             "HierarchicalCache(evict=True) cannot serve a host that changes keys or values after they were cached; "
             "allowed: evict=False"

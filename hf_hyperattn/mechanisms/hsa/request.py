@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,30 +12,41 @@ from ...engines import DOT, Options, PairScore, Piece, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
-from .cache.evicting import attend_kept
-from .cache.incremental import attend_following
-from .cache.mean_cache import Store
+from . import operator
+from .cache.incremental import attend_evicted
+from .cache.mean_cache import MeanCache
 from .config import Rule
 from .masks import (
     cut,
     hierarchy_for,
     last_seen,
+    mask_is_causal,
     padding_of,
     real_of,
     restricted,
-    says_all,
     without_first,
 )
 from .tree.both import both
 from .windowed.key import attend, key_tied
 from .windowed.means import Levels
 
+Result = tuple[Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
-class Asked:
-    """What a call asks besides its score, values and masks; arguments of `hierarchical`.
+class Request:
+    """What a call asks besides its score, values and masks.
 
-    `forgets`: whether the cache has not kept all keys; those of the call then are placeholders.
+    Args:
+        hierarchy: of the M keys, as a `Hierarchy`, as group ids, or as window sizes; where attention is causal, of the
+            first keys, whose groups the others continue.
+        rule: how the call is tied.
+        is_causal: whether queries see only earlier keys, also where a mask says it.
+        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
+        weights: also return the attention weights [B, H, N, M].
+        cache: where keys and values come from one that keeps means; they are used where the call allows it.
+        first: which token key 0 is, where the cache of a sliding window has dropped some.
+        evicted: whether the cache has not kept all keys; those of the call then are placeholders.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -42,37 +54,19 @@ class Asked:
     is_causal: bool
     backend: str = "auto"
     weights: bool = False
-    store: Store | None = None
-    first: FirstKey = field(default_factory=FirstKey)
-    forgets: bool = False
+    cache: MeanCache | None = None
+    first: FirstKey = field(default_factory=lambda: START)
+    evicted: bool = False
 
 
-def hierarchical(
-    score: PairScore,
-    value: Tensor,
-    options: Options,
-    *,
-    hierarchy: Hierarchy | Tensor | tuple[int, ...],
-    rule: Rule,
-    is_causal: bool,
-    backend: str = "auto",
-    weights: bool = False,
-    store: Store | None = None,
-    first: FirstKey = START,
-) -> tuple[Tensor, Tensor | None]:
+def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
     """softmax(S')·V with logits tied over blocks of the hierarchy.
 
     Args:
         score: must be linear in key features: a dot product, also with HyPE, or the squared Lorentz distance.
         value: [B, Hkv, M, dv].
         options: masks and the rest. With tying="both" a mask may hide padding only.
-        hierarchy: of the M keys, as a `Hierarchy`, as group ids, or as window sizes; where attention is causal, of the
-            first keys, whose groups the others continue.
-        is_causal: whether queries see only earlier keys, also where a mask says it.
-        backend: "auto", or with tying="key" one of `key.BACKENDS`.
-        weights: also return the attention weights [B, H, N, M].
-        store: the cache's, where keys and values come from one; its means are used where the call allows it.
-        first: which token key 0 is, where the cache of a sliding window has dropped some.
+        request: the hierarchy, and how the call is tied over it.
 
     Returns:
         The output [B, H, N, dv], and the weights or None, in the working dtype.
@@ -86,87 +80,83 @@ def hierarchical(
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
         )
-    if first.index is None:
+    if request.first.index is None:
         raise ValueError(
             "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
-    asked = Asked(hierarchy, rule, is_causal, backend, weights, store, first)
-    if not can_read(query, options.mask):
-        from . import compiled  # it calls this module
-
-        if compiled.wanted(options, asked):
-            return compiled.run(query, key, value, options, asked)
+    if not can_read(query, options.mask) and _needs_operator(options, request):
+        return compiled(query, key, value, options, request)
     plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
-    forgets = store is not None and store.keep is not None
-    asked = replace(asked, store=store if plain else None, forgets=forgets)
-    out, found = tied(query, key, value, options, asked)
-    if found is None or found.shape[3] == key.shape[2]:
-        return out, found
-    return out, torch.nn.functional.pad(found, (0, key.shape[2] - found.shape[3]))
+    evicted = request.cache is not None and request.cache.keep is not None
+    request = replace(request, cache=request.cache if plain else None, evicted=evicted)
+    return tied(query, key, value, options, request)
 
 
-def tied(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, asked: Asked
-) -> tuple[Tensor, Tensor | None]:
+def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
     """`hierarchical` for features whose plain product is the score."""
-    rule, n, causal, dropped = asked.rule, query.shape[2], asked.is_causal, asked.first.index
-    says = says_all(options, causal)
-    stop = asked.first.keys if says else None
-    stop = (
-        max(n, last_seen(options.mask, n, key.shape[2], causal)) if stop is None else min(stop, key.shape[2])
-    )
+    rule, n, is_causal, dropped = request.rule, query.shape[2], request.is_causal, request.first.index
+    by_mask = mask_is_causal(options, is_causal)
+    stop = request.first.keys if by_mask else None
+    if stop is None:
+        stop = max(n, last_seen(options.mask, n, key.shape[2], is_causal))
+    stop, spare = min(stop, key.shape[2]), max(0, key.shape[2] - stop)
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
-    hierarchy = hierarchy_for(asked.hierarchy, len(query), dropped + stop, causal)
-    from_start = options.is_causal and not options.offset
-    real = None if mask is None or dropped else padding_of(mask, n, says, from_start)
-    outside = None if mask is None else real_of(asked.first, dropped + stop)
-    if real is not None and n < stop and asked.first.stop is not None and not _same(real, outside):
-        real = None  # hidden by a sliding window, or by an indexer
-    if real is not None or outside is not None:
-        hierarchy = restricted(hierarchy, outside if real is None else real, causal)
+    hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
+    real = None
+    if mask is not None:
+        outside = real_of(request.first, dropped + stop)
+        if not dropped:
+            real = padding_of(mask, n, by_mask, options.is_causal and not options.offset)
+        if real is not None and n < stop and request.first.stop is not None and not _same(real, outside):
+            real = None  # hidden by a sliding window, or by an indexer
+        if real is not None or outside is not None:
+            hierarchy = restricted(hierarchy, outside if real is None else real, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
-        return tied_both(query, key, value, replace(options, mask=mask), hierarchy, rule, real, asked.weights)
-    mask = mask if real is None else None
-    if mask is not None and says:
-        hierarchy, without_sinks = without_first(hierarchy, dropped, _most(rule.sinks))
+        out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
+    else:
+        options = replace(options, mask=mask if real is None else None)
+        out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask)
+    return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
+
+
+def _tied_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    hierarchy: Hierarchy,
+    request: Request,
+    by_mask: bool,
+) -> Result:
+    """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
+    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index
+    if mask is not None and by_mask:
+        most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
+        hierarchy, without_sinks = without_first(hierarchy, dropped, most)
         rule = replace(rule, sinks=0) if without_sinks else rule
-    offset = stop - n if says else options.offset
-    ask = dict(near=rule.near, sinks=rule.sinks, refine_top_k=rule.refine_top_k, block_bias=rule.block_bias)
-    ask |= dict(offset=offset, scale=1.0, sink_logit=options.sinks, backend=asked.backend)
-    if (
-        asked.store is not None
-        and mask is None
-        and not (dropped or asked.weights)
-        and asked.backend != "rows"
-    ):
-        levels = kept_levels(asked.store, options, hierarchy, key, offset + n)
-        if levels is not None and asked.store.forgetful:
-            del ask["backend"], ask["refine_top_k"]
-            newest = n == 1 and asked.store.starts is None and offset + 1 == asked.store.exact[0].length
-            return (attend_following if newest else attend_kept)(query, asked.store, **ask), None
+    ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
+               offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
+    refined = dict(refine_top_k=rule.refine_top_k, backend=request.backend)
+    plain = mask is None and not dropped and not request.weights and request.backend != "rows"
+    if request.cache is not None and plain:
+        levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
+        if levels is not None and request.cache.has_evicted:
+            return attend_evicted(query, request.cache, **ask), None
         if levels is not None:
-            return attend(query, levels, is_causal=True, **ask), None
-    if asked.forgets:
+            return attend(query, levels, is_causal=True, **ask, **refined), None
+    if request.evicted:
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
     return key_tied(
-        query,
-        key,
-        value,
-        hierarchy,
-        is_causal=causal and (mask is None or options.is_causal),
-        window=options.window,
-        mask=mask,
+        query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
+        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask, **refined,
         bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
-        dropout_p=options.dropout_p,
-        weights=asked.weights,
-        **ask,
-    )
+    )  # fmt: skip
 
 
 def _same(real: Tensor, outside: Tensor | None) -> bool:
@@ -176,33 +166,30 @@ def _same(real: Tensor, outside: Tensor | None) -> bool:
     )
 
 
-def _most(value) -> int:
-    return max(value) if isinstance(value, tuple) else value
-
-
-def kept_levels(store: Store, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
+def cached_levels(
+    cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
+) -> Levels | None:
     """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
     everything that windows do not know.
 
     Args:
         end: one past the last query's token.
     """
-    length = store.exact[0].length
+    length = cache.exact[0].length
     windowed = options.window is not None and options.window < length
     if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
         return None
     if key.shape[2] != length or end != length or torch.is_grad_enabled():
         return None
-    if store.keep is not None and store.keep.sizes != hierarchy.sizes:
+    if cache.keep is not None and cache.keep.sizes != hierarchy.sizes:
         return None
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    starts = starts if starts is None else starts.expand(key.shape[0])
-    return store.levels(hierarchy.sizes, starts)
+    return cache.levels(hierarchy.sizes, starts if starts is None else starts.expand(key.shape[0]))
 
 
-def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, rule: Rule, real, weights: bool):
+def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real) -> Result:
     """`both`, after refusing what it has no meaning for."""
     refused = {
         "causal attention": options.is_causal,
@@ -211,15 +198,15 @@ def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, rule: R
         "attention dropout": bool(options.dropout_p),
         "a mask that hides more than padding": options.mask is not None and real is None,
     }
-    for name, asked in refused.items():
-        if asked:
+    for name, there in refused.items():
+        if there:
             raise ValueError(
                 f"hsa with tying='both' was called with {name}, under which queries of a block differ; allowed: "
                 "tying='key', or a call without it"
             )
-    settings = dict(keep_diagonal=rule.keep_diagonal, position_bias=options.bias)
+    settings = dict(keep_diagonal=request.rule.keep_diagonal, position_bias=options.bias)
     out = both(query, key, value, hierarchy, 1.0, **settings)
-    if not weights:
+    if not request.weights:
         return out, None
     every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(*key.shape[:2], -1, -1)
     return out, both(query, key, every, hierarchy, 1.0, **settings)
@@ -231,10 +218,10 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a piece of the score is not linear in features of the key.
     """
-    found = [_linear(score, piece) for piece in score.pieces]
-    if len(found) == 1:
-        return found[0]
-    left, right = zip(*found, strict=True)
+    features = [_linear(score, piece) for piece in score.pieces]
+    if len(features) == 1:
+        return features[0]
+    left, right = zip(*features, strict=True)
     heads = max(k.shape[1] for k in right)
     right = [repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in right]
     batch = max(t.shape[0] for t in (*left, *right))
@@ -260,3 +247,74 @@ def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
     if piece.gate is not None:
         left = left * piece.gate.to(left.dtype)[:, None, None]
     return left.to(dtype).expand(-1, heads, -1, -1), right.to(dtype)
+
+
+def _needs_operator(options: Options, request: Request) -> bool:
+    """Whether a call that is being compiled has masks, biases or trees that the compiler cannot look into."""
+    rule, hierarchy = request.rule, request.hierarchy
+    if options.mask is not None or isinstance(hierarchy, Tensor):
+        return True
+    if rule.tying == "both":
+        return False
+    windows = isinstance(hierarchy, tuple) or hierarchy.is_windows
+    top_k = rule.refine_top_k
+    chains = not request.is_causal and any(top_k if isinstance(top_k, tuple) else (top_k,))
+    return not windows or chains or request.weights or options.window is not None or options.bias is not None
+
+
+def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
+    """As `tied`, as one operator.
+
+    Raises:
+        ValueError: dropout, or a mask with a gradient.
+    """
+    if options.dropout_p:
+        raise ValueError(
+            "hsa with a mask and attention dropout cannot be compiled; allowed: attention_dropout=0, or no compiling"
+        )
+    if options.mask is not None and options.mask.requires_grad:
+        raise ValueError(
+            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
+        )
+    rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
+    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(heads)
+    named = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
+    sizes, parts, length = None, [], -1
+    if isinstance(hierarchy, Tensor):
+        parts = [("ids", hierarchy)]
+    elif isinstance(hierarchy, tuple):
+        sizes = list(hierarchy)
+    else:
+        (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
+    counts = [
+        list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)
+    ]
+    numbers = [
+        length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
+        rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, *counts[0], *counts[1], *counts[2],
+    ]  # fmt: skip
+    named = [(name, t) for name, t in named.items() if t is not None]
+    out, weights = operator.call("tied", [query, key, value], named + parts, sizes, numbers, 1.0)
+    return out, weights if request.weights else None
+
+
+def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
+    return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
+
+
+@operator.computes("tied", _shape_of_weights)
+def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+    length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
+    heads, extras = tensors[0].shape[1], dict(named)
+    counts = [tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3)]
+    rule = Rule(
+        "both" if is_both else "key", bool(keep), *([0] * 3 if is_both else counts), extras["block_bias"]
+    )
+    options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
+                      window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip
+    hierarchy = extras.get("ids")
+    if hierarchy is None:
+        hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
+    # weights have no gradient inside the operator
+    out, shown = tied(*tensors, options, Request(hierarchy, rule, bool(is_causal), weights=bool(weights)))
+    return out, out.new_empty(0) if shown is None else shown.detach()

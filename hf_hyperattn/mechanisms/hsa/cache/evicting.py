@@ -1,4 +1,4 @@
-"""Key-tied attention to what a cache that forgets has kept: one softmax over all of it, where nothing is refined.
+"""What a query sees of a cache that has evicted keys, where nothing is refined: keys, values, and a bias of the logits.
 
 Whether a query sees an entry follows from their places alone (docs/hsa.md): an entry of a level stands in the cover if
 its parent is open and it is not, and what is open holds one of the first `sinks` tokens or lies round the query.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mean_cache import Store
+from .mean_cache import MeanCache
 
 
 @dataclass(frozen=True)
@@ -50,56 +50,42 @@ class Places:
         return seen & self.opened(level + 1, entry * width // self.sizes[level])
 
 
-def whole(numbers, like: Tensor) -> Tensor:
-    """Numbers of the heads, or one for all, as int64 [1, H or 1, 1, 1]."""
-    return torch.as_tensor(numbers, device=like.device).reshape(1, -1, 1, 1)
-
-
-def attend_kept(
-    query: Tensor,
-    store: Store,
-    *,
-    near,
-    sinks,
-    block_bias,
-    offset: int,
-    scale: float,
-    sink_logit: Tensor | None,
-) -> Tensor:
-    """As `key.attend` on `store.levels(...)`, causal and without refinement.
+def gather(
+    cache: MeanCache, first: int, queries: int, near, sinks, block_bias, sink_logit: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What some query from token `first` on sees, from the top level down to the tokens, the newest last.
 
     Args:
-        query: [B, H, N, d]; query i is token `offset + i` of the row. Other arguments as in `key.key_tied`.
+        near, sinks, block_bias: one for all heads, or one a head. sink_logit: [H], an entry of no value, or None.
 
     Returns:
-        [B, H, N, dv]; O(N · what is kept) time and memory.
+        Keys and values [B, Hkv, n, e], 0 where no query of the row sees them, and what is added to the logits,
+        [B or 1, H or 1, N, n]: -inf where a query does not see what another one does.
     """
-    heads, kv_heads, device = query.shape[1], store.exact[0].room.shape[1], query.device
-    starts = (
-        query.new_zeros(len(query), dtype=torch.long) if store.starts is None else store.starts.to(device)
-    )
-    starts = starts.view(-1, 1, 1, 1)
-    rows = torch.arange(query.shape[2], device=device).view(1, 1, -1, 1) + offset - starts
-    places = Places(store.sizes, rows, whole(near, query), whole(sinks, query))
-    query = query.to(store.exact[0].room.dtype) * scale
-    grouped = query.unflatten(1, (kv_heads, -1))
-    bias = torch.as_tensor(0.0 if block_bias is None else block_bias, dtype=query.dtype, device=device)
-    logits, values = [], []
-    for level, (keys, held) in enumerate((store.exact, *store.means)):
-        key, place = keys.entries()
-        seen = places.seen(level, place.view(1, 1, 1, -1) - (starts if level == 0 else 0))
-        found = (grouped @ key[:, :, None].mT).flatten(1, 2)
-        if level:
-            found = found + math.log(store.sizes[level - 1]) + bias.reshape(1, -1, 1, 1)
-        logits.append(found.masked_fill(~seen, float("-inf")))
-        # what nobody sees may hold anything, also no number
-        ever = (seen if seen.shape[1] == 1 else seen.any(1, keepdim=True)).any(2).view(len(seen), 1, -1, 1)
-        values.append(held.entries()[0].masked_fill(~ever, 0.0))
+    like, starts = cache.exact[0].room, cache.starts
+    starts = torch.zeros(1, 1, 1, 1).long() if starts is None else starts.view(-1, 1, 1, 1)
+    starts = starts.to(like.device)
+    of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
+    place = torch.arange(first, first + queries, device=like.device).view(1, 1, -1, 1) - starts
+    places = Places(cache.sizes, place, of_heads(near, torch.long), of_heads(sinks, torch.long))
+    added = of_heads(0.0 if block_bias is None else block_bias, like.dtype)
+    keys, values, biases = [], [], []
+    for level, (key, value) in reversed(list(enumerate((cache.exact, *cache.means)))):
+        entries, at = key.entries()
+        seen = places.seen(level, at.view(1, 1, 1, -1) - (0 if level else starts))
+        shown = seen.flatten(0, 2).any(0).nonzero()[:, 0]
+        seen, pair = seen[..., shown], (entries[:, :, shown], value.entries()[0][:, :, shown])
+        if cache.starts is not None:  # what no query of a row sees may hold anything, also no number
+            unseen = ~seen.flatten(1, 2).any(1)[:, None, :, None]
+            pair = tuple(t.masked_fill(unseen, 0.0) for t in pair)
+        keys.append(pair[0])
+        values.append(pair[1])
+        bias = added + math.log(cache.sizes[level - 1]) if level else torch.zeros_like(added[:, :1])
+        biases.append(torch.where(seen, bias, -math.inf))
     if sink_logit is not None:
-        logits.append(sink_logit.to(query.dtype).view(1, -1, 1, 1).expand(len(query), -1, query.shape[2], 1))
-    logits = torch.cat(logits, -1)
-    nothing = logits.amax(-1, keepdim=True).isneginf()
-    shares = torch.softmax(logits.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
-    value = torch.cat(values, 2)
-    shares = shares[..., : value.shape[2]].unflatten(1, (kv_heads, heads // kv_heads))
-    return (shares @ value[:, :, None]).flatten(1, 2)
+        for entries in (keys, values):
+            entries.insert(0, torch.zeros_like(entries[0][:, :, :1]))
+        biases.insert(0, of_heads(sink_logit, like.dtype).expand(-1, -1, queries, 1))
+    batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
+    biases = [b.expand(batch, heads, -1, -1) for b in biases]
+    return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(biases, -1)

@@ -1,9 +1,11 @@
 """`tying="both"`: softmax(S)·V tied over sibling blocks, O(nodes · branching) (arXiv 2509.15448; math in docs/hsa.md).
 
-Agrees with `definition.definition_both`; how it is computed says `passes`.
+Agrees with `reference.definition_both`; how it is computed says `up_down`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,9 +13,10 @@ from torch import Tensor
 from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
 from ....readable import can_read
-from . import both_operator, programme
-from .programme import Extras
-from .siblings import SiblingEmbeddings
+from .. import operator
+from .layout import layout_of
+from .pair_terms import SiblingEmbeddings, pair_terms
+from .up_down import UpDown
 
 
 def both(
@@ -33,12 +36,10 @@ def both_with_root(
     keep_diagonal: bool = True,
     position_bias: Tensor | None = None,
     siblings: SiblingEmbeddings | None = None,
-    row: Tensor | None = None,
-    column: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Bidirectional attention tied over sibling blocks, for logits that are linear in features of the key.
 
-    S_ij = scale · q_i·k_j + row_i + column_j + position_bias_ij, of which P takes means over pairs of blocks.
+    S_ij = scale · q_i·k_j + position_bias_ij, of which P takes means over pairs of blocks.
 
     Args:
         query: [B, H, N, d]. key: [B, Hkv, N, d], Hkv dividing H. value: [B, Hkv, N, dv]. Any floating dtype; the
@@ -49,7 +50,6 @@ def both_with_root(
         keep_diagonal: whether a token attends to itself.
         position_bias: [1 or B, 1 or H, N, N], finite at real tokens; costs its N² numbers.
         siblings: learned positions of the children of a family.
-        row, column: statistics [B, H, N] and [B, Hkv or H, N].
 
     Returns:
         The output [B, H, N, dv] and ρ(root) [B, H], both in the working dtype.
@@ -57,37 +57,70 @@ def both_with_root(
     Raises:
         ValueError: numbers of queries, keys and the hierarchy's tokens differ.
     """
-    _check(query, key, hierarchy)
-    dtype = working_dtype(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if row is not None or column is not None:
-        query, key, value, scale = _with_statistics(query, key, value, scale, row, column)
-    q, k, v = (x.to(dtype) for x in (query, key, value))
-    extras = Extras(position_bias)
-    if siblings is not None:
-        extras = Extras(position_bias, list(siblings.tables), siblings.names)
-    compute = programme.run if can_read(q, k, v) else both_operator.run
-    return compute(q, k, v, hierarchy, float(scale), keep_diagonal, extras)
-
-
-def _with_statistics(query, key, value, scale: float, row: Tensor | None, column: Tensor | None):
-    """Features whose product, unscaled, is scale · q·k + row + column: a statistic is one more column."""
-    heads = query.shape[1]
-    if column is not None and column.shape[1] == heads != key.shape[1]:
-        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    dtype = working_dtype(query, key)
-    row = query.new_zeros(query.shape[:3]) if row is None else row
-    column = key.new_zeros(key.shape[:3]) if column is None else column
-    one = lambda x: torch.ones_like(x[..., :1], dtype=dtype)
-    query = torch.cat([query.to(dtype) * scale, row.to(dtype)[..., None], one(query)], -1)
-    key = torch.cat([key.to(dtype), one(key), column.to(dtype)[..., None]], -1)
-    return query, key, value, 1.0
-
-
-def _check(query: Tensor, key: Tensor, hierarchy: Hierarchy) -> None:
     lengths = query.shape[2], key.shape[2], hierarchy.length
     if len(set(lengths)) > 1:
         raise ValueError(
             f"hsa with tying='both' was called with {lengths[0]} queries, {lengths[1]} keys and a hierarchy "
             f"over {lengths[2]} tokens; allowed: the same tokens as queries and as keys, all in the hierarchy"
         )
+    dtype = working_dtype(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    tables = None if siblings is None else siblings.by_kind()
+    if can_read(q, k, v):
+        return run(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
+    return compiled(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    scale: float,
+    keep_diagonal: bool,
+    position_bias: Tensor | None = None,
+    tables: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and ρ(root) [B, H] of features of one dtype; `tables`: sibling embeddings by kind."""
+    layout, kv_heads = layout_of(hierarchy, len(query), query.device), key.shape[1]
+    query = query.unflatten(1, (kv_heads, query.shape[1] // kv_heads)).transpose(2, 3)
+    leaves = [layout.to_leaves(x) for x in (query, key, value)]
+    terms = pair_terms(layout, kv_heads, position_bias, tables, query.dtype)
+    out, root = _Both.apply(layout, scale, keep_diagonal, *leaves, *terms)
+    return layout.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
+
+
+class _Both(torch.autograd.Function):
+    """`UpDown` with its own backward: it needs O(nodes · d) memory however wide the families."""
+
+    @staticmethod
+    def forward(ctx, layout, scale, keep_diagonal, query, key, value, *terms):
+        up_down = UpDown(layout, scale, keep_diagonal, query, key, value, terms)
+        out = up_down.run()
+        if any(ctx.needs_input_grad):
+            ctx.up_down = up_down
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, grad_root):
+        query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
+        return None, None, None, query, key, value, *terms
+
+
+def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, tables):
+    """As `run`, as one operator."""
+    more = [] if position_bias is None else [("position_bias", position_bias)]
+    more += [] if tables is None else [(f"table {kind}", table) for kind, table in tables.items()]
+    sizes, parts = operator.flatten(hierarchy)
+    numbers = [hierarchy.length, keep_diagonal, tables is not None]
+    return operator.call("both", [query, key, value], more + parts, sizes, numbers, scale)
+
+
+@operator.computes("both", lambda query, key, numbers: query.shape[:2])
+def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+    length, keep_diagonal, siblings = numbers
+    tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None
+    hierarchy = operator.unflatten(named, sizes, length)
+    return run(*tensors, hierarchy, scale, bool(keep_diagonal), dict(named).get("position_bias"), tables)

@@ -1,24 +1,52 @@
-"""Where the numbers of a hierarchy's nodes stand in memory, so that one step of the dynamic programme is one batched
-operation on all families of a level.
+"""Where the numbers of a hierarchy's nodes stand in memory, so that one step up or down a tree is one batched operation
+on all families of a level.
 
-A *slot* holds what belongs to one node: a mean query, a log-sum, ... Numbers of leaves are [R, K, leaves, ...], with
-R rows and K key heads; those of all nodes are kept in a *store*. For windows a store is one tensor a level, and the
-children of a level's families are a reshape of it. For trees it is one tensor over all nodes, and children are
-gathered. Different trees in a batch are one forest: R is 1, and the leaves of all rows stand in a line.
+Numbers of leaves are [R, K, leaves, ...], with R rows and K key heads. A *buffer* holds those of all nodes, and a
+*group* is the families that one step works on. Windows have a list of one tensor a level for a buffer, and the children
+of a level's families are a reshape of it: three times as fast as gathering them. Trees have one tensor over all nodes,
+from which children are gathered. Different trees in a batch are one forest: R is 1, and the leaves of all rows stand in
+a line. Both layouts have
+
+    groups, apart, kind_names         groups bottom-up; rows whose leaves stand apart, 1 or the batch; kinds of families
+    to_leaves, from_leaves            tokens [batch, heads, length, ...] to leaves and back; 0 at filling and padding
+    buffer(leaves), blank(like)       a buffer with these numbers of leaves, or none; 0 for the roots and at filling
+    leaves, children, parents, roots  what a buffer holds: [R, K, leaves, ...], [R, K, F, b, ...], [R, K, F, ...] and
+                                      [batch, K, ...]
+    put_children, put_parents, put_roots
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....hierarchy import Hierarchy
+from ....hierarchy import Families, Hierarchy, Tree
+
+_LAYOUTS: WeakKeyDictionary[Hierarchy, dict] = WeakKeyDictionary()
+
+
+def layout_of(hierarchy: Hierarchy, batch: int, device) -> Layout:
+    """The layout of a hierarchy's nodes for a call of so many rows; made once, and kept as long as the hierarchy.
+
+    Raises:
+        ValueError: the hierarchy has neither one row nor `batch`.
+    """
+    if hierarchy.rows not in (1, batch):
+        raise ValueError(
+            f"the hierarchy has {hierarchy.rows} rows, the batch {batch}; allowed: 1 or {batch} rows, see "
+            "Hierarchy.fitted"
+        )
+    known, key = _LAYOUTS.setdefault(hierarchy, {}), (batch, str(device))
+    if key not in known:
+        known[key] = (WindowLayout if hierarchy.is_windows else TreeLayout)(hierarchy, batch, device)
+    return known[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +59,8 @@ class Group:
         fixed: bool of that shape: children whose own logit is ρ: inner nodes, and filling (with ρ = 0). None for
             families of leaves without filling.
         all_fixed: whether all children are such.
-        kind: int64 [F], numbers of `Slots.kind_names`.
-        level: place of the children in a store: a number of a level, or their slots, int64 [F · b], or a slice where
-            they stand in a line.
-        parents: place of the parents in a store: a number of a level, or their first slot.
+        kind: int64 [F], numbers of the layout's `kind_names`.
+        children, parents: where they stand in a buffer; each layout has its own way to say it.
     """
 
     share: Tensor
@@ -42,7 +68,7 @@ class Group:
     fixed: Tensor | None
     all_fixed: bool
     kind: Tensor
-    level: int | Tensor | slice
+    children: Any
     parents: int
 
     @property
@@ -65,170 +91,236 @@ class Group:
         return int((self.share > 0).sum(-1)[..., self.kind == kind].max())
 
 
-class Slots:
-    """Base of the two layouts.
-
-    `groups` go bottom-up; `apart` is the number of rows that differ in where their leaves stand, 1 or the batch size.
-    """
-
-    groups: list[Group]
-    apart: int
-    kind_names: tuple[str, ...] = ("",)
-
-    def to_leaves(self, x: Tensor) -> Tensor:
-        """Tokens [batch, heads, length, ...] to leaves [R, heads, leaves, ...], 0 at filling."""
-        raise NotImplementedError
-
-    def from_leaves(self, x: Tensor) -> Tensor:
-        """Leaves [R, heads, leaves, ...] to tokens [batch, heads, length, ...], 0 at padding."""
-        raise NotImplementedError
-
-    def store(self, leaves: Tensor):
-        """A store that holds these numbers of the leaves, [R, K, leaves, ...], and 0 for the roots and at filling.
-
-        The other nodes have no numbers before they are put there.
-        """
-        raise NotImplementedError
-
-    def blank(self, like: Tensor):
-        """A store for numbers of the shape that `like`, [R, K, leaves, ...], has; 0 for the roots and at filling."""
-        raise NotImplementedError
-
-    def leaves(self, store) -> Tensor:
-        """The numbers of the leaves in a store."""
-        raise NotImplementedError
-
-    def children(self, store, group: Group) -> Tensor:
-        """[R, K, F, b, ...] from a store; 0 at filling if nothing else was put there."""
-        raise NotImplementedError
-
-    def parents(self, store, group: Group) -> Tensor:
-        """[R, K, F, ...] from a store."""
-        raise NotImplementedError
-
-    def put_children(self, store, group: Group, x: Tensor) -> None:
-        """Put [R, K, F, b, ...] into a store."""
-        raise NotImplementedError
-
-    def put_parents(self, store, group: Group, x: Tensor) -> None:
-        """Put [R, K, F, ...] into a store."""
-        raise NotImplementedError
-
-    def roots(self, store) -> Tensor:
-        """[batch, K, ...]: the numbers of the root of every row."""
-        raise NotImplementedError
-
-    def put_roots(self, store, x: Tensor) -> None:
-        """Put [batch, K, ...] into a store, as the numbers of the roots."""
-        raise NotImplementedError
-
-
-class WindowSlots(Slots):
-    """Windows, one tensor a level, each filled up to a whole number of families.
+class WindowLayout:
+    """Windows: one tensor a level, each filled up to a whole number of families.
 
     Where a window holds a single node, the step changes nothing: its ρ and its mean are its child's.
-
-    Args:
-        hierarchy: windows.
-        batch: rows of the call.
-        device: where the tensors are.
     """
 
+    kind_names: tuple[str, ...] = ("",)
+
     def __init__(self, hierarchy: Hierarchy, batch: int, device):
-        length = hierarchy.length
-        if hierarchy.starts is None and hierarchy.stops is None:
-            self.spans = None
-            sizes = torch.tensor([length], device=device)
-        else:
-            rows = torch.tensor([hierarchy.span(row) for row in range(hierarchy.rows)], device=device)
-            self.spans = rows.expand(batch, 2)
-            sizes = self.spans[:, 1] - self.spans[:, 0]
-        self.length, self.tokens, self.apart = length, int(sizes.max()), 1 if self.spans is None else batch
-        self.groups = self._groups(sizes, hierarchy.sizes)
-        if self.spans is not None:
-            self.index = torch.arange(self.filled[0], device=device) + self.spans[:, :1]
-            self.real = self.index < self.spans[:, 1:]
-        self._sizes = sizes
-
-    def _groups(self, tokens: Tensor, sizes: Sequence[int]) -> list[Group]:
-        """One group a level. `filled` becomes the number of slots of every level, filling included."""
-        ratios = [b // a for a, b in zip((1, *sizes), sizes)]
-        widths = [s for s in (1, *sizes) if s < self.tokens]  # a window that holds everything is the root
-        self.filled, found = [], []
-        for level, width in enumerate(widths or [1]):
-            count = math.ceil(self.tokens / width)
-            b = ratios[level] if level + 1 < len(widths) else count
-            families = math.ceil(count / b)
-            self.filled.append(families * b)
-            place = torch.arange(families * b, device=tokens.device) * width
-            size = (tokens[:, None] - place).clamp(0, width).double().unflatten(-1, (families, b))[:, None]
-            empty = size == 0
-            fixed = None if level == 0 and not bool(empty.any()) else (empty | (level > 0))
-            found.append(
-                Group(
-                    share=size / size.sum(-1, keepdim=True).clamp_min(1),
-                    log_size=size.log(),
-                    fixed=fixed,
-                    all_fixed=level > 0,
-                    kind=torch.zeros(families, dtype=torch.long, device=tokens.device),
-                    level=level,
-                    parents=level + 1,
-                )
-            )
+        self.length, self.spans = hierarchy.length, None
+        counts = torch.tensor([[self.length]], device=device)
+        if hierarchy.starts is not None or hierarchy.stops is not None:
+            spans = [hierarchy.span(row) for row in range(hierarchy.rows)]
+            self.spans = torch.tensor(spans, device=device).expand(batch, 2)
+            counts = self.spans[:, 1:] - self.spans[:, :1]
+        self.apart, self.counts = len(counts), counts
+        tokens = int(counts.max())
+        widths = [
+            1,
+            *(s for s in hierarchy.sizes if s < tokens),
+        ]  # a window that holds everything is the root
+        self.groups: list[Group] = []
+        self.filled: list[int] = []  # nodes of every level, filling included
+        for level, (width, above) in enumerate(zip(widths, (*widths[1:], None))):
+            nodes = -(-tokens // width)
+            b = above // width if above else nodes
+            self.groups.append(self._group(level, width, -(-nodes // b), b))
+            self.filled.append(self.groups[-1].families * b)
         self.filled.append(1)
-        return found
 
-    def to_leaves(self, x):
-        if self.spans is not None:
-            index, real = (
-                t[:, None].reshape(len(t), 1, -1, *[1] * (x.dim() - 3)) for t in (self.index, self.real)
-            )
-            index = index.clamp(max=self.length - 1).expand(*x.shape[:2], -1, *x.shape[3:])
-            return x.gather(2, index).masked_fill(~real, 0)
-        spare = self.filled[0] - x.shape[2]
-        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, spare)) if spare else x
+    def _group(self, level: int, width: int, families: int, b: int) -> Group:
+        place = torch.arange(families * b, device=self.counts.device) * width
+        size = (self.counts - place).clamp(0, width).double().unflatten(-1, (families, b))[:, None]
+        return Group(
+            share=size / size.sum(-1, keepdim=True).clamp_min(1),
+            log_size=size.log(),
+            fixed=(size == 0) | (level > 0) if level or bool((size == 0).any()) else None,
+            all_fixed=level > 0,
+            kind=torch.zeros(families, dtype=torch.long, device=place.device),
+            children=level,
+            parents=level + 1,
+        )
 
-    def from_leaves(self, x):
+    def _moved(self, x: Tensor, place: Tensor, real: Tensor) -> Tensor:
+        """What stands at these places [batch, n] of every row, 0 where not real."""
+        place, real = (t.reshape(len(t), 1, -1, *[1] * (x.dim() - 3)) for t in (place, real))
+        return x.gather(2, place.expand(*x.shape[:2], -1, *x.shape[3:])).masked_fill(~real, 0)
+
+    def to_leaves(self, x: Tensor) -> Tensor:
+        if self.spans is None:
+            return _lengthened(x, self.filled[0])
+        place = torch.arange(self.filled[0], device=x.device) + self.spans[:, :1]
+        return self._moved(x, place.clamp_max(self.length - 1), place < self.spans[:, 1:])
+
+    def from_leaves(self, x: Tensor) -> Tensor:
         if self.spans is None:
             return x[:, :, : self.length]
         place = torch.arange(self.length, device=x.device) - self.spans[:, :1]
-        real = (place >= 0) & (place < self._sizes[:, None])
-        place, real = (t.reshape(len(t), 1, -1, *[1] * (x.dim() - 3)) for t in (place, real))
-        index = place.clamp(0, x.shape[2] - 1).expand(*x.shape[:2], -1, *x.shape[3:])
-        return x.gather(2, index).masked_fill(~real, 0)
+        return self._moved(x, place.clamp(0, x.shape[2] - 1), (place >= 0) & (place < self.counts))
 
-    def store(self, leaves):
-        return [leaves] + [None] * len(self.groups)
+    def buffer(self, leaves: Tensor) -> list[Tensor]:
+        zero = leaves.new_zeros(())
+        return [leaves, *(zero.expand(*leaves.shape[:2], n, *leaves.shape[3:]) for n in self.filled[1:])]
 
-    def blank(self, like):
-        return self.store(like.new_zeros(()).expand(like.shape))
+    def blank(self, like: Tensor) -> list[Tensor]:
+        return self.buffer(like.new_zeros(()).expand(like.shape))
 
-    def leaves(self, store):
-        return store[0]
+    def leaves(self, buffer: list[Tensor]) -> Tensor:
+        return buffer[0]
 
-    def children(self, store, group):
-        x = store[group.level]
-        if x is None:
-            x = self._nothing(store, group.level)
+    def children(self, buffer: list[Tensor], group: Group) -> Tensor:
+        return buffer[group.children].unflatten(2, (group.families, group.width))
+
+    def parents(self, buffer: list[Tensor], group: Group) -> Tensor:
+        return buffer[group.parents][:, :, : group.families]
+
+    def put_children(self, buffer: list[Tensor], group: Group, x: Tensor) -> None:
+        buffer[group.children] = x.flatten(2, 3)
+
+    def put_parents(self, buffer: list[Tensor], group: Group, x: Tensor) -> None:
+        buffer[group.parents] = _lengthened(x, self.filled[group.parents])
+
+    def roots(self, buffer: list[Tensor]) -> Tensor:
+        return buffer[-1][:, :, 0]
+
+    def put_roots(self, buffer: list[Tensor], x: Tensor) -> None:
+        buffer[-1] = x[:, :, None]
+
+
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """[R, K, n, ...] with zeros up to a length of axis 2."""
+    spare = length - x.shape[2]
+    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, spare)) if spare else x
+
+
+class TreeLayout:
+    """One tree for all rows, or a forest of one tree a row, in one tensor over all nodes.
+
+    There stand the leaves (of all trees), then the inner nodes group by group, then one place that filling reads and
+    writes.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, batch: int, device):
+        trees, tokens = hierarchy.trees, hierarchy.tokens
+        if len(trees) > 1 and _all_equal(trees, tokens):
+            trees, tokens = trees[:1], tokens[:1]
+        self.length, self.batch, self.one = hierarchy.length, batch, len(trees) == 1
+        self.apart = 1 if self.one else batch
+        self.tokens = torch.cat(tokens).to(device)
+        counts = torch.tensor([t.leaves for t in trees])
+        self.rows = torch.arange(len(trees)).repeat_interleave(counts).to(device)
+        self.every = self.one and len(self.tokens) == self.length
+        self.kind_names = tuple(dict.fromkeys(["", *(name for t in trees for name in t.kind_names)]))
+        self.leaf_count, self.nodes = len(self.tokens), sum(tree.nodes for tree in trees)
+        self.groups = self._groups(trees, counts.cumsum(0) - counts, device)
+
+    def _groups(self, trees: Sequence[Tree], first_leaf: Tensor, device) -> list[Group]:
+        """Give every node its place, and make the groups: families of one height and about one width together."""
+        steps: dict[tuple[int, int], list[tuple[int, Families]]] = {}
+        for number, tree in enumerate(trees):
+            for families in tree.families:
+                key = int(tree.height[families.parent[0]]), families.children.shape[1].bit_length()
+                steps.setdefault(key, []).append((number, families))
+        place = [
+            first + torch.arange(t.nodes) for t, first in zip(trees, first_leaf)
+        ]  # inner nodes' comes below
+        groups, start = [], self.leaf_count
+        for key in sorted(steps):
+            first = start
+            for number, families in steps[key]:
+                place[number][families.parent] = torch.arange(start, start + len(families.parent))
+                start += len(families.parent)
+            groups.append(self._group(trees, steps[key], place, first, device))
+        self._roots = torch.stack([mine[-1] for mine in place]).to(device)
+        self._zero = torch.cat([self._roots, self._roots.new_tensor([self.nodes])])
+        return groups
+
+    def _group(self, trees, entries: list[tuple[int, Families]], place, first: int, device) -> Group:
+        """One group from the families of several trees, filled up to a common width."""
+        width = max(families.children.shape[1] for _, families in entries)
+        places, sizes, inner, kinds = [], [], [], []
+        for number, families in entries:
+            tree, spare = trees[number], width - families.children.shape[1]
+            node = families.children.clamp(min=0)
+            wide = lambda t, value, real=families.real, spare=spare: F.pad(
+                torch.where(real, t, value), (0, spare), value=value
+            )
+            places.append(wide(place[number][node], self.nodes))
+            sizes.append(wide(tree.sizes[node], 0))
+            inner.append(wide(node >= tree.leaves, True))
+            names = torch.tensor([self.kind_names.index(name) for name in tree.kind_names])
+            kinds.append(names[tree.kinds[families.parent]])
+        size, fixed = torch.cat(sizes).double()[None, None], torch.cat(inner)[None, None]
+        return Group(
+            share=(size / size.sum(-1, keepdim=True)).to(device),
+            log_size=size.log().to(device),
+            fixed=fixed.to(device) if bool(fixed.any()) else None,
+            all_fixed=bool(fixed.all()),
+            kind=torch.cat(kinds).to(device),
+            children=_line(torch.cat(places).flatten().to(device)),
+            parents=first,
+        )
+
+    def to_leaves(self, x: Tensor) -> Tensor:
+        if self.every:
+            return x
+        if self.one:
+            return x.index_select(2, self.tokens)
+        return x.transpose(1, 2)[self.rows, self.tokens].transpose(0, 1)[None]
+
+    def from_leaves(self, x: Tensor) -> Tensor:
+        if self.every:
+            return x
+        batch = x.shape[0] if self.one else self.batch
+        out = x.new_zeros(batch, x.shape[1], self.length, *x.shape[3:])
+        if self.one:
+            return out.index_copy(2, self.tokens, x)
+        out = out.transpose(1, 2).index_put((self.rows, self.tokens), x[0].transpose(0, 1))
+        return out.transpose(1, 2)
+
+    def buffer(self, leaves: Tensor) -> Tensor:
+        buffer = self.blank(leaves)
+        buffer[:, :, : self.leaf_count] = leaves
+        return buffer
+
+    def blank(self, like: Tensor) -> Tensor:
+        buffer = like.new_empty(*like.shape[:2], self.nodes + 1, *like.shape[3:])
+        buffer[:, :, self._zero] = 0
+        return buffer
+
+    def leaves(self, buffer: Tensor) -> Tensor:
+        return buffer[:, :, : self.leaf_count]
+
+    def children(self, buffer: Tensor, group: Group) -> Tensor:
+        places = group.children
+        x = buffer[:, :, places] if isinstance(places, slice) else buffer.index_select(2, places)
         return x.unflatten(2, (group.families, group.width))
 
-    def parents(self, store, group):
-        x = store[group.parents]
-        return (self._nothing(store, group.parents) if x is None else x)[:, :, : group.families]
+    def parents(self, buffer: Tensor, group: Group) -> Tensor:
+        return buffer[:, :, group.parents : group.parents + group.families]
 
-    def _nothing(self, store, level: int) -> Tensor:
-        like = next(t for t in store if t is not None)
-        return like.new_zeros(()).expand(*like.shape[:2], self.filled[level], *like.shape[3:])
+    def put_children(self, buffer: Tensor, group: Group, x: Tensor) -> None:
+        if isinstance(group.children, slice):
+            buffer[:, :, group.children] = x.flatten(2, 3)
+        else:
+            buffer.index_copy_(2, group.children, x.flatten(2, 3))
 
-    def put_children(self, store, group, x):
-        store[group.level] = x.flatten(2, 3)
+    def put_parents(self, buffer: Tensor, group: Group, x: Tensor) -> None:
+        buffer[:, :, group.parents : group.parents + group.families] = x
 
-    def put_parents(self, store, group, x):
-        spare = self.filled[group.parents] - x.shape[2]
-        store[group.parents] = F.pad(x, (0, 0) * (x.dim() - 3) + (0, spare)) if spare else x
+    def roots(self, buffer: Tensor) -> Tensor:
+        roots = buffer.index_select(2, self._roots)
+        return roots[:, :, 0] if self.one else roots[0].transpose(0, 1)
 
-    def roots(self, store):
-        return store[-1][:, :, 0]
+    def put_roots(self, buffer: Tensor, x: Tensor) -> None:
+        buffer[:, :, self._roots] = x[:, :, None] if self.one else x.transpose(0, 1)[None]
 
-    def put_roots(self, store, x):
-        store[-1] = x[:, :, None]
+
+Layout = WindowLayout | TreeLayout
+
+
+def _line(places: Tensor) -> Tensor | slice:
+    """A slice where the places follow each other: a view in place of a gather."""
+    first = int(places[0])
+    follow = torch.equal(places, torch.arange(first, first + len(places), device=places.device))
+    return slice(first, first + len(places)) if follow else places
+
+
+def _all_equal(trees: Sequence[Tree], tokens: Sequence[Tensor]) -> bool:
+    """Whether all rows have the very same tree over the same tokens."""
+    return all(t is trees[0] or t.same(trees[0]) for t in trees) and all(
+        torch.equal(t, tokens[0]) for t in tokens
+    )

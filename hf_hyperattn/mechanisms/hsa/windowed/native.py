@@ -16,26 +16,21 @@ from ....readable import can_read
 LANES = 16
 
 
+def _fields(kind, names: str) -> list:
+    return [(name, kind) for name in names.split()]
+
+
 class Call(ctypes.Structure):
-    """`struct Call` of key.cpp."""
+    """`struct Call` of key_tile.h."""
 
     _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "out lse query"),
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("key_steps", ctypes.c_void_p),
-        ("value_steps", ctypes.c_void_p),
-        ("widths", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "dim", "value_dim")),
-        *((name, ctypes.c_void_p) for name in ("near", "sinks", "top_k", "block_bias", "sink_logit")),
-        *((name, ctypes.c_void_p) for name in ("starts", "stops")),
-        ("is_causal", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths"),
+        *_fields(ctypes.c_int64, "batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
+        *_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
     ]
 
@@ -43,10 +38,7 @@ class Call(ctypes.Structure):
 class Slopes(ctypes.Structure):
     """`struct Slopes` of key_backward.h."""
 
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("grad", "query", "keys", "values", "rows", "block_bias", "sink_logit")
-    ]
+    _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
 
 def library() -> ctypes.CDLL | None:
@@ -77,7 +69,7 @@ def steps(tensors: Sequence[Tensor]):
     return longs([s for t in tensors for s in t.stride()[:3]])
 
 
-def ready(t: Tensor) -> Tensor:
+def whole_vectors(t: Tensor) -> Tensor:
     """The tensor with rows that are whole vectors and contiguous; itself where they are."""
     spare = -t.shape[-1] % LANES
     t = torch.nn.functional.pad(t, (0, spare)) if spare else t
@@ -107,13 +99,17 @@ def call_of(
 def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N]; `rest` as in `call_of`."""
     width = values[0].shape[-1]
-    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])
     lse = query.new_empty(query.shape[:3])
-    call, kept = call_of(query, keys, values, out, lse, *rest)
+    call, alive = call_of(query, keys, values, out, lse, *rest)
     library().hsa_key_forward(ctypes.byref(call))
-    del kept
-    return out if width == out.shape[-1] else out[..., :width].contiguous(), lse
+    del alive
+    return _cut(out, width), lse
+
+
+def _cut(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width].contiguous()
 
 
 def backward(
@@ -126,26 +122,21 @@ def backward(
     *rest,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
     """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
-    widths = query.shape[-1], values[0].shape[-1]
-    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
-    grad, out, lse = ready(grad).contiguous(), ready(out).contiguous(), lse.contiguous()
-    call, kept = call_of(query, keys, values, out, lse, *rest)
-    found = [query.new_zeros(t.shape) for t in (query, *keys, *values)]
+    width, value_width = query.shape[-1], values[0].shape[-1]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
+    grad, out, lse = whole_vectors(grad).contiguous(), whole_vectors(out).contiguous(), lse.contiguous()
+    call, alive = call_of(query, keys, values, out, lse, *rest)
+    zeros = lambda t: query.new_zeros(t.shape)
+    g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
-    key_slopes, value_slopes = found[1 : 1 + len(keys)], found[1 + len(keys) :]
-    tables = [pointers(key_slopes), pointers(value_slopes), longs([t.shape[2] for t in keys])]
+    tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
     slopes = Slopes(
-        grad.data_ptr(), found[0].data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
+        grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
     )
     library().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
-    del kept
-    cut = lambda t, width: t if t.shape[-1] == width else t[..., :width].contiguous()
-    return (
-        cut(found[0], widths[0]),
-        [cut(t, widths[0]) for t in key_slopes],
-        [cut(t, widths[1]) for t in value_slopes],
-        *heads.sum(1),
-    )
+    del alive
+    g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
+    return _cut(g_query, width), g_keys, g_values, *heads.sum(1)
 
 
 def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:

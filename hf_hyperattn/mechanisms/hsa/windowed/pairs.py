@@ -18,44 +18,27 @@ def attended(
     The logits that refinement looks at and then replaces by those of the children are not among them: about
     refine_top_k more for every level and query.
     """
-    flat = near >= length
-    cover = Cover(() if flat else tuple(sizes), near, sinks, refine_top_k, is_causal, length)
-    starts = torch.arange(0, length, cover.bottom())
-    windows = starts // cover.bottom()
-    total = torch.zeros(len(windows), dtype=torch.long)
-    laid = torch.zeros_like(total)
+    cover = Cover(() if near >= length else tuple(sizes), near, sinks, refine_top_k, is_causal, length)
+    windows = torch.arange(
+        -(-length // cover.bottom())
+    )  # queries of a window have one cover before refinement
+    rows = (length - windows * cover.bottom()).clamp_max(cover.bottom())
+    total, laid = torch.zeros_like(windows), torch.zeros_like(windows)
     for level in range(cover.top, 0, -1):
-        standing, single = closed(cover, level, windows)
-        here = standing + laid
+        index = torch.arange(cover.blocks(level))
+        first, last = (edge[:, None] for edge in cover.moving(level, windows))
+        closed = (index < cover.front(level)) | ((index >= first) & (index < last))
+        closed &= ~cover.hidden(level, index, windows)
+        single = (closed & (cover.sizes_of(level, index) == 1)).sum(1)  # never opened
+        here = closed.sum(1) + laid
         opened = (here - single).clamp_max(refine_top_k)
         total += here - opened
         laid = opened * cover.branching(level)
-    rows = (length - starts).clamp_max(cover.bottom())
-    tokens = rows * (standing_tokens(cover, windows) + total + laid)
-    hidden = rows * (rows - 1) // 2 if is_causal else 0  # the later tokens of the own window
-    return int((tokens - hidden).sum())
-
-
-def closed(cover: Cover, level: int, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Closed blocks of `level` before refinement, for each window; and those of one token, which are never opened."""
-    found = []
-    for window, index in zip(windows, _places(cover, level, windows)):
-        here = ~cover.hidden(level, index[None], window[None])[0]
-        found.append((int(here.sum()), int((here & (cover.sizes_of(level, index) == 1)).sum())))
-    return tuple(torch.tensor(found).T)
-
-
-def standing_tokens(cover: Cover, windows: torch.Tensor) -> torch.Tensor:
-    """Tokens that stand in the cover of a window's last query before refinement."""
-    last = ((windows + 1) * cover.bottom()).clamp_max(cover.tokens) if cover.is_causal else cover.tokens
-    count = [int((index < (last[i] if cover.is_causal else last)).sum()) for i, index in
-             enumerate(_places(cover, 0, windows))]  # fmt: skip
-    return torch.tensor(count)
-
-
-def _places(cover: Cover, level: int, windows: torch.Tensor):
-    """The blocks of `level` whose parents are open, for each window."""
-    front, blocks = cover.front(level), cover.blocks(level)
-    first, last = cover.moving(level, windows)
-    for a, b in zip(first.tolist(), last.tolist()):
-        yield torch.cat([torch.arange(front), torch.arange(max(a, front), max(a, front, min(b, blocks)))])
+    first, last = cover.moving(0, windows)
+    seen = windows * cover.bottom() + rows if is_causal else torch.full_like(windows, length)
+    front = torch.full_like(seen, cover.front(0))
+    tokens = torch.minimum(front, seen) + (torch.minimum(last, seen) - torch.maximum(first, front)).clamp_min(
+        0
+    )
+    later = rows * (rows - 1) // 2 if is_causal else 0  # of the own window
+    return int((rows * (tokens + total + laid) - later).sum())
