@@ -45,15 +45,15 @@ def sentences(text: str) -> list[Starts]:
     In a text without capitals small letters count too. Common English abbreviations and single letters do not end a
     sentence. Chinese and Japanese stops need no space.
     """
-    found, small = [], text == text.lower()
+    ends, small = [], text == text.lower()
     for match in SENTENCE_END.finditer(text):
         after = text[match.end() : match.end() + 1]
         stop = match.group().rstrip()
         if stop == "." and ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
             continue
         if after and (small or not after.islower()):
-            found.append(match.end())
-    return [starts(found)]
+            ends.append(match.end())
+    return [starts(ends)]
 
 
 def words(text: str) -> list[Starts]:
@@ -74,7 +74,7 @@ def markdown(text: str) -> list[Starts]:
             if not marks or marks[-1][0] != place - len(before):
                 marks.append((place - len(before), 1 if under.group(1)[0] == "=" else 2))
         before = line
-    return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
+    return by_depth(marks)
 
 
 def code(text: str) -> list[Starts]:
@@ -96,7 +96,7 @@ def code(text: str) -> list[Starts]:
         if not decorated and not CLOSING.match(body):
             marks.append((place, len(open_at)))
         decorated = body.startswith("@")
-    return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
+    return by_depth(marks)
 
 
 def python(text: str) -> list[Starts]:
@@ -118,6 +118,11 @@ def python(text: str) -> list[Starts]:
             decorated = None
         elif decorated is None and ended:
             marks.append((place, len(open_at) + 1))
+    return by_depth(marks)
+
+
+def by_depth(marks: list[tuple[int, int]]) -> list[Starts]:
+    """One level for each depth of (place, depth) that occurs, with the places of that depth and of those above."""
     return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
 
 

@@ -63,9 +63,9 @@ def accepting_class(stock: type) -> type:
     """The subclass of a model class whose `forward` takes `hierarchy`."""
     original = stock.forward
     signature = inspect.signature(original)
-    given = list(signature.parameters.values())
+    parameters = list(signature.parameters.values())
     new = inspect.Parameter(NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
-    end = len(given) - (given[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
 
     @functools.wraps(original)
     def forward(self, *args, hierarchy=None, **kwargs):
@@ -80,14 +80,9 @@ def accepting_class(stock: type) -> type:
         hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
         return use_hierarchy(context, name, hierarchy, original, self, *args, **kwargs)
 
-    forward.__signature__ = signature.replace(parameters=[*given[:end], new, *given[end:]])
-    body = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "stock_class": stock,
-        "forward": forward,
-    }
+    forward.__signature__ = signature.replace(parameters=[*parameters[:end], new, *parameters[end:]])
+    body = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"stock_class": stock, "forward": forward}
     if hasattr(stock, "generate"):
         body |= generation_methods(stock)
     return type(stock.__name__, (Accepting, stock), body)
@@ -102,7 +97,7 @@ def generation_methods(stock: type) -> dict:
     """
     generation, prepare = stock.generate, getattr(stock, "prepare_inputs_for_generation", None)
     candidates = getattr(stock, "_get_candidate_generator", None)
-    own = generation is not GenerationMixin.generate
+    family_generates = generation is not GenerationMixin.generate
 
     @functools.wraps(generation)
     def generate(self, *args, hierarchy=None, **kwargs):
@@ -114,7 +109,8 @@ def generation_methods(stock: type) -> dict:
                 kwargs[NAME] = hierarchy
         # A family's own `generate` calls parts without the keyword, and where it prepares no inputs the whole as well.
         inside = name if prepare else name[:-1]
-        return use_hierarchy(context, inside, hierarchy if own else None, generation, self, *args, **kwargs)
+        for_parts = hierarchy if family_generates else None
+        return use_hierarchy(context, inside, for_parts, generation, self, *args, **kwargs)
 
     @functools.wraps(prepare)
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -137,7 +133,7 @@ def generation_methods(stock: type) -> dict:
 
 
 def encoding(original):
-    """A method that runs an encoder, which hears what `generate` was given: some encoders know no such keyword."""
+    """A method that runs an encoder, with the hierarchy of `generate`: some encoders know no such keyword."""
 
     @functools.wraps(original)
     def method(self, inputs_tensor, model_kwargs, *args, **kwargs):

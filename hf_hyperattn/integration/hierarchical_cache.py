@@ -8,13 +8,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..engines.score import CONVERTED
-from ..mechanisms.hsa.cache.mean_cache import CACHE, GrowingTensor, Keep, MeanCache
+from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
 from .records import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `MeanCache`, which attention finds on the tensors that `update` returns.
+    """The cache of one layer: a `MeanCache`, which attention knows by the tensors that `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
@@ -46,7 +46,7 @@ class HierarchicalLayer(DynamicLayer):
     def _show(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
         for shown in (self.keys, self.values):
-            setattr(shown, CACHE, self.store)
+            MEAN_CACHES[shown] = self.store
         if self.store.exact is not self.store.tokens:
             setattr(self.keys, CONVERTED, self.store.exact[0].view())
         return self.keys, self.values
@@ -124,29 +124,29 @@ class HierarchicalCache(DynamicCache):
                 raise ValueError(
                     f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
                 )
-            kept = keeps(config, [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer])
-            self.layers = [HierarchicalLayer(kept[i]) if i in kept else x for i, x in enumerate(self.layers)]
-            return
-        self.layers = [HierarchicalLayer() if type(x) is DynamicLayer else x for x in self.layers]
+        plain = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        keep = what_to_keep(config, plain) if evict else dict.fromkeys(plain)
+        for index in plain:
+            self.layers[index] = HierarchicalLayer(keep[index])
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def keeps(model, layers: list[int]) -> dict[int, Keep]:
+def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
     """What each of these layers of a patched model has to keep.
 
     Raises:
         ValueError: one that reads all keys.
     """
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
-    found = {getattr(host, "layer_idx", None): _keep(inner(host.hyper), host) for _, host in hosts}
+    keep = {getattr(host, "layer_idx", None): _keep(inner(host.hyper), host) for _, host in hosts}
     for index in layers:
-        if found.get(index) is None:
+        if keep.get(index) is None:
             raise ValueError(
                 f"HierarchicalCache(evict=True) cannot serve layer {index}, which reads all keys; allowed: a model all "
                 "of whose layers are patched with HsaConfig(refine_top_k=0) alone, tying='key', mode='replace'"
             )
-    return {index: found[index] for index in layers}
+    return {index: keep[index] for index in layers}
 
 
 def _keep(hyper, host) -> Keep | None:
@@ -155,9 +155,10 @@ def _keep(hyper, host) -> Keep | None:
     if len(layers) != 1 or not isinstance(layers[0], HsaLayer):
         return None
     (layer,) = layers
+    if layer.config.tying == "both" or layer.mode != "replace" or layer.heads is not None:
+        return None
+    rule = layer.config.rule(True, hyper.heads, type(host).__name__)
     most = lambda x: max(x) if isinstance(x, tuple) else x
-    rule = layer.config.rule(True, hyper.heads, type(host).__name__) if layer.config.tying != "both" else None
-    alone = layer.mode == "replace" and layer.heads is None and layer.config.windows
-    if rule is None or not alone or most(rule.refine_top_k):
+    if not layer.config.windows or most(rule.refine_top_k):
         return None
     return Keep(layer.config.windows, most(rule.near), most(rule.sinks))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
-from .cache.mean_cache import CACHE, MeanCache
+from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
 
@@ -137,7 +137,7 @@ def mean_cache_of(call: HostCall) -> MeanCache | None:
     """
     if torch.compiler.is_compiling():
         return None
-    cache, other = (getattr(t, CACHE, None) for t in (call.key, call.value))
+    cache, other = MEAN_CACHES.get(call.key), MEAN_CACHES.get(call.value)
     if cache is other:
         return cache
     if (cache or other).keep is not None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....engines import working_dtype
 from ..windowed.means import Levels
 
-#: Set on the keys and on the values that a cache hands to attention: the `MeanCache` they come from.
-CACHE = "_hyperattn_store"
+#: The `MeanCache` that keys and values come from, while they live.
+MEAN_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 #: How many tokens can be taken back from a cache that evicts, as assisted decoding does.
 TAKEN_BACK = 64

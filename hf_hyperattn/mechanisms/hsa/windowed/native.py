@@ -15,6 +15,12 @@ from ....readable import can_read
 #: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
 LANES = 16
 
+#: What the kernel is built from.
+SOURCES = [
+    Path(__file__).parent / name
+    for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_vectors.h")
+]
+
 
 def _fields(kind, names: str) -> list:
     return [(name, kind) for name in names.split()]
@@ -43,9 +49,7 @@ class Slopes(ctypes.Structure):
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where there is no compiler or it is turned off."""
-    here = Path(__file__).parent
-    headers = (here / f"key_{part}.h" for part in ("backward", "tile", "choice", "vectors"))
-    return native.load("hsa_key", here / "key.cpp", *headers)
+    return native.load("hsa_key", *SOURCES)
 
 
 def serves(t: Tensor) -> bool:
