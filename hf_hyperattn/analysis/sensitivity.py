@@ -24,8 +24,7 @@ from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
-from ..mechanisms.hsa.windowed import operator
-from ..mechanisms.hsa.windowed.means import pool
+from ..mechanisms.hsa.windowed.key import attend_levels, pool
 from .attention_gradients import listen_to_gradients
 from .hsa_pairs import share
 
@@ -190,8 +189,7 @@ def tied(query: Tensor, levels, setting: Setting, call: HostCall, start: int) ->
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     bias = query.new_full((heads,), setting.block_bias)
-    part, keys, values = query[:, :, start : start + CHUNK], list(levels.keys), list(levels.values)
     rule = [[x] * heads for x in (setting.near, setting.sinks, setting.refine_top_k)]
     sinks = None if call.options.sinks is None else call.options.sinks.float()
-    return operator.forward(part, keys, values, bias, sinks, None, None, list(setting.windows), *rule, True,
-                            start + offset, float(call.scale), "auto")  # fmt: skip
+    part = query[:, :, start : start + CHUNK]
+    return attend_levels(part, levels, *rule, bias, sinks, True, start + offset, float(call.scale))

@@ -76,31 +76,21 @@ def hierarchical_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
-    listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
+    counts = (tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k))
     learned = isinstance(block_bias, Tensor)
-    config = HsaConfig(
-        (),
-        tying,
-        keep_diagonal,
-        listed(near),
-        listed(sinks),
-        listed(refine_top_k),
-        None if learned else block_bias,
-    )
+    config = HsaConfig((), tying, keep_diagonal, *counts, None if learned else block_bias)
     rule = config.rule(is_causal, query.shape[1], "this call")
     check_choice("backend", backend, BACKENDS)
     if tying == "both" and (learned or backend != "auto"):
-        given, allowed = (
-            ("block_bias=a tensor", "None") if learned else (f"backend={backend!r}", "backend='auto'")
-        )
-        raise ValueError(f"{given} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
+        name, allowed = ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")
+        raise ValueError(f"{name} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
     if learned:
         check_heads(block_bias, query.shape[1])
         rule = replace(rule, block_bias=block_bias)
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    request = Request(hierarchy, rule, is_causal, backend)
     with full_precision(query.device):
+        request = Request(hierarchy, rule, is_causal, backend)
         out, _ = hierarchical(dot_score(query, key, scale), value, options, request)
     return out.to(query.dtype)
 

@@ -1,7 +1,8 @@
 """HSA as one operator with its gradient, for the compiler and for export.
 
 What a mask hides decides which tree is used, and a tree decides the shapes of all steps: the compiler can look into
-neither. So such a call is computed inside an operator as it is without a compiler, and its gradient computes it again.
+neither. So such a call is computed inside an operator as it is without a compiler. Its gradient computes it again, but
+over windows, which have a kernel for it.
 An operator's arguments are tensors, numbers and text, so a call comes apart: every tensor beside query, key and value
 has a name, and a hierarchy is windows' sizes and spans, or parents, kinds and tokens of trees.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +25,31 @@ BREAK, NEXT = "\x1f", "\x1e"
 
 Named = list[tuple[str, Tensor]]
 
-#: What the operator can compute: a function of (query, key and value; named tensors; sizes; numbers; scale) to two
-#: tensors, and one of (query, key, numbers) to the shape of the second.
-COMPUTED: dict[str, tuple[Callable, Callable]] = {}
+
+class Function(NamedTuple):
+    """What the operator can compute.
+
+    Args:
+        compute: from (query, key and value; named tensors; sizes; numbers; scale) to the output and a second tensor.
+        shape: of the second, from (query, key, numbers).
+        backward: gradients of all tensors, or None for one, from (gradient of the output, both results, and the
+            arguments of `compute`). None where autograd computes the function again.
+    """
+
+    compute: Callable
+    shape: Callable
+    backward: Callable | None = None
 
 
-def computes(name: str, shape: Callable):
-    """Decorator: a function that the operator can compute; `shape` of its second result."""
+FUNCTIONS: dict[str, Function] = {}
 
-    def register(function):
-        COMPUTED[name] = function, shape
-        return function
+
+def computes(name: str, shape: Callable, backward: Callable | None = None):
+    """Decorator: a function that the operator can compute."""
+
+    def register(compute):
+        FUNCTIONS[name] = Function(compute, shape, backward)
+        return compute
 
     return register
 
@@ -85,9 +101,9 @@ def _unflatten(
     return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
 
 
-def _compute(tensors: Sequence[Tensor], names: str, *rest) -> tuple[Tensor, Tensor]:
+def _taken_apart(tensors: Sequence[Tensor], names: str) -> tuple[Function, Sequence[Tensor], Named]:
     function, *keys = names.split(BREAK)
-    return COMPUTED[function][0](tensors[:3], list(zip(keys, tensors[3:], strict=True)), *rest)
+    return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
 
 @torch.library.custom_op("hf_hyperattn::hsa", mutates_args=())
@@ -95,21 +111,23 @@ def hsa(
     tensors: Sequence[Tensor], names: str, sizes: Sequence[int] | None, numbers: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The operator: output [B, H, N, dv], and what else the function that `names` begins with computes."""
-    out, second = _compute(tensors, names, sizes, numbers, scale)
-    return out.contiguous(), second.clone(memory_format=torch.contiguous_format)
+    function, *arguments = _taken_apart(tensors, names)
+    out, second = function.compute(*arguments, sizes, numbers, scale)
+    return out.contiguous(), second.contiguous()
 
 
 @hsa.register_fake
 def _(tensors, names, sizes, numbers, scale):
-    query, key, value = tensors[:3]
-    shape = COMPUTED[names.split(BREAK)[0]][1](query, key, numbers)
-    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(shape)
+    function, (query, key, value), _ = _taken_apart(tensors, names)
+    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(
+        function.shape(query, key, numbers)
+    )
 
 
 @torch.library.custom_op("hf_hyperattn::hsa_backward", mutates_args=())
 def backward(
-    grad: Tensor,
-    grad_second: Tensor,
+    grads: Sequence[Tensor],
+    results: Sequence[Tensor],
     tensors: Sequence[Tensor],
     names: str,
     sizes: Sequence[int] | None,
@@ -117,21 +135,34 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of all tensors that have some, zeros for the others."""
+    function, features, named = _taken_apart(tensors, names)
+    with full_precision(grads[0].device):  # backward may be called under autocast
+        if function.backward is not None:
+            gradients = function.backward(grads[0], *results, features, named, sizes, numbers, scale)
+        else:
+            gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
+    return [
+        torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.contiguous()
+        for t, g in zip(tensors, gradients, strict=True)
+    ]
+
+
+def _by_autograd(
+    function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
+) -> list[Tensor | None]:
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
-    learned = [i for i, t in enumerate(tensors) if t.is_floating_point() and keys[i] != "mask"]
-    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
-    with autograd_inside_operator(), full_precision(grad.device):  # backward may be called under autocast
-        inputs = [t.detach().requires_grad_(i in learned) for i, t in enumerate(tensors)]
-        outputs = zip(_compute(inputs, names, sizes, numbers, scale), (grad, grad_second))
-        outs, outer = zip(*((out, g) for out, g in outputs if out.requires_grad))
-        some = torch.autograd.grad(outs, [inputs[i] for i in learned], outer, allow_unused=True)
-    for i, t in zip(learned, some, strict=True):
-        grads[i] = grads[i] if t is None else t.contiguous()
-    return grads
+    learned = [t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)]
+    with autograd_inside_operator():
+        inputs = [t.detach().requires_grad_(learns) for t, learns in zip(tensors, learned)]
+        results = function.compute(*_taken_apart(inputs, names)[1:], *rest)
+        results, grads = zip(*((t, g) for t, g in zip(results, grads) if t.requires_grad))
+        leaves = [t for t, learns in zip(inputs, learned) if learns]
+        of_leaves = iter(torch.autograd.grad(results, leaves, grads, allow_unused=True))
+    return [next(of_leaves) if learns else None for learns in learned]
 
 
 @backward.register_fake
-def _(grad, grad_second, tensors, *_):
+def _(grads, results, tensors, *_):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
@@ -148,12 +179,13 @@ def autograd_inside_operator():
 
 def _save(ctx, inputs, output):
     tensors, *ctx.rest = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*output, *tensors)
 
 
-def _pullback(ctx, grad, grad_second):
-    grads = backward(grad.contiguous(), grad_second.contiguous(), list(ctx.saved_tensors), *ctx.rest)
-    names, sizes, *_ = ctx.rest
+def _pullback(ctx, *grads):
+    out, second, *tensors = ctx.saved_tensors
+    grads = backward([g.contiguous() for g in grads], [out, second], tensors, *ctx.rest)
+    _, sizes, *_ = ctx.rest
     none = [] if sizes is not None and not len(sizes) else None  # an empty list counts as one of tensors
     return grads, None, none, None, None
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ....engines import repeat_heads
+from ....engines import Options, repeat_heads
+from ....engines.options import position_mask
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 from ..windowed.tiles import weighted_sum
@@ -27,7 +28,7 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
     """Trees with the tokens of their leaves; causal windows are continued until all of them are complete."""
     if not hierarchy.is_windows:
         return list(zip(hierarchy.trees, hierarchy.tokens, strict=True))
-    found, trees = [], {}
+    pairs, trees = [], {}
     for start, stop in map(hierarchy.span, range(hierarchy.rows)):
         whole = hierarchy.sizes[-1] if hierarchy.sizes and is_causal else 1
         count = -(-(stop - start) // whole) * whole
@@ -35,8 +36,8 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
             trees[count] = windows_tree(count, hierarchy.sizes)
         tokens = torch.arange(start, start + count)
         tokens[stop - start :] = hierarchy.length  # leaves to come, which no query sees
-        found.append((trees[count], tokens))
-    return found
+        pairs.append((trees[count], tokens))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,16 @@ class MaskedCall:
     """What a call asks besides its tree.
 
     Args:
-        near, sinks, top_k: int64 [H]. block_bias, sink_logit: [H] or None.
-        is_causal, offset: query i is token `offset + i`, and where causal sees no later one.
-        window: query i sees key j where i - j < window, and where not causal also j - i < window.
-        mask: bool (True = take part) or additive, [B|1, H|1, N|1, M|1]. bias: likewise, added to the logits.
-        dropout_p: probability that the weight of a pair is dropped.
+        near, sinks, top_k: int64 [H]. block_bias: [H] or None.
+        options: masks and the rest; mask and bias have four axes.
         weights: whether the weights are asked for.
     """
 
     near: Tensor
     sinks: Tensor
     top_k: Tensor
-    block_bias: Tensor | None = None
-    sink_logit: Tensor | None = None
-    is_causal: bool = False
-    offset: int = 0
-    window: int | None = None
-    mask: Tensor | None = None
-    bias: Tensor | None = None
-    dropout_p: float = 0.0
+    block_bias: Tensor | None
+    options: Options
     weights: bool = False
 
 
@@ -152,20 +144,14 @@ class KeyTree:
         return t[..., self.tokens] if t.shape[3] > 1 else t
 
 
-def visible_pairs(call: MaskedCall, rows: slice, block: slice, tree: KeyTree, leaves: Tensor) -> Tensor:
+def visible_pairs(options: Options, rows: slice, block: slice, tree: KeyTree, leaves: Tensor) -> Tensor:
     """Bool [B|1, H|1, R, leaves]: what the queries see."""
-    i = torch.arange(block.start, block.stop, device=tree.device)[:, None] + call.offset
-    j = tree.tokens
-    seen = tree.real & (leaves >= 0)[:, None]
-    if call.is_causal:
-        seen = seen & (j <= i)
-    if call.window is not None:
-        seen = seen & (i - j < call.window)
-        if not call.is_causal:
-            seen = seen & (j - i < call.window)
-    seen = seen[None, None]
-    if call.mask is not None:
-        mask = tree.columns(call.mask, rows, block)
+    seen = (tree.real & (leaves >= 0)[:, None])[None, None]
+    by_place = position_mask(options, (block.start, block.stop), (0, tree.keys), tree.device)
+    if by_place is not None:
+        seen = seen & by_place[:, tree.tokens]
+    if options.mask is not None:
+        mask = tree.columns(options.mask, rows, block)
         seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     return seen
 
@@ -174,17 +160,17 @@ def _block(
     query: Tensor, key: Tensor, value: Tensor, tree: KeyTree, call: MaskedCall, rows: slice, block: slice
 ) -> tuple[Tensor, Tensor | None]:
     """Output and weights of one block of rows."""
-    leaves = tree.leaves_of(block.start + call.offset, block.stop + call.offset)
-    seen = visible_pairs(call, rows, block, tree, leaves)
-    heads = query.shape[1]
+    options, heads = call.options, query.shape[1]
+    leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
+    seen = visible_pairs(options, rows, block, tree, leaves)
     logits = products(query, repeat_heads(key, heads)[:, :, tree.tokens])
-    if call.bias is not None:
-        logits = logits + tree.columns(call.bias, rows, block)
-    if call.mask is not None and call.mask.dtype != torch.bool:
-        logits = logits + tree.columns(call.mask, rows, block).masked_fill(~seen, 0.0)
+    if options.bias is not None:
+        logits = logits + tree.columns(options.bias, rows, block)
+    if options.mask is not None and options.mask.dtype != torch.bool:
+        logits = logits + tree.columns(options.mask, rows, block).masked_fill(~seen, 0.0)
     tied = tie(logits.masked_fill(~seen, 0.0), seen, tree, leaves, call)
-    shares = softmax(tied.masked_fill(~seen, float("-inf")), call.sink_logit)
-    dropped = torch.nn.functional.dropout(shares, call.dropout_p) if call.dropout_p else shares
+    shares = softmax(tied.masked_fill(~seen, float("-inf")), options.sinks)
+    dropped = torch.nn.functional.dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, repeat_heads(value, heads)[:, :, tree.tokens])
     if not call.weights:
         return out, None
@@ -227,8 +213,8 @@ def tie(logits: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Maske
     opened = opened.expand(mean.shape).clone()
     log_size = torch.log(tree.size.to(mean.dtype))
     bias = 0.0 if call.block_bias is None else per_head(call.block_bias)
-    own = torch.where(tree.inner, mean + bias, mean)
-    value = own
+    by_itself = torch.where(tree.inner, mean + bias, mean)
+    value = by_itself
     for depth, nodes in enumerate(tree.levels):
         parents = tree.parents[nodes]
         reached = opened[..., parents]
@@ -240,7 +226,7 @@ def tie(logits: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Maske
             best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
             here = here | (closed & torch.zeros_like(closed).scatter(-1, order, best.expand(order.shape)))
         opened[..., nodes] = here
-        if depth:  # the top level has its own value in any case
-            under = torch.where(reached, own[..., nodes], value[..., parents])
+        if depth:  # the top level has that value in any case
+            under = torch.where(reached, by_itself[..., nodes], value[..., parents])
             value = value.index_copy(-1, nodes, under)
     return value[..., : tree.tree.leaves]

@@ -210,5 +210,5 @@ def mean(group: Group, children: Tensor) -> Tensor:
     """Means of parents from those of their children, [R, K, F, b, ...] to [R, K, F, ...]."""
     share = group.share.to(children.dtype)
     x = children.flatten(4) if children.dim() > 5 else children
-    found = (share.expand(*x.shape[:3], -1)[..., None, :] @ x)[..., 0, :]
-    return found.unflatten(-1, children.shape[4:]) if children.dim() > 5 else found
+    means = (share.expand(*x.shape[:3], -1)[..., None, :] @ x)[..., 0, :]
+    return means.unflatten(-1, children.shape[4:]) if children.dim() > 5 else means

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....engines import working_dtype
+from ....engines import Options, working_dtype
 from ....hierarchy import Hierarchy
 from ....hierarchy.windows import checked_sizes
+from .. import operator
 from ..tree import masked_tree
-from . import operator
+from . import native, tiles
 from .cover import Cover
 from .means import Levels, pool, rows_by_span, span_lists
 
@@ -56,16 +57,10 @@ def key_tied(
     Args:
         query: [B, H, N, d]; query i is the token `offset + i`: a full pass, the last N of M tokens, or a single step.
         key: [B, Hkv, M, d], Hkv dividing H. value: [B, Hkv, M, dv].
-        hierarchy: of the M keys; padding is never seen, and a padded query gives 0. Or window sizes, bottom first,
-            each dividing the next (() is the flat tree).
-        near, sinks, refine_top_k: integers, one for all heads or one per query head. near >= M is exact attention.
-        block_bias: added to the logit of closed blocks, a number or [H]; -inf drops them; None: 0.
-        is_causal: query i sees tokens up to its own. Windows then count as continued to the right.
-        scale: None: 1/sqrt(d).
+        hierarchy: of the M keys, or window sizes; padding is never seen, and a padded query gives 0.
+        near, sinks, refine_top_k, block_bias: as in `functional.hierarchical_attention`.
+        is_causal, window, mask, bias, dropout_p: as in `Options`. scale: None: 1/sqrt(d).
         sink_logit: one extra logit per head [H] that takes part in the softmax and has no value.
-        window: a sliding window: only keys with i - j < window, and where not causal j - i < window, are seen.
-        mask: bool (True = take part) or additive. bias: added to the logits. Both broadcast to [B, H, N, M].
-        dropout_p: probability that the weight of a pair is dropped.
         weights: also return the attention weights [B, H, N, M].
         backend: "auto", "torch", "native" (the compiled kernel), or "rows" (the general way).
 
@@ -97,25 +92,14 @@ def key_tied(
     if reason is None and backend != "rows":
         levels = pool(key.to(working_dtype(query)), value, hierarchy.sizes, hierarchy.starts, hierarchy.stops)
         return _attend(query, levels, **rule, backend=backend), None
-    return _masked(query, key, value, hierarchy, rule, window=window, mask=mask, bias=bias, dropout_p=dropout_p,
-                   weights=weights)  # fmt: skip
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, rule: dict, **more):
-    """The general way."""
     dtype, heads = working_dtype(query), query.shape[1]
-    scale = query.shape[-1] ** -0.5 if rule["scale"] is None else rule["scale"]
-    counts = (rule["near"], rule["sinks"], rule["refine_top_k"])
-    counts = [torch.tensor(per_head(n, heads), device=query.device) for n in counts]
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
-    more |= {"mask": four(more["mask"]), "bias": four(more["bias"])}
-    query, key, value = (t.to(dtype) for t in (query, key, value))
-    call = masked_tree.MaskedCall(
-        *counts, per_head_tensor(rule["block_bias"], query), rule["sink_logit"], rule["is_causal"], rule["offset"],
-        **more,
-    )  # fmt: skip
-    trees = masked_tree.trees_of(hierarchy, rule["is_causal"])
-    return masked_tree.attend(query * scale, key, value, trees, call)
+    options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
+    counts = (torch.tensor(per_head(n, heads), device=query.device) for n in (near, sinks, refine_top_k))
+    query = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    call = masked_tree.MaskedCall(*counts, per_head_tensor(block_bias, query), options, weights)
+    trees = masked_tree.trees_of(hierarchy, is_causal)
+    return masked_tree.attend(query, key.to(dtype), value.to(dtype), trees, call)
 
 
 def _fitting(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
@@ -190,10 +174,70 @@ def _attend(
         per_head_tensor(block_bias, query),
         sink_logit if sink_logit is None else sink_logit.to(query.dtype),
     )
-    keys, values = list(levels.keys), [t.to(query.dtype) for t in levels.values]
-    out, _ = operator.forward(query, keys, values, *of_heads, levels.starts, levels.stops, list(levels.sizes), *counts,
-                              is_causal, offset, scale, backend)  # fmt: skip
-    return out
+    return attend_levels(query, levels, *counts, *of_heads, is_causal, offset, scale, backend)[0]
+
+
+def attend_levels(
+    query: Tensor, levels: Levels, near: list[int], sinks: list[int], top_k: list[int], block_bias: Tensor | None,
+    sink_logit: Tensor | None, is_causal: bool, offset: int, scale: float, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), as one operator.
+
+    Args:
+        query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
+        is_causal, offset, scale, backend: as in `key_tied`.
+    """
+    (key, *keys), (value, *values) = levels.keys, [t.to(query.dtype) for t in levels.values]
+    named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [
+        (f"value {i}", t) for i, t in enumerate(values, 1)
+    ]
+    extras = {
+        "block_bias": block_bias,
+        "sink_logit": sink_logit,
+        "starts": levels.starts,
+        "stops": levels.stops,
+    }
+    named += [(name, t) for name, t in extras.items() if t is not None]
+    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
+    return operator.call("windowed", [query, key, value], named, list(levels.sizes), numbers, scale)
+
+
+def _call_of(tensors, named: operator.Named, sizes, numbers, scale):
+    """What computes the call, `native`, the compiled kernel, or `tiles`, plain torch; and its arguments."""
+    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
+    keys, values = (
+        [first, *(extras[f"{name} {i}"] for i in range(1, len(sizes) + 1))]
+        for name, first in (("key", key), ("value", value))
+    )
+    spans = span_lists(len(query), key.shape[2], extras.get("starts"), extras.get("stops"))
+    backend, is_causal, offset, *counts = numbers
+    counts = [list(counts[i * heads : (i + 1) * heads]) for i in range(3)]
+    compiled = BACKENDS[backend] != "torch" and native.serves(query)
+    if BACKENDS[backend] == "native" and not compiled:
+        raise ValueError(
+            f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32 on the CPU, "
+            "with a C++ compiler installed; use backend='auto'"
+        )
+    rules = (spans, sizes, *counts, bool(is_causal), offset, scale)
+    arguments = (query, keys, values, extras.get("block_bias"), extras.get("sink_logit"), *rules)
+    return native if compiled else tiles, arguments
+
+
+def _backward(
+    grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest
+) -> list[Tensor | None]:
+    way, arguments = _call_of(tensors, named, *rest)
+    query, keys, values, bias, sink = way.backward(grad, out, lse, *arguments)
+    gradients = {"block_bias": bias, "sink_logit": sink}
+    for name, tables in (("key", keys), ("value", values)):
+        gradients |= {f"{name} {i}": t for i, t in enumerate(tables)}
+    return [query, keys[0], values[0], *(gradients.get(name) for name, _ in named)]
+
+
+@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _backward)
+def _forward(tensors, named: operator.Named, *rest) -> tuple[Tensor, Tensor]:
+    way, arguments = _call_of(tensors, named, *rest)
+    return way.forward(*arguments)
 
 
 def per_head(value: PerHead, heads: int) -> list[int]:

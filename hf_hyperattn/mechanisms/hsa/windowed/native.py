@@ -140,7 +140,7 @@ def backward(
     library().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
     del alive
     g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
-    return _cut(g_query, width), g_keys, g_values, *heads.sum(1)
+    return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)
 
 
 def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:

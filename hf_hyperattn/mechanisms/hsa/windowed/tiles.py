@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....engines.options import full_precision
 from .cover import Cover
 from .means import rows_by_span
 
@@ -49,21 +48,20 @@ def backward(
     """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
     zeros = lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
     g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
-    g_bias, g_sink = query.new_zeros(2, query.shape[1])
-    with full_precision(grad.device):  # backward may be called under autocast
-        for part in parts(query, keys, block_bias, spans, *rules):
-            tables, sink = part.tables(values), part.per_head(sink_logit)
-            part_out, part_lse, part_grad = map(part.of_queries, (out, lse, grad))
-            delta = (part_grad * part_out).sum(-1)
-            into = part.gradients(tables)
-            if sink is not None:
-                part.add_per_head(g_sink, -(torch.exp(sink[..., None] - part_lse) * delta).sum(-1))
-            for tile in part.tiles():
-                tile.back(tables, part_grad, delta, part_lse, into)
-            part.write(g_query, into.query * rules[-1])  # the scale
-            part.add_tables(g_keys, into.keys)
-            part.add_tables(g_values, into.values)
-            part.add_per_head(g_bias, into.block_bias)
+    g_bias, g_sink = (query.new_zeros(query.shape[1]) for _ in range(2))
+    for part in parts(query, keys, block_bias, spans, *rules):
+        tables, sink = part.tables(values), part.per_head(sink_logit)
+        part_out, part_lse, part_grad = map(part.of_queries, (out, lse, grad))
+        delta = (part_grad * part_out).sum(-1)
+        into = part.gradients(tables)
+        if sink is not None:
+            part.add_per_head(g_sink, -(torch.exp(sink[..., None] - part_lse) * delta).sum(-1))
+        for tile in part.tiles():
+            tile.back(tables, part_grad, delta, part_lse, into)
+        part.write(g_query, into.query * rules[-1])  # the scale
+        part.add_tables(g_keys, into.keys)
+        part.add_tables(g_values, into.values)
+        part.add_per_head(g_bias, into.block_bias)
     return g_query, g_keys, g_values, g_bias, g_sink
 
 
