@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,7 +229,9 @@ class Hierarchy:
         if not self.is_windows:
             return self
         spans = [self.span(row) for row in range(self.rows)]
-        made = {count: windows_tree(count, self.sizes) for count in {stop - start for start, stop in spans}}
+        made = {
+            count: windows_tree(count, self.sizes or ()) for count in {stop - start for start, stop in spans}
+        }
         tokens = tuple(torch.arange(*span) for span in spans)
         return Hierarchy(self.length, tuple(made[b - a] for a, b in spans), tokens)
 
@@ -284,7 +287,7 @@ class Hierarchy:
         if self.is_windows:
             starts, stops = (t if t is None else t[index] for t in (self.starts, self.stops))
             return replace(self, starts=starts, stops=stops)
-        trees, tokens = ([parts[row] for row in index] for parts in (self.trees, self.tokens))
+        trees, tokens = (self.trees[row] for row in index), (self.tokens[row] for row in index)
         return replace(self, trees=tuple(trees), tokens=tuple(tokens))
 
     def _resized(self, length: int) -> Hierarchy:
@@ -327,12 +330,12 @@ def as_hierarchy(value: Hierarchy | Tensor) -> Hierarchy:
             f"hierarchy is a {type(value).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
             "[batch, length, levels]"
         )
-    known = _READ.get(value)
     # Tensors made in inference mode count no versions: those are compared with what was read.
-    version = value.clone() if value.is_inference() else value._version
-    if known is None or not (torch.equal(known[0], version) if value.is_inference() else known[0] == version):
-        known = _READ[value] = (version, Hierarchy.from_ids(value))
+    content: Any = value.clone() if value.is_inference() else value._version
+    known = _READ.get(value)
+    if known is None or not (torch.equal(known[0], content) if value.is_inference() else known[0] == content):
+        known = _READ[value] = (content, Hierarchy.from_ids(value))
     return known[1]
 
 
-_READ = WeakIdKeyDictionary()
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -83,7 +83,9 @@ def code(text: str) -> list[Starts]:
     On the finest level parts are single lines. Lines with a closing bracket or a word such as `else` first belong to
     the block above, and a decorator to the block below.
     """
-    marks, open_at, decorated = [], [], False
+    marks: list[tuple[int, int]] = []
+    open_at: list[int] = []
+    decorated = False
     for place, line in numbered_lines(text):
         body = line.strip()
         if not body:
@@ -101,7 +103,9 @@ def code(text: str) -> list[Starts]:
 
 def python(text: str) -> list[Starts]:
     """Classes and functions of Python source, with their decorators, and what stands between them."""
-    marks, open_at, decorated = [], [], None
+    marks: list[tuple[int, int]] = []
+    open_at: list[int] = []
+    decorated = None
     for place, line in numbered_lines(text):
         body = line.strip()
         if not body or CLOSING.match(body):

@@ -80,7 +80,7 @@ def text_ids(
         named += [(starts, kind) for starts in outline(text)]
     place = first_characters(text, offsets)
     alone = len(text) + torch.arange(len(offsets))
-    columns = []
+    columns: list[Tensor] = []
     for starts, kind in named:
         group = torch.searchsorted(torch.tensor(starts), place, right=True) - 1
         group = torch.where(special, alone, group) if columns else torch.zeros_like(group)

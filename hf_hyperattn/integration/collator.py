@@ -103,7 +103,7 @@ class HierarchyCollator:
             before = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
             both = self.tokenizer.decode([*before, token], clean_up_tokenization_spaces=False)
             alone = self.tokenizer.decode(before, clean_up_tokenization_spaces=False)
-            self._read[token] = both[len(alone) :]
+            self._read[token] = str(both[len(alone) :])
         return self._read[token]
 
     def padded(self, ids: list[Tensor], batch: dict) -> Tensor:

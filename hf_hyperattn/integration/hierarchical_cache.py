@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -24,6 +26,7 @@ class HierarchicalLayer(DynamicLayer):
     def __init__(self, keep: Keep | None = None):
         super().__init__()
         self.keep = keep
+        self.store: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
@@ -72,18 +75,21 @@ class HierarchicalLayer(DynamicLayer):
             self.store.pick(rows)
             self._show()
 
+    def _rows(self) -> int:
+        return len(self.store.exact[0].room)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of the chosen beams, int64 [B]."""
         self._pick(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(torch.arange(len(self.keys))[indices] if self.is_initialized else indices)
+        self._pick(torch.arange(self._rows())[indices] if self.is_initialized else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(len(self.keys)).repeat_interleave(repeats))
+            self._pick(torch.arange(self._rows()).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
@@ -139,14 +145,18 @@ def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
         ValueError: one that reads all keys.
     """
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
-    keep = {getattr(host, "layer_idx", None): _keep(inner(host.hyper), host) for _, host in hosts}
+    by_layer: dict[Any, Any] = {getattr(host, "layer_idx", None): host for _, host in hosts}
+    keeps: dict[int, Keep] = {}
     for index in layers:
-        if keep.get(index) is None:
+        host = by_layer.get(index)
+        keep = None if host is None else _keep(inner(host.hyper), host)
+        if keep is None:
             raise ValueError(
                 f"HierarchicalCache(evict=True) cannot serve layer {index}, which reads all keys; allowed: a model all "
                 "of whose layers are patched with HsaConfig(refine_top_k=0) alone, tying='key', mode='replace'"
             )
-    return {index: keep[index] for index in layers}
+        keeps[index] = keep
+    return keeps
 
 
 def _keep(hyper, host) -> Keep | None:

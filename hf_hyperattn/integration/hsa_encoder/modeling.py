@@ -214,6 +214,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
                 f"attention_mask has shape {tuple(real.shape)}; allowed: {tuple(input_ids.shape)} with a real token in "
                 "every row"
             )
+        assert self.words is not None  # _check saw to it
         x = self.words(input_ids) + self.signals.weight[0]
         if self.places is not None:
             most = int(real.sum(1).max())
@@ -231,6 +232,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: [B, {channels}, {size}, {size}]"
             )
+        assert self.patches is not None  # _check saw to it
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = x + self.signals.weight[1]
         if self.patch_places is not None:
@@ -254,7 +256,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
                 else Hierarchy.windows(length, (), attention_mask)
             )
         if isinstance(hierarchy, Tensor):
-            hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds)
+            hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds or ("",))
         if hierarchy.length != length or hierarchy.rows not in (1, batch):
             raise ValueError(
                 f"hierarchy is over {hierarchy.length} tokens in {hierarchy.rows} rows; allowed: the {length} tokens "
@@ -277,7 +279,7 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         super().__init__(config)
         self.encoder = HsaEncoder(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, int(config.num_labels or 0))
         self.post_init()
 
     def forward(

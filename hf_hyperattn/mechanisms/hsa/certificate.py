@@ -40,8 +40,9 @@ def loss_both(
     sums is what is asked for.
     """
     query, key = query.double(), key.double()
-    settings = {"keep_diagonal": keep_diagonal, "position_bias": position_bias}
-    _, root = both_with_root(query, key, key[..., :1], hierarchy, scale, **settings)
+    _, root = both_with_root(
+        query, key, key[..., :1], hierarchy, scale, keep_diagonal=keep_diagonal, position_bias=position_bias
+    )
     real = _real(hierarchy, query)
     total = torch.zeros_like(root)
     for rows, logits in _logit_blocks(query, key, scale, position_bias):
@@ -86,6 +87,7 @@ def loss_key(
         _, P = key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
                         scale=scale, window=window, mask=part(mask), bias=part(bias), weights=True,
                         **rules)  # fmt: skip
+        assert P is not None
         hidden = ~real[:, None, None]
         seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
         for t in (seen, part(mask)):

@@ -76,15 +76,18 @@ def hierarchical_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
-    counts = (tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k))
+    near, sinks, refine_top_k = (
+        tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k)
+    )
     learned = isinstance(block_bias, Tensor)
-    config = HsaConfig((), tying, keep_diagonal, *counts, None if learned else block_bias)
+    bias = None if isinstance(block_bias, Tensor) else block_bias
+    config = HsaConfig((), tying, keep_diagonal, near, sinks, refine_top_k, bias)
     rule = config.rule(is_causal, query.shape[1], "this call")
     check_choice("backend", backend, BACKENDS)
     if tying == "both" and (learned or backend != "auto"):
         name, allowed = ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")
         raise ValueError(f"{name} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
-    if learned:
+    if isinstance(block_bias, Tensor):
         check_heads(block_bias, query.shape[1])
         rule = replace(rule, block_bias=block_bias)
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))

@@ -40,7 +40,7 @@ class HsaLayer(MechanismLayer):
         super().__init__(config, host, mode, heads)
         rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
-        if softcap is not None:
+        if host is not None and softcap is not None:
             raise ValueError(
                 f"hsa was given {host.name}, whose logits have a softcap (attn_logit_softcapping={softcap}), which is "
                 "not linear in the keys; allowed: hosts without softcap"
@@ -78,8 +78,12 @@ class HsaLayer(MechanismLayer):
         if gate is None:
             return tied
         gate = gate.to(score.query.dtype)[:, None, None]
-        whole = untied(score, value, options, backend=backend, weights=weights)
-        return tuple(None if a is None else a + gate * (b - a) for a, b in zip(whole, tied, strict=True))
+        (out, shares), (tied_out, tied_shares) = (
+            untied(score, value, options, backend=backend, weights=weights),
+            tied,
+        )
+        shares = None if shares is None else shares + gate * (tied_shares - shares)
+        return out + gate * (tied_out - out), shares
 
     def check_length(self, call: HostCall) -> None:
         """Warn, once a model, where a row is longer than what the settings were chosen for.
@@ -122,11 +126,11 @@ class HsaLayer(MechanismLayer):
     def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""
         near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * heads
-        near = tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near))
+        near = tuple(n if h in (self.heads or ()) else EVERYTHING for h, n in enumerate(near))
         return replace(rule, near=near)
 
     def identical(self) -> bool:
-        return self.mode == "blend" and not bool(self.gate.any())
+        return self.gate is not None and not bool(self.gate.any())
 
 
 def mean_cache_of(call: HostCall) -> MeanCache | None:

@@ -181,10 +181,10 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
     if bool(real.all()):
         return hierarchy
     there = real.any(1, keepdim=True)
-    made = Hierarchy.windows(hierarchy.length, hierarchy.sizes, real | ~there if is_causal else real)
+    made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there if is_causal else real)
     if is_causal and made.starts is not None:  # windows of a row of padding begin after all that there is
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
-    return made if made.is_windows or not is_causal else _continued(made, hierarchy.sizes)
+    return made if made.is_windows or not is_causal else _continued(made, hierarchy.sizes or ())
 
 
 def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:

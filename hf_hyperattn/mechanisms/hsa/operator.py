@@ -96,7 +96,8 @@ def _unflatten(
 ) -> Hierarchy:
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
-        return Hierarchy(length, sizes=sizes, **dict(zip((name for name, _ in content), parts)))
+        spans = dict(zip((name for name, _ in content), parts))
+        return Hierarchy(length, sizes=sizes, starts=spans.get("starts"), stops=spans.get("stops"))
     kinds = (tuple(name.partition(" ")[2].split(NEXT)) for name, _ in content[::3])
     return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
 

@@ -76,7 +76,7 @@ def definition_both(
         for B in children[A]:
             beside = [mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B]
             log_z[B] = torch.logsumexp(torch.stack([rho[B], *beside]), 0)
-        rho[A] = sum(size[B] / size[A] * log_z[B] for B in children[A])
+        rho[A] = torch.stack([size[B] / size[A] * log_z[B] for B in children[A]]).sum(0)
 
     root = tree.nodes - 1
     within = {root: torch.ones_like(nothing)}
@@ -171,13 +171,13 @@ def cover(
     """
     children, leaves = facts
     parents, level = tree.parents.tolist(), tree.depth.tolist()
-    row, seen = row.detach(), seen.tolist()
+    row, sees = row.detach(), seen.tolist()
     beside = [c for c in children[parents[i]] if c < tree.leaves]
     distance = [min(abs(j - k) for k in beside) for j in range(tree.leaves)]
 
     def must_open(B: int) -> bool:
         under = leaves[B]
-        return min(under) < sinks or min(distance[j] for j in under) < near or not all(seen[j] for j in under)
+        return min(under) < sinks or min(distance[j] for j in under) < near or not all(sees[j] for j in under)
 
     def score(B: int) -> float:
         return float(row[leaves[B]].double().mean()) + math.log(len(leaves[B]))
@@ -185,10 +185,10 @@ def cover(
     standing: list[int] = []
 
     def place(B: int) -> None:
-        if B >= tree.leaves and any(seen[j] for j in leaves[B]) and must_open(B):
+        if B >= tree.leaves and any(sees[j] for j in leaves[B]) and must_open(B):
             for C in children[B]:
                 place(C)
-        elif any(seen[j] for j in leaves[B]):
+        elif any(sees[j] for j in leaves[B]):
             standing.append(B)
 
     place(i)

@@ -95,7 +95,7 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
 
 def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
     """`hierarchical` for features whose plain product is the score."""
-    rule, n, is_causal, dropped = request.rule, query.shape[2], request.is_causal, request.first.index
+    rule, n, is_causal, dropped = request.rule, query.shape[2], request.is_causal, request.first.index or 0
     by_mask = mask_is_causal(options, is_causal)
     stop = request.first.keys if by_mask else None
     if stop is None:
@@ -111,8 +111,9 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
             real = padding_of(mask, n, by_mask, options.is_causal and not options.offset)
         if real is not None and n < stop and request.first.stop is not None and not _same(real, outside):
             real = None  # hidden by a sliding window, or by an indexer
-        if real is not None or outside is not None:
-            hierarchy = restricted(hierarchy, outside if real is None else real, is_causal)
+        there = outside if real is None else real
+        if there is not None:
+            hierarchy = restricted(hierarchy, there, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
@@ -132,7 +133,7 @@ def _tied_keys(
     by_mask: bool,
 ) -> Result:
     """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
-    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index
+    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index or 0
     if mask is not None and by_mask:
         most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
         hierarchy, without_sinks = without_first(hierarchy, dropped, most)
@@ -186,7 +187,7 @@ def cached_levels(
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    return cache.levels(hierarchy.sizes, starts if starts is None else starts.expand(key.shape[0]))
+    return cache.levels(hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0]))
 
 
 def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real) -> Result:
@@ -221,12 +222,12 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     features = [_linear(score, piece) for piece in score.pieces]
     if len(features) == 1:
         return features[0]
-    left, right = zip(*features, strict=True)
-    heads = max(k.shape[1] for k in right)
-    right = [repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in right]
-    batch = max(t.shape[0] for t in (*left, *right))
-    left, right = ([t.expand(batch, *t.shape[1:]) for t in side] for side in (left, right))
-    return torch.cat(left, -1), torch.cat(right, -1)
+    queries, keys = zip(*features, strict=True)
+    heads = max(k.shape[1] for k in keys)
+    batch = max(t.shape[0] for t in (*queries, *keys))
+    keys = tuple(repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys)
+    joined = lambda side: torch.cat([t.expand(batch, *t.shape[1:]) for t in side], -1)
+    return joined(queries), joined(keys)
 
 
 def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
@@ -278,8 +279,10 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
         )
     rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
     block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(heads)
-    named = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
-    sizes, parts, length = None, [], -1
+    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
+    sizes: list[int] | None = None
+    parts: operator.Named = []
+    length = -1
     if isinstance(hierarchy, Tensor):
         parts = [("ids", hierarchy)]
     elif isinstance(hierarchy, tuple):
@@ -293,8 +296,8 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
         length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
         rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, *counts[0], *counts[1], *counts[2],
     ]  # fmt: skip
-    named = [(name, t) for name, t in named.items() if t is not None]
-    out, weights = operator.call("tied", [query, key, value], named + parts, sizes, numbers, 1.0)
+    parts = [(name, t) for name, t in extras.items() if t is not None] + parts
+    out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
     return out, weights if request.weights else None
 
 
@@ -305,16 +308,17 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
 @operator.computes("tied", _shape_of_weights)
 def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
-    heads, extras = tensors[0].shape[1], dict(named)
-    counts = [tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3)]
-    rule = Rule(
-        "both" if is_both else "key", bool(keep), *([0] * 3 if is_both else counts), extras["block_bias"]
+    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
+    near, sinks, top_k = (
+        0 if is_both else tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3)
     )
+    rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
     options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
                       window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip
     hierarchy = extras.get("ids")
     if hierarchy is None:
         hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
     # weights have no gradient inside the operator
-    out, shown = tied(*tensors, options, Request(hierarchy, rule, bool(is_causal), weights=bool(weights)))
+    request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights))
+    out, shown = tied(query, key, value, options, request)
     return out, out.new_empty(0) if shown is None else shown.detach()

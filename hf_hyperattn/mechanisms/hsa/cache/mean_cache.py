@@ -7,6 +7,7 @@ means up to date costs O(1) a token, and no tensor is copied whole for each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ class MeanCache:
         self.starts: Tensor | None = None
         self.means: list[Pair] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
-        self.gathered = None  # what the last query saw, while it holds for the next one (incremental.py)
+        self.gathered: Any = None  # what the last query saw, while it holds for the next one (incremental.py)
 
     @property
     def has_evicted(self) -> bool:
@@ -138,8 +139,9 @@ class MeanCache:
             starts: int64 [B], the first real token of every row, where windows start; None: 0.
         """
         starts = _none_if_zero(starts)
-        same = (starts is None) == (self.starts is None)
-        same = same and (starts is None or torch.equal(starts, self.starts))
+        same = starts is self.starts
+        if starts is not None and self.starts is not None:
+            same = torch.equal(starts, self.starts)
         if not (same and sizes == self.sizes and len(self.means) == len(sizes)):
             if self.has_evicted:
                 raise ValueError(

@@ -123,4 +123,5 @@ def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, keep_diagonal, siblings = numbers
     tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None
     hierarchy = operator.unflatten(named, sizes, length)
-    return run(*tensors, hierarchy, scale, bool(keep_diagonal), dict(named).get("position_bias"), tables)
+    (query, key, value), bias = tensors, dict(named).get("position_bias")
+    return run(query, key, value, hierarchy, scale, bool(keep_diagonal), bias, tables)

@@ -29,6 +29,9 @@ from torch.nn import functional as F
 
 from ....hierarchy import Families, Hierarchy, Tree
 
+#: Numbers of all nodes: a tensor a level, or one tensor; only the layout looks into it.
+Buffer = Any
+
 _LAYOUTS: WeakKeyDictionary[Hierarchy, dict] = WeakKeyDictionary()
 
 
@@ -110,7 +113,7 @@ class WindowLayout:
         tokens = int(counts.max())
         widths = [
             1,
-            *(s for s in hierarchy.sizes if s < tokens),
+            *(s for s in hierarchy.sizes or () if s < tokens),
         ]  # a window that holds everything is the root
         self.groups: list[Group] = []
         self.filled: list[int] = []  # nodes of every level, filling included
@@ -151,32 +154,32 @@ class WindowLayout:
         place = torch.arange(self.length, device=x.device) - self.spans[:, :1]
         return self._moved(x, place.clamp(0, x.shape[2] - 1), (place >= 0) & (place < self.counts))
 
-    def buffer(self, leaves: Tensor) -> list[Tensor]:
+    def buffer(self, leaves: Tensor) -> Buffer:
         zero = leaves.new_zeros(())
         return [leaves, *(zero.expand(*leaves.shape[:2], n, *leaves.shape[3:]) for n in self.filled[1:])]
 
-    def blank(self, like: Tensor) -> list[Tensor]:
+    def blank(self, like: Tensor) -> Buffer:
         return self.buffer(like.new_zeros(()).expand(like.shape))
 
-    def leaves(self, buffer: list[Tensor]) -> Tensor:
+    def leaves(self, buffer: Buffer) -> Tensor:
         return buffer[0]
 
-    def children(self, buffer: list[Tensor], group: Group) -> Tensor:
+    def children(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[group.children].unflatten(2, (group.families, group.width))
 
-    def parents(self, buffer: list[Tensor], group: Group) -> Tensor:
+    def parents(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[group.parents][:, :, : group.families]
 
-    def put_children(self, buffer: list[Tensor], group: Group, x: Tensor) -> None:
+    def put_children(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         buffer[group.children] = x.flatten(2, 3)
 
-    def put_parents(self, buffer: list[Tensor], group: Group, x: Tensor) -> None:
+    def put_parents(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         buffer[group.parents] = _lengthened(x, self.filled[group.parents])
 
-    def roots(self, buffer: list[Tensor]) -> Tensor:
+    def roots(self, buffer: Buffer) -> Tensor:
         return buffer[-1][:, :, 0]
 
-    def put_roots(self, buffer: list[Tensor], x: Tensor) -> None:
+    def put_roots(self, buffer: Buffer, x: Tensor) -> None:
         buffer[-1] = x[:, :, None]
 
 
@@ -271,41 +274,41 @@ class TreeLayout:
         out = out.transpose(1, 2).index_put((self.rows, self.tokens), x[0].transpose(0, 1))
         return out.transpose(1, 2)
 
-    def buffer(self, leaves: Tensor) -> Tensor:
+    def buffer(self, leaves: Tensor) -> Buffer:
         buffer = self.blank(leaves)
         buffer[:, :, : self.leaf_count] = leaves
         return buffer
 
-    def blank(self, like: Tensor) -> Tensor:
+    def blank(self, like: Tensor) -> Buffer:
         buffer = like.new_empty(*like.shape[:2], self.nodes + 1, *like.shape[3:])
         buffer[:, :, self._zero] = 0
         return buffer
 
-    def leaves(self, buffer: Tensor) -> Tensor:
+    def leaves(self, buffer: Buffer) -> Tensor:
         return buffer[:, :, : self.leaf_count]
 
-    def children(self, buffer: Tensor, group: Group) -> Tensor:
+    def children(self, buffer: Buffer, group: Group) -> Tensor:
         places = group.children
         x = buffer[:, :, places] if isinstance(places, slice) else buffer.index_select(2, places)
         return x.unflatten(2, (group.families, group.width))
 
-    def parents(self, buffer: Tensor, group: Group) -> Tensor:
+    def parents(self, buffer: Buffer, group: Group) -> Tensor:
         return buffer[:, :, group.parents : group.parents + group.families]
 
-    def put_children(self, buffer: Tensor, group: Group, x: Tensor) -> None:
+    def put_children(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         if isinstance(group.children, slice):
             buffer[:, :, group.children] = x.flatten(2, 3)
         else:
             buffer.index_copy_(2, group.children, x.flatten(2, 3))
 
-    def put_parents(self, buffer: Tensor, group: Group, x: Tensor) -> None:
+    def put_parents(self, buffer: Buffer, group: Group, x: Tensor) -> None:
         buffer[:, :, group.parents : group.parents + group.families] = x
 
-    def roots(self, buffer: Tensor) -> Tensor:
+    def roots(self, buffer: Buffer) -> Tensor:
         roots = buffer.index_select(2, self._roots)
         return roots[:, :, 0] if self.one else roots[0].transpose(0, 1)
 
-    def put_roots(self, buffer: Tensor, x: Tensor) -> None:
+    def put_roots(self, buffer: Buffer, x: Tensor) -> None:
         buffer[:, :, self._roots] = x[:, :, None] if self.one else x.transpose(0, 1)[None]
 
 

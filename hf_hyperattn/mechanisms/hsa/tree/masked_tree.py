@@ -33,7 +33,7 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
         whole = hierarchy.sizes[-1] if hierarchy.sizes and is_causal else 1
         count = -(-(stop - start) // whole) * whole
         if count not in trees:
-            trees[count] = windows_tree(count, hierarchy.sizes)
+            trees[count] = windows_tree(count, hierarchy.sizes or ())
         tokens = torch.arange(start, start + count)
         tokens[stop - start :] = hierarchy.length  # leaves to come, which no query sees
         pairs.append((trees[count], tokens))

@@ -65,10 +65,11 @@ def pair_terms(
     terms: list[Tensor | None] = [None] * len(layout.groups)
     if position_bias is not None:
         terms = list(pair_means(layout, position_bias.to(dtype)))
-    for index, group in enumerate(layout.groups if tables is not None else ()):
-        product = sibling_products(group, layout.kind_names, tables, dtype)
+    for index, group in enumerate(layout.groups):
+        product = None if tables is None else sibling_products(group, layout.kind_names, tables, dtype)
         if product is not None:
-            terms[index] = product if terms[index] is None else terms[index] + product
+            term = terms[index]
+            terms[index] = product if term is None else term + product
     return [t if t is None else _by_key_head(t, kv_heads) for t in terms]
 
 

@@ -84,7 +84,7 @@ class UpDown:
             log_z.append((total.log() + top)[..., 0])
             m = (zero_fixed(e, group, rows).flatten(3, 4) @ v).unflatten(3, e.shape[3:5])
             message.append(m.div_(total.clamp_min(torch.finfo(total.dtype).tiny)))
-        return tuple(torch.cat(parts, 3) if len(parts) > 1 else parts[0] for parts in (log_z, message))
+        return _joined(log_z), _joined(message)
 
     def _logits(self, group: Group, query, key, rho, term: Tensor | None, rows: slice) -> Tensor:
         """L of some rows, [R, K, F, r, G, b]; q̄ [R, K, F, r, G, d] and ρ [R, K, F, r, G] are theirs, k̄ all of them."""
@@ -183,6 +183,10 @@ class UpDown:
                 target = g_term if g_term.shape[3] == 1 else g_term[:, :, :, rows]
                 target += g_L.sum_to_size(target.shape)
         return g_q, g_k, g_v, g_rho, g_term
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return torch.cat(rows, 3) if len(rows) > 1 else rows[0]
 
 
 def row_blocks(group: Group, query: Tensor) -> Iterator[slice]:

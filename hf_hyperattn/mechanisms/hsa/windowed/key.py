@@ -9,6 +9,7 @@ implementations agree, forward and backward: plain torch on any device (tiles.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def key_tied(
         ValueError: a hierarchy of another length or batch size, an unknown backend, or one that cannot do the call.
     """
     hierarchy = _fitting(hierarchy, key)
-    rule = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
+    rule: dict[str, Any] = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
     rule |= dict(is_causal=is_causal, offset=offset, scale=scale, sink_logit=sink_logit)
     general = {
         "a hierarchy that is not of windows": not hierarchy.is_windows,
@@ -90,14 +91,17 @@ def key_tied(
     if reason is not None and backend not in ("auto", "rows"):
         raise ValueError(f"backend={backend!r} cannot compute {reason}; use backend='auto' or 'rows'")
     if reason is None and backend != "rows":
-        levels = pool(key.to(working_dtype(query)), value, hierarchy.sizes, hierarchy.starts, hierarchy.stops)
+        levels = pool(
+            key.to(working_dtype(query)), value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops
+        )
         return _attend(query, levels, **rule, backend=backend), None
     dtype, heads = working_dtype(query), query.shape[1]
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
-    counts = (torch.tensor(per_head(n, heads), device=query.device) for n in (near, sinks, refine_top_k))
+    counts = lambda n: torch.tensor(per_head(n, heads), device=query.device)
     query = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    call = masked_tree.MaskedCall(*counts, per_head_tensor(block_bias, query), options, weights)
+    rules = counts(near), counts(sinks), counts(refine_top_k), per_head_tensor(block_bias, query)
+    call = masked_tree.MaskedCall(*rules, options, weights)
     trees = masked_tree.trees_of(hierarchy, is_causal)
     return masked_tree.attend(query, key.to(dtype), value.to(dtype), trees, call)
 
@@ -120,7 +124,7 @@ def ragged(windows: Hierarchy | Levels, refine_top_k: PerHead, is_causal: bool, 
     if is_causal or not any(per_head(refine_top_k, 1)):
         return False
     spans = rows_by_span(*span_lists(len(key), key.shape[2], windows.starts, windows.stops))
-    return any(Cover(tuple(windows.sizes), 0, 0, 0, False, b - a).has_chains() for a, b in spans)
+    return any(Cover(tuple(windows.sizes or ()), 0, 0, 0, False, b - a).has_chains() for a, b in spans)
 
 
 def attend(
@@ -143,7 +147,7 @@ def attend(
 
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of `levels`.
     """
-    rule = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
+    rule: dict[str, Any] = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
     rule |= dict(is_causal=is_causal, offset=offset, scale=scale, sink_logit=sink_logit, backend=backend)
     tokens = levels.keys[0]
     if ragged(levels, refine_top_k, is_causal, tokens):
@@ -169,12 +173,12 @@ def _attend(
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     query, heads = query.to(levels.keys[0].dtype), query.shape[1]
-    counts = [per_head(n, heads) for n in (near, sinks, refine_top_k)]
-    of_heads = (
+    counts = per_head(near, heads), per_head(sinks, heads), per_head(refine_top_k, heads)
+    bias, sink = (
         per_head_tensor(block_bias, query),
-        sink_logit if sink_logit is None else sink_logit.to(query.dtype),
+        None if sink_logit is None else sink_logit.to(query.dtype),
     )
-    return attend_levels(query, levels, *counts, *of_heads, is_causal, offset, scale, backend)[0]
+    return attend_levels(query, levels, *counts, bias, sink, is_causal, offset, scale, backend)[0]
 
 
 def attend_levels(

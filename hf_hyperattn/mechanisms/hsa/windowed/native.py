@@ -26,7 +26,7 @@ def _fields(kind, names: str) -> list:
     return [(name, kind) for name in names.split()]
 
 
-class Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
     """`struct Call` of key_tile.h."""
 
     _fields_ = [
@@ -41,7 +41,7 @@ class Call(ctypes.Structure):
     ]
 
 
-class Slopes(ctypes.Structure):
+class KernelGradients(ctypes.Structure):
     """`struct Slopes` of key_backward.h."""
 
     _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
@@ -50,6 +50,13 @@ class Slopes(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where there is no compiler or it is turned off."""
     return native.load("hsa_key", *SOURCES)
+
+
+def _kernel() -> ctypes.CDLL:
+    """`library`, where `serves` said that it is there."""
+    kernel = library()
+    assert kernel is not None
+    return kernel
 
 
 def serves(t: Tensor) -> bool:
@@ -84,13 +91,13 @@ def call_of(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
     block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
     near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
-) -> tuple[Call, list]:  # fmt: skip
+) -> tuple[KernelCall, list]:  # fmt: skip
     """The structure that the kernel reads, and what must live as long as it."""
     extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
     arrays = [longs(v) for v in ([1, *sizes], near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
-    call = Call(
+    call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
         *map(address, tables), address(arrays[0]), query.shape[0], query.shape[1], keys[0].shape[1],
         query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
@@ -107,7 +114,7 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])
     lse = query.new_empty(query.shape[:3])
     call, alive = call_of(query, keys, values, out, lse, *rest)
-    library().hsa_key_forward(ctypes.byref(call))
+    _kernel().hsa_key_forward(ctypes.byref(call))
     del alive
     return _cut(out, width), lse
 
@@ -134,10 +141,10 @@ def backward(
     g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
     tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
-    slopes = Slopes(
+    slopes = KernelGradients(
         grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
     )
-    library().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
+    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
     del alive
     g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
     return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)
@@ -148,7 +155,7 @@ def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
-    library().hsa_pool(
+    _kernel().hsa_pool(
         ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
         longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
         ctypes.c_int64(torch.get_num_threads()),

@@ -68,7 +68,7 @@ def backward(
 def parts(
     query: Tensor, keys: Sequence[Tensor], block_bias: Tensor | None, spans, sizes, near, sinks, top_k,
     is_causal: bool, offset: int, scale: float,
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[CoverPart]:  # fmt: skip
     """The call cut into parts that have one cover each.
 
     Args:
@@ -87,7 +87,7 @@ def parts(
         for rule, heads in rules.items():
             flat = rule[0] >= stop - start
             cover = Cover(() if flat else tuple(sizes), *rule, is_causal, stop - start)
-            yield Part(cover, rows, heads, start, queries, offset, scale, query, keys, block_bias)
+            yield CoverPart(cover, rows, heads, start, queries, offset, scale, query, keys, block_bias)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Gradients:
     block_bias: Tensor
 
 
-class Part:
+class CoverPart:
     """Rows of a batch and heads with one cover, and their queries of consecutive positions that are real.
 
     Shapes: Z is rows times key heads, G the query heads that share one. query: [Z, G, n, d], scaled; keys: tables
@@ -119,7 +119,8 @@ class Part:
         self.group = group if together else 1
         self.query, self.keys = self.of_queries(query) * scale, self.tables(keys)
         zeros = self.query.new_zeros(self.query.shape[:2])
-        self.bias = zeros if block_bias is None else self.per_head(block_bias)
+        bias = self.per_head(block_bias)
+        self.bias = zeros if bias is None else bias
 
     def of_queries(self, t: Tensor) -> Tensor:
         """[Z, G, n, ...] of [B, H, N, ...]."""
@@ -156,7 +157,7 @@ class Part:
         zeros = torch.zeros_like
         return Gradients(zeros(self.query), [*map(zeros, self.keys)], [*map(zeros, values)], zeros(self.bias))
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[WindowTile]:
         """The queries cut at bottom windows, in a fixed order."""
         heads, group, n, dim = self.query.shape
         size, end = self.cover.bottom(), self.first + n
@@ -168,7 +169,7 @@ class Part:
             at = self.first
             while at < end:
                 stop = min(end, (at // size + many) * size)
-                yield Tile(self, slice(z, z + together), at, stop)
+                yield WindowTile(self, slice(z, z + together), at, stop)
                 at = stop
 
     def _numbers(self, queries: int, dim: int) -> int:
@@ -189,7 +190,7 @@ def _select(t: Tensor, rows: list[int], heads: list[int]) -> Tensor:
 
 
 @dataclass
-class Seen:
+class SeenBlocks:
     """Some of what a tile attends to: `logits` [Z, T, Q, C] of the blocks `index` of `level`, hidden ones at -inf.
 
     index: an int C for the first C blocks, or [T, C], or [Z, T, Q, C].
@@ -229,13 +230,13 @@ class Seen:
         return self.index[:, None] if self.index.dim() == 2 else self.index
 
 
-class Tile:
+class WindowTile:
     """The queries of a part at positions [start, stop), filled up to whole bottom windows, against their cover.
 
     Z of the key heads, T windows, Q queries of a window, of all heads that share keys: query [Z, T, Q, d].
     """
 
-    def __init__(self, part: Part, heads: slice, start: int, stop: int):
+    def __init__(self, part: CoverPart, heads: slice, start: int, stop: int):
         self.part, self.cover, self.heads, device = part, part.cover, heads, part.query.device
         size = self.cover.bottom()
         low, rows = (start, 1) if stop - start == 1 else (start // size * size, size)
@@ -267,11 +268,12 @@ class Tile:
         """Output and log-sum-exp [Z, T, Q, 1]; the sink's logits [Z, G] take part without a value."""
         seen = self.seen()
         top = torch.stack([s.logits.amax(-1) for s in seen]).amax(0)[..., None]
-        top = top if sink is None else torch.maximum(top, self.per_query(sink))
+        sink = None if sink is None else self.per_query(sink)
+        top = top if sink is None else torch.maximum(top, sink)
         top = top.clamp_min(torch.finfo(top.dtype).min)
         weights = [s.logits.sub_(top).exp_() for s in seen]
-        total = sum(w.sum(-1, keepdim=True) for w in weights)
-        total = total if sink is None else total + torch.exp(self.per_query(sink) - top)
+        total = torch.stack([w.sum(-1, keepdim=True) for w in weights]).sum(0)
+        total = total if sink is None else total + torch.exp(sink - top)
         total = total.clamp_min(torch.finfo(top.dtype).tiny)
         sums = sum(s.combine(w, values[s.level][self.heads]) for s, w in zip(seen, weights))
         return sums / total, top + total.log()
@@ -300,7 +302,7 @@ class Tile:
                 into.block_bias[self.heads] += tied.unflatten(1, (self.part.group, -1)).sum(-1)
         into.query[self.heads, :, self.here] += self.unpadded(query)
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[SeenBlocks]:
         """The whole cover, from the top level down."""
         cover, opened = [], None
         for level in range(self.cover.top, 0, -1):
@@ -317,9 +319,10 @@ class Tile:
         cover += self.standing(0)
         return cover if opened is None else [*cover, self.candidates(0, *opened)]
 
-    def standing(self, level: int) -> list[Seen]:
+    def standing(self, level: int) -> list[SeenBlocks]:
         """What the rules without score leave of `level`: closed blocks, or tokens for level 0."""
-        cover, standing = self.cover, []
+        cover = self.cover
+        standing: list[SeenBlocks] = []
         if not cover.blocks(level):
             return standing
         front = cover.front(level)
@@ -342,21 +345,21 @@ class Tile:
         hidden = (index < 0) | (index >= self.cover.tokens)
         return hidden | (index > self.positions[:, :, None]) if self.cover.is_causal else hidden
 
-    def look_at(self, level: int, index: int | Tensor, hidden: Tensor) -> Seen:
+    def look_at(self, level: int, index: int | Tensor, hidden: Tensor) -> SeenBlocks:
         """Logits of the tile for the blocks `index` of a level, -inf where `hidden`."""
         logits = product(self.query, self.keys[level], index)
-        return Seen(level, index, logits.masked_fill_(hidden, float("-inf")))
+        return SeenBlocks(level, index, logits.masked_fill_(hidden, float("-inf")))
 
-    def candidates(self, level: int, index: Tensor, hidden: Tensor) -> Seen:
+    def candidates(self, level: int, index: Tensor, hidden: Tensor) -> SeenBlocks:
         """The children that refinement has laid open."""
         blocks = self.cover.blocks(level)
         return self.look_at(level, index.clamp_max(blocks - 1), hidden | (index >= blocks))
 
-    def tokens(self, seen: Seen) -> Tensor:
+    def tokens(self, seen: SeenBlocks) -> Tensor:
         """Real tokens of the blocks, broadcastable to the logits."""
         return self.cover.sizes_of(seen.level, seen.blocks()).to(self.query.dtype)
 
-    def refine(self, level: int, seen: list[Seen]) -> tuple[Tensor, Tensor]:
+    def refine(self, level: int, seen: list[SeenBlocks]) -> tuple[Tensor, Tensor]:
         """Take the best `top_k` blocks out of `seen`; their children's index [Z, T, Q, k·f] and what of it is void.
 
         Equal scores go to the lower index.
