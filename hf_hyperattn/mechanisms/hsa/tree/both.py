@@ -58,7 +58,7 @@ def both_with_root(
         ValueError: numbers of queries, keys and the hierarchy's tokens differ.
     """
     lengths = query.shape[2], key.shape[2], hierarchy.length
-    if len(set(lengths)) > 1:
+    if not lengths[0] == lengths[1] == lengths[2]:  # traced lengths are tensors
         raise ValueError(
             f"hsa with tying='both' was called with {lengths[0]} queries, {lengths[1]} keys and a hierarchy "
             f"over {lengths[2]} tokens; allowed: the same tokens as queries and as keys, all in the hierarchy"
