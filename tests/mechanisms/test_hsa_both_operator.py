@@ -99,3 +99,23 @@ def test_trees_and_embeddings_compile_into_one_graph():
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for a, b in zip(compiled(q, k, v, bias), run(q, k, v, bias), strict=True):
         assert_close(a, b, 1e-6, "output and rho")
+
+
+def test_key_tying_of_a_tree_compiles_into_one_graph():
+    """A Hierarchy comes apart for the operator as group ids do, under a mask too."""
+    torch._dynamo.reset()
+    hierarchy = Hierarchy.from_parents(hsa.random_parents(10, 2))
+    inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=10, d=4, dtype=torch.float32)]
+    mask = torch.rand(10, 10, generator=torch.Generator().manual_seed(0)) > 0.3
+
+    def run(q, k, v):
+        rule = dict(tying="key", near=1, refine_top_k=1, enable_gqa=True)
+        return hierarchical_attention(
+            q, k, v, mask | torch.eye(10, dtype=torch.bool), hierarchy=hierarchy, **rule
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager, out = run(*inputs), compiled(*inputs)
+    assert_close(out, eager, 1e-6, "output")
+    grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, eager)]
+    assert_gradients(*grads, 1e-5, NAMES)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...engines.options import full_precision
 from ...hierarchy import Hierarchy, Tree
+from ...readable import can_read
 
 #: Between two names of tensors, and between the kinds of families in one name.
 BREAK, NEXT = "\x1f", "\x1e"
@@ -63,8 +64,12 @@ def call(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What the function of this name computes; gradients reach all floating tensors but the mask."""
-    names = BREAK.join([name, *(key for key, _ in named)])
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
+    if not torch.is_grad_enabled() and can_read(
+        *tensors
+    ):  # such as decoding, of which dispatch is a good part
+        return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
+    names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
 
@@ -87,11 +92,11 @@ def unflatten(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarc
     """The hierarchy again; the same object for the same content, so that its layout is made once."""
     parts = [(k, t) for k, t in named if k.split(" ")[0] in ("starts", "stops", "parents", "kinds", "tokens")]
     content = tuple((key, t.cpu().numpy().tobytes()) for key, t in parts)
-    return _unflatten(content, None if sizes is None else tuple(sizes), length)
+    return _hierarchy_of(content, None if sizes is None else tuple(sizes), length)
 
 
 @lru_cache(maxsize=16)
-def _unflatten(
+def _hierarchy_of(
     content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
 ) -> Hierarchy:
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
@@ -102,7 +107,7 @@ def _unflatten(
     return Hierarchy(length, tuple(map(Tree, parts[::3], parts[1::3], kinds)), tuple(parts[2::3]))
 
 
-def _taken_apart(tensors: Sequence[Tensor], names: str) -> tuple[Function, Sequence[Tensor], Named]:
+def _unflatten_call(tensors: Sequence[Tensor], names: str) -> tuple[Function, Sequence[Tensor], Named]:
     function, *keys = names.split(BREAK)
     return FUNCTIONS[function], tensors[:3], list(zip(keys, tensors[3:], strict=True))
 
@@ -112,14 +117,14 @@ def hsa(
     tensors: Sequence[Tensor], names: str, sizes: Sequence[int] | None, numbers: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """The operator: output [B, H, N, dv], and what else the function that `names` begins with computes."""
-    function, *arguments = _taken_apart(tensors, names)
+    function, *arguments = _unflatten_call(tensors, names)
     out, second = function.compute(*arguments, sizes, numbers, scale)
     return out.contiguous(), second.contiguous()
 
 
 @hsa.register_fake
 def _(tensors, names, sizes, numbers, scale):
-    function, (query, key, value), _ = _taken_apart(tensors, names)
+    function, (query, key, value), _ = _unflatten_call(tensors, names)
     return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(
         function.shape(query, key, numbers)
     )
@@ -136,7 +141,7 @@ def backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of all tensors that have some, zeros for the others."""
-    function, features, named = _taken_apart(tensors, names)
+    function, features, named = _unflatten_call(tensors, names)
     with full_precision(grads[0].device):  # backward may be called under autocast
         if function.backward is not None:
             gradients = function.backward(grads[0], *results, features, named, sizes, numbers, scale)
@@ -155,7 +160,7 @@ def _by_autograd(
     learned = [t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)]
     with autograd_inside_operator():
         inputs = [t.detach().requires_grad_(learns) for t, learns in zip(tensors, learned)]
-        results = function.compute(*_taken_apart(inputs, names)[1:], *rest)
+        results = function.compute(*_unflatten_call(inputs, names)[1:], *rest)
         results, grads = zip(*((t, g) for t, g in zip(results, grads) if t.requires_grad))
         leaves = [t for t, learns in zip(inputs, learned) if learns]
         of_leaves = iter(torch.autograd.grad(results, leaves, grads, allow_unused=True))

@@ -306,7 +306,7 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
 
 
 @operator.computes("tied", _shape_of_weights)
-def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
     near, sinks, top_k = (

@@ -119,7 +119,7 @@ def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, 
 
 
 @operator.computes("both", lambda query, key, numbers: query.shape[:2])
-def _inside(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+def _compute_both(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, keep_diagonal, siblings = numbers
     tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None
     hierarchy = operator.unflatten(named, sizes, length)

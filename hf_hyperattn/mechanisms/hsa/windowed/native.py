@@ -42,7 +42,7 @@ class KernelCall(ctypes.Structure):
 
 
 class KernelGradients(ctypes.Structure):
-    """`struct Slopes` of key_backward.h."""
+    """`struct Gradients` of key_backward.h."""
 
     _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
@@ -141,10 +141,10 @@ def backward(
     g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
     tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
-    slopes = KernelGradients(
+    gradients = KernelGradients(
         grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
     )
-    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
+    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive
     g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
     return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)

@@ -292,13 +292,13 @@ class WindowTile:
             ):  # rows round the queries, whose logits may be NaN
                 weights.masked_fill_(lse.isposinf(), 0.0)
             s.spread(weights, grad, into.values[s.level][self.heads])
-            slope = product(grad, values[s.level][self.heads], s.index).sub_(delta).mul_(weights)
-            if not slope.sum().isfinite():  # hidden values may be NaN
-                slope.masked_fill_(weights == 0, 0.0)
-            query += s.combine(slope, self.keys[s.level])
-            s.spread(slope, self.query, into.keys[s.level][self.heads])
+            g_logits = product(grad, values[s.level][self.heads], s.index).sub_(delta).mul_(weights)
+            if not g_logits.sum().isfinite():  # hidden values may be NaN
+                g_logits.masked_fill_(weights == 0, 0.0)
+            query += s.combine(g_logits, self.keys[s.level])
+            s.spread(g_logits, self.query, into.keys[s.level][self.heads])
             if s.level:
-                tied = slope.masked_fill(self.tokens(s) <= 1, 0.0).sum((1, 3))
+                tied = g_logits.masked_fill(self.tokens(s) <= 1, 0.0).sum((1, 3))
                 into.block_bias[self.heads] += tied.unflatten(1, (self.part.group, -1)).sum(-1)
         into.query[self.heads, :, self.here] += self.unpadded(query)
 
