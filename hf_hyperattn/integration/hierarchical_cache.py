@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..engines.score import CONVERTED
+from ..engines.score import WORKING_COPIES
 from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
 from .records import inner, patched_hosts
@@ -51,7 +51,7 @@ class HierarchicalLayer(DynamicLayer):
         for shown in (self.keys, self.values):
             MEAN_CACHES[shown] = self.store
         if self.store.exact is not self.store.tokens:
-            setattr(self.keys, CONVERTED, self.store.exact[0].view())
+            WORKING_COPIES[self.keys] = self.store.exact[0].view()
         return self.keys, self.values
 
     def _shown(self, grown: GrowingTensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...engines import DOT, Options, PairScore, Piece, repeat_heads
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
@@ -75,7 +75,7 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
     """
     query, key = linear_features(score)
-    value = repeat_heads(value, key.shape[1])  # a piece may have keys of its own for every query head
+    value = repeat_heads(value, key.shape[1])  # a term may have keys of its own for every query head
     if options.softcap is not None:
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
@@ -87,7 +87,7 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         )
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)
-    plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
+    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     evicted = request.cache is not None and request.cache.keep is not None
     request = replace(request, cache=request.cache if plain else None, evicted=evicted)
     return tied(query, key, value, options, request)
@@ -217,9 +217,9 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     """Features [B, H, N, e] and [B, H or Hkv, M, e] whose plain product is the score.
 
     Raises:
-        ValueError: a piece of the score is not linear in features of the key.
+        ValueError: a term of the score is not linear in features of the key.
     """
-    features = [_linear(score, piece) for piece in score.pieces]
+    features = [_linear(score, term) for term in score.terms]
     if len(features) == 1:
         return features[0]
     queries, keys = zip(*features, strict=True)
@@ -230,23 +230,23 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     return joined(queries), joined(keys)
 
 
-def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
+def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
     dtype, heads = score.query.dtype, score.query.shape[1]
-    if piece.term is DOT:
+    if term.term is DOT:
         left, right = score.query, score.key
-    elif piece.features is not None:
-        left, right = piece.features()
-    elif piece.columns is not None:
-        left, right, row = piece.columns()
+    elif term.linear_features is not None:
+        left, right = term.linear_features()
+    elif term.low_rank_factors is not None:
+        left, right, row = term.low_rank_factors()
         left = torch.cat([left, row[..., None]], -1)
         right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
     else:
         raise ValueError(
-            f"hsa cannot be composed with the score {piece.term.name!r}, which is not linear in features of the key; "
+            f"hsa cannot be composed with the score {term.term.name!r}, which is not linear in features of the key; "
             "allowed: the dot product, HyPE within the range of its columns, and the squared Lorentz distance"
         )
-    if piece.gate is not None:
-        left = left * piece.gate.to(left.dtype)[:, None, None]
+    if term.gate is not None:
+        left = left * term.gate.to(left.dtype)[:, None, None]
     return left.to(dtype).expand(-1, heads, -1, -1), right.to(dtype)
 
 
