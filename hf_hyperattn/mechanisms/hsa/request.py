@@ -46,7 +46,8 @@ class Request:
         weights: also return the attention weights [B, H, N, M].
         cache: where keys and values come from one that keeps means; they are used where the call allows it.
         first: which token key 0 is, where the cache of a sliding window has dropped some.
-        evicted: whether the cache has not kept all keys; those of the call then are placeholders.
+        evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
+            placeholders.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -88,8 +89,8 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
-    evicted = request.cache is not None and request.cache.keep is not None
-    request = replace(request, cache=request.cache if plain else None, evicted=evicted)
+    if request.cache is not None and not plain:  # its means are those of the host's keys
+        request = replace(request, cache=None, evicted=request.cache.keep is not None)
     return tied(query, key, value, options, request)
 
 
@@ -118,7 +119,8 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     if rule.tying == "both":
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
     else:
-        options = replace(options, mask=mask if real is None else None)
+        if options.mask is not None:
+            options = replace(options, mask=mask if real is None else None)
         out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
@@ -148,7 +150,7 @@ def _tied_keys(
             return attend_evicted(query, request.cache, **ask), None
         if levels is not None:
             return attend(query, levels, is_causal=True, **ask, **refined), None
-    if request.evicted:
+    if request.evicted or (request.cache is not None and request.cache.keep is not None):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
