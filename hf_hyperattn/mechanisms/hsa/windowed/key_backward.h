@@ -9,7 +9,7 @@
 namespace {
 
 // Where gradients go, all contiguous and zero at first; `out` and `lse` stand in the call.
-struct Slopes {
+struct Gradients {
   const float* grad;            // of the output, [B, H, N, dv]
   float* query;                 // [B, H, N, d]
   float* const* keys;           // levels + 1 tables [B, Hkv, n_l, d]
@@ -20,9 +20,9 @@ struct Slopes {
 
 class BackwardTile : Tile {
  public:
-  BackwardTile(const Call& call, const Slopes& slopes, Buffers& buffers, int64_t row, int64_t head, int64_t window,
-               int64_t first, int lanes)
-      : Tile(call, buffers, row, head, window, first, lanes), s_(slopes) {}
+  BackwardTile(const Call& call, const Gradients& gradients, Buffers& buffers, int64_t row, int64_t head,
+               int64_t window, int64_t first, int lanes)
+      : Tile(call, buffers, row, head, window, first, lanes), s_(gradients) {}
 
   void run() {
     cover();
@@ -51,13 +51,13 @@ class BackwardTile : Tile {
   }
 
  private:
-  float* key_slopes(int64_t level, int64_t row) const {
-    return s_.keys[level] + slope_row(level, row) * c_.dim;
+  float* key_gradients(int64_t level, int64_t row) const {
+    return s_.keys[level] + gradient_row(level, row) * c_.dim;
   }
-  float* value_slopes(int64_t level, int64_t row) const {
-    return s_.values[level] + slope_row(level, row) * c_.value_dim;
+  float* value_gradients(int64_t level, int64_t row) const {
+    return s_.values[level] + gradient_row(level, row) * c_.value_dim;
   }
-  int64_t slope_row(int64_t level, int64_t row) const {
+  int64_t gradient_row(int64_t level, int64_t row) const {
     const int64_t kv = head_ / (c_.heads / c_.kv_heads);
     return (row_ * c_.kv_heads + kv) * s_.rows[level] + row + (level ? 0 : c_.starts[row_]);
   }
@@ -84,7 +84,7 @@ class BackwardTile : Tile {
     }
   }
 
-  // Gradients through `count` rows of a level, of which `logits` holds the logits, and then their slopes.
+  // Gradients through `count` rows of a level; `logits` holds their logits, and then the gradients of these.
   void turn_back(int64_t level, int64_t first, int64_t count, float* logits) {
     const Table& t = tables_[level];
     if (static_cast<int64_t>(b_.weights.size()) < count * kLanes) b_.weights.resize(count * kLanes);
@@ -95,8 +95,8 @@ class BackwardTile : Tile {
       store(logits + r, weight == 0 ? Vec{} : weight * (load(products + r) - delta_));  // hidden values may be NaN
       store(products + r, weight);
     }
-    spread(products, grad_, c_.value_dim, lanes_, count, value_slopes(level, first));
-    spread(logits, along_, c_.dim, lanes_, count, key_slopes(level, first));
+    spread(products, grad_, c_.value_dim, lanes_, count, value_gradients(level, first));
+    spread(logits, along_, c_.dim, lanes_, count, key_gradients(level, first));
     if (level)
       add_values(logits, t.k(first), t.key_step, count, lanes_, query_, c_.dim);
     else
@@ -118,11 +118,11 @@ class BackwardTile : Tile {
       std::fill_n(ids + count, kLanes, count ? ids[0] : 0);  // `dots` reads whole vectors
       dots(grad_ + q * c_.value_dim, t.value, t.value_step, ids, count, c_.value_dim, products);
       for (int64_t i = 0; i < count; ++i) {
-        const float weight = std::exp(logits[from + i] - lse_[q]), slope = weight * (products[i] - delta_[q]);
-        add_scaled(grad_ + q * c_.value_dim, weight, c_.value_dim, value_slopes(level, ids[i]));
-        add_scaled(along_ + q * c_.dim, slope, c_.dim, key_slopes(level, ids[i]));
-        products[i] = slope;
-        if (level) *block_bias_ += slope;
+        const float weight = std::exp(logits[from + i] - lse_[q]), g_logit = weight * (products[i] - delta_[q]);
+        add_scaled(grad_ + q * c_.value_dim, weight, c_.value_dim, value_gradients(level, ids[i]));
+        add_scaled(along_ + q * c_.dim, g_logit, c_.dim, key_gradients(level, ids[i]));
+        products[i] = g_logit;
+        if (level) *block_bias_ += g_logit;
       }
       add_rows(products, t.key, t.key_step, ids, count, query_ + q * c_.dim, c_.dim);
       from += count;
@@ -133,7 +133,7 @@ class BackwardTile : Tile {
     for (int64_t e = 0; e < count; e += kLanes) store(to + e, load(to + e) + factor * load(from + e));
   }
 
-  const Slopes& s_;
+  const Gradients& s_;
   const float* grad_;
   float *query_, *block_bias_;
   Vec lse_, delta_;

@@ -19,7 +19,9 @@ and queries and are meant for reading, and for short sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -60,11 +62,11 @@ def definition_both(
     size = [len(under) for under in leaves]
 
     def mean(B: int, C: int) -> Tensor:
-        block = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
+        mean = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
         return (
-            block
+            mean
             if embedding is None
-            else block + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
+            else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
         )
 
     nothing = torch.full_like(S[..., 0, 0], -INF)
@@ -74,7 +76,7 @@ def definition_both(
         for B in children[A]:
             beside = [mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B]
             log_z[B] = torch.logsumexp(torch.stack([rho[B], *beside]), 0)
-        rho[A] = sum(size[B] / size[A] * log_z[B] for B in children[A])
+        rho[A] = torch.stack([size[B] / size[A] * log_z[B] for B in children[A]]).sum(0)
 
     root = tree.nodes - 1
     within = {root: torch.ones_like(nothing)}
@@ -86,16 +88,11 @@ def definition_both(
             within[B] = within[A] * inside
             for C in children[A]:
                 if C != B:
-                    P[..., _pairs(leaves[B]), leaves[C]] = (within[A] * torch.exp(mean(B, C) - log_z[B]))[
-                        ..., None, None
-                    ]
+                    weight = within[A] * torch.exp(mean(B, C) - log_z[B])
+                    P[..., torch.tensor(leaves[B])[:, None], leaves[C]] = weight[..., None, None]
     for i in range(tree.leaves):
         P[..., i, i] = within[i]
     return P, rho[root]
-
-
-def _pairs(rows: list[int]) -> Tensor:
-    return torch.tensor(rows)[:, None]
 
 
 def definition_key(
@@ -124,22 +121,26 @@ def definition_key(
     Returns:
         P, float64, shaped as the logits. A query that sees nothing gets zeros.
     """
-    shape = logits.shape
-    S = logits.double().reshape((1,) * (4 - logits.dim()) + tuple(shape))
-    seen = torch.ones(shape[-2:], dtype=torch.bool)
+    S = logits.double().reshape((1,) * (4 - logits.dim()) + tuple(logits.shape))
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool)
     seen = (seen.tril() if is_causal else seen).expand(S.shape)
-    if visible is not None:
-        seen = seen & visible
-    heads, facts = S.shape[1], kin(tree)
-    rules = [_per_head(r, heads) for r in (near, sinks, refine_top_k)]
-    bias = _per_head(block_bias, heads)
+    seen = seen if visible is None else seen & visible
+    batch, heads, queries, _ = S.shape
+    facts = kin(tree)
+    near, sinks, refine_top_k, block_bias = (
+        _per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias)
+    )
     P = torch.zeros_like(S)
-    for b in range(S.shape[0]):
-        for h in range(heads):
-            for i in range(S.shape[2]):
-                tokens, blocks = cover(S[b, h, i], i, tree, facts, seen[b, h, i], *(r[h] for r in rules))
-                _spread(P, (b, h, i), S[b, h, i], tokens, [facts[1][B] for B in blocks], bias[h])
-    return P.reshape(shape)
+    for b, h, i in product(range(batch), range(heads), range(queries)):
+        row = S[b, h, i]
+        tokens, blocks = cover(row, i, tree, facts, seen[b, h, i], near[h], sinks[h], refine_top_k[h])
+        tied = torch.full_like(row, -INF)
+        tied[tokens] = row[tokens]
+        for under in (facts[1][B] for B in blocks):
+            tied[under] = row[under].mean() + block_bias[h]
+        if not tied.isneginf().all():
+            P[b, h, i] = torch.softmax(tied, -1)
+    return P.reshape(logits.shape)
 
 
 def cover(
@@ -169,57 +170,40 @@ def cover(
         row: S_i, [N]. `seen`: bool [N]. `facts`: what `kin` returns.
     """
     children, leaves = facts
-    parents, level, row, seen = (
-        tree.parents.tolist(),
-        tree.depth.tolist(),
-        row.detach().tolist(),
-        seen.tolist(),
-    )
-    own = [c for c in children[parents[i]] if c < tree.leaves]
-    distance = [min(abs(j - k) for k in own) for j in range(tree.leaves)]
+    parents, level = tree.parents.tolist(), tree.depth.tolist()
+    row, sees = row.detach(), seen.tolist()
+    beside = [c for c in children[parents[i]] if c < tree.leaves]
+    distance = [min(abs(j - k) for k in beside) for j in range(tree.leaves)]
 
     def must_open(B: int) -> bool:
         under = leaves[B]
-        return min(under) < sinks or min(distance[j] for j in under) < near or not all(seen[j] for j in under)
+        return min(under) < sinks or min(distance[j] for j in under) < near or not all(sees[j] for j in under)
 
-    def place(B: int, found: list[int]) -> None:
-        if not any(seen[j] for j in leaves[B]):
-            return
-        if B >= tree.leaves and must_open(B):
+    def score(B: int) -> float:
+        return float(row[leaves[B]].double().mean()) + math.log(len(leaves[B]))
+
+    standing: list[int] = []
+
+    def place(B: int) -> None:
+        if B >= tree.leaves and any(sees[j] for j in leaves[B]) and must_open(B):
             for C in children[B]:
-                place(C, found)
-        else:
-            found.append(B)
+                place(C)
+        elif any(sees[j] for j in leaves[B]):
+            standing.append(B)
 
-    found: list[int] = []
-    place(i, found)
+    place(i)
     node = i
     while parents[node] >= 0:
         for B in children[parents[node]]:
             if B != node:
-                place(B, found)
+                place(B)
         node = parents[node]
-
     for depth in range(1, max(level) + 1):
-        closed = [B for B in found if B >= tree.leaves and level[B] == depth]
-        closed.sort(key=lambda B: -(torch.tensor([row[j] for j in leaves[B]], dtype=torch.float64).mean()
-                                    + torch.tensor(len(leaves[B])).double().log()).item())  # fmt: skip
-        for B in closed[:refine_top_k]:
-            found.remove(B)
-            found += children[B]
-    return [x for x in found if x < tree.leaves], [x for x in found if x >= tree.leaves]
-
-
-def _spread(
-    P: Tensor, at: tuple, row: Tensor, tokens: list[int], blocks: list[list[int]], bias: float
-) -> None:
-    """Write softmax(S') of one query into its row of P."""
-    tied = torch.full_like(row, -INF)
-    tied[tokens] = row[tokens]
-    for under in blocks:
-        tied[under] = row[under].mean() + bias
-    if not tied.isneginf().all():
-        P[at] = torch.softmax(tied, -1)
+        closed = [B for B in standing if B >= tree.leaves and level[B] == depth]
+        for B in sorted(closed, key=score, reverse=True)[:refine_top_k]:  # of equal ones the first
+            standing.remove(B)
+            standing += children[B]
+    return [x for x in standing if x < tree.leaves], [x for x in standing if x >= tree.leaves]
 
 
 def _per_head(value, heads: int) -> list:

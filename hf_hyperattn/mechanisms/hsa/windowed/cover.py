@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,14 @@ class Cover:
 
     Args:
         sizes: window sizes, bottom first, each dividing the next; empty for a flat tree.
-        near, sinks, top_k: as in the definition.
+        near, sinks, top_k: as in the definition; for `opened` and `seen` near and sinks may be tensors, of heads.
         is_causal: only blocks to the left, and tokens up to the query.
         tokens: real tokens of the row.
     """
 
     sizes: tuple[int, ...]
-    near: int
-    sinks: int
+    near: Any
+    sinks: Any
     top_k: int
     is_causal: bool
     tokens: int
@@ -61,11 +62,30 @@ class Cover:
         """Size of a query's own group; in a flat tree, where there is none, of the queries that go together."""
         return self.sizes[0] if self.sizes else FLAT_ROWS
 
-    def reach(self, window):
-        """First and last position that `near` reaches from bottom window number `window` (int or tensor)."""
-        spare = min(max(self.near, 1), self.tokens + self.bottom()) - 1
+    def reach(self, window: Tensor) -> tuple[Tensor, Tensor]:
+        """First and last position that `near` reaches from bottom window number `window`."""
+        spare = torch.as_tensor(self.near).clamp_min(1) - 1
         start = window * self.bottom()
-        return start - spare, start + self.bottom() - 1 + (0 if self.is_causal else spare)
+        high = start + self.bottom() - 1
+        return start - spare, high if self.is_causal else high + spare
+
+    def opened(self, level: int, index: Tensor, window: Tensor) -> Tensor:
+        """Bool: whether the blocks `index` of a level above 0 are open to queries of bottom window `window`."""
+        (low, high), width = self.reach(window), self.widths[level]
+        first = index * width
+        return (first < self.sinks) | ((first + width > low) & (first <= high))
+
+    def seen(self, level: int, index: Tensor, place: Tensor) -> Tensor:
+        """Bool: whether causal queries at `place` see the blocks or tokens `index`, where nothing is refined."""
+        window = place // self.bottom()
+        if level == 0:
+            seen = (index <= place) & (index >= 0)
+        else:
+            complete = (index + 1) * self.widths[level] <= window * self.bottom()
+            seen = complete & ~self.opened(level, index, window)
+        if level == self.top:
+            return seen
+        return seen & self.opened(level + 1, index // self.branching(level + 1), window)
 
     def front(self, level: int) -> int:
         """Blocks 0..front-1 of `level` stand in the cover wherever the query is: the top level, and the sinks' kin."""
@@ -85,12 +105,10 @@ class Cover:
 
     def hidden(self, level: int, index: Tensor, windows: Tensor) -> Tensor:
         """Bool [T, C]: which blocks `index` [C] or [T, C] of a level above 0 are not closed blocks of the cover."""
-        low, high = (edge[:, None] for edge in self.reach(windows))
-        width = self.widths[level]
-        first, last = index * width, index * width + width - 1
-        hidden = (first < min(self.sinks, self.tokens)) | ((last >= low) & (first <= high))
-        hidden = hidden | (first >= self.tokens) | (first < 0)
-        return hidden | (last >= windows[:, None] * self.bottom()) if self.is_causal else hidden
+        first, windows = index * self.widths[level], windows[:, None]
+        hidden = self.opened(level, index, windows) | (first >= self.tokens) | (first < 0)
+        later = first + self.widths[level] > windows * self.bottom()
+        return hidden | later if self.is_causal else hidden
 
     def sizes_of(self, level: int, index: Tensor) -> Tensor:
         """Real tokens of each block, at least 1."""

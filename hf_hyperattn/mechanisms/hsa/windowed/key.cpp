@@ -85,7 +85,7 @@ extern "C" void hsa_key_forward(const Call* call) {
 }
 
 // Every task owns the gradients of one key head, so nothing is added twice at once and the order is always the same.
-extern "C" void hsa_key_backward(const Call* call, const Slopes* slopes) {
+extern "C" void hsa_key_backward(const Call* call, const Gradients* gradients) {
   const Call& c = *call;
   const int64_t group = c.heads / c.kv_heads;
   in_parallel(c.batch * c.kv_heads, c.threads, [&](int64_t begin, int64_t end) {
@@ -96,7 +96,7 @@ extern "C" void hsa_key_backward(const Call* call, const Slopes* slopes) {
       for (int64_t tile = 0; tile < p.tiles; ++tile)
         for (int64_t head = task % c.kv_heads * group; head < (task % c.kv_heads + 1) * group; ++head)
           with_tile(c, p, row, tile, [&](int64_t window, int64_t first, int lanes) {
-            BackwardTile(c, *slopes, buffers, row, head, window, first, lanes).run();
+            BackwardTile(c, *gradients, buffers, row, head, window, first, lanes).run();
           });
     }
   });

@@ -9,51 +9,54 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...engines import native
-from ...readable import can_read
+from ....engines import native
+from ....readable import can_read
 
 #: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
 LANES = 16
 
+#: What the kernel is built from.
+SOURCES = [
+    Path(__file__).parent / name
+    for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_vectors.h")
+]
 
-class Call(ctypes.Structure):
-    """`struct Call` of key.cpp."""
+
+def _fields(kind, names: str) -> list:
+    return [(name, kind) for name in names.split()]
+
+
+class KernelCall(ctypes.Structure):
+    """`struct Call` of key_tile.h."""
 
     _fields_ = [
-        ("out", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "out lse query"),
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("key_steps", ctypes.c_void_p),
-        ("value_steps", ctypes.c_void_p),
-        ("widths", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "dim", "value_dim")),
-        *((name, ctypes.c_void_p) for name in ("near", "sinks", "top_k", "block_bias", "sink_logit")),
-        *((name, ctypes.c_void_p) for name in ("starts", "stops")),
-        ("is_causal", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths"),
+        *_fields(ctypes.c_int64, "batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
+        *_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
     ]
 
 
-class Slopes(ctypes.Structure):
-    """`struct Slopes` of key_backward.h."""
+class KernelGradients(ctypes.Structure):
+    """`struct Gradients` of key_backward.h."""
 
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("grad", "query", "keys", "values", "rows", "block_bias", "sink_logit")
-    ]
+    _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where there is no compiler or it is turned off."""
-    here = Path(__file__).parent
-    headers = (here / f"key_{part}.h" for part in ("backward", "tile", "choice", "vectors"))
-    return native.load("hsa_key", here / "key.cpp", *headers)
+    return native.load("hsa_key", *SOURCES)
+
+
+def _kernel() -> ctypes.CDLL:
+    """`library`, where `serves` said that it is there."""
+    kernel = library()
+    assert kernel is not None
+    return kernel
 
 
 def serves(t: Tensor) -> bool:
@@ -77,7 +80,7 @@ def steps(tensors: Sequence[Tensor]):
     return longs([s for t in tensors for s in t.stride()[:3]])
 
 
-def ready(t: Tensor) -> Tensor:
+def whole_vectors(t: Tensor) -> Tensor:
     """The tensor with rows that are whole vectors and contiguous; itself where they are."""
     spare = -t.shape[-1] % LANES
     t = torch.nn.functional.pad(t, (0, spare)) if spare else t
@@ -88,13 +91,13 @@ def call_of(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
     block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
     near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
-) -> tuple[Call, list]:  # fmt: skip
+) -> tuple[KernelCall, list]:  # fmt: skip
     """The structure that the kernel reads, and what must live as long as it."""
     extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
     arrays = [longs(v) for v in ([1, *sizes], near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
-    call = Call(
+    call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
         *map(address, tables), address(arrays[0]), query.shape[0], query.shape[1], keys[0].shape[1],
         query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
@@ -107,13 +110,17 @@ def call_of(
 def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N]; `rest` as in `call_of`."""
     width = values[0].shape[-1]
-    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])
     lse = query.new_empty(query.shape[:3])
-    call, kept = call_of(query, keys, values, out, lse, *rest)
-    library().hsa_key_forward(ctypes.byref(call))
-    del kept
-    return out if width == out.shape[-1] else out[..., :width].contiguous(), lse
+    call, alive = call_of(query, keys, values, out, lse, *rest)
+    _kernel().hsa_key_forward(ctypes.byref(call))
+    del alive
+    return _cut(out, width), lse
+
+
+def _cut(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width].contiguous()
 
 
 def backward(
@@ -126,26 +133,21 @@ def backward(
     *rest,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
     """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
-    widths = query.shape[-1], values[0].shape[-1]
-    query, keys, values = ready(query), [ready(t) for t in keys], [ready(t) for t in values]
-    grad, out, lse = ready(grad).contiguous(), ready(out).contiguous(), lse.contiguous()
-    call, kept = call_of(query, keys, values, out, lse, *rest)
-    found = [query.new_zeros(t.shape) for t in (query, *keys, *values)]
+    width, value_width = query.shape[-1], values[0].shape[-1]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
+    grad, out, lse = whole_vectors(grad).contiguous(), whole_vectors(out).contiguous(), lse.contiguous()
+    call, alive = call_of(query, keys, values, out, lse, *rest)
+    zeros = lambda t: query.new_zeros(t.shape)
+    g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
     heads = query.new_zeros(2, *query.shape[:2])
-    key_slopes, value_slopes = found[1 : 1 + len(keys)], found[1 + len(keys) :]
-    tables = [pointers(key_slopes), pointers(value_slopes), longs([t.shape[2] for t in keys])]
-    slopes = Slopes(
-        grad.data_ptr(), found[0].data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
+    tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
+    gradients = KernelGradients(
+        grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
     )
-    library().hsa_key_backward(ctypes.byref(call), ctypes.byref(slopes))
-    del kept
-    cut = lambda t, width: t if t.shape[-1] == width else t[..., :width].contiguous()
-    return (
-        cut(found[0], widths[0]),
-        [cut(t, widths[0]) for t in key_slopes],
-        [cut(t, widths[1]) for t in value_slopes],
-        *heads.sum(1),
-    )
+    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(gradients))
+    del alive
+    g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
+    return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)
 
 
 def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:
@@ -153,7 +155,7 @@ def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
-    library().hsa_pool(
+    _kernel().hsa_pool(
         ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
         longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
         ctypes.c_int64(torch.get_num_threads()),

@@ -7,23 +7,25 @@ means up to date costs O(1) a token, and no tensor is copied whole for each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ...engines import working_dtype
-from .levels import Levels
+from ....engines import working_dtype
+from ..windowed.means import Levels
 
-#: Set on the keys and on the values that a cache hands to attention: the `Store` it comes from.
-STORE = "_hyperattn_store"
+#: The `MeanCache` that keys and values come from, while they live.
+MEAN_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-#: How many tokens can be taken back from a cache that forgets, as assisted decoding does.
+#: How many tokens can be taken back from a cache that evicts, as assisted decoding does.
 TAKEN_BACK = 64
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What a cache that forgets has to keep, for heads that refine nothing.
+    """What a cache that evicts has to keep, for heads that refine nothing.
 
     Args:
         sizes: windows, bottom first, at least one.
@@ -35,10 +37,10 @@ class Keep:
     sinks: int
 
 
-class Growing:
+class GrowingTensor:
     """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token.
 
-    Once some are forgotten it holds the first few, `head`, and those from `base` on.
+    Once some are evicted it holds the first few, `head`, and those from `base` on.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
@@ -58,11 +60,9 @@ class Growing:
 
     def extend(self, length: int) -> None:
         """Make it so long; what is new holds nothing in particular."""
-        held = length - self.base
-        if held > self.room.shape[2]:
-            now = self.view()
-            room = max(held, 2 * now.shape[2])
-            self.room = now.new_empty((*now.shape[:2], room, now.shape[3]))
+        now, needed = self.view(), length - self.base
+        if needed > self.room.shape[2]:
+            self.room = now.new_empty((*now.shape[:2], max(needed, 2 * now.shape[2]), now.shape[3]))
             self.room[:, :, : now.shape[2]] = now
         self.length = length
 
@@ -72,7 +72,7 @@ class Growing:
         self.extend(self.length + new.shape[2])
         self.room[:, :, start : start + new.shape[2]] = new
 
-    def forget(self, first: int, head: int) -> None:
+    def evict(self, first: int, head: int) -> None:
         """Forget those before `first` but the first `head`, if that frees half of the room or more."""
         gone = first - self.base
         if 2 * gone < self.length - self.base:
@@ -89,41 +89,47 @@ class Growing:
         self.room, self.head = self.view()[rows], self.head[rows]
 
 
-class Store:
-    """The keys and values of one layer.
+#: Keys and values of one level.
+Pair = tuple[GrowingTensor, GrowingTensor]
+
+
+class MeanCache:
+    """The keys and values of one layer, and their means over complete windows of every level.
 
     Args:
         key: [B, Hkv, n, d] and
         value: [B, Hkv, n, dv]: what the first tokens look like; nothing is added yet.
-        keep: what to keep where the rest may be forgotten; None: all.
+        keep: what to keep where the rest may be evicted; None: all.
     """
 
     def __init__(self, key: Tensor, value: Tensor, keep: Keep | None = None):
-        self.keep, self.safe = keep, 0  # no less than `safe` tokens may be left of them
+        self.keep, self.least = keep, 0  # tokens that must be left when some are taken back
         half = working_dtype(key) != key.dtype
         dtype = working_dtype(key) if keep is not None else None
-        self.tokens = Growing(key, dtype), Growing(value, dtype)
-        half = half and keep is None
+        self.tokens: Pair = GrowingTensor(key, dtype), GrowingTensor(value, dtype)
         # means and logits are float32: half precision is kept in both, so that no step converts what it has converted
-        self.exact = (Growing(key, torch.float32), Growing(value, torch.float32)) if half else self.tokens
+        both = half and keep is None
+        self.exact = (
+            (GrowingTensor(key, torch.float32), GrowingTensor(value, torch.float32)) if both else self.tokens
+        )
         self.sizes: tuple[int, ...] = ()
         self.starts: Tensor | None = None
-        self.means: list[tuple[Growing, Growing]] = []
+        self.means: list[Pair] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
-        self.gathered = None  # what the last query saw, while it holds for the next one (following.py)
+        self.gathered: Any = None  # what the last query saw, while it holds for the next one (incremental.py)
 
     @property
-    def forgetful(self) -> bool:
-        """Whether something is forgotten already."""
+    def has_evicted(self) -> bool:
+        """Whether something is gone already."""
         return any(t.base for pair in (self.tokens, *self.means) for t in pair)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
         if self.keep is not None and self.counts:
-            self._forget()
+            self._evict(self.keep)
         for pair in {id(p): p for p in (self.tokens, self.exact)}.values():
-            for grown, new in zip(pair, (key, value), strict=True):
-                grown.append(new)
+            for tensor, new in zip(pair, (key, value), strict=True):
+                tensor.append(new)
 
     def levels(self, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
         """The tokens, and the means of all windows that are complete.
@@ -132,19 +138,23 @@ class Store:
             sizes: window sizes, bottom first.
             starts: int64 [B], the first real token of every row, where windows start; None: 0.
         """
-        starts = somewhere(starts)
-        same = (starts is None) == (self.starts is None) and (
-            starts is None or torch.equal(starts, self.starts)
-        )
+        starts = _none_if_zero(starts)
+        same = starts is self.starts
+        if starts is not None and self.starts is not None:
+            same = torch.equal(starts, self.starts)
         if not (same and sizes == self.sizes and len(self.means) == len(sizes)):
-            if self.forgetful:
+            if self.has_evicted:
                 raise ValueError(
                     "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
                     "attention_mask of the earlier calls, continued"
                 )
             self.sizes, self.starts, self.gathered = sizes, starts, None
-            self.means = [tuple(Growing(t.room, t.room.dtype) for t in self.exact) for _ in sizes]
-            self.counts = [[0] * len(self.exact[0].room) for _ in sizes]
+            key, value = self.exact
+            self.means = [
+                (GrowingTensor(key.room, key.room.dtype), GrowingTensor(value.room, value.room.dtype))
+                for _ in sizes
+            ]
+            self.counts = [[0] * len(key.room) for _ in sizes]
         below, width = self.exact, 1
         for level, size in enumerate(sizes):
             self._complete(level, below, width)
@@ -152,37 +162,39 @@ class Store:
         keys, values = ((t.view(), *(m[i].view() for m in self.means)) for i, t in enumerate(self.exact))
         return Levels(sizes, keys, values, starts)
 
-    def _forget(self) -> None:
+    def first_tokens(self) -> list[int]:
+        """Where every row starts."""
+        return [0] * len(self.exact[0].room) if self.starts is None else self.starts.tolist()
+
+    def _evict(self, keep: Keep) -> None:
         """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
 
         What such a query sees below the top level has a parent that is open, which is a range round it, or holds one
         of the first tokens.
         """
-        safe = self.exact[0].length - TAKEN_BACK
-        starts = [0] if self.starts is None else self.starts.tolist()
-        levels = list(zip((self.exact, *self.means), (1, *self.sizes), self.sizes, strict=False))
-        for level, (pair, width, parent) in enumerate(levels):
+        safe, starts = self.exact[0].length - TAKEN_BACK, self.first_tokens()
+        if safe <= max(starts):
+            return
+        self.least = max(self.least, safe)
+        for pair, width, parent in zip((self.exact, *self.means), (1, *self.sizes), self.sizes):
             first, head = [], []
             for start in starts:
-                window = max(0, safe - start) // self.sizes[0] * self.sizes[0]
-                open_from = max(0, window - max(self.keep.near, 1) + 1) // parent * parent
-                front = -(-self.keep.sinks // parent) * parent
-                shift = start if level == 0 else 0
+                window = (safe - start) // self.sizes[0] * self.sizes[0]
+                open_from = max(0, window - max(keep.near, 1) + 1) // parent * parent
+                front, shift = -(-keep.sinks // parent) * parent, start if width == 1 else 0
                 first.append(shift + open_from // width)
                 head.append(shift + front // width)
-            if safe > max(starts):
-                self.safe = max(self.safe, safe)
-                for grown in pair:
-                    grown.forget(min(first), max(head))
+            for tensor in pair:
+                tensor.evict(min(first), max(head))
 
-    def _complete(self, level: int, below: tuple[Growing, Growing], width: int) -> None:
+    def _complete(self, level: int, below: Pair, width: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""
         counts = self._counts(self.sizes[level])
         before, self.counts[level] = self.counts[level], counts
         if counts == before:
             return
         branching, base = self.sizes[level] // width, below[0].base
-        first = [0] * len(counts) if width > 1 or self.starts is None else self.starts.tolist()
+        first = [0] * len(counts) if width > 1 else self.first_tokens()
         for mean, parts in zip(self.means[level], below, strict=True):
             mean.extend(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
@@ -192,40 +204,36 @@ class Store:
                     mean.room[row, :, done - mean.base : count - mean.base] = new.mean(2)
 
     def _counts(self, size: int) -> list[int]:
-        rows, length = len(self.exact[0].room), self.exact[0].length
-        starts = [0] * rows if self.starts is None else self.starts.tolist()
-        return [max(0, length - start) // size for start in starts]
+        return [max(0, self.exact[0].length - start) // size for start in self.first_tokens()]
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first `length`.
 
         Raises:
-            ValueError: more is to be taken back than a cache that forgets can.
+            ValueError: more is to be taken back than a cache that evicts can.
         """
-        if length < self.safe:
+        if length < self.least:
             raise ValueError(
-                f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.safe}; allowed: at "
+                f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.least}; allowed: at "
                 f"most {TAKEN_BACK} tokens at once, or evict=False"
             )
         self.gathered = None
-        for grown in (*self.tokens, *self.exact):
-            grown.length = min(grown.length, length)
+        for tensor in (*self.tokens, *self.exact):
+            tensor.length = min(tensor.length, length)
         for level, size in enumerate(self.sizes):
-            self.counts[level] = [
-                min(a, b) for a, b in zip(self.counts[level], self._counts(size), strict=True)
-            ]
+            self.counts[level] = [*map(min, self.counts[level], self._counts(size))]
             for mean in self.means[level]:
                 mean.length = max(self.counts[level])
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
         self.gathered = None
-        for grown in {id(g): g for pair in (self.tokens, self.exact, *self.means) for g in pair}.values():
-            grown.pick(rows)
-        self.starts = None if self.starts is None else somewhere(self.starts[rows.to(self.starts.device)])
+        for tensor in {id(t): t for pair in (self.tokens, self.exact, *self.means) for t in pair}.values():
+            tensor.pick(rows)
+        self.starts = None if self.starts is None else _none_if_zero(self.starts[rows.to(self.starts.device)])
         self.counts = [[counts[r] for r in rows.tolist()] for counts in self.counts]
 
 
-def somewhere(starts: Tensor | None) -> Tensor | None:
+def _none_if_zero(starts: Tensor | None) -> Tensor | None:
     """Where rows start, None where all do at 0."""
     return starts if starts is not None and bool(starts.any()) else None
