@@ -172,9 +172,9 @@ def gradients(
     call, alive = pack_call(
         loaded.table, (a.query, a.key, a.value), statistics, a.extras, a.options, width, scale, out, lse
     )
-    found = backward(a, call, loaded.core, grad.float().contiguous(), lse)
+    all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
-    return found
+    return all_gradients
 
 
 @gradients.register_fake
@@ -289,11 +289,11 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
 
 
 def _places(counts: list[int], reader: int | None) -> ctypes.Array:
-    found, there = [], 0
+    places, there = [], 0
     for i, n in enumerate(counts):
-        found += [-1] * n if i == reader else range(there, there + n)
+        places += [-1] * n if i == reader else range(there, there + n)
         there += n * (i != reader)
-    return (ctypes.c_int64 * len(found))(*found)
+    return (ctypes.c_int64 * len(places))(*places)
 
 
 def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:

@@ -60,9 +60,9 @@ def core() -> ctypes.CDLL | None:
     """The engine itself, or None where it cannot be built or compiled kernels are turned off."""
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
-        found = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
-        if found is not None:
-            found.hyper_padded.restype = found.hyper_tile_keys.restype = ctypes.c_int64
+        engine = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+        if engine is not None:
+            engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
     return CORES[setting]
 
 
