@@ -213,7 +213,7 @@ class PairScore:
         scale: what all products are multiplied with.
         width: d, how many numbers of each vector are multiplied; None for all.
         make_features: returns the features, [B, H, N, d] and [B, Hkv, M, d] in the working dtype, where they are
-            more than scale · query and key; the first term then has `factors` by which the vectors are these.
+            more than scale · query and key. Where a term has `factors`, the vectors times these must be the same.
     """
 
     raw_query: Tensor

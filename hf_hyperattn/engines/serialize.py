@@ -62,6 +62,9 @@ def call(
             extras["query_factor"], extras["key_factor"] = factors
         if term.gate is not None:
             heads.append(term.gate)
+    if raw and score.make_features is not None and "query_factor" not in extras:
+        (query, key), scale, width = score.features(), 1.0, None
+        value = value.to(query.dtype)
     for name in [*extras]:
         if extras[name] is None:
             del extras[name]

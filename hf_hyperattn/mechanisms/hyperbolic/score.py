@@ -124,7 +124,8 @@ class HyperbolicVectors:
             factors = None
         else:
             factors = 1 / lengths[0], self.space.scale_of(self.query) / lengths[1]
-        return Numbers(*sides, [beta(self.space.distance, c, tau).expand(heads)], factors)
+        weight = torch.as_tensor(beta(self.space.distance, c, tau)).expand(heads)
+        return Numbers(sides[0], sides[1], [weight], factors)
 
     def directions(self) -> tuple[Tensor, Tensor]:
         """The features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
