@@ -297,7 +297,7 @@ def family_mask(*args, config=None, **kwargs):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = make(*args, config=config, **kwargs)
     if mask is not None:
-        told = {"q_offset", "q_length"} <= {*kwargs}
-        stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if told else None
+        says_stop = {"q_offset", "q_length"} <= {*kwargs}
+        stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if says_stop else None
         FIRST_KEYS[mask] = FirstKey(dropped, padding, stop)
     return mask
