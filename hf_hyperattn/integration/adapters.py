@@ -8,7 +8,7 @@ every `hyper` in a `ModulesToSaveWrapper`, with a copy for each adapter. What PE
 - it does not unload the wrapper (LN tuning), or fails on it (IA3, VeRA, LoHa, LoKr, OFT);
 - Transformers' `enable_adapters` leaves the wrapper off.
 
-What an adapter says on disk, and what is compared when it is saved, is in `adapter_saving`.
+What an adapter says on disk is in `adapter_config`; how it is saved, in `saving`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
-from .adapter_saving import base_difference
+from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
+from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .records import patched_hosts
 from .wrapping import WRAPPED, wrap
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def check_place(model: nn.Module, config) -> None:
     Raises:
         ValueError: the adapter holds added parameters, and the model is not patched, or otherwise than its base was.
     """
-    patched, name = next(patched_hosts(model), None) is not None, type(model).__name__
+    patched, name = any(patched_hosts(model)), type(model).__name__
     if holds_hyper(config) and not patched:
         raise ValueError(
             f"this adapter was trained on a patched model (modules_to_save has 'hyper'), and {name} is "
@@ -102,10 +101,10 @@ def _load_natively(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
     # before 5.18 it makes the modules and reads nothing into them
     if Version(transformers.__version__) < Version("5.18"):
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        name = given.get("adapter_name") or "default"
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        name = arguments.get("adapter_name") or "default"
         if holds_hyper(self.peft_config[name]):
-            set_peft_model_state_dict(self, adapter_weights(given), name)
+            set_peft_model_state_dict(self, adapter_weights(arguments), name)
         return result
     missing = (key for key in result.missing_keys if ".modules_to_save." in key)
     check_tensors([*missing, *result.unexpected_keys])
@@ -122,13 +121,13 @@ def check_tensors(names: list[str]) -> None:
         )
 
 
-def adapter_weights(given: dict) -> dict:
+def adapter_weights(arguments: dict) -> dict:
     """The parameters of an adapter, from the arguments of `load_adapter`."""
-    weights, config = given.get("adapter_state_dict"), given.get("load_config")
+    weights, config = arguments.get("adapter_state_dict"), arguments.get("load_config")
     if weights is None:
         hub = getattr(config, "download_kwargs", None) or {}
-        hub = {**hub, **(given.get("adapter_kwargs") or {}), **given, **given.get("kwargs", {})}
-        where = given.get("peft_model_id") or config.pretrained_model_name_or_path
+        hub = {**hub, **(arguments.get("adapter_kwargs") or {}), **arguments, **arguments.get("kwargs", {})}
+        where = arguments.get("peft_model_id") or getattr(config, "pretrained_model_name_or_path", None)
         weights = load_peft_weights(where, "cpu", **{k: hub[k] for k in WHERE if hub.get(k)})
     return {key.removeprefix("base_model.model."): value for key, value in weights.items()}
 

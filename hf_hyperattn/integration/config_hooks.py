@@ -15,14 +15,12 @@ from contextvars import ContextVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .guard import warn_replaced
-from .records import saved_name, sub_configs, tree
+from .checkpoint_config import INTERNAL, saved_name, sub_configs, tree
+from .hooks import warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
-from .wrapping import wrap
+from .wrapping import subclasses, wrap
 
-#: Where a config keeps the name.
-INTERNAL = "_attn_implementation_internal"
-#: Whether a model is being built: what its loader asks for is checked then, and settled by `settle_stock`.
+#: Whether a model is being built: what its loader asks for is checked then, and resolved by `resolve_stock`.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
 
 
@@ -38,28 +36,20 @@ def _to_dict(original, self):
 
 @wrap("from_dict", PreTrainedConfig)
 def _from_dict(original, cls, config_dict, **kwargs):
-    saved, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
-    found = original(cls, config_dict, **kwargs)
-    if asked is not None:
-        config = found[0] if isinstance(found, tuple) else found
+    saved, requested = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
+    result = original(cls, config_dict, **kwargs)
+    if requested is not None:
+        config = result[0] if isinstance(result, tuple) else result
         warn_replaced(config, saved, f"a {cls.__name__} saved")
-    return found
-
-
-@wrap("from_pretrained", PreTrainedModel)
-def _from_pretrained(original, cls, *args, **kwargs):
-    return _while_loading(original, cls, *args, **kwargs)
+    return result
 
 
 @wrap("_from_config", PreTrainedModel)
-def _from_config(original, cls, *args, **kwargs):
-    return _while_loading(original, cls, *args, **kwargs)
-
-
-def _while_loading(original, /, *args, **kwargs):
+@wrap("from_pretrained", PreTrainedModel)
+def _while_loading(original, cls, *args, **kwargs):
     token = LOADING.set(True)
     try:
-        return original(*args, **kwargs)
+        return original(cls, *args, **kwargs)
     finally:
         LOADING.reset(token)
 
@@ -115,9 +105,7 @@ def allow_output_attentions() -> None:
             original(self)
 
     new = PreTrainedConfig.validate_output_attentions
-    classes = [PreTrainedConfig]
-    for cls in classes:  # each class keeps a list of its validators; classes made later find the new one
-        classes += cls.__subclasses__()
+    for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):  # each keeps a list of its validators
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
 

@@ -40,8 +40,8 @@ from .checkpoint_files import (
     without_code,
 )
 from .conversions import REBUILDERS
+from .copy_sources import PACKAGE, PREFIX, flat_name, vendored
 from .loading import errors_as, is_path, load_config
-from .vendoring import PACKAGE, PREFIX, flat_name, vendored
 
 MODELING = f"modeling_{PREFIX}"
 LICENCE = "# Copyright The hf_hyperattn authors. Licensed under the Apache License, Version 2.0.\n"

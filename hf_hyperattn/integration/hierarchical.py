@@ -18,6 +18,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
+from .checkpoint_config import inner, patched_hosts, tree
 from .hierarchy_context import (
     CONTEXT,
     PART,
@@ -29,7 +30,6 @@ from .hierarchy_context import (
     wrap_checkpoints,
 )
 from .hosts import find_hosts, is_cross_attention
-from .records import inner, patched_hosts, tree
 
 NAME = "hierarchy"
 

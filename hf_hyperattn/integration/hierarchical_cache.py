@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from ..engines.score import CONVERTED
 from ..mechanisms.hsa.layer import HsaLayer
 from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
-from .records import inner, patched_hosts
+from .checkpoint_config import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):

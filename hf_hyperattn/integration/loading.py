@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from .checkpoint_config import is_recorded
 from .checkpoint_files import read_config
-from .records import recorded_hosts, tree
 
 
 def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
@@ -26,7 +26,7 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
     """
     config = load_config(source)
     with errors_as(f"{source}: cannot load it"):
-        if any(recorded_hosts(part) is not None for part in tree(config)):
+        if is_recorded(config):
             return class_of(config).from_pretrained(source, dtype="auto")
         with torch.device("meta"):
             return class_of(config)._from_config(config)

@@ -21,9 +21,9 @@ from .call import host_call, module_output, wants_weights
 from .families import family_mask
 from .hosts import is_cross_attention
 from .hyper import warn_of_hierarchy
-from .refusal import refuse_unrouted
 from .serving import patched_forward
 from .stock import OURS, PATCHED
+from .unsupported import refuse_unrouted
 
 
 def register_names() -> None:

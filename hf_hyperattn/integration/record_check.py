@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import HyperAttnConfig
+from ..config import read_record
 from ..registry import MECHANISMS, get_mechanism
+from .checkpoint_config import RECORD, is_recorded, patched_hosts, recorded_hosts, tree
 from .hosts import find_hosts
-from .records import RECORD, patched_hosts, recorded_hosts, tree
-from .stock import STOCK
+from .stock import marked
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -73,10 +73,10 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
             f"{', '.join(mechanisms)}) asks for, such as {missing[0]!r}; export or merge it again with all tensors, "
             f"{WAY_OUT} start them at their initial values"
         )
-    for name, found, expected in sorted(loading_info.mismatched_keys):
+    for name, shape, expected in sorted(loading_info.mismatched_keys):
         if name in added:
             raise ValueError(
-                f"{where} holds {name!r} with shape {tuple(found)}, and its config asks for {tuple(expected)}; use the "
+                f"{where} holds {name!r} with shape {tuple(shape)}, and its config asks for {tuple(expected)}; use the "
                 f"config that it was saved with, {WAY_OUT} start it anew (ignore_mismatched_sizes=True)"
             )
     strange = tensors_of_hosts(model, loading_info.unexpected_keys)
@@ -86,10 +86,8 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
             "(config.hyperattn) asks for; put back the keys hyperattn, hyperattn_stock and attn_implementation of the "
             f"config.json that it was saved with, {WAY_OUT} leave them out"
         )
-    configs = list(tree(model.config))
-    marked = any(STOCK in config.__dict__ for config in configs)
-    if marked and not added and all(recorded_hosts(config) is None for config in configs):
-        if next(patched_hosts(model), None) is None:
+    if not added and any(map(marked, tree(model.config))) and not is_recorded(model.config):
+        if not any(patched_hosts(model)):
             raise ValueError(
                 f"the config of {where} says that it was patched (hyperattn_stock) and has no record of how "
                 "(config.hyperattn); put back the key hyperattn of the config.json that it was saved with, or take "
@@ -102,11 +100,7 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
     for config in tree(model.config):
         record = getattr(config, RECORD, None)
         if isinstance(record, dict) and recorded_hosts(config) is None:
-            names = {
-                n
-                for m in HyperAttnConfig.from_dict(record).mechanisms
-                for n in get_mechanism(m.mechanism).names
-            }
+            names = {n for m in read_record(record).mechanisms for n in get_mechanism(m.mechanism).names}
             if names and not names & {part._attn_implementation for part in tree(config)}:
                 logger.warning(
                     f"config.hyperattn of {where} holds parameters of {min(names)!r}, and the model runs "
@@ -125,11 +119,11 @@ def warn_of_state_dict(
         missing, unexpected: the result.
     """
     hosts = tuple(f"{name}." for name, _ in patched_hosts(model))
-    own = set(added_tensors(model)) & set(missing)
-    if own and any(name.startswith(hosts) for name in names):
+    lacking = set(added_tensors(model)) & set(missing)
+    if lacking and any(name.startswith(hosts) for name in names):
         logger.warning(
-            f"load_state_dict(strict=False): the state dict lacks {len(own)} added tensors of the patched "
-            f"{type(model).__name__}, such as {min(own)!r}; they stay as they are"
+            f"load_state_dict(strict=False): the state dict lacks {len(lacking)} added tensors of the patched "
+            f"{type(model).__name__}, such as {min(lacking)!r}; they stay as they are"
         )
     strange = tensors_of_hosts(model, unexpected)
     if strange:
@@ -150,8 +144,10 @@ def added_tensors(model: nn.Module) -> list[str]:
     ]
 
 
-def tensors_of_hosts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def tensors_of_hosts(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Those of `names` that are added tensors of this model's hosts, with or without the base model's prefix."""
+    if not names:
+        return []
     mechanism = "|".join(map(re.escape, MECHANISMS))
     added = re.compile(rf"(?:(.*)\.)?hyper\.(?:{mechanism})\..*")
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]

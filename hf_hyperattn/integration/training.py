@@ -11,8 +11,9 @@ from transformers import trainer_pt_utils
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .patching import base_model, patched_hosts
+from .patching import base_model
 from .wrapping import WRAPPED
 
 #: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.

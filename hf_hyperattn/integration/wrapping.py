@@ -33,6 +33,14 @@ RELIED_ON = (
 changes: list[str] = []
 
 
+def subclasses(cls: type) -> list[type]:
+    """All classes there are below a class."""
+    classes = cls.__subclasses__()
+    for below in classes:  # it grows
+        classes += below.__subclasses__()
+    return classes
+
+
 def wrap(name: str, cls: type = PreTrainedModel):
     """Decorator: the function becomes method `name` of a class and gets the original first; each function once only.
 
@@ -41,11 +49,11 @@ def wrap(name: str, cls: type = PreTrainedModel):
     """
 
     def install(wrapper: Callable):
-        own = f"{wrapper.__module__}.{wrapper.__name__}"
+        name_of_ours = f"{wrapper.__module__}.{wrapper.__name__}"
         static = inspect.getattr_static(cls, name, None)
         original = getattr(static, "__func__", static)
         wrapped = getattr(original, WRAPPED, ())
-        if own in wrapped:
+        if name_of_ours in wrapped:
             return wrapper
         check(cls, name, list(inspect.signature(wrapper).parameters.values())[1:])
         if original is None:
@@ -55,8 +63,8 @@ def wrap(name: str, cls: type = PreTrainedModel):
         def method(*args, **kwargs):
             return wrapper(original, *args, **kwargs)
 
-        setattr(method, WRAPPED, (*wrapped, own))
-        setattr(cls, name, type(static)(method) if static is not original else method)
+        setattr(method, WRAPPED, (*wrapped, name_of_ours))
+        setattr(cls, name, method if static is original else type(static)(method))
         return wrapper
 
     return install
@@ -68,15 +76,15 @@ def check(cls: type, name: str, expected: list[inspect.Parameter]) -> None:
     if static is None:
         changes.append(f"{cls.__name__}.{name} is missing")
         return
-    found = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
+    actual = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
     if not isinstance(static, staticmethod):
-        found, expected = found[1:], expected[1:]  # self, by whatever name
+        actual, expected = actual[1:], expected[1:]  # self, by whatever name
     open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p.name for p in expected if p.kind not in open_kinds]
-    rest = [p for p in found[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
+    rest = [p for p in actual[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
     passes_on = any(p.kind in open_kinds for p in expected)
-    if [p.name for p in found[: len(named)]] != named or (rest and not passes_on):
-        changes.append(f"{cls.__name__}.{name} now takes ({', '.join(p.name for p in found)})")
+    if [p.name for p in actual[: len(named)]] != named or (rest and not passes_on):
+        changes.append(f"{cls.__name__}.{name} now takes ({', '.join(p.name for p in actual)})")
 
 
 def warn_of_changes() -> None:

@@ -49,7 +49,7 @@ def toy(monkeypatch):
         monkeypatch.setattr(f"hf_hyperattn.integration.{user}.CONVERSIONS", conversions.CONVERSIONS)
     register(Mechanism("toy_whole", "structure", "none", ToyWholeConfig, MechanismLayer))
     done = lambda model: isinstance(model, Converted)
-    register_conversion("toy_whole", Conversion(run, asked=lambda config: True, done=done))
+    register_conversion("toy_whole", Conversion(run, requested=lambda config: True, done=done))
     yield calls
     del MECHANISMS["toy_whole"]
 

@@ -18,7 +18,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.address import install
 from hf_hyperattn.cli import main
 from hf_hyperattn.integration.export import export_remote_code
-from hf_hyperattn.integration.vendoring import vendored
+from hf_hyperattn.integration.copy_sources import vendored
 from hf_hyperattn.registry import MECHANISMS
 from tests.integration import toy_rooms
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
