@@ -72,7 +72,7 @@ class MechanismConfig(KnownFields):
             raise ValueError(
                 f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
             )
-        cls = get_mechanism(data["mechanism"]).config
+        cls: Any = get_mechanism(data["mechanism"]).config
         known = cls.__dataclass_fields__
         unknown = sorted(map(str, data.keys() - known.keys() - {"mechanism"}))
         if unknown:
@@ -193,13 +193,8 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             raise ValueError(
                 f"hyperattn config has the unknown key {short(unknown[0])}; allowed: {', '.join(sorted(known))}"
             )
-        for name, kinds in (
-            ("mechanisms", list),
-            ("heads", list | str),
-            ("layers", list | str),
-            ("hosts", list),
-        ):
-            value = data.get(name)
+        for name in ("mechanisms", "heads", "layers", "hosts"):
+            value, kinds = data.get(name), list | str if name in ("heads", "layers") else list
             if value is not None and (not isinstance(value, kinds) or len(value) > MOST):
                 raise ValueError(
                     f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}"

@@ -57,7 +57,7 @@ def numbers(there: list[int], choice: str | tuple[int, ...]) -> list[int]:
         return there[int(step) - 1 :: int(step)]
     if end is None:
         return there
-    count = math.ceil(len(there) / FRACTIONS[size]) if size in FRACTIONS else int(size)
+    count = math.ceil(len(there) / FRACTIONS[size]) if size in FRACTIONS else int(size or 0)
     return there[:count] if end == "first" else there[max(0, len(there) - count) :]
 
 
@@ -79,7 +79,7 @@ def head_numbers(heads: Any, count: int, host: str) -> tuple[int, ...] | None:
     return tuple(sorted(set(selected)))
 
 
-def select_layers(hosts: Sequence[tuple[str, Any]], layers: Choice) -> list[bool]:
+def select_layers(hosts: Sequence[tuple[str, Any]], layers: Any) -> list[bool]:
     """For each (stack, `Host`), whether `layers` means it. Numbers and names count within each stack of the model.
 
     Raises:

@@ -13,7 +13,6 @@ What an adapter says on disk is in `adapter_config`; how it is saved, in `saving
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .wrapping import WRAPPED, wrap
+from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ def adapter_weights(arguments: dict) -> dict:
     if weights is None:
         hub = getattr(config, "download_kwargs", None) or {}
         hub = {**hub, **(arguments.get("adapter_kwargs") or {}), **arguments, **arguments.get("kwargs", {})}
-        where = arguments.get("peft_model_id") or getattr(config, "pretrained_model_name_or_path", None)
+        where = arguments.get("peft_model_id") or config.pretrained_model_name_or_path
         weights = load_peft_weights(where, "cpu", **{k: hub[k] for k in WHERE if hub.get(k)})
     return {key.removeprefix("base_model.model."): value for key, value in weights.items()}
 
@@ -259,42 +258,28 @@ def _merge(original, self, adapter_names=None, *args, **kwargs):
 def refuse_hyper(model: nn.Module, names, what: str) -> None:
     """Raise if one of the adapters holds added parameters, which `what` would pass over."""
     for path, wrapper in hyper_wrappers(model):
-        holding = [name for name in names if name in wrapper.modules_to_save]
-        if holding:
-            raise ValueError(
-                f"{what} does not reach the added parameters ({path}) of adapter {holding[0]!r}; allowed: adapters "
-                "without 'hyper' in modules_to_save; load the other one under a name of its own and use set_adapter"
-            )
+        for name in names:
+            if name in wrapper.modules_to_save:
+                raise ValueError(
+                    f"{what} does not reach the added parameters ({path}) of adapter {name!r}; allowed: adapters "
+                    "without 'hyper' in modules_to_save; load the other one under a name of its own and use set_adapter"
+                )
 
 
+@wrap("add_weighted_adapter", IA3Model)
+@wrap("add_weighted_adapter", LoraModel)
 def _add_weighted(original, self, adapters, *args, **kwargs):
     refuse_hyper(self.model, adapters, "add_weighted_adapter")
     return original(self, adapters, *args, **kwargs)
 
 
-for _tuner in (LoraModel, IA3Model):
-    wrap("add_weighted_adapter", _tuner)(_add_weighted)
-
-
-def refuse_hotswap() -> None:
-    """Make PEFT's exchange of an adapter's weights in place refuse adapters with added parameters."""
-    swap = peft.utils.hotswap.hotswap_adapter_from_state_dict
-    if hasattr(swap, WRAPPED):
-        return
-
-    @functools.wraps(swap)
-    def hotswap_adapter_from_state_dict(model, state_dict, adapter_name, *args, **kwargs):
-        refuse_hyper(model, [adapter_name], "hot-swapping")
-        strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
-        if strange is not None:
-            raise ValueError(
-                f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
-                "name of its own and use set_adapter"
-            )
-        return swap(model, state_dict, adapter_name, *args, **kwargs)
-
-    setattr(hotswap_adapter_from_state_dict, WRAPPED, True)
-    peft.utils.hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_from_state_dict
-
-
-refuse_hotswap()
+@wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)
+def _hotswap(original, model, state_dict, adapter_name, *args, **kwargs):
+    refuse_hyper(model, [adapter_name], "hot-swapping")
+    strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
+    if strange is not None:
+        raise ValueError(
+            f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
+            "name of its own and use set_adapter"
+        )
+    return original(model, state_dict, adapter_name, *args, **kwargs)

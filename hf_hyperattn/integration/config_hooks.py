@@ -11,7 +11,9 @@ with SDPA. Wrapped, once, at import:
 
 from __future__ import annotations
 
+import inspect
 from contextvars import ContextVar
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,6 +22,8 @@ from .hooks import warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 
+#: The class whose properties are replaced.
+CONFIG: Any = PreTrainedConfig
 #: Whether a model is being built: what its loader asks for is checked then, and resolved by `resolve_stock`.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
 
@@ -59,7 +63,7 @@ def keep_names() -> None:
 
     On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
     """
-    stock = PreTrainedConfig._attn_implementation
+    stock: Any = inspect.getattr_static(PreTrainedConfig, "_attn_implementation")
 
     def setter(self, value):
         saved = saved_name(self) if INTERNAL in self.__dict__ else None  # else it is being made
@@ -72,7 +76,7 @@ def keep_names() -> None:
             raise
         warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
-    PreTrainedConfig._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
 
 
 def _set_name(config, value: str | dict | None) -> None:
@@ -89,7 +93,7 @@ def _set_name(config, value: str | dict | None) -> None:
 
 def allow_output_attentions() -> None:
     """Let configs that run a name of ours have output_attentions=True, in the setter and at every save and load."""
-    stock = PreTrainedConfig.output_attentions
+    stock: Any = inspect.getattr_static(PreTrainedConfig, "output_attentions")
 
     def setter(self, value):
         if self._attn_implementation in OURS:
@@ -97,14 +101,14 @@ def allow_output_attentions() -> None:
         else:
             stock.fset(self, value)
 
-    PreTrainedConfig.output_attentions = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG.output_attentions = property(stock.fget, setter, doc=stock.__doc__)
 
     @wrap("validate_output_attentions", PreTrainedConfig)
     def validate(original, self):
         if self._attn_implementation not in OURS:
             original(self)
 
-    new = PreTrainedConfig.validate_output_attentions
+    new = CONFIG.validate_output_attentions
     for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):  # each keeps a list of its validators
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]

@@ -22,7 +22,7 @@ class Description(dict):
     """A plain dict that prints as a table."""
 
     def __str__(self) -> str:
-        rows = [("host", "family", "heads", "kind", "patched", "added", "gates")]
+        rows = [["host", "family", "heads", "kind", "patched", "added", "gates"]]
         for host in self["hosts"]:
             gates = [
                 f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
@@ -31,7 +31,7 @@ class Description(dict):
             heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
             added = str(host["parameters_added"])
             row = (host["name"], host["family"], heads, host["kind"], mechanisms, added, ", ".join(gates))
-            rows.append(tuple(cell or "-" for cell in row))
+            rows.append([cell or "-" for cell in row])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -67,7 +67,7 @@ PART_NAMES = "_hyperattn_part_names"
 BUILDING: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hyperattn_building", default=())
 
 
-def note_building(cls: type[PreTrainedModel]) -> None:
+def note_building(cls: Any) -> None:
     """Let the `__init__` of a model class put its model into `BUILDING` while it runs."""
     stock = cls.__init__  # it may be that of a mixin, which is no model
     if hasattr(stock, WRAPPED):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -41,11 +42,12 @@ def _names_interface(code: CodeType) -> bool:
     )
 
 
-def find_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
     hosts = []
     for name, module in model.named_modules():
-        if interface_callers(type(module)):
+        cls: Any = type(module)
+        if interface_callers(cls):
             hosts.append((name, module))
     return iter(hosts)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -63,7 +64,7 @@ def is_path(source: str | os.PathLike) -> bool:
     return Path(source).exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
 
 
-def class_of(config) -> type[PreTrainedModel]:
+def class_of(config: Any) -> Any:
     """The class that the config names, or the bare model of its type."""
     cls = getattr(transformers, (config.architectures or [""])[0], None)
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):

@@ -94,9 +94,9 @@ def module_dims(name: str, module: nn.Module, of_module: dict, of_config: dict) 
     ] = {}  # (in, out) of linear maps: torch's, quantised ones, PEFT's, Conv1D
     for path, part in module.named_modules():
         part = getattr(part, "base_layer", part)
-        kind = ("in_features", "out_features") if hasattr(part, "in_features") else ("nx", "nf")
-        if isinstance(getattr(part, kind[0], None), int):
-            sizes[path.rpartition(".")[2]] = getattr(part, kind[0]), getattr(part, kind[1])
+        ends = ("in_features", "out_features") if hasattr(part, "in_features") else ("nx", "nf")
+        if isinstance(getattr(part, ends[0], None), int):
+            sizes[path.rpartition(".")[2]] = getattr(part, ends[0]), getattr(part, ends[1])
     reader = next(filter(None, map(sizes.get, READERS)), None)
     value_map = next(filter(None, map(sizes.get, VALUES)), None)
     heads, width = numbers["heads"], numbers.get("width")
@@ -125,7 +125,8 @@ def rotary_reason(module: nn.Module, settings: dict) -> str:
     for name, _ in module.named_modules():
         if name and ROTARY.search(name):
             return name
-    if rotating := rotating_name(type(module)):
+    cls: Any = type(module)
+    if rotating := rotating_name(cls):
         return rotating
     for name in ROTARY_SETTINGS:
         if settings[name] is not None:

@@ -110,7 +110,7 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
 
 
 def warn_of_state_dict(
-    model: nn.Module, names: Iterable[str], missing: list[str], unexpected: list[str]
+    model: PreTrainedModel, names: Iterable[str], missing: list[str], unexpected: list[str]
 ) -> None:
     """Warn where `load_state_dict(strict=False)` passed over added tensors: torch tells only who reads its result.
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -35,27 +36,27 @@ changes: list[str] = []
 
 def subclasses(cls: type) -> list[type]:
     """All classes there are below a class."""
-    classes = cls.__subclasses__()
+    classes: list[type] = cls.__subclasses__()
     for below in classes:  # it grows
         classes += below.__subclasses__()
     return classes
 
 
-def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; each function once only.
+def wrap(name: str, owner: Any = PreTrainedModel):
+    """Decorator: the function becomes `name` of a class or module and gets the original first; each function once only.
 
-    Class methods and static methods stay what they are. A class that lacks the method is left alone, which
-    `warn_of_changes` tells.
+    Class methods and static methods stay what they are. An owner that lacks it is left alone, which `warn_of_changes`
+    tells.
     """
 
-    def install(wrapper: Callable):
-        name_of_ours = f"{wrapper.__module__}.{wrapper.__name__}"
-        static = inspect.getattr_static(cls, name, None)
+    def install(wrapper: Callable) -> Callable:
+        label = f"{wrapper.__module__}.{wrapper.__name__}"
+        static = inspect.getattr_static(owner, name, None)
         original = getattr(static, "__func__", static)
         wrapped = getattr(original, WRAPPED, ())
-        if name_of_ours in wrapped:
+        if label in wrapped:
             return wrapper
-        check(cls, name, list(inspect.signature(wrapper).parameters.values())[1:])
+        check(owner, name, list(inspect.signature(wrapper).parameters.values())[1:])
         if original is None:
             return wrapper
 
@@ -63,28 +64,28 @@ def wrap(name: str, cls: type = PreTrainedModel):
         def method(*args, **kwargs):
             return wrapper(original, *args, **kwargs)
 
-        setattr(method, WRAPPED, (*wrapped, name_of_ours))
-        setattr(cls, name, method if static is original else type(static)(method))
+        setattr(method, WRAPPED, (*wrapped, label))
+        setattr(owner, name, method if static is original else type(static)(method))
         return wrapper
 
     return install
 
 
-def check(cls: type, name: str, expected: list[inspect.Parameter]) -> None:
-    """Note it where a class lacks a method, or where the method's parameters are not those that are expected."""
-    static = inspect.getattr_static(cls, name, None)
+def check(owner: Any, name: str, expected: list[inspect.Parameter]) -> None:
+    """Note it where a class or module lacks a function, or where its parameters are not those that are expected."""
+    static = inspect.getattr_static(owner, name, None)
     if static is None:
-        changes.append(f"{cls.__name__}.{name} is missing")
+        changes.append(f"{owner.__name__}.{name} is missing")
         return
     actual = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
-    if not isinstance(static, staticmethod):
+    if isinstance(owner, type) and not isinstance(static, staticmethod):
         actual, expected = actual[1:], expected[1:]  # self, by whatever name
     open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p.name for p in expected if p.kind not in open_kinds]
     rest = [p for p in actual[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
     passes_on = any(p.kind in open_kinds for p in expected)
     if [p.name for p in actual[: len(named)]] != named or (rest and not passes_on):
-        changes.append(f"{cls.__name__}.{name} now takes ({', '.join(p.name for p in actual)})")
+        changes.append(f"{owner.__name__}.{name} now takes ({', '.join(p.name for p in actual)})")
 
 
 def warn_of_changes() -> None:

@@ -45,8 +45,7 @@ def toy(monkeypatch):
 
     monkeypatch.setattr("hf_hyperattn.registry.LISTENERS", list(LISTENERS))
     monkeypatch.setattr(conversions, "CONVERSIONS", dict(conversions.CONVERSIONS))
-    for user in ("converting", "patching"):
-        monkeypatch.setattr(f"hf_hyperattn.integration.{user}.CONVERSIONS", conversions.CONVERSIONS)
+    monkeypatch.setattr("hf_hyperattn.integration.patching.CONVERSIONS", conversions.CONVERSIONS)
     register(Mechanism("toy_whole", "structure", "none", ToyWholeConfig, MechanismLayer))
     done = lambda model: isinstance(model, Converted)
     register_conversion("toy_whole", Conversion(run, requested=lambda config: True, done=done))
