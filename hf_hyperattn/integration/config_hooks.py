@@ -74,7 +74,8 @@ def keep_names() -> None:
             for config, name in before:
                 setattr(config, INTERNAL, name)
             raise
-        warn_replaced(self, saved, f"a {type(self).__name__} saved")
+        if saved:
+            warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
     CONFIG._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
 
@@ -84,7 +85,7 @@ def _set_name(config, value: str | dict | None) -> None:
     before = getattr(config, INTERNAL, None)
     name = value.get("", before) if isinstance(value, dict) else value
     setattr(config, INTERNAL, name)
-    if marked(config) and not LOADING.get():
+    if not LOADING.get() and marked(config):
         run_beneath(config, before if before in OURS else RUNNING)
     for key, part in sub_configs(config):
         below = value.get(key, getattr(part, INTERNAL, None)) if isinstance(value, dict) else value

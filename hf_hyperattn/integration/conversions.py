@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -52,19 +53,6 @@ CONVERSIONS: dict[str, Conversion] = {}
 REBUILDERS: dict[str, Callable[[PreTrainedModel], None]] = {}
 
 
-@dataclass
-class Original:
-    """What a conversion with keep_original=True put aside.
-
-    Args:
-        restore: `restore(converted, kept) -> original model`.
-        kept: what it needs for that.
-    """
-
-    restore: Callable[[PreTrainedModel, object], nn.Module]
-    kept: object
-
-
 def register_conversion(mechanism: str, conversion: Conversion) -> None:
     """Make a conversion known; a second one for the same mechanism is refused."""
     if mechanism in CONVERSIONS:
@@ -94,27 +82,25 @@ def conversion_of(model: PreTrainedModel) -> str | None:
     return next((name for name, conversion in CONVERSIONS.items() if conversion.done(model)), None)
 
 
-def keep(model: PreTrainedModel, restore: Callable, kept: object) -> None:
-    """Put aside what `unpatch_model` gives back. It is in memory only: a saved conversion comes back without it."""
-    model.__dict__[ORIGINAL] = Original(restore, kept)
+def keep(model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object) -> None:
+    """Put aside what `unpatch_model` gives back, as `restore(converted, parts)`. It is in memory only: a saved
+    conversion comes back without it.
+    """
+    model.__dict__[ORIGINAL] = restore, parts
 
 
 def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
-    """The model as it was before its conversion.
-
-    Raises:
-        ValueError: it was not kept.
-    """
-    original = model.__dict__.get(ORIGINAL)
-    if original is None:
+    """The model as it was before its conversion; ValueError where that was not kept."""
+    if ORIGINAL not in model.__dict__:
         raise ValueError(
             f"{type(model).__name__} was converted by {mechanism}, which replaced parts of it, and what they were is "
             "not there; load the original again, or convert with keep_original=True, which keeps it in memory until "
             "the model is saved and loaded"
         )
-    restored = original.restore(model, original.kept)
+    restore, parts = model.__dict__[ORIGINAL]
+    original = restore(model, parts)
     model.__dict__.pop(ORIGINAL, None)
-    return restored
+    return original
 
 
 def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
@@ -165,8 +151,9 @@ def convert(
 
 def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     """The examples as a list, where each can be the keywords of a call."""
-    single = isinstance(examples, Mapping | str) or not isinstance(examples, Iterable)
-    calls = [] if single else list(examples)
+    calls = (
+        [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
+    )
     if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
             f"examples={short(examples)} is not allowed; allowed: a list of dicts, at least one, each the keywords "

@@ -108,18 +108,18 @@ def models_around(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
 def _build(original, self, config, *args, **kwargs):
     if getattr(config, "hyperattn", None) is not None:
         read_record(config.hyperattn)  # before Transformers copies what a stranger wrote
-    configs, by_themselves = tree(config), set()
+    configs = tree(config)
     for part in configs:
         if STOCK in part.__dict__ and part._attn_implementation is None:  # nobody asked for anything
             setattr(part, INTERNAL, RUNNING)
     original(self, config, *args, **kwargs)
     note_masks(self)
     names = [(part, part._attn_implementation) for part in configs if part._attn_implementation in OURS]
+    self.__dict__[REQUESTED], self.__dict__[PART_NAMES] = names, []
     if 0 < len(names) < len(configs):
-        others = [part for part in configs if part._attn_implementation not in OURS]
-        by_themselves = {id(part) for above in others for _, part in sub_configs(above)}
-    self.__dict__[REQUESTED] = names
-    self.__dict__[PART_NAMES] = by_themselves and [pair for pair in names if id(pair[0]) in by_themselves]
+        above = [part for part in configs if part._attn_implementation not in OURS]
+        below = {id(part) for config in above for _, part in sub_configs(config)}
+        self.__dict__[PART_NAMES] = [(part, name) for part, name in names if id(part) in below]
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
         # a patched checkpoint is built as it was before the patch
@@ -199,11 +199,11 @@ def _initialize(original, self):
     fresh = []
     for module in self.modules():
         if isinstance(module, Hyper) and not getattr(module, "_is_hf_initialized", False):
+            module._is_hf_initialized = True
             for tensor in (*module.parameters(), *module.buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     fresh.append(module)
                     break
-            module._is_hf_initialized = True
     original(self)
     with torch.no_grad():
         for module in fresh:
@@ -227,9 +227,10 @@ def _load_state_dict(original, self, state_dict, *args, **kwargs):
 def _set(original, self, attn_implementation, *args, **kwargs):
     requests = requested(self.config, attn_implementation)
     names, saved = {name for _, name in requests}, saved_name(self.config)
-    before = [(config, config._attn_implementation) for config in all_configs(self)]
-    patched = [(config, name) for config, name in before if marked(config)]
-    beneath = [(config, getattr(config, STOCK)) for config, _ in patched]
+    before = [
+        (config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)
+    ]
+    patched = [(config, name) for config, name, _ in before if marked(config)]
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
@@ -250,10 +251,10 @@ def _set(original, self, attn_implementation, *args, **kwargs):
             run_beneath(config, name)
         check_unpatchable(self)
     except BaseException:
-        for config, name in before:
+        for config, name, beneath in before:
             setattr(config, INTERNAL, name)
-        for config, name in beneath:
-            setattr(config, STOCK, name)
+            if marked(config):
+                setattr(config, STOCK, beneath)
         raise
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
     settle_names(self)
@@ -278,11 +279,10 @@ def warn_replaced(config: PreTrainedConfig, saved: str | dict | None, what: str)
     """Warn, once, where a mechanism's name that was part of a checkpoint has given way to another name.
 
     Args:
-        config: as it is now.
-        saved: what it said before, as in config.json.
+        saved: what the config said before, as in config.json.
         what: the model and what it did with the old name, for the message.
     """
-    for part, name in requested(config, saved) if saved else ():
+    for part, name in requested(config, saved):
         now = part._attn_implementation
         if name in OURS - {PATCHED, RUNNING} and now != name:
             logger.warning(
@@ -296,9 +296,5 @@ def requested(config: Any, implementation: str | dict | None) -> list[tuple[Any,
     """(config, name) of every (sub-)config that a value for `set_attn_implementation` names."""
     if not isinstance(implementation, dict):
         return [(config, implementation)]
-    requests = []
-    for key, value in implementation.items():
-        part = config if key == "" else getattr(config, key, None)
-        if part is not None:
-            requests += requested(part, value)
-    return requests
+    parts = [(getattr(config, key, None) if key else config, value) for key, value in implementation.items()]
+    return [request for part, value in parts if part is not None for request in requested(part, value)]

@@ -86,8 +86,7 @@ def patch_model(
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give back the original model: same classes, state-dict keys and values, implementation; no hook is left.
 
-    A converted model is given back where it was converted with keep_original=True; a patch that was put on it
-    afterwards goes first.
+    A converted model is given back where it was converted with keep_original=True; a later patch of it goes first.
 
     Raises:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.
@@ -141,14 +140,10 @@ def rollback_on_error(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         configs = [value for value in module.__dict__.values() if isinstance(value, PreTrainedConfig)]
         things |= {id(thing): thing for thing in (module, *(part for top in configs for part in tree(top)))}
-    before = [
-        (
-            thing,
-            type(thing),
-            {n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()},
-        )
-        for thing in things.values()
-    ]
+    before = []
+    for thing in things.values():
+        contents = {n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()}
+        before.append((thing, type(thing), contents))
     try:
         yield
     except BaseException:
@@ -217,12 +212,10 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
         names = set(match_names([host.name for _, _, host in hosts], config.hosts, base).values())
         picks = [host.name in names for _, _, host in hosts]
     else:
-        in_layers = select_layers([(stack, host) for stack, _, host in hosts], config.layers)
-        cross = config.include_cross_attention
-        picks = [
-            pick and (cross or not host.is_cross) for pick, (*_, host) in zip(in_layers, hosts, strict=True)
-        ]
-    selected = [(module, host) for (_, module, host), pick in zip(hosts, picks, strict=True) if pick]
+        picks = select_layers([(stack, host) for stack, _, host in hosts], config.layers)
+    cross = config.include_cross_attention or config.hosts is not None
+    picked = [(module, host) for (_, module, host), pick in zip(hosts, picks, strict=True) if pick]
+    selected = [(module, host) for module, host in picked if cross or not host.is_cross]
     if not selected:
         layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(

@@ -47,10 +47,9 @@ def fresh_patch() -> Iterator[None]:
 
 
 def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
-    """Compare a model's record with the tensors that were loaded into it.
+    """Compare the record of a model that was built from its config with the tensors that were loaded into it.
 
     Args:
-        model: a model that was built from its config, with a `hyper` in every recorded host.
         loading_info: Transformers' `LoadStateDictInfo` of the load.
         source: what was loaded, for the message; None for a state dict.
 
@@ -65,13 +64,12 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
     absent = loading_info.missing_keys
     missing = [name for name in added if name in absent and not _is_loaded(model, name, absent)]
     if missing:
-        mechanisms = sorted(
-            {name for _, host in patched_hosts(model) for name, _ in host.hyper.named_children()}
-        )
+        children = {name for _, host in patched_hosts(model) for name, _ in host.hyper.named_children()}
+        mechanisms = ", ".join(sorted(children))
         raise ValueError(
             f"{where} lacks {len(missing)} of the {len(added)} added tensors that its record (config.hyperattn: "
-            f"{', '.join(mechanisms)}) asks for, such as {missing[0]!r}; export or merge it again with all tensors, "
-            f"{WAY_OUT} start them at their initial values"
+            f"{mechanisms}) asks for, such as {missing[0]!r}; export or merge it again with all tensors, {WAY_OUT} "
+            "start them at their initial values"
         )
     for name, shape, expected in sorted(loading_info.mismatched_keys):
         if name in added:
