@@ -232,18 +232,18 @@ def _is_mount(folder: Path) -> bool:
 
 def _stages(target: Path) -> list[Path]:
     """The stages of this target, of living and of dead processes, those with the oldest record first."""
-    found = []
+    stages = []
     for folder, pattern in (
         (target.parent, rf"{re.escape(f'{PREFIX}-{target.name}')}-[0-9a-f]{{8}}"),
         (target, rf"{re.escape(PREFIX)}-\w{{8}}"),
     ):
         with suppress(OSError), os.scandir(folder) as entries:
-            found += [
+            stages += [
                 Path(e.path)
                 for e in entries
                 if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
             ]
-    return sorted(found, key=_age)
+    return sorted(stages, key=_age)
 
 
 def _age(stage: Path) -> tuple:
@@ -255,15 +255,15 @@ def _age(stage: Path) -> tuple:
 
 def _files(folder: Path) -> list[str]:
     """Names of all that is no folder, relative to the folder, without what saves made for themselves."""
-    found = []
+    names = []
     for place, folders, files in os.walk(folder):
         at = os.path.relpath(place, folder)
         if at == ".":
             folders[:] = [n for n in folders if not re.fullmatch(rf"{re.escape(PREFIX)}-\w{{8}}", n)]
             files = [n for n in files if n not in (RECORD, f"{PREFIX}.lock")]
         files += [n for n in folders if os.path.islink(os.path.join(place, n))]
-        found += [os.path.normpath(os.path.join(at, n)) for n in files]
-    return sorted(found)
+        names += [os.path.normpath(os.path.join(at, n)) for n in files]
+    return sorted(names)
 
 
 def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:

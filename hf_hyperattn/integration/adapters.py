@@ -17,6 +17,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import peft.utils.hotswap
 import transformers
@@ -120,9 +121,10 @@ def check_tensors(names: list[str]) -> None:
         )
 
 
-def adapter_weights(arguments: dict) -> dict:
+def adapter_weights(arguments: dict[str, Any]) -> dict:
     """The parameters of an adapter, from the arguments of `load_adapter`."""
-    weights, config = arguments.get("adapter_state_dict"), arguments.get("load_config")
+    weights: Any = arguments.get("adapter_state_dict")
+    config: Any = arguments.get("load_config")
     if weights is None:
         hub = getattr(config, "download_kwargs", None) or {}
         hub = {**hub, **(arguments.get("adapter_kwargs") or {}), **arguments, **arguments.get("kwargs", {})}

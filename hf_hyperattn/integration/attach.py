@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,16 +101,20 @@ def _known_names(names: list[str], recorded: Iterable[str], base: PreTrainedMode
     return max(forms, key=lambda form: len(form.keys() & set(recorded)))
 
 
+def _has_stack(base: PreTrainedModel, name: str) -> bool:
+    """Whether the model has the list of layers, or the part, in which a host of that name would be."""
+    stack, prefix = re.split(r"\.\d+(?:\.|$)", name)[0], base.base_model_prefix
+    forms = {stack, stack.removeprefix(prefix + "."), f"{prefix}.{stack}"}
+    return not forms.isdisjoint(name for name, _ in base.named_modules())
+
+
 def resolve_overrides(
     config: HyperAttnConfig, selected: list[Selected], base: PreTrainedModel
 ) -> HyperAttnConfig:
     """The config with the names in `overrides` as this model has them, and all that belongs to its hosts alone.
 
-    Args:
-        selected: the hosts that are patched.
-
     Raises:
-        ValueError: an override is for a host that is not among them, though the config does not list it as one.
+        ValueError: an override is for a host that is not selected, though the config does not list it as one.
     """
     if not config.overrides:
         return config
@@ -125,13 +130,6 @@ def resolve_overrides(
     return replace(config, hosts=tuple(names), overrides=overrides)
 
 
-def _has_stack(base: PreTrainedModel, name: str) -> bool:
-    """Whether the model has the list of layers, or the part, in which a host of that name would be."""
-    stack = re.split(r"\.\d+(?:\.|$)", name)[0]
-    forms = (stack, stack.removeprefix(base.base_model_prefix + "."), f"{base.base_model_prefix}.{stack}")
-    return any(form in (n for n, _ in base.named_modules()) for form in forms)
-
-
 def check_combination(config: HyperAttnConfig, selected: list[Selected]) -> None:
     """Refuse heads that a host lacks, and mechanisms that cross-attention has no meaning for."""
     for _, host in selected:
@@ -145,14 +143,15 @@ def check_combination(config: HyperAttnConfig, selected: list[Selected]) -> None
                 )
 
 
-def refuse_tensor_parallel(model: PreTrainedModel, mechanisms: Iterable[str]) -> None:
+def refuse_tensor_parallel(model: PreTrainedModel, config: HyperAttnConfig) -> None:
     """Raise where ranks share the heads of a model that is patched, or loaded patched."""
     ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
     ranks = ranks or getattr(model, "_tp_size", None) or 1
     if ranks > 1:
+        mechanisms = " and ".join(mechanism.mechanism for mechanism in config.mechanisms)
         raise ValueError(
             f"{type(model).__name__} is cut into {ranks} ranks by tensor parallelism, which a patch with "
-            f"{' and '.join(mechanisms)} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
+            f"{mechanisms} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
             "attn_implementation=..."
         )
 
@@ -161,17 +160,18 @@ def attach(
     base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool = False
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
-    refuse_tensor_parallel(base, [mechanism.mechanism for mechanism in config.mechanisms])
+    refuse_tensor_parallel(base, config)
     find_eager({type(module) for _, module in find_hosts(base)})
     built = [placed(Hyper(config, host), base, module) for module, host in selected]
     warned: set[str] = set()
     for hyper, (module, _) in zip(built, selected, strict=True):
-        for layer in hyper.children():
+        layers: list[Any] = [*hyper.children()]
+        for layer in layers:
             layer.warned = warned
         hyper.newly_routed = newly_routed
         module.hyper = hyper
-        if any(map(attrgetter("reads_hidden"), hyper.children())):
-            add_hooks(module, hyper.layers())
+        if any(map(attrgetter("reads_hidden"), layers)):
+            add_hooks(module, layers)
     write_records(base)
     if any(get_mechanism(mechanism.mechanism).stage == "structure" for mechanism in config.mechanisms):
         accept_hierarchy(base, [module for module, _ in selected])

@@ -60,27 +60,25 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
-#: The same of sub-configs whose names were given by themselves: one plain name for a whole model goes into every
-#: sub-config, also into those of convolutional backbones.
-PART_NAMES = "_hyperattn_part_names"
 #: The models whose `__init__` is running, the outermost first.
 BUILDING: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hyperattn_building", default=())
 
 
 def note_building(cls: Any) -> None:
     """Let the `__init__` of a model class put its model into `BUILDING` while it runs."""
-    stock = cls.__init__  # it may be that of a mixin, which is no model
+    stock, inherited = cls.__init__, "__init__" not in vars(cls)  # that of a mixin, which is no model
     if hasattr(stock, WRAPPED):
         return
 
     @functools.wraps(stock)
     def __init__(self, *args, **kwargs):
+        init = super(cls, self).__init__ if inherited else functools.partial(stock, self)
         outer = BUILDING.get()
         if outer and outer[-1] is self:  # the `__init__` of a parent class
-            return stock(self, *args, **kwargs)
+            return init(*args, **kwargs)
         token = BUILDING.set((*outer, self))
         try:
-            return stock(self, *args, **kwargs)
+            return init(*args, **kwargs)
         finally:
             BUILDING.reset(token)
 
@@ -92,10 +90,6 @@ def note_building(cls: Any) -> None:
 def _subclass(original, cls, **kwargs):
     original(cls, **kwargs)
     note_building(cls)
-
-
-for _model_class in subclasses(PreTrainedModel):
-    note_building(_model_class)
 
 
 def models_around(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
@@ -115,15 +109,17 @@ def _build(original, self, config, *args, **kwargs):
     original(self, config, *args, **kwargs)
     note_masks(self)
     names = [(part, part._attn_implementation) for part in configs if part._attn_implementation in OURS]
-    self.__dict__[REQUESTED], self.__dict__[PART_NAMES] = names, []
-    if 0 < len(names) < len(configs):
-        above = [part for part in configs if part._attn_implementation not in OURS]
-        below = {id(part) for config in above for _, part in sub_configs(config)}
-        self.__dict__[PART_NAMES] = [(part, name) for part, name in names if id(part) in below]
+    self.__dict__[REQUESTED] = names
     neutral = model_patches.construct_as(self.config.model_type)
     if neutral is not None and self.config._attn_implementation in OURS:
         # a patched checkpoint is built as it was before the patch
         setattr(self.config, INTERNAL, stock_name(self.config) if marked(self.config) else neutral)
+
+
+for _model_class in subclasses(
+    PreTrainedModel
+):  # after the wrapper of the `__init__` that they have from there
+    note_building(_model_class)
 
 
 @wrap("post_init")
@@ -134,8 +130,8 @@ def _finish(original, self):
     restored = restore(self, outer)
     if not restored and self.config._attn_implementation in OURS:
         check_routed(self, self.config._attn_implementation, inside_another=bool(outer))
-    if not restored and self.__dict__.get(PART_NAMES) and not outer:
-        check_part_names(self)
+    if not restored and not outer and names:
+        check_part_names(self, names)
     for _, name in names:
         if name not in (PATCHED, RUNNING):
             settle_names(self)
@@ -178,11 +174,23 @@ def route_as_before(model: PreTrainedModel) -> bool:
             setattr(config, INTERNAL, name)
 
 
-def check_part_names(model: PreTrainedModel) -> None:
-    """Raise if a part that was given a name of ours by itself would never call a function of ours."""
+def check_part_names(model: PreTrainedModel, names: list[tuple[Any, str]]) -> None:
+    """Raise if a part that was given a name of ours by itself would never call a function of ours.
+
+    One plain name for a whole model goes into every sub-config, also into those of convolutional backbones.
+
+    Args:
+        names: the configs that ask for a name of ours, with the name.
+    """
+    requesting = {id(config) for config, _ in names}
+    others = [config for config in tree(model.config) if id(config) not in requesting]
+    below = {id(part) for config in others for _, part in sub_configs(config)}
+    by_themselves = [(config, name) for config, name in names if id(config) in below]
+    if not by_themselves:
+        return
     model_patches.serve(model)
     running = {module.config._attn_implementation for _, module in find_hosts(model)}
-    for config, name in model.__dict__[PART_NAMES]:
+    for config, name in by_themselves:
         check_config(model, config, name)
         if name not in running:
             part = config.model_type or type(config).__name__  # Transformers 5.17 has parts without a type

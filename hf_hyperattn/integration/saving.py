@@ -216,31 +216,18 @@ def is_trained(hyper: Hyper) -> bool:
     return moved and not all(layer.identical() for layer in hyper.layers())
 
 
-# Loading what a save left halfway
-
-
-@wrap("from_pretrained")
-def _load(original, cls, pretrained_model_name_or_path, *args, **kwargs):
-    try:
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-    except Exception as error:
-        name_interrupted_save(pretrained_model_name_or_path, error)
-        raise
-
-
 @wrap("from_pretrained", PeftModel)
-def _load_adapter(original, cls, model, model_id, *args, **kwargs):
+@wrap("from_pretrained")
+def _load(original, cls, *args, **kwargs):
+    """The error of a load from a folder that an interrupted save left says how to bring the save to its end."""
     try:
-        return original(cls, model, model_id, *args, **kwargs)
+        return original(cls, *args, **kwargs)
     except Exception as error:
-        name_interrupted_save(model_id, error)
+        for folder in (*args, *kwargs.values()):
+            if isinstance(folder, str | os.PathLike) and is_interrupted(folder):
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise OSError(
+                    f"a save into {folder} was interrupted, or is under way; to bring it to its end, run "
+                    f"`hyperattn recover {folder}` ({why})"
+                ) from error
         raise
-
-
-def name_interrupted_save(folder: object, error: Exception) -> None:
-    """Let the error of a load from a folder that an interrupted save left say how to bring the save to its end."""
-    if isinstance(folder, str | os.PathLike) and is_interrupted(folder):
-        raise OSError(
-            f"a save into {folder} was interrupted, or is under way; to bring it to its end, run "
-            f"`hyperattn recover {folder}` ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        ) from error

@@ -1,5 +1,6 @@
 """How many functions of ours run where a patched model is loaded: few, and few more for each further layer."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +67,20 @@ def test_a_model_knows_what_it_is_built_into_also_after_a_failure():
     assert [name for name, _ in alone.named_modules() if name.endswith("hyper")] == [
         "layers.0.self_attn.hyper"
     ]
+
+
+LATE = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+import hf_hyperattn as ha
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+config = ha.patch_model(LlamaForCausalLM(LlamaConfig(**sizes)), ha.ConeConfig()).config
+for cls in (LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel):
+    names = [name for name, _ in cls(config).named_modules() if name.endswith("hyper")]
+    assert names == ["model." * (cls is not LlamaModel) + "layers.0.self_attn.hyper"], (cls, names)
+"""
+
+
+def test_model_classes_that_were_there_before_the_package():
+    """One of them has its `__init__` from a mixin that is no model."""
+    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=300)
