@@ -111,12 +111,18 @@ def describe_base(model: PreTrainedModel) -> dict | None:
     return facts or None
 
 
-def base_difference(model: nn.Module, saved: dict) -> str | None:
+def base_difference(
+    model: nn.Module,
+    saved: dict,
+    what: str = "its base",
+    remedy: str = "patch it with hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)",
+) -> str | None:
     """In which way a model is no base for an adapter; None where it is as the adapter's base was.
 
     Args:
-        model: what the adapter is put on.
-        saved: what `describe_base` said of the adapter's base.
+        model: what the adapter, or the weights of a whole model, are put on.
+        saved: what `describe_base` said of the adapter's base, or of that model.
+        what, remedy: what `saved` speaks of, and what helps where a patch differs, for the message.
 
     Raises:
         ValueError: `saved` is not of that form.
@@ -130,25 +136,25 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
     implementation, model_type = texts
     record, name = saved.get("hyperattn"), type(model).__name__
     if model_type and model_type != getattr(getattr(model, "config", None), "model_type", None):
-        what = "load the adapter on the converted model"
-        return f"its base was a converted model ({model_type}) and {name} is not; {what}"
+        advice = "load the adapter on the converted model"
+        return f"{what} was a converted model ({model_type}) and {name} is not; {advice}"
     if not implementation:
         return None
     if not isinstance(record, dict) or record.get("hosts") is None:
         if here.get("attn_implementation") != implementation:
-            what = f"load {name} with that name"
-            return f"its base ran attn_implementation={implementation!r} and {name} does not; {what}"
+            advice = f"load {name} with that name"
+            return f"{what} ran attn_implementation={implementation!r} and {name} does not; {advice}"
         if here.get("hyperattn") == record:
             return None
-        return f"its base ran {implementation!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
+        return f"{what} ran {implementation!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
     config, prefix = HyperAttnConfig.from_dict(record), getattr(model, "base_model_prefix", "")
     if here and recorded_hosts(getattr(model, "config", None)) is not None:
         if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(config, prefix):
             return None
     mechanisms = " and ".join(m.mechanism for m in config.mechanisms)
     return (
-        f"its base had {mechanisms} in {len(config.hosts or ())} attention modules, and {name} is patched otherwise or "
-        "not at all; patch it with hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)"
+        f"{what} had {mechanisms} in {len(config.hosts or ())} attention modules, and {name} is patched otherwise or "
+        f"not at all; {remedy}"
     )
 
 

@@ -31,12 +31,10 @@ from transformers.integrations.peft import PeftAdapterMixin
 from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
+from .state_dicts import WHERE
 from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
-
-#: What finds an adapter on the Hub.
-WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 # Putting an adapter on a model

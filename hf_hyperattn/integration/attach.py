@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ Selected = tuple[nn.Module, Host]
 def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
     """Every host of a model: its stack, the module, and its facts."""
     modules = list(find_hosts(base))
-    stacks = layer_indices([name for name, _ in modules])
+    stacks = layer_indices(list(map(itemgetter(0), modules)))
     return [(s, m, host_facts(n, m, i)) for (n, m), (s, i) in zip(modules, stacks, strict=True)]
 
 
@@ -173,7 +173,7 @@ def attach(
         if any(map(attrgetter("reads_hidden"), layers)):
             add_hooks(module, layers)
     write_records(base)
-    if any(get_mechanism(mechanism.mechanism).stage == "structure" for mechanism in config.mechanisms):
+    if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, [module for module, _ in selected])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,8 @@ from .stock import OURS, PATCHED, RUNNING, STOCK, marked, stock_name
 RECORD = "hyperattn"
 #: Where a config keeps the name that it runs.
 INTERNAL = "_attn_implementation_internal"
+#: Whether a model is being built or loaded: what its loader asks for is checked then, and resolved by `resolve_stock`.
+LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
 
 
 def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:

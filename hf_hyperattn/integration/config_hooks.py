@@ -11,21 +11,19 @@ with SDPA. Wrapped, once, at import:
 
 from __future__ import annotations
 
+import copy
 import inspect
-from contextvars import ContextVar
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoint_config import INTERNAL, saved_name, sub_configs, tree
-from .hooks import warn_replaced
+from .checkpoint_config import INTERNAL, LOADING, saved_name, sub_configs, tree
+from .hooks import running_on, set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 
 #: The class whose properties are replaced.
 CONFIG: Any = PreTrainedConfig
-#: Whether a model is being built: what its loader asks for is checked then, and resolved by `resolve_stock`.
-LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
 
 
 @wrap("to_dict", PreTrainedConfig)
@@ -49,11 +47,12 @@ def _from_dict(original, cls, config_dict, **kwargs):
 
 
 @wrap("_from_config", PreTrainedModel)
-@wrap("from_pretrained", PreTrainedModel)
-def _while_loading(original, cls, *args, **kwargs):
+def _from_config(original, cls, config, **kwargs):
+    if kwargs.get("attn_implementation") is not None and running_on(config):
+        config = copy.deepcopy(config)  # Transformers would set the name on the other model's config too
     token = LOADING.set(True)
     try:
-        return original(cls, *args, **kwargs)
+        return original(cls, config, **kwargs)
     finally:
         LOADING.reset(token)
 
@@ -61,21 +60,25 @@ def _while_loading(original, cls, *args, **kwargs):
 def keep_names() -> None:
     """Let `config._attn_implementation = name` lose nothing: loaders, Whisper's timestamps and others set it so.
 
-    On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
+    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a
+    mechanism's name gives way to it with a warning.
     """
     stock: Any = inspect.getattr_static(PreTrainedConfig, "_attn_implementation")
 
     def setter(self, value):
-        saved = saved_name(self) if INTERNAL in self.__dict__ else None  # else it is being made
+        if INTERNAL not in self.__dict__:  # it is being made
+            return _set_name(self, value)
+        saved = saved_name(self)
         before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
         try:
+            if not LOADING.get():
+                set_on_models(self, value)
             _set_name(self, value)
         except ValueError:
             for config, name in before:
                 setattr(config, INTERNAL, name)
             raise
-        if saved:
-            warn_replaced(self, saved, f"a {type(self).__name__} saved")
+        warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
     CONFIG._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
 

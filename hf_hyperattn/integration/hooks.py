@@ -11,7 +11,6 @@ that ask for none of our names the wrappers do nothing.
   their `hyper`;
 - `_finalize_model_loading`: record and added tensors of what was loaded are compared;
 - `initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
-- `load_state_dict`: warns where added tensors are passed over;
 - `set_attn_implementation`: raises where it would only warn; on a patched model it changes what runs beneath.
 """
 
@@ -20,8 +19,9 @@ from __future__ import annotations
 import functools
 import logging
 from contextvars import ContextVar
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,11 +46,11 @@ from .checkpoint_config import (
 )
 from .conversions import rebuild
 from .families import note_all, note_masks
-from .hierarchical import settle_names
+from .hierarchical import Accepting, settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
 from .patching import route
-from .record_check import check_loaded, warn_of_state_dict
+from .record_check import check_loaded
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
 from .unsupported import check_config, check_parts, check_routed, unsupported
 from .wrapping import WRAPPED, subclasses, wrap
@@ -60,6 +60,10 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
+#: Every model, by which a name that is set on a config finds those that run on it.
+MODELS: WeakSet[PreTrainedModel] = WeakSet()
+#: Whether `set_attn_implementation` is at work, which sets names on configs itself.
+SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
 #: The models whose `__init__` is running, the outermost first.
 BUILDING: ContextVar[tuple[PreTrainedModel, ...]] = ContextVar("hyperattn_building", default=())
 
@@ -132,11 +136,16 @@ def _finish(original, self):
         check_routed(self, self.config._attn_implementation, inside_another=bool(outer))
     if not restored and not outer and names:
         check_part_names(self, names)
-    for _, name in names:
-        if name not in (PATCHED, RUNNING):
-            settle_names(self)
-            break
+    if isinstance(self, Accepting) or set(map(itemgetter(1), names)) - {PATCHED, RUNNING}:
+        settle_names(self)
+    MODELS.add(self)
     return original(self)
+
+
+@wrap("__setstate__")
+def _copied(original, self, state):
+    original(self, state)
+    MODELS.add(self)
 
 
 def restore(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) -> bool:
@@ -164,7 +173,9 @@ def restore(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) -> bool:
 
 def route_as_before(model: PreTrainedModel) -> bool:
     """Route served families while their configs name the implementation from before, so that it can be undone."""
-    named = [(c, c._attn_implementation) for part in parts(model) for c in tree(part.config) if marked(c)]
+    named = [
+        (c, c._attn_implementation) for part in parts(model) for c in tree(part.config) if STOCK in vars(c)
+    ]
     try:
         for config, _ in named:
             setattr(config, INTERNAL, name_before(config))
@@ -224,15 +235,41 @@ def _check_loading(original, model, load_config, loading_info):
     return original(model, load_config, loading_info)
 
 
-@wrap("load_state_dict")
-def _load_state_dict(original, self, state_dict, *args, **kwargs):
-    result = original(self, state_dict, *args, **kwargs)
-    warn_of_state_dict(self, state_dict, result.missing_keys, result.unexpected_keys)
-    return result
+def running_on(config: Any) -> list[PreTrainedModel]:
+    """The models with this very config, the outermost first."""
+    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
+    on_it = [model for model in models if model is not None and getattr(model, "config", None) is config]
+    return sorted(on_it, key=lambda model: -len(list(model.modules())))
+
+
+def set_on_models(config: Any, value: str | dict | None) -> None:
+    """Let what a config is given for a name of ours, or in place of one, reach the models that run on it.
+
+    A name of ours goes by `set_attn_implementation`: families whose attention is served by another class would ignore
+    or misread it. Some models (T5) have parts that run on copies of the config.
+    """
+    ours = OURS - {PATCHED, RUNNING}
+    new = {name for _, name in requested(config, value)} & ours
+    for model in running_on(config):
+        if new and not SETTING.get():
+            model.set_attn_implementation(value)
+        elif not isinstance(value, dict) and config._attn_implementation in ours:
+            in_tree = set(map(id, tree(config)))
+            for part in all_configs(model):
+                if id(part) not in in_tree and part._attn_implementation == config._attn_implementation:
+                    setattr(part, INTERNAL, value)
 
 
 @wrap("set_attn_implementation")
-def _set(original, self, attn_implementation, *args, **kwargs):
+def _set(original, self, *args, **kwargs):
+    token = SETTING.set(True)
+    try:
+        return _set_and_check(original, self, *args, **kwargs)
+    finally:
+        SETTING.reset(token)
+
+
+def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     requests = requested(self.config, attn_implementation)
     names, saved = {name for _, name in requests}, saved_name(self.config)
     before = [
@@ -242,8 +279,9 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
-        note_all(self)
-        model_patches.serve(self)
+        for model in {self, *running_on(self.config)}:
+            note_all(model)
+            model_patches.serve(model)
         if isinstance(attn_implementation, str):
             check_routed(self, attn_implementation, inside_another=bool(models_around(self)))
             check_parts(self, attn_implementation)

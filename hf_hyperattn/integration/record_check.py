@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -107,30 +107,6 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
                 )
 
 
-def warn_of_state_dict(
-    model: PreTrainedModel, names: Iterable[str], missing: list[str], unexpected: list[str]
-) -> None:
-    """Warn where `load_state_dict(strict=False)` passed over added tensors: torch tells only who reads its result.
-
-    Args:
-        names: keys of the state dict; one that has nothing of the patched layers, such as an adapter's, is left alone.
-        missing, unexpected: the result.
-    """
-    hosts = tuple(f"{name}." for name, _ in patched_hosts(model))
-    lacking = set(added_tensors(model)) & set(missing)
-    if lacking and any(name.startswith(hosts) for name in names):
-        logger.warning(
-            f"load_state_dict(strict=False): the state dict lacks {len(lacking)} added tensors of the patched "
-            f"{type(model).__name__}, such as {min(lacking)!r}; they stay as they are"
-        )
-    strange = tensors_of_hosts(model, unexpected)
-    if strange:
-        logger.warning(
-            f"load_state_dict(strict=False): {len(strange)} added tensors of the state dict, such as {strange[0]!r}, "
-            f"have no place in this {type(model).__name__} and are left out; patch it first as their model was"
-        )
-
-
 def added_tensors(model: nn.Module) -> list[str]:
     """Names in the model's state dict of all that its patch, or its conversion in place, added."""
     return [
@@ -142,16 +118,17 @@ def added_tensors(model: nn.Module) -> list[str]:
     ]
 
 
-def tensors_of_hosts(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+def tensors_of_hosts(model: nn.Module, names: Collection[str]) -> list[str]:
     """Those of `names` that are added tensors of this model's hosts, with or without the base model's prefix."""
     if not names:
         return []
     mechanism = "|".join(map(re.escape, MECHANISMS))
-    added = re.compile(rf"(?:(.*)\.)?hyper\.(?:{mechanism})\..*")
+    copies = r"(?:original_module\.|modules_to_save\.[^.]+\.)?"  # as PEFT has them
+    added = re.compile(rf"(?:(.*)\.)?hyper\.{copies}(?:{mechanism})\..*")
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]
     if not matches:
         return []
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     hosts = {form for n, _ in find_hosts(model) for form in (n, prefix + n, n.removeprefix(prefix))}
     return [match.string for match in matches if (match[1] or "") in hosts]
 

@@ -13,14 +13,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
 import hub_cards
@@ -29,6 +29,7 @@ from ..folders import is_interrupted, replace_folder
 from ..registry import MECHANISMS
 from .adapter_config import BASE, describe_base, hyper_wrappers, write_config_beside
 from .checkpoint_config import (
+    LOADING,
     all_configs,
     inner,
     is_recorded,
@@ -39,6 +40,8 @@ from .checkpoint_config import (
     write_records,
 )
 from .hyper import Hyper
+from .record_check import warn_of_unused_parameters
+from .state_dicts import WHERE, check_saved_state_dict, warn_of_config, warn_of_noted
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
@@ -80,19 +83,28 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
     patched = any(patched_hosts(self))
     if patched:
         write_records(self)  # parts of it may have been patched, or unpatched, by themselves
+    state_dict = kwargs.get("state_dict", args[0] if args else None)
     if getattr(self, "_hf_peft_config_loaded", False):
         before_saving_adapters(self, self.peft_config, self.active_adapters())
-    elif kwargs.get("state_dict", args[0] if args else None) is None:
+    elif state_dict is None:
         refuse_wrapped(self)
+    if not getattr(self, "peft_config", None) and getattr(self, "hf_quantizer", None) is None:
+        check_saved_state_dict(self, state_dict)  # else other tensors are written
     if not patched and is_recorded(self.config):
         with without_records(self):  # it shares its config with a patched model, or with parts that were one
             return original(self, save_directory, is_main_process, *args, **kwargs)
     call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
     options = {**call.pop("kwargs", {}), **call}
     warn_of_unsaved_names(self)
+    warn_of_unused_parameters(self, type(self).__name__)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
-    if not (patched or by_name) or options.get("distributed_checkpoint") or os.path.isfile(save_directory):
+    if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
+    if options.get("distributed_checkpoint") and torch.distributed.is_initialized():
+        if options.get("push_to_hub"):
+            options.setdefault("repo_id", Path(save_directory).resolve().name)
+        options.pop("self"), options.pop("save_directory")
+        return _write_by_all(original, self, Path(save_directory), options)
     pushed = options.pop("push_to_hub", False)
     local = {n: v for n, v in options.items() if n not in (*HUB_ONLY, "self", "save_directory")}
     _write_model(original, self, Path(save_directory), local)
@@ -138,6 +150,30 @@ def _write_model(original, model: PreTrainedModel, target: Path, options: dict) 
     finally:
         if gathered:  # the others leave `save_pretrained` when the checkpoint is in its place
             model.barrier_after_gathered_checkpoint_save(distributed)
+
+
+def _write_by_all(original, model: PreTrainedModel, target: Path, options: dict) -> None:
+    """Save a model of which every process writes its own part, into one folder that the first process brings in place.
+
+    Raises:
+        OSError: the folder cannot be made, or the processes do not share it.
+    """
+    with ExitStack() as stack:
+        shared: list[str | None] = [None, None]  # the folder, and why there is none
+        if torch.distributed.get_rank() == 0:
+            try:
+                shared[0] = str(stack.enter_context(checkpoint_folder(target, model)))
+            except OSError as error:  # the others wait to hear of it
+                shared[1] = str(error)
+        torch.distributed.broadcast_object_list(shared, src=0)
+        seen = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(seen, shared[0] is not None and os.path.isdir(shared[0]))
+        if not all(seen):
+            unshared = "not all processes see what the first one makes there; save to a shared file system"
+            why = shared[1] or unshared
+            raise OSError(f"{target}: distributed_checkpoint=True cannot save there: {why}")
+        original(model, shared[0], **options)
+    torch.distributed.barrier()  # the others leave `save_pretrained` when the checkpoint is in its place
 
 
 # Adapters
@@ -220,8 +256,9 @@ def is_trained(hyper: Hyper) -> bool:
 @wrap("from_pretrained")
 def _load(original, cls, *args, **kwargs):
     """The error of a load from a folder that an interrupted save left says how to bring the save to its end."""
+    token = LOADING.set(issubclass(cls, PreTrainedModel) or LOADING.get())
     try:
-        return original(cls, *args, **kwargs)
+        result = original(cls, *args, **kwargs)
     except Exception as error:
         for folder in (*args, *kwargs.values()):
             if isinstance(folder, str | os.PathLike) and is_interrupted(folder):
@@ -231,3 +268,17 @@ def _load(original, cls, *args, **kwargs):
                     f"`hyperattn recover {folder}` ({why})"
                 ) from error
         raise
+    finally:
+        LOADING.reset(token)
+    if issubclass(cls, PreTrainedModel):
+        warn_of_source(result[0] if isinstance(result, tuple) else result, *args, **kwargs)
+    return result
+
+
+def warn_of_source(model, pretrained_model_name_or_path, *args, **kwargs) -> None:
+    """Warn where a model was not made from the config of the weights that it took, which ran another attention."""
+    source, config = pretrained_model_name_or_path, kwargs.get("config")
+    if source is None:
+        warn_of_noted(model, kwargs.get("state_dict"))
+    elif isinstance(config, PreTrainedConfig) and config._name_or_path != str(source):
+        warn_of_config(model, source, **{key: kwargs[key] for key in WHERE if key in kwargs})
