@@ -61,7 +61,7 @@ logger = logging.getLogger("hf_hyperattn")
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
 #: Every model, by which a name that is set on a config finds those that run on it.
-MODELS: WeakSet[PreTrainedModel] = WeakSet()
+MODELS: Any = WeakSet()
 #: Whether `set_attn_implementation` is at work, which sets names on configs itself.
 SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
 #: The models whose `__init__` is running, the outermost first.
@@ -242,7 +242,7 @@ def running_on(config: Any) -> list[PreTrainedModel]:
     return sorted(on_it, key=lambda model: -len(list(model.modules())))
 
 
-def set_on_models(config: Any, value: str | dict | None) -> None:
+def set_on_models(config: Any, value: Any) -> None:
     """Let what a config is given for a name of ours, or in place of one, reach the models that run on it.
 
     A name of ours goes by `set_attn_implementation`: families whose attention is served by another class would ignore

@@ -95,24 +95,22 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
             return original(self, save_directory, is_main_process, *args, **kwargs)
     call = inspect.signature(original).bind(self, save_directory, is_main_process, *args, **kwargs).arguments
     options = {**call.pop("kwargs", {}), **call}
+    del options["self"], options["save_directory"]
     warn_of_unsaved_names(self)
     warn_of_unused_parameters(self, type(self).__name__)
     by_name = any(part._attn_implementation in OURS for part in tree(self.config))
     if not (patched or by_name) or os.path.isfile(save_directory):
         return original(self, save_directory, is_main_process, *args, **kwargs)
+    target = Path(save_directory)
+    if options.get("push_to_hub"):
+        options.setdefault("repo_id", target.resolve().name)
     if options.get("distributed_checkpoint") and torch.distributed.is_initialized():
-        if options.get("push_to_hub"):
-            options.setdefault("repo_id", Path(save_directory).resolve().name)
-        options.pop("self"), options.pop("save_directory")
-        return _write_by_all(original, self, Path(save_directory), options)
+        return _write_by_all(original, self, target, options)
     pushed = options.pop("push_to_hub", False)
-    local = {n: v for n, v in options.items() if n not in (*HUB_ONLY, "self", "save_directory")}
-    _write_model(original, self, Path(save_directory), local)
+    _write_model(original, self, target, {n: v for n, v in options.items() if n not in HUB_ONLY})
     if pushed:  # from a folder of its own: what is pushed is what was saved
-        hub = {n: v for n, v in options.items() if n not in ("self", "save_directory")}
-        hub.setdefault("repo_id", Path(save_directory).resolve().name)
         with tempfile.TemporaryDirectory() as folder:
-            original(self, folder, push_to_hub=True, **hub)
+            original(self, folder, push_to_hub=True, **options)
 
 
 def refuse_wrapped(model: PreTrainedModel) -> None:
@@ -255,7 +253,7 @@ def is_trained(hyper: Hyper) -> bool:
 @wrap("from_pretrained", PeftModel)
 @wrap("from_pretrained")
 def _load(original, cls, *args, **kwargs):
-    """The error of a load from a folder that an interrupted save left says how to bring the save to its end."""
+    """A load, whose error says of a folder that an interrupted save left how to bring the save to its end."""
     token = LOADING.set(issubclass(cls, PreTrainedModel) or LOADING.get())
     try:
         result = original(cls, *args, **kwargs)
