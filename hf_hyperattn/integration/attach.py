@@ -161,7 +161,7 @@ def attach(
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
     refuse_tensor_parallel(base, config)
-    find_eager({type(module) for _, module in find_hosts(base)})
+    find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
     built = [placed(Hyper(config, host), base, module) for module, host in selected]
     warned: set[str] = set()
     for hyper, (module, _) in zip(built, selected, strict=True):

@@ -90,7 +90,7 @@ def _set_name(config, value: str | dict | None) -> None:
     setattr(config, INTERNAL, name)
     if not LOADING.get() and marked(config):
         run_beneath(config, before if before in OURS else RUNNING)
-    for key, part in sub_configs(config):
+    for key, part in sub_configs(config) if config.sub_configs else ():
         below = value.get(key, getattr(part, INTERNAL, None)) if isinstance(value, dict) else value
         _set_name(part, below)
 

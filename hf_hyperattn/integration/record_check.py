@@ -77,8 +77,8 @@ def check_loaded(model: PreTrainedModel, loading_info, source: object) -> None:
                 f"{where} holds {name!r} with shape {tuple(shape)}, and its config asks for {tuple(expected)}; use the "
                 f"config that it was saved with, {WAY_OUT} start it anew (ignore_mismatched_sizes=True)"
             )
-    strange = tensors_of_hosts(model, loading_info.unexpected_keys)
-    if strange:
+    unexpected = loading_info.unexpected_keys
+    if unexpected and (strange := tensors_of_hosts(model, unexpected)):
         raise ValueError(
             f"{where} holds {len(strange)} added tensors, such as {strange[0]!r}, that no record in its config "
             "(config.hyperattn) asks for; put back the keys hyperattn, hyperattn_stock and attn_implementation of the "
