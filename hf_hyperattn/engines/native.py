@@ -35,9 +35,13 @@ logger = logging.getLogger("hf_hyperattn")
 _logged: set[str] = set()  # the reasons for which libraries were not built
 
 
+#: The environment variable that turns compiled kernels off.
+SETTING = "HF_HYPERATTN_NATIVE"
+
+
 def enabled() -> bool:
     """Whether compiled kernels may be used at all: HF_HYPERATTN_NATIVE is not 0, off, false or no."""
-    return os.environ.get("HF_HYPERATTN_NATIVE", "1").strip().lower() not in ("0", "off", "false", "no")
+    return os.environ.get(SETTING, "1").strip().lower() not in ("0", "off", "false", "no")
 
 
 def build_directory() -> Path:

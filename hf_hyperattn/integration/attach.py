@@ -32,7 +32,8 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
     """Every host of a model: its stack, the module, and its facts."""
     modules = list(find_hosts(base))
     stacks = layer_indices(list(map(itemgetter(0), modules)))
-    return [(s, m, host_facts(n, m, i)) for (n, m), (s, i) in zip(modules, stacks, strict=True)]
+    known: dict[int, dict] = {}
+    return [(s, m, host_facts(n, m, i, known)) for (n, m), (s, i) in zip(modules, stacks, strict=True)]
 
 
 def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:

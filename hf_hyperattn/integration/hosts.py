@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
-from .module_dims import attributes, module_dims, rotary_reason
+from .module_dims import module_dims, rotary_reason, settings_of
 
 CROSS = re.compile(r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att", re.IGNORECASE)
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -64,23 +64,27 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     )
 
 
-def host_facts(name: str, module: nn.Module, layer_index: int) -> Host:
+def host_facts(name: str, module: nn.Module, layer_index: int, known: dict[int, dict] | None = None) -> Host:
     """What the module and its config say of a host.
+
+    Args:
+        known: by the id of a config, its settings, for hosts that share one; added to.
 
     Raises:
         ValueError: neither says how many heads there are.
     """
-    config = getattr(module, "config", None)
-    causal = bool(getattr(module, "is_causal", getattr(config, "is_decoder", False)))
-    of_module, of_config = attributes(module), attributes(config)
+    config, known = getattr(module, "config", None), {} if known is None else known
+    if id(config) not in known:
+        known[id(config)] = settings_of(config)
+    settings = known[id(config)]
     return Host(
         name=name,
-        is_causal=causal,
+        is_causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
         is_cross=is_cross_attention(name, module),
         layer_index=layer_index,
         config=config,
-        rotary=rotary_reason(module, of_config),
-        **module_dims(name, module, of_module, of_config)._asdict(),
+        rotary=rotary_reason(module, settings),
+        **module_dims(name, module, settings)._asdict(),
     )
 
 

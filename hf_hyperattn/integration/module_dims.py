@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ ROTARY_KINDS = (
 )  # fmt: skip
 
 
-#: All names that `attributes` reads.
+#: All names that `settings_of` reads.
 READ = (*(name for names in NAMES.values() for name in names), *ROTARY_KINDS, "alibi", *ROTARY_SETTINGS)
 
 
@@ -58,32 +59,32 @@ class Dims(NamedTuple):
     value_dim: int | None
 
 
-def attributes(place: object) -> dict[str, Any]:
-    """What a module or config has of the names above; a config may refuse one that differs between layers."""
+def settings_of(config: object) -> dict[str, Any]:
+    """What a config has of the names above; it may refuse one that differs between layers."""
     values = {}
     for name in READ:
         try:
-            values[name] = getattr(place, name, None)
+            values[name] = getattr(config, name, None)
         except Exception:
             values[name] = None
     return values
 
 
-def module_dims(name: str, module: nn.Module, of_module: dict, of_config: dict) -> Dims:
+def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> Dims:
     """Heads and widths of the host `name`. Its projections are asked first, then its own names, then its config.
 
     Args:
-        of_module, of_config: the `attributes` of both.
+        settings: what `settings_of` read of its config.
 
     Raises:
         ValueError: neither module nor config says how many heads there are.
     """
     numbers: dict[str, int] = {}
-    for values in (of_module, of_config):
-        for kind, names in NAMES.items():
-            for value in map(values.get, names):
-                if kind not in numbers and isinstance(value, int) and not isinstance(value, bool):
-                    numbers[kind] = value
+    for kind, names in NAMES.items():
+        values = [*map(partial(getattr, module), names, repeat(None)), *map(settings.get, names)]
+        for value in values:
+            if kind not in numbers and isinstance(value, int) and not isinstance(value, bool):
+                numbers[kind] = value
     if "heads" not in numbers:
         raise ValueError(
             f"cannot tell the number of heads of {name} ({type(module).__name__}); looked for "
@@ -110,12 +111,12 @@ def module_dims(name: str, module: nn.Module, of_module: dict, of_config: dict) 
     return Dims(heads, kv_heads, read, head_dim, value_dim or head_dim)
 
 
-def rotary_reason(module: nn.Module, settings: dict) -> str:
+def rotary_reason(module: nn.Module, settings: dict[str, Any]) -> str:
     """What shows that a host turns its queries and keys by rotary positions, which nothing in its call tells; "" where
     it does not. Where a family rotates under some settings only, its config decides; else its code.
 
     Args:
-        settings: the `attributes` of its config.
+        settings: what `settings_of` read of its config.
     """
     for name in ROTARY_KINDS:
         if isinstance(kind := settings[name], str):

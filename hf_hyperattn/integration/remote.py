@@ -12,9 +12,9 @@ from ..config import HyperAttnConfig
 from .attach import repatch, resolve_stock
 from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
 from .conversions import rebuild
-from .families import family_mask, note_all
+from .families import note_all
+from .hyper import family_mask, patched_forward
 from .record_check import check_loaded
-from .serving import patched_forward
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
 REQUESTED = "_hyperattn_requested"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...engines.choice import checked
+from ...engines.dispatch import checked
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
 from ...readable import is_recorded
