@@ -19,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
+from .checkpoint_config import inner, patched_hosts, tree
 from .hierarchy_context import (
     CONTEXT,
     PART,
@@ -30,7 +31,6 @@ from .hierarchy_context import (
     wrap_checkpoints,
 )
 from .hosts import find_hosts, is_cross_attention
-from .records import inner, patched_hosts, tree
 
 NAME = "hierarchy"
 

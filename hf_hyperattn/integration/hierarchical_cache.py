@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from ..engines.score import WORKING_COPIES
 from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
-from .records import inner, patched_hosts
+from .checkpoint_config import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):

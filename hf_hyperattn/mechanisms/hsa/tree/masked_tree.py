@@ -18,7 +18,6 @@ from ....engines import Options, repeat_heads
 from ....engines.options import position_mask
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
-from ..windowed.tiles import weighted_sum
 
 #: Numbers in the logits of one block of rows.
 BLOCK_ELEMENTS = 2**20
@@ -230,3 +229,16 @@ def tie(logits: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: Maske
             under = torch.where(reached, by_itself[..., nodes], value[..., parents])
             value = value.index_copy(-1, nodes, under)
     return value[..., : tree.tree.leaves]
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights [..., Q, C] times rows [..., C, e], where a weight of 0 takes nothing of NaN and infinity either.
+
+    Any other weight of such a number gives NaN. With gradients.
+    """
+    out = weights @ rows
+    if bool(out.detach().sum().isfinite()):
+        return out
+    bad = ~rows.isfinite()
+    reached = (weights != 0).to(out.dtype) @ bad.to(out.dtype) > 0
+    return weights @ rows.masked_fill(bad, 0.0) + torch.where(reached, torch.nan, 0.0).to(out.dtype)

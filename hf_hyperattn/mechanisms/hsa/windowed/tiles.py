@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..tree.masked_tree import weighted_sum
 from .cover import Cover
 from .means import rows_by_span
 
@@ -394,16 +395,3 @@ def product(query: Tensor, table: Tensor, index: int | Tensor) -> Tensor:
         return (query.flatten(1, 2) @ table[:, :index].mT).unflatten(1, query.shape[1:3])
     rows = gather(table, index)
     return query @ rows.mT if index.dim() == 2 else (rows @ query.unsqueeze(-1)).squeeze(-1)
-
-
-def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """weights [..., Q, C] times rows [..., C, e], where a weight of 0 takes nothing of NaN and infinity either.
-
-    Any other weight of such a number gives NaN. With gradients.
-    """
-    out = weights @ rows
-    if bool(out.detach().sum().isfinite()):
-        return out
-    bad = ~rows.isfinite()
-    reached = (weights != 0).to(out.dtype) @ bad.to(out.dtype) > 0
-    return weights @ rows.masked_fill(bad, 0.0) + torch.where(reached, torch.nan, 0.0).to(out.dtype)

@@ -28,7 +28,7 @@ def flat_name(module: str) -> str:
     return "_".join([PREFIX, *module.split(".")[1:]])
 
 
-def vendored(roots: Iterable[str], header: str) -> dict[str, str]:
+def flat_copies(roots: Iterable[str], header: str) -> dict[str, str]:
     """Flat copies of the modules named and of all modules of the package that they import.
 
     Args:
@@ -38,15 +38,17 @@ def vendored(roots: Iterable[str], header: str) -> dict[str, str]:
     Returns:
         File name -> text.
     """
-    files, waiting = {}, list(roots)
+    files: dict[str, str] = {}
+    waiting = list(roots)
     while waiting:
         module = waiting.pop()
         if f"{flat_name(module)}.py" not in files:
-            origin = Path(importlib.util.find_spec(module).origin)
-            text, imported = flattened(
-                origin.read_text(encoding="utf-8"), module, origin.name == "__init__.py"
-            )
-            path = "/".join(module.split(".")) + ("/__init__.py" if origin.name == "__init__.py" else ".py")
+            spec = importlib.util.find_spec(module)
+            if spec is None or spec.origin is None:
+                raise ValueError(f"{module} has no source that could be copied")
+            origin, is_package = Path(spec.origin), spec.submodule_search_locations is not None
+            text, imported = flattened(origin.read_text(encoding="utf-8"), module, is_package)
+            path = "/".join(module.split(".")) + ("/__init__.py" if is_package else ".py")
             files[f"{flat_name(module)}.py"] = header.format(path=path) + text
             waiting += imported
     return dict(sorted(files.items()))
@@ -54,7 +56,7 @@ def vendored(roots: Iterable[str], header: str) -> dict[str, str]:
 
 def flattened(source: str, module: str, is_package: bool) -> tuple[str, list[str]]:
     """A module's source with flat imports, and the modules that it imports."""
-    lines, imported = source.splitlines(), []
+    lines, imported = source.splitlines(), list[str]()
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.level]
     for node in sorted(nodes, key=lambda n: n.lineno, reverse=True):
         above = module.split(".") if is_package else module.split(".")[:-1]
