@@ -47,35 +47,29 @@ def counts(layout: str, blocks: int) -> tuple[int, ...]:
     Raises:
         ValueError: no such layout, or a pattern of another number of groups.
     """
-    L = blocks
     if not is_layout(layout):
         raise ValueError(
             f"layout={short(layout)} is not allowed; allowed: {', '.join(LAYOUTS)}, or a pattern such as 'S S SC' "
             "with one group for each segment-wise block"
         )
     if layout not in PUBLISHED:
-        found = tuple(group.count("C") for group in layout.split(" "))
-        if len(found) != L:
+        groups = tuple(group.count("C") for group in layout.split(" "))
+        if len(groups) != blocks:
             raise ValueError(
-                f"layout={short(layout)} has {len(found)} groups; allowed: one for each of the {L} segment-wise blocks"
+                f"layout={short(layout)} has {len(groups)} groups; allowed: one for each of the {blocks} segment-wise "
+                "blocks"
             )
-        return found
-    last = range(L - 1, -1, -1)
-    thirds, quarters = _share(L / 3), _share(L / 4)
-    places = {
+        return groups
+    last, share = range(blocks - 1, -1, -1), lambda part: int(part * blocks + 0.5)
+    thirds, quarters = max(1, share(1 / 3)), max(1, share(1 / 4))
+    number, followed = {
         "I1": (1, last),
         "I2": (2, last[::2]),
         "I3": (1, last[::2]),
         "LC1": (1, last[:thirds]),
         "LC2": (2, last[::2][:quarters]),
-        "EC1": (2, range(_share(L / 4, 0), L)[::2][:quarters]),
-        "EC2": (1, range(_share(2 * L / 9, 0), L)[:thirds]),
-        "AH": (min(4, _share(L / 2)), last[:1]),
-    }
-    each, chosen = places[layout]
-    return tuple(each if i in chosen else 0 for i in range(L))
-
-
-def _share(share: float, least: int = 1) -> int:
-    """Rounded, half up."""
-    return max(least, int(share + 0.5))
+        "EC1": (2, range(share(1 / 4), blocks)[::2][:quarters]),
+        "EC2": (1, range(share(2 / 9), blocks)[:thirds]),
+        "AH": (min(4, max(1, share(1 / 2))), last[:1]),
+    }[layout]
+    return tuple(number if i in followed else 0 for i in range(blocks))
