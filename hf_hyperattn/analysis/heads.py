@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..integration.patching import base_model
 from ..integration.records import patched_hosts
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
-from ..mechanisms.head_fusion.weights import entropy, largest_entropy
+from ..mechanisms.head_fusion.reference import entropy, largest_entropy
 
 
 @dataclass

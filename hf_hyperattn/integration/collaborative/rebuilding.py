@@ -9,7 +9,7 @@ from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
 from ..conversions import REBUILDERS
 from ..records import inner, patched_hosts
-from .projections import Shape, projections, shared_modules
+from .projections import SharedShape, projections, shared_modules
 
 
 def shared_layer(host: nn.Module) -> SharedLayer | None:
@@ -33,13 +33,13 @@ def rebuild(model: PreTrainedModel) -> None:
         layer = shared_layer(host)
         if layer is None:
             continue
-        found = projections(host)
-        if found is None:
+        old = projections(host)
+        if old is None:
             raise ValueError(
                 f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
                 "allowed: the config that was saved with the model"
             )
-        for child, module in shared_modules(found, Shape.of(found, *layer.mixing.shape[::-1])).items():
+        for child, module in shared_modules(old, SharedShape.of(old, *layer.mixing.shape[::-1])).items():
             setattr(host, child, module)
 
 
