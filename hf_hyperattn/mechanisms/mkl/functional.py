@@ -6,9 +6,8 @@ from torch import Tensor
 
 from ...engines import Options, attention, dot_score, repeat_heads
 from ..checks import check_call, check_tensor
-from .combine import combined_attention
-from .layer import scaled_score
-from .score import head_weights
+from .layer import combined_attention, scaled_score
+from .reference import head_weights
 from .terms import weighted_score
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ...engines.score import DOT, TERMS, PairScore, Piece, Term, register_term, repeat_heads
-from .score import weighted as definition
+from .reference import weighted
 
 
-class Weighted(Term):
+class WeightedTerm(Term):
     """Another term, with a cap where there is one, times a weight of the row and one of the column, which come last.
 
     Args:
@@ -54,9 +56,8 @@ def name_of(inner: Term, cap: float | None) -> str:
 
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
-    """The weighted form of a term, registered with the engines when it is first asked for."""
-    found = TERMS.get(name_of(inner, cap))
-    return found if found is not None else register_term(Weighted(inner, cap))
+    """The weighted form of a term, registered with the engines when it is first used."""
+    return TERMS.get(name_of(inner, cap)) or register_term(WeightedTerm(inner, cap))
 
 
 def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
@@ -69,23 +70,18 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
         row: [B, H, N], column: [B, H, M], in the score's dtype.
         cap: the call's softcap, which the weighted pieces then have in them.
     """
-    heads = score.query.shape[1]
-    if (
-        cap is None
-        and len(score.pieces) == 1
-        and score.pieces[0].term is DOT
-        and score.pieces[0].gate is None
-    ):
-        piece = Piece(DOT, _of(score.pieces[0], row, column, None))
-        key = repeat_heads(score.key, heads) * column[..., None]
+    first = score.pieces[0]
+    if cap is None and len(score.pieces) == 1 and first.term is DOT and first.gate is None:
+        piece = Piece(DOT, partial(weighted_logits, first, row, column, None))
+        key = repeat_heads(score.key, score.query.shape[1]) * column[..., None]
         return PairScore(score.query * row[..., None], key, (piece,))
     pieces = []
     for index, piece in enumerate(score.pieces):
-        own = cap if index == 0 or piece.capped else None
+        piece_cap = cap if index == 0 or piece.capped else None
         pieces.append(
             piece.changed(
-                term=weighted_term(piece.term, own),
-                definition=_of(piece, row, column, own),
+                term=weighted_term(piece.term, piece_cap),
+                definition=partial(weighted_logits, piece, row, column, piece_cap),
                 row=(*piece.row, row),
                 column=(*piece.column, column),
                 columns=None,
@@ -97,9 +93,7 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
     return score.changed(pieces=tuple(pieces), source=None)
 
 
-def _of(piece: Piece, row: Tensor, column: Tensor, cap: float | None):
-    def logits() -> Tensor:
-        found = piece.definition()
-        return definition(found if cap is None else cap * torch.tanh(found / cap), row, column)
-
-    return logits
+def weighted_logits(piece: Piece, row: Tensor, column: Tensor, cap: float | None) -> Tensor:
+    """The definition of a weighted piece."""
+    logits = piece.definition()
+    return weighted(logits if cap is None else cap * torch.tanh(logits / cap), row, column)
