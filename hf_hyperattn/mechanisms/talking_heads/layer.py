@@ -15,7 +15,7 @@ from .operator import talking_heads
 class TalkingHeadsLayer(MechanismLayer):
     """P_l = 1 + `before`, P_w = 1 + `after`, in front of and behind the softmax of whatever the score is.
 
-    Parameters: `before` and `after`, [heads, heads] each, or of those in `heads=` alone, which then mix among themselves;
+    Parameters: `before` and `after`, [heads, heads] each, or of those in `heads=` alone, which mix among themselves;
     zero at first, which is the identity.
     """
 
