@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 
-def differentiable(forward: Callable, backward: Callable) -> None:
+def differentiable(forward: Any, backward: Any) -> None:
     """Give an operator its gradient.
 
     Args:

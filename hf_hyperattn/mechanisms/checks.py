@@ -7,7 +7,7 @@ layers learn are kept in range by how they are parametrised, and are not looked 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
         raise ValueError(f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}")
 
 
-def check_host(mechanism: str, host: Host | None, *dims: str) -> Host:
+def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
     """The host that a layer with parameters is built for, which knows these of its dims: `head_dim`, `value_dim`.
 
     Raises:
@@ -134,7 +134,7 @@ def check_host(mechanism: str, host: Host | None, *dims: str) -> Host:
         if getattr(host, dim) is None:
             raise ValueError(
                 f"{mechanism} needs the {dim.replace('_dim', ' dimension')} of {host.name}, and nothing tells it; "
-                "allowed: layers with projections of queries, keys and values, choose them with layers=..."
+                "allowed: attention layers with projections of queries, keys and values, choose them with layers=..."
             )
     return host
 

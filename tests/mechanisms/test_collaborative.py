@@ -151,7 +151,7 @@ def test_half_precision_computes_in_float32():
 
 def test_layers_start_as_ordinary_heads():
     layer = SharedLayer(ha.CollaborativeConfig(rank=6), host())
-    assert torch.equal(layer.mixing.data, own_dimensions(HEADS, 6, torch.ones(())))
+    assert torch.equal(layer.mixing.data, own_dimensions(torch.ones(HEADS, 6)))
     assert layer.mixing.sum().item() == 6 and not layer.identical()
 
 

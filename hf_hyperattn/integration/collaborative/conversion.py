@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from transformers.utils import logging
 from ...config import HyperAttnConfig, MechanismConfig
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
-from ...mechanisms.collaborative.decomposition import Decomposition, decompose
+from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ...overrides import mechanisms_of
 from ..attach import Found as Chosen
@@ -53,11 +55,11 @@ class SharedHost:
     """One host, its projections, and the shared ones that take their place."""
 
     host: Host
-    module: nn.Module
+    module: Any
     projections: Projections
     shape: SharedShape
     config: CollaborativeConfig
-    result: Decomposition | None = None
+    result: Any = None  # a `Decomposition`, once it is solved
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -103,7 +105,7 @@ def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Chosen],
     parts = []
     for module, host in chosen:
         mechanisms = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
-        mechanism = next(m for m in mechanisms if m.mechanism == CollaborativeConfig.mechanism)
+        mechanism = next(m for m in mechanisms if isinstance(m, CollaborativeConfig))
         if mechanism.rank is not None:
             parts.append(check_part(module, host, mechanism, config.heads))
     return chosen, parts
@@ -135,8 +137,8 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
     if old.query.is_meta:
         raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
     check_rank(config.rank, host)
-    shape = SharedShape.of(old, config.rank, host.heads)
-    if shape.content and config.rank + host.heads > shape.width:
+    shape = SharedShape.of(old, config.rank or 0, host.heads)
+    if shape.content and shape.rank + host.heads > shape.width:
         raise ValueError(
             f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "
             f"save nothing; allowed: 1 to {shape.width - host.heads}, or {shape.width}, which is exact"
@@ -148,10 +150,10 @@ def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list
     """Every part with its decomposition, under a progress bar."""
     solved = []
     with logging.tqdm(total=len(parts), desc="Sharing heads", leave=False) as bar:
-        for part, moment in zip(parts, moments or [None] * len(parts), strict=True):
+        for part, moment in zip(parts, repeat(None) if moments is None else moments):
             bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
             query, key = (by_head(w, part.host.heads) for w in (part.projections.query, part.projections.key))
-            result = decompose(query, key, part.config.rank, part.config.steps, part.config.seed, moment)
+            result = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
             solved.append(replace(part, result=result))
             bar.update(1)
     return solved
@@ -196,8 +198,9 @@ def install(
     built = [filled(part) for part in parts]
     attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
     for part, modules in zip(parts, built, strict=True):
+        hyper: Any = inner(part.module.hyper)
         with torch.no_grad():
-            inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
+            hyper.collaborative.mixing.copy_(part.result.mixing)
         for name, module in modules.items():
             setattr(part.module, name, module)
     if keep_original:
@@ -206,8 +209,11 @@ def install(
 
 def filled(part: SharedHost) -> dict[str, nn.Module]:
     """The new modules of a host with their weights."""
-    old, heads = part.projections, part.host.heads
+    old: Any = part.projections
+    heads = part.host.heads
     modules = shared_modules(old, part.shape)
+    query: Any
+    key: Any
     query, key = shared_pair(modules)
     with torch.no_grad():
         query.shared.weight.copy_(part.result.query)
@@ -239,7 +245,7 @@ register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
         share,
-        asked=lambda config: config.rank is not None,
+        asked=lambda config: isinstance(config, CollaborativeConfig) and config.rank is not None,
         done=is_shared,
         in_place=True,
         composes=True,

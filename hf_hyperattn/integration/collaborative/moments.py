@@ -30,8 +30,8 @@ class InputMoment:
     def __call__(self, module: nn.Module, args: tuple) -> None:
         x = args[0].detach().double()
         x = x.flatten(0, -3) if x.dim() > 3 else x
-        masked = self.mask is not None and self.mask.shape == x.shape[:-1]
-        keep = (self.mask.to(x) if masked else x.new_ones(x.shape[:-1]))[..., None]
+        mask, shape = self.mask, x.shape[:-1]
+        keep = (x.new_ones(shape) if mask is None or mask.shape != shape else mask.to(x))[..., None]
         if self.centred:
             x = x - (x * keep).sum(-2, keepdim=True) / keep.sum(-2, keepdim=True).clamp_min(1)
         rows = (x * keep).flatten(0, -2)

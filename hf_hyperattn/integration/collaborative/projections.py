@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class SharedProjection(nn.Module):
         self.content = nn.Linear(inputs, heads, bias=False) if heads else None
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The shared weight, which some families initialise by this name."""
         return self.shared.weight
 
@@ -138,7 +139,7 @@ def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]
     return modules
 
 
-def values_alone(fused: Conv1D) -> Conv1D:
+def values_alone(fused: Any) -> Conv1D:
     """The part of a projection for queries, keys and values that makes the values."""
     width = fused.nf // 3
     value = Conv1D(width, fused.nx)
@@ -148,7 +149,7 @@ def values_alone(fused: Conv1D) -> Conv1D:
     return value
 
 
-def shared_pair(modules: dict[str, nn.Module]) -> tuple[SharedProjection, SharedProjection]:
+def shared_pair(modules: dict[str, Any]) -> tuple[SharedProjection, SharedProjection]:
     """The shared queries and keys out of what `shared_modules` made, or what a converted host holds."""
     if FUSED in modules:
         return modules[FUSED].query, modules[FUSED].key

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ...mechanisms.collaborative.config import CollaborativeConfig
@@ -12,9 +13,9 @@ from ..records import inner, patched_hosts
 from .projections import SharedShape, projections, shared_modules
 
 
-def shared_layer(host: nn.Module) -> SharedLayer | None:
+def shared_layer(host: Any) -> SharedLayer | None:
     """The layer of a converted host."""
-    layer = inner(host.hyper)._modules.get(CollaborativeConfig.mechanism)
+    layer = getattr(inner(host.hyper), CollaborativeConfig.mechanism, None)
     return layer if isinstance(layer, SharedLayer) else None
 
 

@@ -16,7 +16,7 @@ class HatEmbeddings(nn.Module):
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__()
-        width, kinds = config.embedding_size, config.type_vocab_size
+        width, kinds = config.embedding_size or config.hidden_size, config.type_vocab_size
         self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
         self.positions = nn.Embedding(config.segment_length, width)
         self.kinds = nn.Embedding(kinds, width) if kinds else None
@@ -111,7 +111,7 @@ class HatCrossBlock(HatBlock):
         super().__init__(config)
         self.gate = nn.Parameter(torch.zeros(1)) if config.gated else None
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, rows: Tensor, positions: Tensor, mask: Tensor | None, **keywords
     ) -> tuple[Tensor, Tensor | None]:
         """CLS rows [B, S, width] to the same, and the attention's weights.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,19 +18,19 @@ from .modeling import HatModel, HatPreTrainedModel
 from .pretrained import BLOCK, FAMILIES, EncoderFamily
 
 #: Our classes by the end of their names.
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "Model": HatModel,
     "SequenceClassification": HatForSequenceClassification,
     "TokenClassification": HatForTokenClassification,
     "MaskedLM": HatForMaskedLM,
 }
 #: Fields that both configs may have, under the same name.
-SAME = (
-    "vocab_size", "hidden_size", "embedding_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "type_vocab_size",
-    "initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-    "id2label", "label2id", "problem_type", "output_hidden_states", "return_dict",
-)  # fmt: skip
+SAME = """
+    vocab_size hidden_size embedding_size num_hidden_layers num_attention_heads intermediate_size hidden_act
+    hidden_dropout_prob attention_probs_dropout_prob classifier_dropout type_vocab_size initializer_range
+    layer_norm_eps pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id problem_type
+    output_hidden_states return_dict
+""".split()
 
 
 def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = False) -> HatPreTrainedModel:
@@ -82,7 +84,8 @@ def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
 
 def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: HatConfig) -> HatEncoderConfig:
     """The config of the result."""
-    source, body = model.config, model.base_model
+    source: Any = model.config
+    body: Any = model.base_model
     theirs = {name: family.fields.get(name, name) for name in SAME}
     fields = {name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)}
     rows = _positions(body, family).shape[0]
@@ -113,20 +116,21 @@ def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: Ha
 def _copy_body(
     made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool
 ) -> None:
-    body, theirs = made.base_model, model.base_model
-    _copy(body, "embeddings.words", theirs.embeddings.word_embeddings)
-    _copy(body, "embeddings.norm", theirs.embeddings.LayerNorm)
-    if body.embeddings.kinds is not None:
-        _copy(body, "embeddings.kinds", theirs.embeddings.token_type_embeddings)
-    if body.embeddings.project is not None:
-        _copy(body, "embeddings.project", theirs.embeddings_project)
-    positions = _positions(theirs, family)
+    body: Any = made.base_model
+    theirs: Any = model.base_model
+    tables, positions = theirs.embeddings, _positions(theirs, family)
+    for name, source in (
+        ("embeddings.words", tables.word_embeddings),
+        ("embeddings.norm", tables.LayerNorm),
+        ("embeddings.kinds", getattr(tables, "token_type_embeddings", None)),
+        ("embeddings.project", getattr(theirs, "embeddings_project", None)),
+        ("pooler", _pooler(theirs)),
+    ):
+        if source is not None and name in dict(body.named_modules()):
+            _copy(body, name, source)
     body.embeddings.positions.weight.copy_(positions[: made.config.segment_length])
     if body.segment_positions is not None:
         body.segment_positions.weight.copy_(_segment_positions(positions, body.segment_positions.weight))
-    pooler = _pooler(theirs)
-    if body.pooler is not None and pooler is not None:
-        _copy(body, "pooler", pooler)
     cross = iter(body.cross_blocks)
     layers = theirs.get_submodule(family.layers)
     for mine, layer, number in zip(body.segment_blocks, layers, made.config.cross_blocks, strict=True):
@@ -145,7 +149,7 @@ def _copy(ours: nn.Module, name: str, theirs: nn.Module) -> None:
     ours.get_submodule(name).load_state_dict(theirs.state_dict())
 
 
-def _positions(body: nn.Module, family: EncoderFamily) -> Tensor:
+def _positions(body: Any, family: EncoderFamily) -> Tensor:
     """Their rows of positions, that of a text's first token first."""
     first = body.config.pad_token_id + 1 if family.offset is None else family.offset
     return body.embeddings.position_embeddings.weight[first:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
@@ -19,7 +21,7 @@ class _HatWithHead(HatPreTrainedModel):
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.hat = HatModel(config, add_pooling_layer=self.pooled)
         self.add_head(config)
         self.post_init()
@@ -28,7 +30,7 @@ class _HatWithHead(HatPreTrainedModel):
         """Make the head's modules."""
         dropout = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
 
     def logits(self, body: HatModelOutput) -> Tensor:
         """What the head makes of the body's output."""
@@ -117,7 +119,7 @@ class HatLMHead(nn.Module):
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__()
-        width = config.embedding_size
+        width = config.embedding_size or config.hidden_size
         self.dense, self.act = nn.Linear(config.hidden_size, width), ACT2FN[config.lm_act]
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.decoder = nn.Linear(width, config.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class HatModel(HatPreTrainedModel):
         self.embeddings = HatEmbeddings(config)
         self.segment_blocks = nn.ModuleList([HatBlock(config) for _ in range(config.num_hidden_layers)])
         self.cross_blocks = nn.ModuleList([HatCrossBlock(config) for _ in range(crossed)])
-        self.segment_positions = nn.Embedding(config.max_segments, width) if crossed else None
+        self.segment_positions: Any = nn.Embedding(config.max_segments, width) if crossed else None
         pooled = add_pooling_layer and config.pooler_act is not None
         self.pooler = nn.Linear(width, width) if pooled else None
         self.post_init()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +39,13 @@ class FullLayer(MechanismLayer):
 
     def __init__(self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        host = check_host(host, "head_dim")
-        self.mixing = nn.Parameter(torch.zeros(host.heads, host.heads * host.head_dim))
+        known = check_host(host, "head_dim")
+        self.mixing = nn.Parameter(torch.zeros(known.heads, known.heads * known.head_dim))
 
     def change(self, plan: Plan) -> Plan:
         mixing, mask = self.mixing.to(plan_dtype(plan)), self.chosen(plan.call.query)
         change = mixing if mask is None else mixing * mask[:, None]
-        return with_shared_score(plan, own_dimensions(*mixing.shape, mixing) + change)
+        return with_shared_score(plan, own_dimensions(mixing) + change)
 
     def identical(self) -> bool:
         return not bool(self.mixing.any())
@@ -62,18 +63,18 @@ class SharedLayer(MechanismLayer):
 
     def __init__(self, config: CollaborativeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        host = check_host(host)
-        check_rank(config.rank, host)
+        known = check_host(host)
+        check_rank(config.rank, known)
         if heads is not None:
             raise ValueError(
-                f"collaborative with a rank shares the projections of all heads of {host.name}; allowed: heads=None"
+                f"collaborative with a rank shares the projections of all heads of {known.name}; allowed: heads=None"
             )
-        self.mixing = nn.Parameter(torch.empty(host.heads, config.rank))
+        self.mixing = nn.Parameter(torch.empty(known.heads, config.rank or 0))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Every head its own block of dimensions: ordinary heads of dimension R / H."""
-        init.copy_(self.mixing, own_dimensions(*self.mixing.shape, self.mixing))
+        init.copy_(self.mixing, own_dimensions(self.mixing))
 
     def change(self, plan: Plan) -> Plan:
         return with_shared_score(plan, self.mixing.to(plan_dtype(plan)))
@@ -84,10 +85,11 @@ def plan_dtype(plan: Plan) -> torch.dtype:
     return working_dtype(plan.call.query, plan.call.key)
 
 
-def own_dimensions(heads: int, width: int, like: Tensor) -> Tensor:
-    """[H, width] with 1 at the dimensions of each head, as equal blocks as there are."""
-    owner = torch.arange(width, device=like.device) * heads // width
-    return (owner == torch.arange(heads, device=like.device)[:, None]).to(like.dtype)
+def own_dimensions(mixing: Tensor) -> Tensor:
+    """As mixing vectors [H, width], with 1 at the dimensions of each head, as equal blocks as there are."""
+    heads, width = mixing.shape
+    owner = torch.arange(width, device=mixing.device) * heads // width
+    return (owner == torch.arange(heads, device=mixing.device)[:, None]).to(mixing.dtype)
 
 
 def with_shared_score(plan: Plan, mixing: Tensor) -> Plan:
@@ -145,22 +147,22 @@ def shared_score(
     return replace(score, pieces=(piece,), source=None)
 
 
-def check_host(host: Host | None, *dims: str) -> Host:
+def check_host(host: Host | None, *dims: str) -> Any:
     """The host; refuse rotary positions, which turn the dimensions of every head by themselves, and use by name."""
-    host = checks.check_host("collaborative", host, *dims)
-    if host.rotary:
+    known = checks.check_host("collaborative", host, *dims)
+    if known.rotary:
         raise ValueError(
-            f"collaborative was given {host.name}, whose queries and keys are turned by rotary positions "
-            f"({host.rotary}): what heads share would depend on absolute positions; allowed: hosts without "
+            f"collaborative was given {known.name}, whose queries and keys are turned by rotary positions "
+            f"({known.rotary}): what heads share would depend on absolute positions; allowed: hosts without "
             "rotary positions, such as BERT's, GPT-2's, OPT's, BART's, T5's, ViT's"
         )
-    return host
+    return known
 
 
-def check_rank(rank: int, host: Host) -> None:
+def check_rank(rank: int | None, host: Host) -> None:
     """Refuse a rank above the dimensions of all heads together."""
     full = None if host.head_dim is None else host.heads * host.head_dim
-    if full is None or rank > full:
+    if full is None or rank is None or rank > full:
         raise ValueError(
             f"CollaborativeConfig.rank={rank} is above the full rank of {host.name}; allowed: 1 to "
             f"{full} ({host.heads} heads of {host.head_dim})"

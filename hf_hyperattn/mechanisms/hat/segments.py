@@ -87,7 +87,8 @@ def segment(
     if packed:
         most, total = int(each.max()), int(each.sum())
         width = 1 + int(torch.where(behind, inside + 1, 0).max())
-        first, repeats = each.cumsum(0) - each, each
+        first = each.cumsum(0) - each
+        repeats: Tensor | int = each
     else:
         repeats = most = segments_of(N + 1 - int(led is None), length)
         total, width = B * most, min(length, N + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,12 @@ class MklLayer(MechanismLayer):
 
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        host = check_host(config, host, mode, heads)
-        self.host = host.name
+        known = check_host(config, host, mode, heads)
+        self.host = known.name
         if config.kind == "global":
-            self.beta = self.per_head(host)
+            self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
-            self.value_map = nn.Parameter(torch.zeros(host.heads, host.kv_heads * host.value_dim))
+            self.value_map = nn.Parameter(torch.zeros(known.heads, known.kv_heads * known.value_dim))
 
     def change(self, plan: Plan) -> Plan:
         score, options, column = plan.score, plan.options, None
@@ -178,22 +179,22 @@ def weights_of(
     return keys.index_select(2, torch.arange(n, device=keys.device) + start), keys
 
 
-def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Host:
+def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Any:
     """Refuse settings and hosts that the gates have no meaning for."""
-    host = checks.check_host("mkl", host)
+    known = checks.check_host("mkl", host, *(("value_dim",) if config.kind == "conditional" else ()))
     if config.combine and mode == "blend":
         raise ValueError(
             "MklConfig.combine=True has no setting at which it is the identity, so that mode='blend' is not allowed; "
             "allowed: mode='replace', or combine=False"
         )
-    if config.combine and heads is not None and len(heads) < host.heads:
+    if config.combine and heads is not None and len(heads) < known.heads:
         raise ValueError(
             "MklConfig.combine=True makes one attention of all heads, and heads=... chooses some; allowed: heads=None, "
             "or combine=False"
         )
-    if config.kind == "conditional" and host.is_cross:
+    if config.kind == "conditional" and known.is_cross:
         raise ValueError(
             f"MklConfig.kind='conditional' reads the queries' own values, which cross-attention has none of "
-            f"({host.name}); allowed: kind='global', or include_cross_attention=False"
+            f"({known.name}); allowed: kind='global', or include_cross_attention=False"
         )
-    return checks.check_host("mkl", host, "value_dim") if config.kind == "conditional" else host
+    return known

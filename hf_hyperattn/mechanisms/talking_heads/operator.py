@@ -268,7 +268,7 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     tile.of_key(grads.value).add_(tile.transposed_product(spoken, grad))
     d_weights = through_mix(talk.after, into.after, weights, d_spoken)
     d_mixed = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-    if grads.sinks is not None:
+    if grads.sinks is not None and sunk is not None:
         share = -sunk * (d_weights * weights).sum(-1, keepdim=True)
         blockwise.add(tile.of_head(grads.sinks), share)
     if grads.mask is not None:

@@ -101,11 +101,11 @@ def read_call(
 
 def grouped(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTensors:
     """Tensors, or gradients, grouped by key heads."""
-    query, *others = tensors[:MAIN]
-    group = (others[0].shape[1], query.shape[1] // others[0].shape[1])
+    query, key, key2, value, value2 = tensors[:MAIN]
+    group = (key.shape[1], query.shape[1] // key.shape[1])
     mask, bias = (by_group(named.get(name), group) for name in ("mask", "bias"))
     sinks = named["sinks"].view(group) if "sinks" in named else None
-    return SimplicialTensors(query.unflatten(1, group), *others, mask, bias, sinks)
+    return SimplicialTensors(query.unflatten(1, group), key, key2, value, value2, mask, bias, sinks)
 
 
 @torch.library.custom_op("hf_hyperattn::simplicial", mutates_args=())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class BidafLayer(MechanismLayer):
 
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        host = check_host("trilinear", host, "head_dim")
-        self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(host.heads, host.head_dim)) for _ in range(3))
+        known = check_host("trilinear", host, "head_dim")
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3))
 
     def change(self, plan: Plan) -> Plan:
         call, mask = plan.call, self.chosen(plan.call.query)
@@ -99,20 +100,30 @@ class SimplicialLayer(MechanismLayer):
 
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        host = check_host("trilinear", host, "head_dim", "value_dim")
-        check_fit(config, host)
-        self.host, groups = host.name, host.kv_heads
-        self.width = width = host.head_dim
-        self.rank = config.rank or width
-        self.windows = config.windows or (None, None)
-        gated = mode == "blend" and (self.windows[0] is not None or self.rank < width)
+        known = check_host("trilinear", host, "head_dim", "value_dim")
+        if config.rank is not None and config.rank > known.head_dim:
+            raise ValueError(
+                f"TrilinearConfig.rank={config.rank} is not allowed; allowed: 1 to {known.head_dim}, the head "
+                f"dimension of {known.name}"
+            )
+        if known.is_cross and config.windows is not None:
+            raise ValueError(
+                f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({known.name}); allowed: "
+                "windows=None, or include_cross_attention=False"
+            )
+        self.host, groups = known.name, known.kv_heads
+        self.width = width = known.head_dim
+        self.rank: int = config.rank or width
+        w1, w2 = config.windows or (None, None)
+        self.windows = Windows(w1, w2)
+        gated = mode == "blend" and (self.windows.first is not None or self.rank < width)
         self.gate = self.per_head(host) if gated else None
         self.key_map = nn.Parameter(torch.zeros(groups, width, width))
-        self.value_map = nn.Parameter(torch.zeros(groups, host.value_dim, host.value_dim))
+        self.value_map = nn.Parameter(torch.zeros(groups, known.value_dim, known.value_dim))
         if config.tensor == "distmult":
-            self.diagonal = nn.Parameter(torch.zeros(host.heads, width))
+            self.diagonal = nn.Parameter(torch.zeros(known.heads, width))
         if config.tensor == "cp":
-            self.query_factor = nn.Parameter(torch.zeros(host.heads, self.rank, width))
+            self.query_factor = nn.Parameter(torch.zeros(known.heads, self.rank, width))
             self.key_factor = nn.Parameter(torch.zeros(groups, self.rank, width))
             self.key2_factor = nn.Parameter(torch.zeros(groups, self.rank, width))
 
@@ -125,7 +136,7 @@ class SimplicialLayer(MechanismLayer):
         self,
         call: HostCall,
         original: Callable,
-        parameters: dict[str, Tensor],
+        parameters: Mapping[str, Tensor],
         score: PairScore,
         value: Tensor,
         options: Options,
@@ -140,8 +151,7 @@ class SimplicialLayer(MechanismLayer):
             score, value, options, backend, weights: as in `engines.attention`.
         """
         simplicial_options = with_bias(score, options)
-        start = first_query(call, "trilinear", self.host) if self.windows != (None, None) else options.offset
-        known = isinstance(start, int)
+        start = first_query(call, "trilinear", self.host) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value)
         query, keys = self.features(score.query, score.key, p)
@@ -149,9 +159,9 @@ class SimplicialLayer(MechanismLayer):
             query,
             keys,
             (value, 1 + value @ p["value_map"].mT),
-            replace(simplicial_options, offset=start if known else 0),
-            Windows(*self.windows, call.is_causal),
-            offset=None if known else start,
+            replace(simplicial_options, offset=start if isinstance(start, int) else 0),
+            replace(self.windows, back=call.is_causal),
+            offset=None if isinstance(start, int) else start,
             backend=backend,
             weights=weights,
         )
@@ -161,7 +171,8 @@ class SimplicialLayer(MechanismLayer):
             # the gate has a gradient, zero
             return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
         plain = original(score, value, options, backend=backend, weights=weights)
-        return tuple(None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True))
+        mixed: Any = (None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True))
+        return tuple(mixed)
 
     def share(
         self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
@@ -172,7 +183,7 @@ class SimplicialLayer(MechanismLayer):
         if gated is None and mask is None:
             return None
         share = torch.ones((), dtype=dtype, device=call.query.device)
-        if gated is not None:
+        if gated is not None and gate is not None:
             share = torch.where(gated, gate[:, None], share)
         if mask is not None:
             share = share * mask.to(dtype)[:, None]
@@ -182,9 +193,8 @@ class SimplicialLayer(MechanismLayer):
         """Which queries have the gate, bool [B|1, H|1, N]; None for none of them."""
         if self.rank < self.width:
             return torch.ones(1, 1, call.query.shape[2], dtype=torch.bool, device=call.query.device)
-        if call.key.shape[2] <= self.windows[0]:
-            return None
-        return cut_rows(call, start, self.windows[0])
+        w1 = self.windows.first
+        return None if w1 is None or call.key.shape[2] <= w1 else cut_rows(call, start, w1)
 
     def features(
         self, query: Tensor, key: Tensor, p: dict[str, Tensor]
@@ -213,22 +223,8 @@ class SimplicialLayer(MechanismLayer):
     def identical(self) -> bool:
         if self.rank < self.width:
             return self.gate is not None and not bool(self.gate.any())
-        exact = self.gate is not None or self.windows[0] is None
+        exact = self.gate is not None or self.windows.first is None
         return exact and not any(bool(p.any()) for p in self.parameters())
-
-
-def check_fit(config: TrilinearConfig, host: Host) -> None:
-    """Refuse hosts that three-way attention cannot be built for."""
-    if config.rank is not None and config.rank > host.head_dim:
-        raise ValueError(
-            f"TrilinearConfig.rank={config.rank} is not allowed; allowed: 1 to {host.head_dim}, the head dimension of "
-            f"{host.name}"
-        )
-    if host.is_cross and config.windows is not None:
-        raise ValueError(
-            f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({host.name}); allowed: "
-            "windows=None, or include_cross_attention=False"
-        )
 
 
 def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:

@@ -261,7 +261,7 @@ def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor
     block.of_first(grads.value).add_(dropped.flatten(0, 2).mT @ d_y.flatten(0, 2))
     chunk.add(grads.value2, (grad[:, :, None] * product(dropped, value)).sum(0))
     d_logits = d_weights.sub_(delta[..., None, None]).mul_(weights)
-    if grads.sinks is not None:
+    if grads.sinks is not None and t.sinks is not None:
         sink = torch.exp(t.sinks[block.head][:, None, None] - shift).sum(-1)
         grads.sinks[block.head].sub_((sink * delta).sum(-1))
     if grads.bias is not None:
