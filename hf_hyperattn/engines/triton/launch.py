@@ -39,8 +39,8 @@ class Call:
     bias: Tensor | None
     sinks: Tensor | None
     seed: Tensor | None
-    points: tuple[Tensor, Tensor, Tensor] | None
-    spec: str
+    points: tuple[Tensor, Tensor] | None
+    score_key: str
     factored: bool
     width: int
     scale: float
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def functions(self) -> Functions:
-        return functions(self.spec)
+        return functions(self.score_key)
 
     @property
     def empty(self) -> bool:
@@ -83,7 +83,7 @@ class Call:
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
-        made, points = self.functions, self.points or (None, None, None)
+        made, points = self.functions, self.points or (None, None)
         shape = (self.batch, self.heads, self.n, self.m)
         mask, bias = (None if t is None else t.expand(shape) for t in (self.mask, self.bias))
         truth = mask is not None and mask.dtype == torch.bool
@@ -99,7 +99,6 @@ class Call:
             "SEED": self.seed,
             "POINTS_Q": points[0],
             "POINTS_K": points[1],
-            "POINTS_SCALE": points[2],
             "q_strides": self.query.stride()[:3],
             "k_strides": self.key.stride()[:3],
             "v_strides": self.value.stride()[:3],
@@ -141,7 +140,7 @@ class Call:
         """
         given = (self.window, self.mask, self.bias, self.seed)
         kind = (
-            *(name, self.spec, self.size, self.query.dtype, self.value.dtype, self.query.device),
+            *(name, self.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
             *(self.is_causal, self.n >= 1024, *(x is None for x in given)),
         )
 

@@ -25,8 +25,7 @@ def attention(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    points_scale: Tensor | None,
-    spec: str,
+    score_key: str,
     factored: bool,
     width: int,
     scale: float,
@@ -39,7 +38,7 @@ def attention(
     """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32.
 
     Args:
-        query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `Source`.
+        query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `PairScore.raw_query`.
         key: [B, Hkv, M, d].
         value: [B, Hkv, M, dv].
         row, column, head: all statistics of queries [B, H, N, r] and of keys [B, H or Hkv, M, c], all parameters and
@@ -47,8 +46,8 @@ def attention(
         mask, bias: as in `Options`, four axes, without gradient.
         sinks: [H].
         seed: of dropout, int64 [1].
-        points_query, points_key, points_scale: as in `Points`, where differences may be asked for.
-        spec: the score's terms.
+        points_query, points_key: as in `Points`, where differences may be asked for.
+        score_key: the score's terms.
         factored: whether the last number in `row` and `column` is what the vectors are multiplied with.
         width: of each vector this many numbers count for the product.
         scale: what all products are multiplied with.
@@ -56,10 +55,10 @@ def attention(
     """
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key, points_scale)
+    points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
-        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.forward(call)
 
@@ -89,11 +88,10 @@ def attention_backward(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    points_scale: Tensor | None,
     wanted_row: bool,
     wanted_column: bool,
     wanted_head: bool,
-    spec: str,
+    score_key: str,
     factored: bool,
     width: int,
     scale: float,
@@ -106,10 +104,10 @@ def attention_backward(
     """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key, points_scale)
+    points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
-        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.backward(call, grad, out, lse, (wanted_row, wanted_column, wanted_head))
 
@@ -130,7 +128,6 @@ def _(
     s,
     p,
     q,
-    r,
     by_row,
     by_column,
     by_head,
@@ -145,7 +142,7 @@ def _(
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.rest = inputs[:13], inputs[13:]
+    tensors, ctx.rest = inputs[:12], inputs[12:]
     sinks = tensors[8]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors[:8], *tensors[9:], sinks)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engines import DOT, Options, PairScore, Piece, repeat_heads
-from ...engines.late import late
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...engines.reference import total_logits
+from ...readable import is_recorded
 from .. import checks
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..places import first_query
@@ -60,7 +60,7 @@ class MklLayer(MechanismLayer):
         plan = plan.change(score=score, options=options)
         if self.config.combine:
             return plan.change(attend=partial(combined_attention, plan.attend))
-        heads = score.key.shape[1]  # keys of their own for every query head, where keys are weighted
+        heads = score.kv_heads  # keys of their own for every query head, where keys are weighted
         return plan if plan.value.shape[1] == heads else plan.change(value=repeat_heads(plan.value, heads))
 
     def identical(self) -> bool:
@@ -72,19 +72,14 @@ def scaled_score(score: PairScore, weight: Tensor, options: Options) -> PairScor
 
     What may stand beside that product is what does not read it, such as HyPE.
     """
-    first, *rest = score.pieces
+    first, *rest = score.terms
     plain = first.term is DOT and first.gate is None and options.softcap is None
-    if not plain or any(p.columns is None for p in rest):
+    if not plain or any(t.low_rank_factors is None for t in rest):
         return score.weighted(weight)
-    by_head, raw, key = weight[:, None, None], score.raw, score.given("key")
-    query = late(lambda: score.query * by_head)
-    others = score.changed(pieces=tuple(rest)).weighted(weight).pieces
-    weighted_product = first.changed(definition=lambda: weighted(first.definition(), weight))
-    source = None
-    if raw is not None and raw.row is None:
-        scaled = (raw.query.to(weight.dtype) * by_head).to(raw.query.dtype)
-        source = raw.changed(query=scaled, features=(query, key))
-    return score.changed(query=query, pieces=(weighted_product, *others), source=source)
+    others = replace(score, terms=tuple(rest)).weighted(weight).terms
+    weighted_product = replace(first, definition=lambda: weighted(first.definition(), weight))
+    scaled = (score.raw_query.to(weight.dtype) * weight[:, None, None]).to(score.raw_query.dtype)
+    return replace(score, raw_query=scaled, terms=(weighted_product, *others))
 
 
 def combined_attention(
@@ -123,15 +118,22 @@ def combined_attention(
                 f"mkl with combine=True makes one attention for all heads, and was called with {what}; allowed: "
                 "combine=False"
             )
-    heads, groups, width = score.query.shape[1], value.shape[1], value.shape[-1]
+    heads, groups, width = score.shape[1], value.shape[1], value.shape[-1]
     together = value.transpose(1, 2).flatten(2)[:, None]  # [B, 1, M, Hkv · dv]
-    if options.softcap is None and all(p.term is DOT for p in score.pieces):
+    if options.softcap is None and all(t.term is DOT for t in score.terms):
         options = options if options.bias is None else replace(options, bias=combined(options.bias))
         out, shared = attend(one_product(score), together, options, backend=backend, weights=weights)
     else:
-        backend, total = backend if backend in BACKENDS else "auto", score.query.new_ones(1, heads)
+        if is_recorded():  # plain torch, for programs without this package
+            backend = "reference"
         out, shared = talking_heads(
-            score, together, options, before=total, after=None, backend=backend, weights=weights
+            score,
+            together,
+            options,
+            before=value.new_ones(1, heads),
+            after=None,
+            backend=backend if backend in BACKENDS else "auto",
+            weights=weights,
         )
     out = repeat_heads(out[:, 0].unflatten(-1, (groups, width)).transpose(1, 2), heads)
     return out, shared if shared is None else shared.expand(-1, heads, -1, -1)
@@ -139,11 +141,11 @@ def combined_attention(
 
 def one_product(score: PairScore) -> PairScore:
     """Dot products of all heads as one; queries of a group are summed, since they share their keys."""
-    gates = [1.0 if p.gate is None else p.gate[:, None, None] for p in score.pieces]
-    query, groups = score.query * sum(gates), score.key.shape[1]
-    query = query.unflatten(1, (groups, -1)).sum(2)
-    q, k = (t.transpose(1, 2).flatten(2)[:, None] for t in (query, score.key))
-    return PairScore(q, k, (Piece(DOT, lambda: combined(total_logits(score))),))
+    gates = [1.0 if t.gate is None else t.gate[:, None, None] for t in score.terms]
+    query, key = score.features()
+    query = (query * sum(gates)).unflatten(1, (key.shape[1], -1)).sum(2)
+    q, k = (t.transpose(1, 2).flatten(2)[:, None] for t in (query, key))
+    return PairScore(q, k, (ScoreTerm(DOT, lambda: combined(total_logits(score))),))
 
 
 def weights_of(

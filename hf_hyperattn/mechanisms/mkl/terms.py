@@ -1,4 +1,4 @@
-"""The pieces of a score times a number per query and one per key, as engines compute them on a tile."""
+"""The terms of a score times a number per query and one per key, as engines compute them on a tile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engines.score import DOT, TERMS, PairScore, Piece, Term, register_term, repeat_heads
+from ...engines.score import DOT, TERMS, PairScore, ScoreTerm, Term, register_term, repeat_heads
 from .reference import weighted
 
 
@@ -61,39 +61,38 @@ def weighted_term(inner: Term, cap: float | None = None) -> Term:
 
 
 def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
-    """The score with every piece weighted.
+    """The score with every term weighted.
 
     A plain dot product takes the weights into its features; the weights of keys then give every query head keys of its
-    own. Other pieces get the weights as one more statistic of rows and of columns.
+    own. Other terms get the weights as one more statistic of rows and of columns.
 
     Args:
         row: [B, H, N], column: [B, H, M], in the score's dtype.
-        cap: the call's softcap, which the weighted pieces then have in them.
+        cap: the call's softcap, which the weighted terms then have in them.
     """
-    first = score.pieces[0]
-    if cap is None and len(score.pieces) == 1 and first.term is DOT and first.gate is None:
-        piece = Piece(DOT, partial(weighted_logits, first, row, column, None))
-        key = repeat_heads(score.key, score.query.shape[1]) * column[..., None]
-        return PairScore(score.query * row[..., None], key, (piece,))
-    pieces = []
-    for index, piece in enumerate(score.pieces):
-        piece_cap = cap if index == 0 or piece.capped else None
-        pieces.append(
-            piece.changed(
-                term=weighted_term(piece.term, piece_cap),
-                definition=partial(weighted_logits, piece, row, column, piece_cap),
-                row=(*piece.row, row),
-                column=(*piece.column, column),
-                columns=None,
-                features=None,
-                capped=False,
-                reader=None,
+    heads, first = score.shape[1], score.terms[0]
+    if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
+        query, key = score.features()
+        term = ScoreTerm(DOT, partial(weighted_logits, first, row, column, None))
+        return PairScore(query * row[..., None], repeat_heads(key, heads) * column[..., None], (term,))
+    terms = []
+    for index, term in enumerate(score.terms):
+        inner_cap, numbers = cap if index == 0 or term.capped else None, term.numbers()
+        terms.append(
+            ScoreTerm(
+                weighted_term(term.term, inner_cap),
+                partial(weighted_logits, term, row, column, inner_cap),
+                row=(*numbers.row, row),
+                column=(*numbers.column, column),
+                head=tuple(numbers.head),
+                gate=term.gate,
+                points=term.points,
             )
         )
-    return score.changed(pieces=tuple(pieces), source=None)
+    return PairScore(*score.features(), tuple(terms))
 
 
-def weighted_logits(piece: Piece, row: Tensor, column: Tensor, cap: float | None) -> Tensor:
-    """The definition of a weighted piece."""
-    logits = piece.definition()
+def weighted_logits(term: ScoreTerm, row: Tensor, column: Tensor, cap: float | None) -> Tensor:
+    """The definition of a weighted term."""
+    logits = term.definition()
     return weighted(logits if cap is None else cap * torch.tanh(logits / cap), row, column)

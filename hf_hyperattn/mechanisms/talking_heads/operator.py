@@ -8,15 +8,14 @@ features, statistics and output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ...engines import blockwise
-from ...engines.choice import DENSE_ELEMENTS, checked
-from ...engines.flops import count_flops
-from ...engines.operators import differentiable
+from ...engines import blockwise, serialize
+from ...engines.dispatch import DENSE_ELEMENTS, checked
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
@@ -66,10 +65,9 @@ def talking_heads(
     if weights and backend == "blockwise":
         raise ValueError("backend='blockwise' returns no weights; use backend='reference' or 'auto'")
     options = checked(options or Options(), score)
-    dtype = score.query.dtype
-    before, after = (None if m is None else m.to(dtype) for m in (before, after))
+    before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and small(score))
-    with full_precision(score.query.device):
+    with full_precision(score.device):
         attend = reference.attend if dense else in_blocks
         out, mixed_weights = attend(score, value, options, before, after)
     return out, mixed_weights if weights else None
@@ -77,37 +75,28 @@ def talking_heads(
 
 def small(score: PairScore) -> bool:
     """Whether the call has less to do densely than in blocks. Not asked while tracing: no guard on lengths."""
-    batch, heads, n, _ = score.query.shape
-    return not torch.compiler.is_compiling() and batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
+    return not torch.compiler.is_compiling() and math.prod(score.shape) <= DENSE_ELEMENTS
 
 
 def in_blocks(
     score: PairScore, value: Tensor, options: Options, before: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, None]:
     """Talking-heads attention without the full matrices; arguments as in `reference.attend`."""
-    row, column, head = score.numbers()
     matrices = {name: m for name, m in (("before", before), ("after", after)) if m is not None}
-    extras = blockwise.extras_of(score, options) | matrices
-    out, _ = forward(
-        [score.query, score.key, value.to(score.query.dtype), *row, *column, *head, *extras.values()],
-        score.spec,
-        " ".join(extras),
-        options.is_causal,
-        options.window,
-        options.offset,
-        options.softcap,
-        options.dropout_p,
-    )
-    return out, None
+
+    def run(tensors: list[Tensor], score_key: str, extras: str, *rest) -> tuple[Tensor, Tensor]:
+        return forward(
+            [*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest
+        )
+
+    return serialize.call(run, score.score_key, False, score, value, options)
 
 
 class Talk:
     """The engine's call, or its gradients, with the bias apart, which comes before mixing, and P_l, P_w."""
 
-    def __init__(self, tensors: Sequence[Tensor], spec: str, extras: str, *rest, needs_grad=None):
-        is_causal, window, offset, softcap, dropout_p = rest
-        options = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-        self.call = Call.parse(tensors, spec, extras, options, needs_grad)
+    def __init__(self, tensors: Sequence[Tensor], score_key: str, extras: str, *rest, gradients=False):
+        self.call = Call.of(serialize.read(tensors, score_key, extras, *rest), gradients)
         self.bias, self.call.tensors.bias = self.call.tensors.bias, None
         self.before, self.after = matrices_of(tensors, extras)
 
@@ -124,9 +113,9 @@ class Talk:
                 yield Tile(self.call, b, slice(0, kv_heads), block, columns, index)
                 index += 1
 
-    def logits(self, tile: Tile, pieces: list[tuple]) -> Tensor:
+    def logits(self, tile: Tile, evaluated: list[tuple]) -> Tensor:
         """J [Hkv, G, R, C]: the score with its bias, before heads are mixed."""
-        t, logits = self.call.tensors, blockwise.total(tile, pieces)
+        t, logits = self.call.tensors, blockwise.total(tile, evaluated)
         shape = (*t.query.shape[1:3], len(tile.rows), len(tile.columns))
         logits = logits.expand(shape).contiguous()
         if self.bias is not None:
@@ -186,8 +175,10 @@ def output_heads(tensors: Sequence[Tensor], extras: str) -> int:
 @torch.library.custom_op("hf_hyperattn::talking_heads", mutates_args=())
 def forward(
     tensors: Sequence[Tensor],
-    spec: str,
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
@@ -195,12 +186,12 @@ def forward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """The operator: output [B, H, N, dv], and nothing beside it that gradients need."""
-    talk = Talk(tensors, spec, extras, is_causal, window, offset, softcap, dropout_p)
+    talk = Talk(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
     t, heads = talk.call.tensors, output_heads(tensors, extras)
     group = t.query.shape[1:3] if heads == tensors[0].shape[1] else (heads, 1)
     out = t.query.new_empty(len(t.query), *group, t.query.shape[3], t.value.shape[-1])
     for tile in talk.tiles():
-        weights, _ = talk.weights(tile, talk.logits(tile, blockwise.pieces(tile, derive=False)))
+        weights, _ = talk.weights(tile, talk.logits(tile, blockwise.evaluate_terms(tile, derive=False)))
         weights = mixed(talk.after, weights)
         factors = blockwise.keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -209,7 +200,7 @@ def forward(
 
 
 @forward.register_fake
-def _(tensors, spec, extras, *_):
+def _(tensors, score_key, extras, *_):
     query, _, value = tensors[:3]
     shape = (query.shape[0], output_heads(tensors, extras), query.shape[2], value.shape[-1])
     return query.new_empty(shape), query.new_empty(0)
@@ -222,8 +213,10 @@ def backward(
     nothing: Tensor,
     tensors: Sequence[Tensor],
     needs_grad: Sequence[bool],
-    spec: str,
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
@@ -231,10 +224,10 @@ def backward(
     dropout_p: float,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for an extra that needs none."""
-    arguments = spec, extras, is_causal, window, offset, softcap, dropout_p
+    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
     talk = Talk(tensors, *arguments)
     buffers = [grad.new_zeros(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
-    into = Talk(buffers, *arguments, needs_grad=needs_grad)
+    into = Talk(buffers, *arguments, gradients=True)
     group, heads = talk.call.tensors.query.shape[1:3], grad.shape[1]
     grad = grad.unflatten(1, group if heads == tensors[0].shape[1] else (heads, 1))
     with full_precision(grad.device):
@@ -244,20 +237,18 @@ def backward(
 
 
 @backward.register_fake
-def _(grad, out, nothing, tensors, needs_grad, spec, extras, *_):
+def _(grad, out, nothing, tensors, needs_grad, score_key, extras, *_):
     return [grad.new_empty(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
 
 
-differentiable(forward, backward)
-count_flops(forward)
-count_flops(backward, at=3, backward=True)
+serialize.differentiable(forward, backward)
 
 
 def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     """Add this tile's share to all gradients; `grad` is [Hkv, G, R, dv]."""
     t, grads = talk.call.tensors, into.call.tensors
-    pieces = blockwise.pieces(tile, derive=True)
-    logits = talk.logits(tile, pieces)
+    evaluated = blockwise.evaluate_terms(tile, derive=True)
+    logits = talk.logits(tile, evaluated)
     weights, sunk = talk.weights(tile, logits)
     spoken = mixed(talk.after, weights)
     factors = blockwise.keep(tile, spoken)
@@ -276,7 +267,7 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     d_logits = through_mix(talk.before, into.before, logits, d_mixed)
     if into.bias is not None:
         blockwise.add(tile.of_pair(into.bias), d_logits)
-    blockwise.through_pieces(tile, grads, pieces, d_logits)
+    blockwise.backward_terms(tile, grads, evaluated, d_logits)
 
 
 def through_mix(matrix: Tensor | None, into: Tensor | None, x: Tensor, grad: Tensor) -> Tensor:

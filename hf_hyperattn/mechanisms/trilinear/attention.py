@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...engines.blockwise import _shapes
-from ...engines.choice import checked
-from ...engines.operators import differentiable
+from ...engines.dispatch import checked
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
+from ...engines.serialize import differentiable
 from ...engines.tiles import by_group
+from ...readable import is_recorded
 from . import tiles
 from .reference import Windows, simplicial
 from .tiles import SimplicialCall, SimplicialTensors
@@ -54,7 +55,7 @@ def attend(
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
         raise ValueError(f"backend='blockwise' {what}; use backend='reference' or 'auto'")
-    dense = weights or learned or (not torch.compiler.is_compiling() and small(query, keys[0].shape[2]))
+    dense = weights or learned or (not is_recorded() and small(query, keys[0].shape[2]))
     with full_precision(query.device):
         if backend == "reference" or (backend == "auto" and dense):
             options = options if offset is None else replace(options, offset=int(offset))
@@ -163,4 +164,4 @@ def _(grad, out, lse, tensors, needs_grad, extras, *_):
     return [out.new_empty(shape) for shape in _shapes(tensors, needs_grad, extras)]
 
 
-differentiable(simplicial_forward, simplicial_backward)
+differentiable(simplicial_forward, simplicial_backward, pairwise=False)

@@ -65,7 +65,7 @@ def trilinear_attention(
     spans = Windows(*(checked_windows("", windows) or (None, None)), is_causal)
     dtype = working_dtype(query, key, value, key2, value2)
     scaled, key, value, key2, value2 = (t.to(dtype) for t in (query, key, value, key2, value2))
-    scaled = scaled * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scaled = scaled * (float(query.shape[-1]) ** -0.5 if scale is None else scale)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attend(scaled, (key, key2), (value, value2), options, spans, backend=backend)
     return out.to(query.dtype)

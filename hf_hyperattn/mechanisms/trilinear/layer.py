@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engines import DOT, Options, PairScore, Piece, working_dtype
+from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import dense
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
@@ -72,12 +72,12 @@ def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, 
     left = q * w3[:, None] + w2[:, None]
     if not with_row:
         unused = 0.0 * w1.sum()  # a gradient of zero, not of rounding errors
-        piece = Piece(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
-        return PairScore(left + unused, k, (piece,))
+        term = ScoreTerm(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
+        return PairScore(left + unused, k, (term,))
     row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
     # the gate of ones says that the features are not the host's own keys
-    piece = Piece(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
-    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (piece,))
+    term = ScoreTerm(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
+    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,))
 
 
 class SimplicialLayer(MechanismLayer):
@@ -256,10 +256,10 @@ def with_bias(score: PairScore, options: Options) -> Options:
     Raises:
         ValueError: the score is not the dot product with something added.
     """
-    first, *rest = score.pieces
+    first, *rest = score.terms
     if first.term is not DOT or first.gate is not None:
         raise ValueError(
-            f"trilinear takes the place of the score, and here that is {score.spec!r}; allowed: the host's own dot "
-            "product, and a bias"
+            f"trilinear takes the place of the score, and here that is {score.score_key!r}; allowed: the host's own "
+            "dot product, and a bias"
         )
     return replace(options, bias=dense(tuple(rest), None, options.bias)) if rest else options
