@@ -22,6 +22,12 @@ from .flops import count_flops
 from .options import Options
 from .score import PairScore, Term, parse_score_key
 
+#: The schema of what follows the tensors, for `torch.library.custom_op`.
+SETTINGS = (
+    "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
+    "float? softcap, float dropout_p"
+)
+
 #: What kernels that take vectors as they are take them in.
 RAW_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -30,7 +30,7 @@ from ..refusal import check_parts
 from ..rollback import rollback_on_error
 from ..stock import PATCHED
 from .moments import Moments, moments_of
-from .projections import Projections, SharedShape, projections, shared_modules, shared_pair
+from .projections import FUSED, Projections, SharedShape, projections, shared_modules
 from .rebuilding import is_shared
 
 logger = logging.get_logger(__name__)
@@ -212,9 +212,9 @@ def filled(part: SharedHost) -> dict[str, nn.Module]:
     old: Any = part.projections
     heads = part.host.heads
     modules = shared_modules(old, part.shape)
-    query: Any
-    key: Any
-    query, key = shared_pair(modules)
+    fused: Any = modules.get(FUSED)
+    shared: Any = modules.values() if fused is None else (fused.query, fused.key)
+    query, key = shared
     with torch.no_grad():
         query.shared.weight.copy_(part.result.query)
         key.shared.weight.copy_(part.result.key)

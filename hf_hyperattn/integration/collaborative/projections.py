@@ -84,11 +84,15 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Shared queries and keys, and the values as they were, side by side, [..., 3·H·d]."""
+    """Shared queries and keys, and the values as they were, side by side, [..., 3·H·d]; `fused` is copied from."""
 
-    def __init__(self, query: SharedProjection, key: SharedProjection, value: Conv1D):
+    def __init__(self, query: SharedProjection, key: SharedProjection, fused: Any):
         super().__init__()
-        self.query, self.key, self.value = query, key, value
+        width = fused.nf // 3
+        self.query, self.key, self.value = query, key, Conv1D(width, fused.nx)
+        with torch.no_grad():
+            self.value.weight.copy_(fused.weight[:, 2 * width :])
+            self.value.bias.copy_(fused.bias[2 * width :])
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], -1)
@@ -131,27 +135,9 @@ def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]
         key = SharedProjection(old.key.shape[1], *sizes, heads=shape.heads if shape.content else 0)
         modules: dict[str, nn.Module] = dict(zip(old.children, (query, key)))
         if FUSED in old.children:
-            modules = {FUSED: FusedProjection(query, key, values_alone(old.children[FUSED]))}
+            modules = {FUSED: FusedProjection(query, key, old.children[FUSED])}
     for name, module in modules.items():
         module.train(old.children[name].training)
         if any(p.dtype != dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
             module.to(dtype)
     return modules
-
-
-def values_alone(fused: Any) -> Conv1D:
-    """The part of a projection for queries, keys and values that makes the values."""
-    width = fused.nf // 3
-    value = Conv1D(width, fused.nx)
-    with torch.no_grad():
-        value.weight.copy_(fused.weight[:, 2 * width :])
-        value.bias.copy_(fused.bias[2 * width :])
-    return value
-
-
-def shared_pair(modules: dict[str, Any]) -> tuple[SharedProjection, SharedProjection]:
-    """The shared queries and keys out of what `shared_modules` made, or what a converted host holds."""
-    if FUSED in modules:
-        return modules[FUSED].query, modules[FUSED].key
-    query, key = modules.values()
-    return query, key

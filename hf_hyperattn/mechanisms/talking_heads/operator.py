@@ -131,16 +131,11 @@ class Talk:
             extra = tile.of_head(sinks).expand(*logits.shape[:-1], 1)
             weights = torch.softmax(torch.cat([logits, extra], -1), -1)
             return weights[..., :-1].contiguous(), weights[..., -1:]
-        empty = self.empty_rows(logits)
         weights = torch.softmax(logits, -1)
-        return (weights if empty is None else weights.masked_fill_(empty, 0.0)), None
-
-    def empty_rows(self, logits: Tensor) -> Tensor | None:
-        """Which rows see no key, bool [Hkv, G, R, 1]; None where every row sees one."""
-        options, unmasked = self.call.options, self.call.tensors.mask is None
-        if unmasked and options.window is None and options.offset >= 0 or not logits.shape[-1]:
-            return None
-        return logits.amax(-1, keepdim=True) == float("-inf")
+        options, masked = self.call.options, self.call.tensors.mask is not None
+        if logits.shape[-1] and (masked or options.window is not None or options.offset < 0):
+            weights.masked_fill_(logits.amax(-1, keepdim=True) == float("-inf"), 0.0)  # rows that see no key
+        return weights, None
 
 
 def matrices_of(tensors: Sequence[Tensor], extras: str) -> list[Tensor | None]:
@@ -172,21 +167,14 @@ def output_heads(tensors: Sequence[Tensor], extras: str) -> int:
     return tensors[0].shape[1] if before is None else before.shape[0]
 
 
-@torch.library.custom_op("hf_hyperattn::talking_heads", mutates_args=())
-def forward(
-    tensors: Sequence[Tensor],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    """The operator: output [B, H, N, dv], and nothing beside it that gradients need."""
-    talk = Talk(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
+@torch.library.custom_op(
+    "hf_hyperattn::talking_heads",
+    mutates_args=(),
+    schema=f"(Tensor[] tensors, {serialize.SETTINGS}) -> (Tensor, Tensor)",
+)
+def forward(tensors: Sequence[Tensor], score_key: str, extras: str, *rest) -> tuple[Tensor, Tensor]:
+    """The operator: output [B, H, N, dv], and nothing beside it that gradients need; arguments as in `serialize`."""
+    talk = Talk(tensors, score_key, extras, *rest)
     t, heads = talk.call.tensors, output_heads(tensors, extras)
     group = t.query.shape[1:3] if heads == tensors[0].shape[1] else (heads, 1)
     out = t.query.new_empty(len(t.query), *group, t.query.shape[3], t.value.shape[-1])
@@ -206,28 +194,19 @@ def _(tensors, score_key, extras, *_):
     return query.new_empty(shape), query.new_empty(0)
 
 
-@torch.library.custom_op("hf_hyperattn::talking_heads_backward", mutates_args=())
+@torch.library.custom_op(
+    "hf_hyperattn::talking_heads_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor out, Tensor nothing, Tensor[] tensors, bool[] needs_grad, "
+    f"{serialize.SETTINGS}) -> Tensor[]",
+)
 def backward(
-    grad: Tensor,
-    out: Tensor,
-    nothing: Tensor,
-    tensors: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
-) -> list[Tensor]:
+    grad: Tensor, out: Tensor, nothing: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest
+):
     """Gradients of all tensors; empty for an extra that needs none."""
-    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
-    talk = Talk(tensors, *arguments)
+    talk = Talk(tensors, score_key, extras, *rest)
     buffers = [grad.new_zeros(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
-    into = Talk(buffers, *arguments, gradients=True)
+    into = Talk(buffers, score_key, extras, *rest, gradients=True)
     group, heads = talk.call.tensors.query.shape[1:3], grad.shape[1]
     grad = grad.unflatten(1, group if heads == tensors[0].shape[1] else (heads, 1))
     with full_precision(grad.device):

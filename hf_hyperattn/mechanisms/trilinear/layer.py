@@ -178,8 +178,11 @@ class SimplicialLayer(MechanismLayer):
         self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
-        mask = self.chosen(call.query)
-        gated = None if gate is None else self.gated_queries(call, start)
+        mask, w1, gated = self.chosen(call.query), self.windows.first, None
+        if gate is not None and self.rank < self.width:
+            gated = torch.ones((), dtype=torch.bool, device=call.query.device)
+        elif gate is not None and w1 is not None and call.key.shape[2] > w1:
+            gated = cut_rows(call, start, w1)
         if gated is None and mask is None:
             return None
         share = torch.ones((), dtype=dtype, device=call.query.device)
@@ -188,13 +191,6 @@ class SimplicialLayer(MechanismLayer):
         if mask is not None:
             share = share * mask.to(dtype)[:, None]
         return share[..., None]
-
-    def gated_queries(self, call: HostCall, start: int | Tensor) -> Tensor | None:
-        """Which queries have the gate, bool [B|1, H|1, N]; None for none of them."""
-        if self.rank < self.width:
-            return torch.ones(1, 1, call.query.shape[2], dtype=torch.bool, device=call.query.device)
-        w1 = self.windows.first
-        return None if w1 is None or call.key.shape[2] <= w1 else cut_rows(call, start, w1)
 
     def features(
         self, query: Tensor, key: Tensor, p: dict[str, Tensor]

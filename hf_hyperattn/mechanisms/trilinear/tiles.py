@@ -141,6 +141,10 @@ class Chunk:
         if block.sliding:
             self.start = block.rows.start + call.options.offset - call.windows.second + 1 + self.part.start
             keys = keys - self.part.start + self.start + block.i - block.rows.start
+            # the span of all of them, and the keys of it that there are
+            self.stop = self.start + len(block.rows) + len(self.part) - 1
+            self.low = min(max(self.start, 0), self.stop)
+            self.high = max(self.low, min(self.stop, call.keys))
         inside, mask = keys.clamp(0, call.keys - 1), call.tensors.mask
         if mask is not None:
             mask = block.of_rows(mask)
@@ -158,8 +162,7 @@ class Chunk:
         t = t[self.block.batch, self.block.head]
         if not self.block.sliding:
             return t[self.part.start : self.part.stop][None]
-        low, high = self._span()
-        t = pad(t[low:high], (0, 0, low - self.start, self.start + self._length() - high))
+        t = pad(t[self.low : self.high], (0, 0, self.low - self.start, self.stop - self.high))
         return t.unfold(0, len(self.part), 1).mT
 
     def add(self, buffer: Tensor, gradient: Tensor) -> None:
@@ -172,17 +175,7 @@ class Chunk:
         # rows one longer than the step from row to row: each then starts one place further
         shifted = pad(gradient, (0, 0, 0, rows)).flatten(0, 1)[: rows * (rows + count - 1)]
         total = shifted.view(rows, rows + count - 1, width).sum(0)
-        low, high = self._span()
-        buffer[low:high] += total[low - self.start : high - self.start]
-
-    def _length(self) -> int:
-        return len(self.block.rows) + len(self.part) - 1
-
-    def _span(self) -> tuple[int, int]:
-        """The keys of the span that there are; low <= high and both within it."""
-        keys, end = self.block.call.keys, self.start + self._length()
-        low = min(max(self.start, 0), end)
-        return low, max(low, min(end, keys))
+        buffer[self.low : self.high] += total[self.low - self.start : self.high - self.start]
 
     def modified(self) -> Tensor:
         """q_i ∘ k2_k, [G, R, C, d]."""
