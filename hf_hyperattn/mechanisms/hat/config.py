@@ -43,12 +43,7 @@ def is_layout(layout: object) -> bool:
 def counts(layout: str, blocks: int) -> tuple[int, ...]:
     """How many cross-segment blocks follow each of the segment-wise blocks.
 
-    With L blocks, and shares of L rounded, half up, to at least 1:
-
-    - I1: one after each. I2: two after every second. I3: one after every second. The last block is among them.
-    - LC1: one after each of the last L/3. LC2: two after every second of the last L/2.
-    - EC1: L/4 plain blocks, then two after every second of L/2. EC2: 2L/9 plain blocks, then one after each of L/3.
-    - AH: L/2, and at most 4, after the last.
+    Shares of the blocks, such as a third, are rounded, half up, to at least 1 where there must be one.
 
     Args:
         layout: one of `LAYOUTS`, or a pattern.
@@ -70,6 +65,7 @@ def counts(layout: str, blocks: int) -> tuple[int, ...]:
                 "blocks"
             )
         return groups
+    # how many cross-segment blocks, and behind which segment-wise blocks
     last, share = range(blocks - 1, -1, -1), lambda part: int(part * blocks + 0.5)
     thirds, quarters = max(1, share(1 / 3)), max(1, share(1 / 4))
     number, followed = {
