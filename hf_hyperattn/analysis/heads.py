@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..integration.checkpoint_config import patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
-from ..mechanisms.head_fusion.weights import entropy, largest_entropy
+from ..mechanisms.head_fusion.reference import entropy, largest_entropy
 
 
 @dataclass
