@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import TERMS, Numbers, PairScore, Points, Reader, ScoreTerm
+from ...engines.score import TERMS, Numbers, PairScore, Points, ScoreTerm, VectorReader
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
@@ -58,7 +58,7 @@ class ConeSpace:
             statistics=vectors.statistics,
             capped=capped,
             # decoding takes distances from differences, for which it does not read the last parameter
-            reader=None if reader is None else Reader(reader, (gamma, radius), (*head, 1.0)),
+            reader=None if reader is None else VectorReader(reader, (gamma, radius), (*head, 1.0)),
             points=vectors.points,
         )
         if scale is not None:
