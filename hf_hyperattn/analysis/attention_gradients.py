@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..integration.checkpoint_config import inner, patched_hosts
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall
 from .hsa_certificate import evaluating
 

@@ -6,8 +6,8 @@ import time
 
 from torch import Tensor, nn
 
+from ..integration.checkpoint_config import inner, patched_hosts
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from .hsa_certificate import evaluating
 
 

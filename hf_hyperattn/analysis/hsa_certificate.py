@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..choice import Choice
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
+from ..integration.checkpoint_config import inner, patched_hosts
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall, Plan
-from ..mechanisms.hsa.attention import hierarchy_for, linear_features, padding_of, restricted
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.padding import real_tokens
+from ..mechanisms.hsa.masks import hierarchy_for, padding_of, real_tokens, restricted
+from ..mechanisms.hsa.request import linear_features
+from ..selection import Choice
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
-from ..mechanisms.hsa import operator
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
-from ..mechanisms.hsa.levels import pool
+from ..mechanisms.hsa.windowed.key import attend_levels, pool
 from .attention_gradients import listen_to_gradients
 from .hsa_pairs import share
 
@@ -190,10 +189,7 @@ def tied(query: Tensor, levels, setting: Setting, call: HostCall, start: int) ->
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     bias = query.new_full((heads,), setting.block_bias)
-    tensors = [query[:, :, start : start + CHUNK], *levels.keys, *levels.values, bias]
-    extras = "block_bias"
-    if call.options.sinks is not None:
-        tensors, extras = [*tensors, call.options.sinks.float()], "block_bias sink_logit"
     rule = [[x] * heads for x in (setting.near, setting.sinks, setting.refine_top_k)]
-    return operator.forward(tensors, extras, None, None, list(setting.windows), *rule, True, start + offset,
-                            float(call.scale), "auto")  # fmt: skip
+    sinks = None if call.options.sinks is None else call.options.sinks.float()
+    part = query[:, :, start : start + CHUNK]
+    return attend_levels(part, levels, *rule, bias, sinks, True, start + offset, float(call.scale))

@@ -20,7 +20,7 @@ from ..analysis.cost import PeakMemory
 from ..config import HyperAttnConfig
 from ..integration.hosts import find_hosts
 from ..mechanisms.hsa.config import HsaConfig
-from ..mechanisms.hsa.pairs import attended
+from ..mechanisms.hsa.windowed.pairs import attended
 from .console import progress, table
 from .inject_output import write
 from .inject_setting import PASSAGES

@@ -21,8 +21,8 @@ from ..registry import Mechanism, get_mechanism, on_register
 from .families import UNROUTED
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function, family_mask, patched_forward
-from .refusal import refuse_unrouted
 from .stock import OURS, PATCHED
+from .unsupported import refuse_unrouted
 
 
 def register_names() -> None:

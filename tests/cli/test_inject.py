@@ -18,8 +18,8 @@ from hf_hyperattn.analysis.sensitivity import Setting
 from hf_hyperattn.cli import main
 from hf_hyperattn.cli.command import build_parser
 from hf_hyperattn.cli.inject_output import public_command
-from hf_hyperattn.mechanisms.hsa.key import key_tied
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from tests.oracles.marks import first_always
 
 from . import tiny
