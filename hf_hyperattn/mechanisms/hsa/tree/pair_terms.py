@@ -55,7 +55,7 @@ def pair_terms(
     """For every group None, or what is added to its mean logits, broadcastable to [R, K, F, b, G, b].
 
     Args:
-        position_bias: [1 or B, 1 or H, N, N] or None.
+        position_bias: [1 or B, 1 or H, 1 or N, N] or None.
         tables: sibling embeddings by kind of family; None if there are none, which is another thing than no tables:
             kinds of families are then not looked at.
 
@@ -84,12 +84,13 @@ def pair_means(layout: Layout, pairs: Tensor) -> list[Tensor]:
     """For every group the means over i in B, j in C of siblings B and C; of leaves the entries themselves.
 
     Args:
-        pairs: [1 or batch, 1 or H, N, N]; what it holds at padding is not looked at.
+        pairs: [1 or batch, 1 or H, 1 or N, N]; what it holds at padding is not looked at.
 
     Returns:
         For each group [R or 1, 1 or H, F, b, b].
     """
     rows, length = layout.apart, pairs.shape[-1]
+    pairs = pairs.expand(-1, -1, length, -1)
     real = layout.from_leaves(layout.to_leaves(pairs.new_ones(rows, 1, length, 1)))[:, :, None, :, 0] > 0
     pairs = pairs.masked_fill(~real, 0.0)
     pairs = pairs if rows == 1 else pairs.expand(rows, -1, -1, -1)
