@@ -16,11 +16,12 @@ LOST = "the connection to the Hub was lost; run the same again (a commit is take
 
 def _chain(error: BaseException):
     """The error and everything it came from, the innermost last."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _said(error: BaseException) -> str:

@@ -100,7 +100,7 @@ class Term:
             return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:])
 
         # engines call this inside an operator, where autograd is switched off; torch.func has a tape of its own
-        out, pull = torch.func.vjp(logits, dot, *row, *column, *head)
+        out, pull, *_ = torch.func.vjp(logits, dot, *row, *column, *head)
 
         def pullback(grad):
             g = pull(grad)
@@ -257,7 +257,8 @@ class PairScore:
 
     def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """All row statistics, column statistics and head parameters, term by term; a gate ends its term's."""
-        rows, columns, heads = [], [], []
+        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        rows, columns, heads = lists
         for term in self.terms:
             row, column, head, _ = term.numbers()
             rows += row
@@ -287,7 +288,8 @@ class PairScore:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)."""
-        return (*self.raw_query.shape[:3], self.raw_key.shape[2])
+        batch, heads, n, _ = self.raw_query.shape
+        return batch, heads, n, self.raw_key.shape[2]
 
     @property
     def kv_heads(self) -> int:
@@ -316,6 +318,7 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether there will be a backward pass, as far as is known without making statistics."""
     if not torch.is_grad_enabled():
         return False
+    tensors: list[Tensor | float | None]
     tensors = [score.raw_query, score.raw_key, value, options.mask, options.bias, options.sinks]
     for term in score.terms:
         tensors += (
@@ -371,8 +374,8 @@ def working_copy(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
-    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
-    return PairScore(query, key, (dot_term(query, key, scale),), scale)
+    factor: float = float(query.shape[-1]) ** -0.5 if scale is None else scale
+    return PairScore(query, key, (dot_term(query, key, factor),), factor)
 
 
 def dot_term(query: Tensor, key: Tensor, scale: float) -> ScoreTerm:

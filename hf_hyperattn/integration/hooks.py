@@ -127,7 +127,7 @@ for _model_class in subclasses(
 
 
 @wrap("post_init")
-def _finish(original, self):
+def _finish(original, self: PreTrainedModel):
     names, outer = self.__dict__.pop(REQUESTED, ()), models_around(self)
     for part, name in names:
         setattr(part, INTERNAL, name)

@@ -44,7 +44,7 @@ def pack_call(
     table: int,
     vectors: tuple[Tensor, Tensor, Tensor],
     statistics: tuple[Sequence[Tensor], Sequence[Tensor], Sequence],
-    extras: Mapping[str, Tensor | None],
+    extras: Mapping[str, Tensor],
     options: Options,
     width: int,
     scale: float,

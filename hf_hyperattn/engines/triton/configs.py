@@ -79,7 +79,7 @@ _chosen: dict[Hashable, Config] = {}
 
 def padded(width: int) -> int:
     """The power of two, at least 16, that holds `width`."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def configs(kernel: str, width: int, item: int, long: bool) -> Sequence[Config]:

@@ -56,9 +56,11 @@ class TritonCall:
         for name in ("row", "column", "head", "sinks"):
             t = getattr(self, name)
             setattr(self, name, None if t is None else t.contiguous())
-        self.points = self.points and tuple(t.contiguous() for t in self.points)
+        if self.points is not None:
+            self.points = self.points[0].contiguous(), self.points[1].contiguous()
         self.batch, self.heads, self.n, self.d = self.query.shape
-        self.kv_heads, self.m, self.dv = *self.key.shape[1:3], self.value.shape[-1]
+        _, self.kv_heads, self.m, _ = self.key.shape
+        self.dv = self.value.shape[-1]
 
     @property
     def functions(self) -> Functions:
@@ -94,7 +96,7 @@ class TritonCall:
             "ROW": self.row,
             "COLUMN": self.column,
             "HEAD": self.head,
-            "MASK": mask.view(torch.uint8) if truth else mask,
+            "MASK": mask.view(torch.uint8) if mask is not None and truth else mask,
             "BIAS": bias,
             "SEED": self.seed,
             "POINTS_Q": points[0],
@@ -124,7 +126,7 @@ class TritonCall:
             "D": self.d,
             "W": self.width,
             "DV": self.dv,
-            "P": points[0].shape[-1] if self.points else 1,
+            "P": self.points[0].shape[-1] if self.points else 1,
             "GROUP": self.heads // self.kv_heads,
             "CAUSAL": self.is_causal,
             "WINDOWED": self.window is not None,
@@ -213,9 +215,10 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
     rows = 16 if lines <= 16 else 32
     blocks = call.batch * call.kv_heads * triton.cdiv(lines, rows)
     parts = parts_for(call.m, blocks, out.device)
-    target = (out, lse, None)
+    target: tuple[Tensor, Tensor, Tensor | None] = (out, lse, None)
     if parts > 1:
-        target = (out.new_empty(parts, *out.shape), *(lse.new_empty(parts, *lse.shape) for _ in range(2)))
+        top, total = (lse.new_empty(parts, *lse.shape) for _ in range(2))
+        target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
     columns, stages = few(*call.size)
     wide = pack(call.column.shape[-1], columns, 4)
@@ -247,7 +250,7 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 
 def backward(
     call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, row, column and head; of the last three as far as needs_grad, else empty."""
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     made, factors = call.functions, int(call.factored)
