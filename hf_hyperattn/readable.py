@@ -21,7 +21,4 @@ def can_read(*tensors: Tensor | None) -> bool:
     """
     if is_recorded():
         return False
-    return not any(
-        t is not None and (t.is_meta or isinstance(t, FakeTensor) or is_functorch_wrapped_tensor(t))
-        for t in tensors
-    )
+    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors)

@@ -1,6 +1,7 @@
 """One line for each way in which talking to the Hub fails: what, where, and what to do."""
 
 import contextlib
+from typing import Any
 
 ADVICE = {
     400: "the Hub refused the content; its message names the field",
@@ -70,6 +71,7 @@ def explained(action: str):
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note") and _cause(error):
-            error.add_note(explain_hub_error(error, action))
+        add_note: Any = getattr(error, "add_note", None)
+        if add_note and _cause(error):
+            add_note(explain_hub_error(error, action))
         raise

@@ -125,19 +125,19 @@ def _empty_routed(stock: Any, route: Any) -> nn.Module:
 
 
 @functools.cache
-def routed_class(stock: Any, route: Any) -> type[Any]:
+def routed_class(stock: Any, route: Any) -> Any:
     """The subclass of `stock` that computes as `route` says, under the stock's module path and name."""
     base = stock
     while base.__name__.endswith("FlashAttention2"):  # stock's own flash variants replace the whole forward
         base = base.__mro__[1]
-    body = {
+    body: dict[str, Any] = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "stock_class": stock,
         "route": route,
     }
-    cls = type(stock.__name__, (route, base), body)
+    cls: Any = type(stock.__name__, (route, base), body)
     arguments = list(inspect.signature(cls.forward).parameters)[1:]
     if "output_attentions" in arguments:
         cls.place_of_output_attentions = arguments.index("output_attentions")
@@ -155,7 +155,7 @@ def route(module: Any, mixin: Any, config) -> None:
     if "config" not in module.__dict__:
         module.config, added = config, ("config",)
     module.__dict__[RECORD] = (added, module.config._attn_implementation)
-    _become(module, routed_class(type(module), mixin))
+    _become(module, routed_class(module.__class__, mixin))
 
 
 def unroute(module: Any) -> None:

@@ -95,6 +95,7 @@ class Layers(nn.Module):
         return out, attention_weights
 
     _modules: dict[str, Any]  # the layers by their mechanisms' names
+    starts: Any  # see `Hyper`
     heads: int | None = None  # that the host was patched for; None where a mechanism is used by name
 
 
@@ -105,6 +106,8 @@ class Hyper(Layers):
         config: what is done to the model.
         host: the host it is built for.
     """
+
+    _is_hf_initialized: bool
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()

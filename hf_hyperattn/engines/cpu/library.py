@@ -53,7 +53,7 @@ TABLES: dict[tuple[str, bool, str], Loaded] = {}
 
 
 #: The engine, by what the environment says of compiled kernels.
-CORES: dict[str | None, ctypes.CDLL | None] = {}
+CORES: dict[str | None, Any] = {}
 
 
 def core() -> Any:

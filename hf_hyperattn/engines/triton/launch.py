@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -167,7 +168,9 @@ def pack(numbers: int, lines: int, warps: int) -> int:
     than there are threads, the compiler reads number by number after all.
     """
     return (
-        min(16, max(2, triton.next_power_of_2(max(1, numbers)), 32 * warps // lines)) if numbers <= 16 else 1
+        min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines))
+        if numbers <= 16
+        else 1
     )
 
 
@@ -213,7 +216,7 @@ def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
 def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> None:
     """The forward kernel with rows together and keys in parts, and the sum of the parts."""
     rows = 16 if lines <= 16 else 32
-    blocks = call.batch * call.kv_heads * triton.cdiv(lines, rows)
+    blocks = call.batch * call.kv_heads * int(triton.cdiv(lines, rows))
     parts = parts_for(call.m, blocks, out.device)
     target: tuple[Tensor, Tensor, Tensor | None] = (out, lse, None)
     if parts > 1:
@@ -221,12 +224,11 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
         target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
     columns, stages = few(*call.size)
+    kernels: tuple[Any, Any] = attention_forward, combine  # which take a launch's own arguments too
     wide = pack(call.column.shape[-1], columns, 4)
-    attention_forward[(blocks * parts,)](
-        **arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages
-    )
+    kernels[0][(blocks * parts,)](**arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages)
     if parts > 1:
-        combine[(lse.numel(),)](
+        kernels[1][(lse.numel(),)](
             out,
             lse,
             target[2],
