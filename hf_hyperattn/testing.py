@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers as hf
@@ -183,7 +183,7 @@ def mechanism_checks(
     names, kinds = _known("contract", contracts, CONTRACTS), _known("family", families, FAMILIES)
     return [
         Check(contract, config, mode, family)
-        for contract, config, mode, family in product(names, configs, ("blend", "replace"), kinds)
+        for contract, config, mode, family in product(names, configs, get_args(Mode), kinds)
         if family in ONLY_IN.get(contract, FAMILIES)
     ]
 
