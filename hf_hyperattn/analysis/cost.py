@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import psutil  # comes with accelerate
 import torch
 
+from .perplexity import evaluation_mode
+
 
 class PeakMemory:
     """The most memory in use while a block runs, in bytes.
@@ -103,9 +105,7 @@ def measure_generation(
         raise ValueError(f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each")
     device = next(model.parameters()).device
     ids = torch.tensor([prompt], device=device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         start = time.perf_counter()
         out = model.generate(
             ids,
@@ -119,8 +119,6 @@ def measure_generation(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-    finally:
-        model.train(was_training)
     return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import RwkvConfig, RwkvForCausalLM, ViTConfig, ViTModel
 
-import hf_hyperattn.cli.command as cli
+from hf_hyperattn import cli
 from hf_hyperattn.cli import smollm2
 
 from . import tiny

@@ -9,32 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..analysis.perplexity import evaluation_mode
 from ..integration.patching import base_model
 from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall
-from .hsa_certificate import evaluating
 
-#: Called with a host's name, its call, what its attention gave [B, H, N, dv], and the gradient of that.
-Listener = Callable[[str, HostCall, Tensor, Tensor], None]
+#: Called with a host's name, its call, the output of its attention [B, H, N, dv], and the gradient of that.
+OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
+Head = Callable[[Tensor], Tensor]
 PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def listen_to_gradients(model: nn.Module, ids: Tensor, listener: Listener, last: int | None = None) -> float:
-    """Run a patched model forward and backward on one text, and hand every host's gradient to `listener`.
+def attention_gradients(
+    model: nn.Module, ids: Tensor, on_gradient: OnGradient, last: int | None = None
+) -> float:
+    """Run a patched model forward and backward on one text, and pass every host's gradient to `on_gradient`.
 
     Args:
         model: a patched causal model, with all gates at 0 for gradients of the model as it was.
         ids: token ids [N].
-        listener: called once a host, the last layer first.
+        on_gradient: called once a host, the last layer first.
         last: only so many tokens at the end are predicted and have queries; the others are read into a cache first,
             which is much cheaper for long texts. None: all.
 
@@ -42,47 +46,48 @@ def listen_to_gradients(model: nn.Module, ids: Tensor, listener: Listener, last:
         The loss a token: the negative log-likelihood of the text, in nats.
     """
     base = base_model(model)
-    head = head_of(base, ids)
+    head, cache, read = head_of(base, ids), None, 0
     with ExitStack() as stack:
         stack.enter_context(frozen(base))
         if last is None or last >= len(ids):
-            cache, read = None, 0
             stack.enter_context(checkpointed(base))
         else:
-            cache, read = prefix_cache(base, ids[:-last]), len(ids) - last
-        stack.enter_context(heard(base, listener))
+            read = len(ids) - last
+            cache = prefix_cache(base, ids[:read])
+        stack.enter_context(attention_hooks(base, on_gradient))
         hidden = final_hidden(base, ids[read:], cache)
-        loss, slope = loss_and_slope(head, hidden, ids[read:])
-        hidden.backward(slope)
+        loss, gradient = loss_of(head, hidden, ids[read:])
+        hidden.backward(gradient)
     return loss
 
 
-def final_hidden(model: nn.Module, ids: Tensor, cache=None) -> Tensor:
+def final_hidden(model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """What the model's head reads, [N, e]."""
-    found = model.base_model(ids[None], past_key_values=cache, use_cache=cache is not None)
-    return found.last_hidden_state[0]
+    return model.base_model(ids[None], past_key_values=cache, use_cache=cache is not None).last_hidden_state[
+        0
+    ]
 
 
-def prefix_cache(model: nn.Module, ids: Tensor) -> DynamicCache:
+def prefix_cache(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
     """A cache that has read `ids` [N]."""
     cache = DynamicCache(config=model.config)
-    with evaluating(model):
+    with evaluation_mode(model), torch.no_grad():
         model.base_model(ids[None], past_key_values=cache, use_cache=True)
     return cache
 
 
-def head_of(model: nn.Module, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """Final hidden states to logits: the output embedding, which some families scale or cap.
+def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
+    """Final hidden states to logits: the output embedding, which some families scale.
 
     Raises:
         ValueError: the model has a head of another kind.
     """
     embedding, some = model.get_output_embeddings(), ids[:8]
     with torch.no_grad():
-        logits = model(some[None], use_cache=False).logits[0]
-        own = embedding(final_hidden(model, some))
-    ratio = (logits.float() @ own.float().mT).trace() / (own.float() ** 2).sum()
-    if not torch.allclose(logits.float(), ratio * own.float(), atol=1e-3, rtol=1e-3):
+        logits = model(some[None], use_cache=False).logits[0].float()
+        plain = embedding(final_hidden(model, some)).float()
+    ratio = (logits @ plain.mT).trace() / (plain**2).sum()
+    if not torch.allclose(logits, ratio * plain, atol=1e-3, rtol=1e-3):
         raise ValueError(
             f"{type(model).__name__} does more to its logits than to scale its output embedding; allowed: causal "
             "language models without a softcap on their logits"
@@ -90,23 +95,20 @@ def head_of(model: nn.Module, ids: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda hidden: embedding(hidden) * ratio.to(hidden.dtype)
 
 
-def loss_and_slope(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, slope: bool = True
-) -> tuple[float, Tensor | None]:
-    """The loss a token, and where wanted the gradient of its sum over tokens by the final hidden states."""
-    leaf, total = hidden.detach().requires_grad_(True), 0.0
+def loss_of(head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True) -> tuple[float, Tensor | None]:
+    """The loss a token, and the gradient of its sum over tokens by the final hidden states; None without `gradient`."""
+    leaf, total = hidden.detach().requires_grad_(gradient), 0.0
     for start in range(0, len(ids) - 1, PIECE):
         stop = min(start + PIECE, len(ids) - 1)
-        logits = head(leaf[start:stop]).float()
-        loss = F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="sum")
-        if slope:
+        loss = F.cross_entropy(head(leaf[start:stop]).float(), ids[start + 1 : stop + 1], reduction="sum")
+        if gradient:
             loss.backward()
         total += loss.item()
     return total / (len(ids) - 1), leaf.grad
 
 
 @contextmanager
-def heard(model: nn.Module, listener: Listener) -> Iterator[None]:
+def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]:
     """Hooks on every patched host, for as long as the block runs."""
 
     def hook_for(name: str):
@@ -114,7 +116,7 @@ def heard(model: nn.Module, listener: Listener) -> Iterator[None]:
             call, _, stock = arguments
             out = stock() if output is None else output[0]  # None: the host's own attention is what counts
             if out.requires_grad:
-                out.register_hook(lambda gradient: listener(name, call, out.detach(), gradient))
+                out.register_hook(lambda gradient: on_gradient(name, call, out.detach(), gradient))
             return out, None if output is None else output[1]
 
         return hook
@@ -131,37 +133,34 @@ def heard(model: nn.Module, listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter wants a gradient, and what the embedding gives does."""
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    for parameter in wanted:
-        parameter.requires_grad_(False)
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No parameter gets a gradient, and the output of the embedding does."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     handle = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_())
+    for parameter in trained:
+        parameter.requires_grad_(False)
     try:
         with torch.enable_grad():
             yield
     finally:
         handle.remove()
-        for parameter in wanted:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, but for the layers themselves, which recompute what is inside them where the family can."""
-    modes = {module: module.training for module in model.modules()}
-    layers = [module for module in modes if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [(layer, layer.gradient_checkpointing, vars(layer).get(FUNCTION)) for layer in layers]
-    model.eval()
-    for layer in layers:
-        layer.training = True  # of the layer alone: the dropout inside stays off
-        layer.gradient_checkpointing = True
-        setattr(layer, FUNCTION, partial(checkpoint, use_reentrant=True))
-    try:
-        yield
-    finally:
-        for layer, on, function in before:
-            layer.gradient_checkpointing = on
-            delattr(layer, FUNCTION) if function is None else setattr(layer, FUNCTION, function)
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluation_mode(model):
+        for layer in layers:
+            layer.training = True  # of the layer alone: the dropout inside stays off
+            layer.gradient_checkpointing = True
+            setattr(layer, FUNCTION, partial(checkpoint, use_reentrant=True))
+        try:
+            yield
+        finally:
+            for layer, on, function in before:
+                layer.gradient_checkpointing = on
+                delattr(layer, FUNCTION) if function is None else setattr(layer, FUNCTION, function)
