@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from ..choice import Choice
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.attention import hierarchy_for, linear_features, padding_of, restricted
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.padding import real_tokens
+from .cost import patched_layers
 from .perplexity import evaluation_mode
 
 
@@ -73,10 +74,12 @@ def certificate(
         ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
     """
     config = config or HsaConfig()
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    arguments: dict[str, Any] = (
+        dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    )
     base = base_model(model)
     if hierarchy is not None:
-        inputs["hierarchy"] = hierarchy
+        arguments["hierarchy"] = hierarchy
     losses: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -88,14 +91,14 @@ def certificate(
 
     patch_model(model, config, layers=layers)
     try:
-        hosts = dict(patched_hosts(base))
-        for name, host in hosts.items():  # the hooks go with the modules they are on
-            inner(host.hyper).register_forward_pre_hook(partial(hook, name=name), with_kwargs=True)
+        hypers = dict(patched_layers(base))
+        for name, hyper in hypers.items():  # the hooks go with the modules they are on
+            hyper.register_forward_pre_hook(partial(hook, name=name), with_kwargs=True)
         with evaluation_mode(base), torch.no_grad():
-            base(**inputs)
+            base(**arguments)
     finally:
         unpatch_model(model)
-    for name in hosts:
+    for name in hypers:
         if name not in losses:
             raise ValueError(f"{name} was not run on these inputs; allowed: layers that are")
     return [

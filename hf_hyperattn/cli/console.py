@@ -30,16 +30,9 @@ class ProgressBar(ProgressLines):
 
     def __init__(self, total: int):
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._bar = Progress(console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> ProgressBar:

@@ -66,7 +66,7 @@ class Demo:
     def load(self, attention: str) -> Any:
         """The model with one attention implementation, float32, ready to be measured."""
         with errors_as(f"--model {self.path}: cannot load it with {attention!r}"):
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 self.path, attn_implementation=attention, dtype=torch.float32
             )
         return model.to(self.device).eval()
@@ -78,22 +78,10 @@ class Demo:
 
 @dataclass
 class Row:
-    """What was measured of one kind of attention."""
+    """What was measured of one kind of attention: cells of the table, and the text that it generates."""
 
-    label: str
-    perplexity: float
-    prefill: float
-    generate: float
-    memory: int
-    difference: float | None
+    cells: tuple[str, ...]
     text: str
-
-    def cells(self) -> tuple[str, ...]:
-        """The row as it is shown."""
-        value = f"{self.perplexity:,.2f}" if self.perplexity < 1e6 else f"{self.perplexity:.1e}"
-        difference = "" if self.difference is None else f"{self.difference:.1e}"
-        memory = f"{self.memory / 2**20:,.0f} MiB"
-        return self.label, value, f"{self.prefill:,.0f}", f"{self.generate:,.1f}", memory, difference
 
 
 def run(args: argparse.Namespace) -> None:
@@ -103,11 +91,11 @@ def run(args: argparse.Namespace) -> None:
     with progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
         rows = measure(demo, bar)
     print()
-    table(HEADER, [row.cells() for row in rows])
+    table(HEADER, [row.cells for row in rows])
     print(f'\n"{args.prompt}" goes on, greedily:')
-    width = max(len(row.label) for row in rows)
+    width = max(len(row.cells[0]) for row in rows)
     for row in rows:
-        print(f"  {row.label.ljust(width)}  {row.text!r}")
+        print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
     print(f"\n{ADVICE}")
 
 
@@ -168,7 +156,7 @@ def measure(demo: Demo, bar: ProgressLines) -> list[Row]:
     rows = [measure_row(demo, STOCK, model, bar)]
     label, config = tying(demo, model)
     bar.describe(label)
-    hf_hyperattn.patch_model(model, config, **({} if label == INJECTED else {"mode": "replace"}))
+    hf_hyperattn.patch_model(model, config, mode="blend" if label == INJECTED else "replace")
     hsa = measure_row(demo, label, model, bar, reference)
     hf_hyperattn.unpatch_model(model)
     bar.describe(PATCHED)
@@ -204,7 +192,8 @@ def measure_row(
     with PeakMemory(demo.device) as memory:
         quality = perplexity(model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance)
         generation = measure_generation(model, demo.prompt, demo.new_tokens, on_token=step)
-    apart = None if reference is None else max_logit_difference(demo.logits(model), reference)
-    text = demo.tokenizer.decode(list(generation.ids), skip_special_tokens=True)
-    speeds = (quality.tokens_per_second, generation.tokens_per_second)
-    return Row(label, quality.value, *speeds, memory.peak, apart, text)
+    difference = "" if reference is None else f"{max_logit_difference(demo.logits(model), reference):.1e}"
+    value = f"{quality.value:,.2f}" if quality.value < 1e6 else f"{quality.value:.1e}"
+    speeds = f"{quality.tokens_per_second:,.0f}", f"{generation.tokens_per_second:,.1f}"
+    cells = (label, value, *speeds, f"{memory.peak / 2**20:,.0f} MiB", difference)
+    return Row(cells, demo.tokenizer.decode(list(generation.ids), skip_special_tokens=True))

@@ -265,8 +265,7 @@ def write(
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        options = {} if results is None else {"results": results}
-        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model), **options)
+        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model), results=results)
     print(f"\nwritten: {Path(args.output)}")
 
 

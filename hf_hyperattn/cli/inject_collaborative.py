@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..analysis import perplexity
+from ..inject.injection import distance, embeddings
 from ..integration.collaborative import conversion
 from ..integration.loading import class_of, errors_as
 from ..mechanisms.collaborative.config import CollaborativeConfig
@@ -40,8 +41,10 @@ def inject(args: argparse.Namespace) -> int:
     show(model, parts, dtype)
     before = {} if task is None else read(task, model)
     conversion.install(model, config, chosen, parts, False, newly_routed)
-    losses = {} if task is None else compared(task, before, read(task, model))
+    losses: dict[str, list[float]] = {}
     if task is not None:
+        for text, value in read(task, model).items():
+            losses[text] = [0.0, distance(before[text], value)] if task.is_encoder else [before[text], value]
         print(f"\nOn the last third of each text ({task.length} tokens a piece):")
         name = "1 - cosine" if task.is_encoder else "perplexity"
         rows = [[text, f"{a:.4f}", f"{b:.4f}"] for text, (a, b) in losses.items()]
@@ -69,34 +72,19 @@ def check(args: argparse.Namespace) -> None:
 
 def calls(task: Task) -> list[dict[str, Tensor]]:
     """The first two parts of every text, as calls of the model."""
-    return [{"input_ids": rows_of(ids)} for part in task.texts[:2] for ids in part.values()]
-
-
-def rows_of(ids: Tensor) -> Tensor:
-    """[B, N]: the passages of an encoder as they are, the text of a causal LM as one row."""
-    return ids if ids.dim() == 2 else ids[None]
+    return [
+        {"input_ids": ids if task.is_encoder else ids[None]}
+        for part in task.texts[:2]
+        for ids in part.values()
+    ]
 
 
 @torch.no_grad()
-def read(task: Task, model: Any) -> dict[str, Tensor]:
-    """What the last parts come to: embeddings [rows, e] of an encoder, the perplexity [1] of a causal LM."""
-    values = {}
-    for name, ids in task.texts[2].items():
-        if task.is_encoder:
-            values[name] = model.base_model(ids).last_hidden_state.float().mean(1)
-        else:
-            logits = model(ids[None], use_cache=False).logits[0, :-1].float()
-            values[name] = F.cross_entropy(logits, ids[1:]).exp()[None]
-    return values
-
-
-def compared(
-    task: Task, before: dict[str, Tensor], after: dict[str, Tensor]
-) -> dict[str, tuple[float, float]]:
-    """By text: perplexities, or 0 and 1 - cosine."""
+def read(task: Task, model: Any) -> dict[str, Any]:
+    """What the last parts come to: embeddings [B, e] of an encoder, the perplexity of a causal LM."""
     if task.is_encoder:
-        return {n: (0.0, 1 - F.cosine_similarity(before[n], after[n]).mean().item()) for n in before}
-    return {n: (before[n].item(), after[n].item()) for n in before}
+        return {name: embeddings(model, ids) for name, ids in task.texts[2].items()}
+    return {name: perplexity(model, ids, len(ids)).value for name, ids in task.texts[2].items()}
 
 
 def show(model: Any, parts: list, dtype: torch.dtype) -> None:
@@ -114,7 +102,7 @@ def show(model: Any, parts: list, dtype: torch.dtype) -> None:
           f"{total * dtype.itemsize / 1e6:.1f} -> {after * dtype.itemsize / 1e6:.1f} MB", flush=True)  # fmt: skip
 
 
-def report_of(args: argparse.Namespace, parts: list, losses: dict[str, tuple[float, float]]) -> dict:
+def report_of(args: argparse.Namespace, parts: list, losses: dict[str, list[float]]) -> dict[str, Any]:
     """The request, and what came of it."""
     layers = {
         p.host.name: {
@@ -127,4 +115,4 @@ def report_of(args: argparse.Namespace, parts: list, losses: dict[str, tuple[flo
     }
     texts = list(map(public_name, args.text or ()))
     request = {"mechanism": "collaborative", "rank": args.rank, "seed": args.seed, "texts": texts}
-    return {"asked": request, "layers": layers, "texts": {n: list(pair) for n, pair in losses.items()}}
+    return {"asked": request, "layers": layers, "texts": losses}

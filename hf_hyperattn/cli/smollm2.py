@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 from ..folders import replace_folder
 
@@ -78,7 +79,7 @@ def convert(gguf: Path, target: Path) -> None:
     config = quantised.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
     model.generation_config = quantised.generation_config

@@ -15,6 +15,8 @@ from .rules import SparseRule
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
+#: By layer, for each group: exact attention and the other n rules, their shares [1 + n] and losses [H, 1 + n].
+Tables = dict[str, list[tuple[list[SparseRule], Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -89,61 +91,45 @@ def choose(
         length: tokens of the texts that pairs are counted for.
         pairs: a share from 0 to 1. loss: the sum over layers and heads.
     """
-    groups = by_group(rules, length)
-    tables = {name: [(g, table_of(g, costs)) for g in groups] for name, costs in losses.items()}
-    if pairs is not None:
-        return search(tables, length, lambda some, _: some.pairs <= pairs, dear=1e3, cheap=1e-12)
-    return search(tables, length, lambda _, total: total <= (loss or 0.0), dear=1e-12, cheap=1e6)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rules that may stand in one layer, exact attention first; where the others are among all; shares [1 + n]."""
-
-    rules: list[SparseRule]
-    index: list[int]
-    shares: Tensor
-
-
-def by_group(rules: Sequence[SparseRule], length: int) -> list[Group]:
-    """The candidates by what one layer may have."""
     groups: dict[object, list[int]] = {}
     for i, rule in enumerate(rules):
         groups.setdefault((type(rule), rule.group), []).append(i)
-    return [
-        Group(members, index, torch.tensor([r.share(length) for r in members], dtype=torch.float64))
-        for index in groups.values()
-        for members in [[rules[index[0]].exact(), *(rules[i] for i in index)]]
-    ]
+    tables: Tables = {name: [] for name in losses}
+    for index in groups.values():
+        members = [rules[index[0]].exact(), *(rules[i] for i in index)]
+        shares = torch.tensor([rule.share(length) for rule in members], dtype=torch.float64)
+        for name, costs in losses.items():
+            table = torch.cat([costs.new_zeros(len(costs), 1), costs[:, index]], 1)
+            tables[name].append((members, shares, table))
+    if pairs is not None:
+        return search(tables, length, lambda some, _: some.pairs <= pairs, accepted=1e3, refused=1e-12)
+    return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
 
 
-def table_of(group: Group, losses: Tensor) -> Tensor:
-    """The losses of a group's rules, [H, 1 + n]; exact attention loses nothing."""
-    return torch.cat([losses.new_zeros(len(losses), 1), losses[:, group.index]], 1)
-
-
-def search(tables, length: int, fits: Callable[[Allocation, float], bool], dear: float, cheap: float):
-    """The allocation at the last price that `fits`, going from the price `dear`, which does, towards `cheap`."""
-    best, _ = at_price(tables, dear, length)
+def search(
+    tables: Tables, length: int, fits: Callable[[Allocation, float], bool], accepted: float, refused: float
+) -> Allocation:
+    """The allocation at the last price that `fits`, from the price `accepted` towards `refused`."""
+    best, _ = at_price(tables, accepted, length)
     for _ in range(HALVINGS):
-        price = math.sqrt(dear * cheap)
+        price = math.sqrt(accepted * refused)
         allocation, total = at_price(tables, price, length)
         if fits(allocation, total):
-            dear, best = price, allocation
+            accepted, best = price, allocation
         else:
-            cheap = price
+            refused = price
     return best
 
 
-def at_price(tables, price: float, length: int) -> tuple[Allocation, float]:
+def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, float]:
     """The best rules where all pairs of a head cost `price`, and the sum of their losses."""
     layers, total = {}, 0.0
     for name, groups in tables.items():
         options = []
-        for group, losses in groups:
-            cost, index = (losses + price * group.shares).min(1)
-            options.append((cost.sum().item(), group, losses, index))
-        _, group, losses, index = min(options, key=lambda option: option[0])
-        layers[name] = tuple(group.rules[i] for i in index.tolist())
+        for members, shares, losses in groups:
+            cost, index = (losses + price * shares).min(1)
+            options.append((cost.sum().item(), members, losses, index))
+        _, members, losses, index = min(options, key=lambda option: option[0])
+        layers[name] = tuple(members[i] for i in index.tolist())
         total += losses.gather(1, index[:, None]).sum().item()
     return Allocation(layers, length), total

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..analysis.cost import patched_layers
 from ..analysis.perplexity import evaluation_mode
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from ..mechanisms.base import HostCall
 
 #: Called with a host's name, its call, the output of its attention [B, H, N, dv], and the gradient of that.
@@ -30,50 +30,29 @@ PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def attention_gradients(
-    model: nn.Module, ids: Tensor, on_gradient: OnGradient, last: int | None = None
-) -> float:
-    """Run a patched model forward and backward on one text, and pass every host's gradient to `on_gradient`.
+def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient) -> float:
+    """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
 
     Args:
         model: a patched causal model, with all gates at 0 for gradients of the model as it was.
         ids: token ids [N].
-        on_gradient: called once a host, the last layer first.
-        last: only so many tokens at the end are predicted and have queries; the others are read into a cache first,
-            which is much cheaper for long texts. None: all.
+        on_gradient: called once a layer, the last one first.
 
     Returns:
         The loss a token: the negative log-likelihood of the text, in nats.
     """
     base = base_model(model)
-    head, cache, read = head_of(base, ids), None, 0
-    with ExitStack() as stack:
-        stack.enter_context(frozen(base))
-        if last is None or last >= len(ids):
-            stack.enter_context(checkpointed(base))
-        else:
-            read = len(ids) - last
-            cache = prefix_cache(base, ids[:read])
-        stack.enter_context(attention_hooks(base, on_gradient))
-        hidden = final_hidden(base, ids[read:], cache)
-        loss, gradient = loss_of(head, hidden, ids[read:])
+    head = head_of(base, ids)
+    with frozen(base), checkpointed(base), attention_hooks(base, on_gradient):
+        hidden = final_hidden(base, ids)
+        loss, gradient = loss_of(head, hidden, ids)
         hidden.backward(gradient)
     return loss
 
 
-def final_hidden(model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+def final_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """What the model's head reads, [N, e]."""
-    return model.base_model(ids[None], past_key_values=cache, use_cache=cache is not None).last_hidden_state[
-        0
-    ]
-
-
-def prefix_cache(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """A cache that has read `ids` [N]."""
-    cache = DynamicCache(config=model.config)
-    with evaluation_mode(model), torch.no_grad():
-        model.base_model(ids[None], past_key_values=cache, use_cache=True)
-    return cache
+    return model.base_model(ids[None], use_cache=False).last_hidden_state[0]
 
 
 def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
@@ -111,41 +90,32 @@ def loss_of(head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True) -> t
 def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]:
     """Hooks on every patched host, for as long as the block runs."""
 
-    def hook_for(name: str):
-        def hook(_, arguments, keywords, output):
-            call, _, stock = arguments
-            out = stock() if output is None else output[0]  # None: the host's own attention is what counts
-            if out.requires_grad:
-                out.register_hook(lambda gradient: on_gradient(name, call, out.detach(), gradient))
-            return out, None if output is None else output[1]
+    def hook(_, arguments, output, name: str):
+        call, _, stock = arguments
+        out = stock() if output is None else output[0]  # None: the host's own attention is what counts
+        if out.requires_grad:
+            out.register_hook(lambda gradient: on_gradient(name, call, out.detach(), gradient))
+        return out, None if output is None else output[1]
 
-        return hook
-
-    handles = [
-        inner(host.hyper).register_forward_hook(hook_for(name), with_kwargs=True)
-        for name, host in patched_hosts(model)
-    ]
-    try:
+    with ExitStack() as handles:
+        for name, hyper in patched_layers(model):
+            handles.enter_context(hyper.register_forward_hook(partial(hook, name=name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
     """No parameter gets a gradient, and the output of the embedding does."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    handle = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_())
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        handle.remove()
+    ask = lambda _, __, out: out.requires_grad_()
+    with model.get_input_embeddings().register_forward_hook(ask), torch.enable_grad():
         for parameter in trained:
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -6,10 +6,12 @@ difference of the log-sum-exps plus the bias times the weight of closed blocks (
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +84,8 @@ class HsaHeadRule(SparseRule):
         Attention is computed with closed blocks kept and with them dropped. Every other bias weighs the one against
         the other: with P the weight that closed blocks have at bias 0, e^b P / (1 - P + e^b P) of them is left.
         """
-        query, levels, ends = call.query.detach().float(), {}, {}
+        query = call.query.detach().float()
+        levels: dict[tuple[int, ...], Any] = {}
 
         def run(rule: HsaHeadRule) -> tuple[Tensor, Tensor]:
             """Projected outputs and log-sum-exps, [H, R]."""
@@ -93,37 +96,25 @@ class HsaHeadRule(SparseRule):
             outputs, sums = (torch.cat(part, 2)[0] for part in zip(*parts, strict=True))
             return project(outputs), sums
 
-        _, whole = run(rules[0].exact())
+        kept = dropped = exact = run(rules[0].exact())
+        computed = None
         for rule in rules:
             unbiased = replace(rule, block_bias=0.0)
-            if unbiased not in ends:
-                ends = {unbiased: (run(unbiased), run(replace(rule, block_bias=-math.inf)))}
-            yield at_bias(*ends[unbiased], rule.block_bias, whole)
+            if unbiased != computed:
+                computed, kept, dropped = unbiased, run(unbiased), run(replace(rule, block_bias=-math.inf))
+            yield at_bias(kept, dropped, rule.block_bias, exact[1])
 
 
-def candidates(
-    length: int,
-    windows: Sequence[tuple[int, ...]] = WINDOWS,
-    near: Sequence[int] = NEAR,
-    top_k: Sequence[int] = TOP_K,
-    biases: Sequence[float] = BIASES,
-) -> list[HsaHeadRule]:
+def candidates(length: int) -> list[HsaHeadRule]:
     """The rules that are measured for texts of a length, those that differ in their bias alone beside each other."""
     unbiased = [
-        HsaHeadRule(sizes, close, 4, top)
-        for sizes in windows
-        if sizes[-1] * 4 <= length
-        for close in near
-        if close <= max(32, length // 2)
-        for top in top_k
-        if not top or 32 <= top * sizes[0] <= 512
+        HsaHeadRule(sizes, near, 4, top)
+        for sizes, near, top in itertools.product(WINDOWS, NEAR, TOP_K)
+        if sizes[-1] * 4 <= length and near <= max(32, length // 2)
+        if not top or 32 <= top * sizes[0] <= 512 and near < 2048
     ]
-    return [
-        replace(rule, block_bias=bias)
-        for rule in unbiased
-        if not rule.refine_top_k or (rule.near < 2048 and rule.share(length) <= MOST)
-        for bias in biases
-    ]
+    fine = [rule for rule in unbiased if not rule.refine_top_k or rule.share(length) <= MOST]
+    return [replace(rule, block_bias=bias) for rule in fine for bias in BIASES]
 
 
 def at_bias(kept, dropped, bias: float, whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +166,7 @@ def pairs(
     first = torch.arange(0, length, bottom)  # of every bottom window: its queries have the same cover
     rows = (length - first).clamp_max(bottom)
     total = torch.zeros_like(first)
-    laid, open_above = torch.zeros_like(first), None
+    laid, open_above = torch.zeros_like(first), torch.ones(len(first), 1, dtype=torch.bool)
     for size, above in zip(reversed(sizes), (None, *reversed(sizes[1:]))):
         start = torch.arange(0, length, size)
         left = start[None] < (first // size * size)[:, None]
@@ -214,8 +205,8 @@ class HsaLayerRule(SparseRule):
             sizes = (1, *config.windows, length)
             count = sum(length / low * min(high / low, length / low) for low, high in zip(sizes, sizes[1:]))
         else:
-            numbers: list = [config.near, config.sinks, config.refine_top_k]
-            count = attended(length, config.windows, *numbers, False)
+            numbers: Any = (config.near, config.sinks, config.refine_top_k, False)
+            count = attended(length, config.windows, *numbers)
         return min(1.0, count / length**2)
 
     def exact(self) -> HsaLayerRule:
@@ -240,12 +231,10 @@ class HsaLayerRule(SparseRule):
 
 def layer_candidates(length: int) -> list[HsaLayerRule]:
     """The rules of an encoder's layer for passages of `length` tokens."""
-    configs = []
+    rules = []
     for windows in (w for w in LAYER_WINDOWS if 2 * w[-1] <= length):
-        configs.append(HsaConfig(windows, "both", tuned_length=length))
-        for near in (n for n in LAYER_NEAR if 2 * n <= length):
-            configs += [
-                HsaConfig(windows, "key", near=near, sinks=1, refine_top_k=k, tuned_length=length)
-                for k in LAYER_TOP_K
-            ]
-    return [HsaLayerRule(config) for config in configs]
+        rules.append(HsaLayerRule(HsaConfig(windows, "both", tuned_length=length)))
+        for near, top in itertools.product([n for n in LAYER_NEAR if 2 * n <= length], LAYER_TOP_K):
+            config = HsaConfig(windows, "key", near=near, sinks=1, refine_top_k=top, tuned_length=length)
+            rules.append(HsaLayerRule(config))
+    return rules

@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..analysis.cost import PeakMemory
-from ..analysis.perplexity import evaluation_mode
+from ..analysis.cost import PeakMemory, attention_times
 from ..integration import patch_model, unpatch_model
 from ..integration.hosts import find_hosts
-from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from .allocate import Allocation, choose, predicted_losses
-from .gradients import Head, final_hidden, head_of, loss_of
+from .gradients import final_hidden, head_of, loss_of
 from .measure import Sensitivity, measure
 from .rules import SparseRule
 
@@ -32,19 +29,11 @@ Losses = dict[str, float]  # by text
 
 
 class Progress(Protocol):
-    """What is told of the work as it goes."""
+    """What hears of the work as it goes."""
 
     def describe(self, text: str) -> None: ...
 
     def advance(self, steps: int) -> None: ...
-
-
-@dataclass
-class Reading:
-    """What passes of a model over some texts gave: by text its value, the nats a token or embeddings; the seconds."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 @dataclass
@@ -85,8 +74,9 @@ class Injection(ABC):
     pairs: float | None = None
     rows: int = 384
     seed: int = 0
+    tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     metric: ClassVar[str]
-    TRIES: ClassVar[int]
+    tries: ClassVar[int]
 
     @abstractmethod
     def steps(self) -> int:
@@ -97,16 +87,16 @@ class Injection(ABC):
         """Find what every rule costs, on the first texts."""
 
     @abstractmethod
-    def search(self, before: Reading, tried: list[tuple[Allocation, Losses]]) -> Allocation | None:
+    def search(self, before: dict[str, Any]) -> Allocation | None:
         """The allocation of fewest pairs that keeps `MARGIN` of the budget on the second texts, None if none does."""
 
     @abstractmethod
     def hidden(self, ids: Tensor) -> Tensor:
-        """The pass over one text, which is timed."""
+        """What the model makes of one text; this is timed."""
 
     @abstractmethod
     def value(self, hidden: Tensor, ids: Tensor) -> Any:
-        """What the loss is computed from."""
+        """What `scores` compares."""
 
     @abstractmethod
     def scores(self, before: Any, after: Any) -> tuple[float, float, float]:
@@ -118,114 +108,111 @@ class Injection(ABC):
         Raises:
             ValueError: no rule keeps the budget, or the model is of another kind.
         """
-        self.progress = progress
+        self.progress, (_, choosing, held_out) = progress, self.texts
         self.measure()
-        _, choosing, held_out = self.texts
-        self.progress.describe("the model as it is")
-        tried: list[tuple[Allocation, Losses]] = []
-        allocation = self.search(self.read(choosing), tried)
+        progress.describe("the model as it is")
+        allocation = self.search(self.read(choosing)[0])
         config = None if allocation is None else allocation.config()
         if allocation is None or config is None:
             raise ValueError(
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
                 "allowed: a larger budget, or longer texts"
             )
-        self.progress.describe("verifying on held-out text")
-        stock, stock_memory = self.read_held_out()
+        progress.describe("verifying on held-out text")
+        stock = self.read_held_out()
         patch_model(self.model, config)
-        sparse, sparse_memory = self.read_held_out()
+        sparse = self.read_held_out()
         times = attention_times(self.model, next(iter(held_out.values())))
-        scores = {name: self.scores(value, sparse.values[name]) for name, value in stock.values.items()}
+        scores = {name: self.scores(value, sparse[0][name]) for name, value in stock[0].items()}
         worst = max(scores, key=lambda name: scores[name][2])
         pair = lambda before, after: {"before": before, "after": after}
         report = {
             "metric": self.metric,
             "pairs": allocation.pairs,
             "texts": {name: pair(a, b) | {"loss": loss} for name, (a, b, loss) in scores.items()},
-            "seconds": pair(stock.seconds, sparse.seconds),
+            "seconds": pair(stock[1], sparse[1]),
             "attention_seconds": pair(*times),
-            "memory": pair(stock_memory, sparse_memory),
+            "memory": pair(stock[2], sparse[2]),
             "length": self.length,
         }
-        return Result(allocation, tried, report, worst, scores[worst][2])
+        return Result(allocation, self.tried, report, worst, scores[worst][2])
 
     @torch.no_grad()
-    def read(self, texts: dict[str, Tensor]) -> Reading:
-        """One pass over every text."""
-        reading = Reading()
+    def read(self, texts: dict[str, Tensor]) -> tuple[dict[str, Any], float]:
+        """The values of all texts, and the seconds that the model took."""
+        values, seconds = {}, 0.0
         for name, ids in texts.items():
             start = time.perf_counter()
             hidden = self.hidden(ids)
-            reading.seconds += time.perf_counter() - start
-            reading.values[name] = self.value(hidden, ids)
+            seconds += time.perf_counter() - start
+            values[name] = self.value(hidden, ids)
             self.progress.advance(1)
-        return reading
+        return values, seconds
 
-    def read_held_out(self) -> tuple[Reading, int]:
-        """A pass over the third texts, and the most memory in use, in bytes."""
+    def read_held_out(self) -> tuple[dict[str, Any], float, int]:
+        """The values of the third texts, the seconds, and the most memory in use, in bytes."""
         with torch.no_grad():  # what is set up on first use is no part of the time
             self.hidden(next(iter(self.texts[2].values())))
         with PeakMemory(self.model.device) as memory:
-            reading = self.read(self.texts[2])
-        return reading, memory.peak
+            values, seconds = self.read(self.texts[2])
+        return values, seconds, memory.peak
 
-    def losses(self, before: Reading, after: Reading) -> Losses:
-        """The loss of every text."""
-        return {name: self.scores(value, after.values[name])[2] for name, value in before.values.items()}
-
-    def losses_under(self, allocation: Allocation, texts: dict[str, Tensor], before: Reading) -> Losses:
-        """The loss of every text under an allocation; the model is left as it was."""
+    def losses_under(self, allocation: Allocation, part: int, before: dict[str, Any]) -> Losses:
+        """The losses of a part of the texts under an allocation; the model is left as it was."""
         config = allocation.config()
         if config is None:
-            return dict.fromkeys(texts, 0.0)
+            return dict.fromkeys(before, 0.0)
         patch_model(self.model, config)
         try:
-            return self.losses(before, self.read(texts))
+            after, _ = self.read(self.texts[part])
         finally:
             unpatch_model(self.model)
+        return {name: self.scores(value, after[name])[2] for name, value in before.items()}
+
+    def fits(self, allocation: Allocation, before: dict[str, Any]) -> bool:
+        """Try an allocation on the second texts: whether it keeps `MARGIN` of the budget, where there is one."""
+        self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
+        losses = self.losses_under(allocation, 1, before)
+        self.tried.append((allocation, losses))
+        return self.pairs is not None or max(losses.values()) <= MARGIN * self.budget
 
 
 @dataclass
 class CausalInjection(Injection):
     """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more."""
 
-    measured: list[Sensitivity] = field(default_factory=list)
-    metric = "perplexity"
-    TRIES = 5
+    measured: list[Sensitivity] = field(default_factory=list, init=False)
+    metric, tries = "perplexity", 5
 
     def steps(self) -> int:
         layers = sum(1 for m in self.model.modules() if hasattr(m, "layer_idx")) or 1
-        return len(self.texts[0]) * (LAYER_STEPS * layers + self.TRIES + 3)
+        return len(self.texts[0]) * (LAYER_STEPS * layers + self.tries + 3)
 
     def measure(self) -> None:
-        self.head: Head = head_of(self.model, next(iter(self.texts[0].values())))
+        self.head = head_of(self.model, next(iter(self.texts[0].values())))
         step = lambda _: self.progress.advance(LAYER_STEPS)
         for name, ids in self.texts[0].items():
             self.progress.describe(f"measuring on {name}")
-            self.measured.append(
-                measure(self.model, ids, self.rules, rows=self.rows, seed=self.seed, on_layer=step)
-            )
+            options: Any = {"rows": self.rows, "seed": self.seed, "on_layer": step}
+            self.measured.append(measure(self.model, ids, self.rules, **options))
         if not self.measured[0].costs:
             raise ValueError(
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
 
-    def search(self, before: Reading, tried: list[tuple[Allocation, Losses]]) -> Allocation | None:
+    def search(self, before: dict[str, float]) -> Allocation | None:
         """As in `Injection`. A text that loses more than the others gets more weight in the next choice."""
         weights, best, low, high = [1.0] * len(self.measured), None, 0.0, 1.0
         pairs = self.pairs or 0.4
-        for _ in range(1 if self.pairs else self.TRIES):
+        for _ in range(1 if self.pairs else self.tries):
             predicted = predicted_losses(self.measured, weights)
             allocation = choose(self.rules, predicted, self.length, pairs=pairs)
-            self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
-            losses = self.losses_under(allocation, self.texts[1], before)
-            tried.append((allocation, losses))
-            if self.pairs or max(losses.values()) <= MARGIN * self.budget:
+            if self.fits(allocation, before):
                 best, high = allocation, pairs
             else:
                 low = pairs
-            weights = reweighted(weights, list(losses.values()))
+            weights = reweighted(weights, list(self.tried[-1][1].values()))
             pairs = math.sqrt(max(low, high / 4) * high)
         return best
 
@@ -247,43 +234,47 @@ class EncoderInjection(Injection):
     allocation is tried, with a smaller sum until the budget holds.
     """
 
-    costs: dict[str, Tensor] = field(default_factory=dict)
-    metric = "cosine"
-    TRIES = 6
+    costs: dict[str, Tensor] = field(default_factory=dict, init=False)
+    metric, tries = "cosine", 6
 
     def steps(self) -> int:
-        layers = len(list(find_hosts(self.model)))
-        return len(self.texts[0]) * (layers * len(self.rules) + self.TRIES + 4)
+        return len(self.texts[0]) * (len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4)
 
     def measure(self) -> None:
-        plain = self.read(self.texts[0])
+        plain, _ = self.read(self.texts[0])
         for name, _ in find_hosts(self.model):
             self.progress.describe(f"measuring {name}")
             alone = (Allocation({name: (rule,)}, self.length) for rule in self.rules)
-            worst = [max(self.losses_under(a, self.texts[0], plain).values()) for a in alone]
+            worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
             self.costs[name] = torch.tensor([worst], dtype=torch.float64)
 
-    def search(self, before: Reading, tried: list[tuple[Allocation, Losses]]) -> Allocation | None:
-        goal = MARGIN * self.budget
-        self.progress.describe("choosing")
-        for _ in range(1 if self.pairs else self.TRIES):
-            allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=goal)
-            losses = self.losses_under(allocation, self.texts[1], before)
-            tried.append((allocation, losses))
-            if self.pairs or max(losses.values()) <= MARGIN * self.budget:
+    def search(self, before: dict[str, Tensor]) -> Allocation | None:
+        for halvings in range(1 if self.pairs else self.tries):
+            loss = MARGIN * self.budget / 2**halvings
+            allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss)
+            if self.fits(allocation, before):
                 return allocation
-            goal /= 2
         return None
 
     def hidden(self, ids: Tensor) -> Tensor:
-        return self.model(ids).last_hidden_state.float().mean(1)
+        return embeddings(self.model, ids)
 
     def value(self, hidden: Tensor, ids: Tensor) -> Tensor:
         return hidden
 
     def scores(self, before: Tensor, after: Tensor) -> tuple[float, float, float]:
-        cosine = F.cosine_similarity(after, before).mean().item()
-        return 1.0, cosine, 1 - cosine
+        loss = distance(before, after)
+        return 1.0, 1 - loss, loss
+
+
+def embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Mean-pooled last hidden states [B, e] of passages [B, N]."""
+    return model.base_model(ids).last_hidden_state.float().mean(1)
+
+
+def distance(before: Tensor, after: Tensor) -> float:
+    """1 - cosine of embeddings [B, e], mean over passages."""
+    return 1 - F.cosine_similarity(after, before).mean().item()
 
 
 def reweighted(weights: list[float], losses: list[float]) -> list[float]:
@@ -291,26 +282,3 @@ def reweighted(weights: list[float], losses: list[float]) -> list[float]:
     mean = max(sum(max(x, 0.0) for x in losses) / len(losses), 1e-6)
     changed = [w * min(4.0, max(0.25, x / mean)) for w, x in zip(weights, losses)]
     return [w * len(changed) / sum(changed) for w in changed]
-
-
-def attention_times(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Seconds of a pass over `ids`, [N] or [B, N], in all patched layers: by their own attention, and as patched."""
-    base, before, after = base_model(model), [], []
-
-    def hook(module, arguments):
-        call, _, stock = arguments
-        start = time.perf_counter()
-        stock()
-        middle = time.perf_counter()
-        module.forward(call)
-        before.append(middle - start)
-        after.append(time.perf_counter() - middle)
-
-    handles = [inner(host.hyper).register_forward_pre_hook(hook) for _, host in patched_hosts(base)]
-    try:
-        with evaluation_mode(base), torch.no_grad():
-            base.base_model(ids if ids.dim() == 2 else ids[None])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sum(before), sum(after)

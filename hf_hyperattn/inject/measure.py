@@ -58,7 +58,6 @@ def measure(
     *,
     rows: int = 384,
     seed: int = 0,
-    last: int | None = None,
     on_layer: Callable[[str], None] | None = None,
     keep_slopes: bool = False,
 ) -> Sensitivity:
@@ -69,16 +68,13 @@ def measure(
         ids: token ids [N].
         rules: the candidates, those of one class beside each other.
         rows: how many queries are sampled.
-        last: only so many tokens at the end are predicted, and queries are sampled among them; None: all (see
-            `attention_gradients`).
         on_layer: called with the name of every layer that is done.
         keep_slopes: of which there may be many.
     """
-    result, read = Sensitivity(list(rules)), max(0, len(ids) - (last or len(ids)))
-    starts = sampled(len(ids) - read, rows, seed)
+    result, starts = Sensitivity(list(rules)), sampled(len(ids), rows, seed)
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
-        if is_plain(call, len(ids), read):
+        if is_plain(call, len(ids)):
             slopes, result.kl[name] = compare(call, out, gradient, result.rules, starts)
             result.costs[name] = 0.5 * slopes.double().square().mean(0)
             if keep_slopes:
@@ -88,7 +84,7 @@ def measure(
 
     patch_model(model, rules[0].base_config(), mode="blend")  # gates at 0: the attention is the model's own
     try:
-        result.loss = attention_gradients(model, ids, on_gradient, last)
+        result.loss = attention_gradients(model, ids, on_gradient)
     finally:
         unpatch_model(model)
     for tensors in (result.costs, result.kl, result.slopes):  # the last layer came first
@@ -97,13 +93,12 @@ def measure(
     return result
 
 
-def is_plain(call: HostCall, length: int, read: int = 0) -> bool:
+def is_plain(call: HostCall, length: int) -> bool:
     """Whether the attention is causal over the whole text, with nothing that rules do not have."""
     options = call.options
     windowed = options.window is not None and options.window < length
-    masked = options.mask is not None and not read  # after what a cache has read, a mask says what is causal
-    plain = not masked and options.bias is None and options.softcap is None and not windowed
-    return plain and call.is_causal and call.query.shape[2] + read == call.key.shape[2] == length
+    plain = options.mask is None and options.bias is None and options.softcap is None and not windowed
+    return plain and call.is_causal and call.query.shape[2] == call.key.shape[2] == length
 
 
 def compare(
@@ -114,8 +109,9 @@ def compare(
     plain, G = (t[0].float()[:, at] for t in (out, gradient))
     project = lambda outputs: (G * (outputs - plain)).sum(-1)
     slopes, kl = [], []
-    for kind, alike in groupby(rules, type):
-        for slope, divergence in kind.compare(call, list(alike), starts, project):
+    for _, group in groupby(rules, type):
+        alike = list(group)
+        for slope, divergence in alike[0].compare(call, alike, starts, project):
             slopes.append(slope.T)
             kl.append(divergence.mean(1))
     return torch.stack(slopes, -1), torch.stack(kl, -1)
