@@ -15,7 +15,7 @@ from common import interleaved, ratios
 from hf_hyperattn import HyperbolicConfig, patch_model
 from hf_hyperattn.engines.tiles import Tile
 from hf_hyperattn.functional import hyperbolic_attention, hyperbolic_scores
-from hf_hyperattn.mechanisms.hyperbolic.features import HyperbolicSpace
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicVectors
 
 SPACINGS = (
     1e-4,
@@ -79,24 +79,24 @@ def real_model(length: int) -> None:
     text = "\n".join(p.read_text() for p in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :length]
     radii, pairs = [], [0]
-    statistics, gap = HyperbolicSpace.statistics, Tile.gap
+    norms, squared_distance = HyperbolicVectors.norms, Tile.squared_distance
 
-    def noted(self, norm):
-        radii.append(2 * norm.flatten())
-        return statistics(self, norm)
+    def noted(self):
+        radii.extend(2 * norm.flatten() for norm in norms(self))
+        return norms(self)
 
     def counted(self, chosen):
         pairs[0] += int(chosen.sum())
-        return gap(self, chosen)
+        return squared_distance(self, chosen)
 
-    HyperbolicSpace.statistics, Tile.gap = noted, counted
+    HyperbolicVectors.norms, Tile.squared_distance = noted, counted
     patch_model(model, HyperbolicConfig())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("hyperbolic.gate"):
                 parameter.fill_(0.01)
         model(ids)
-    HyperbolicSpace.statistics, Tile.gap = statistics, gap
+    HyperbolicVectors.norms, Tile.squared_distance = norms, squared_distance
     found = torch.cat(radii).sort().values
     half, most, last = (found[int(q * (len(found) - 1))].item() for q in (0.5, 0.99, 1.0))
     print(f"SmolLM2-135M, {ids.shape[1]} tokens, c = 1: geodesic radius of queries and keys {half:.1f} at the median, "

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli.smollm2 import smollm2
-from hf_hyperattn.engines import choice
+from hf_hyperattn.engines import dispatch
 from hf_hyperattn.mechanisms.mkl import MklConfig
 
 STOCK = "stock"
@@ -46,11 +46,11 @@ def models(ways: list[str]) -> dict[str, torch.nn.Module]:
 def error(model: torch.nn.Module, ids: torch.Tensor) -> float:
     """Largest difference of logits, over their largest, from the definition."""
     ours = model(ids, use_cache=False).logits
-    chosen, choice.choose = choice.choose, lambda *_: "reference"
+    chosen, dispatch.choose = dispatch.choose, lambda *_: "reference"
     try:
         exact = model(ids, use_cache=False).logits
     finally:
-        choice.choose = chosen
+        dispatch.choose = chosen
     return ((ours - exact).abs().max() / exact.abs().max()).item()
 
 

@@ -19,7 +19,7 @@ import transformers
 from common import environment, options, write_json
 from mkl import STOCK, models
 
-from hf_hyperattn.engines import choice
+from hf_hyperattn.engines import dispatch
 
 COLUMNS = {
     "auto, float32": "auto_32",
@@ -32,12 +32,12 @@ COLUMNS = {
 
 @contextmanager
 def engine(name: str):
-    """Everything on one engine; its way is that of `choice.choose`."""
-    chosen, choice.choose = choice.choose, lambda *_: name
+    """Everything on one engine; its way is that of `dispatch.choose`."""
+    chosen, dispatch.choose = dispatch.choose, lambda *_: name
     try:
         yield
     finally:
-        choice.choose = chosen
+        dispatch.choose = chosen
 
 
 @contextmanager

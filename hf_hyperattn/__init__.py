@@ -16,6 +16,7 @@ from .integration import (
     lora_config,
     parameter_groups,
     patch_model,
+    set_backend,
     unpatch_model,
 )
 from .integration.hat import (
@@ -76,6 +77,7 @@ __all__ = [
     "lora_config",
     "parameter_groups",
     "patch_model",
+    "set_backend",
     "unpatch_model",
 ]
 

@@ -196,8 +196,8 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
             taken[stage] = config.mechanism
     for config in mechanisms:
         for other in mechanisms:
-            if other.mechanism in config.refuses:
+            if other is not config and (reason := config.clash(other)):
                 raise ValueError(
-                    f"{config.mechanism} and {other.mechanism} have no meaning together: "
-                    f"{config.refuses[other.mechanism]}; allowed: leave one out"
+                    f"{config.mechanism} and {other.mechanism} have no meaning together: {reason}; allowed: leave "
+                    "one out"
                 )

@@ -9,6 +9,16 @@ from .address import install
 from .fields import KnownFields, check_field, short
 from .registry import get_mechanism
 
+#: What mechanisms may count on, where no other takes it away.
+PROPERTIES = {
+    "linear_in_key": "logits are a product of features of the query with features of the key",
+    "pairwise_logits": "there is one logit for a query and a key",
+    "logits_by_head": "a head's logits are its own",
+    "keys_as_they_are": "keys count as the host has them, each by itself",
+    "free_of_rows": "what is added to all logits of a query changes nothing",
+    "any_weights": "values are averaged with weights of either sign",
+}
+
 
 @dataclass(frozen=True)
 class MechanismConfig(KnownFields):
@@ -29,6 +39,21 @@ class MechanismConfig(KnownFields):
     def stages(self) -> tuple[str, ...]:
         """What of attention it changes, out of `registry.STAGES`: its mechanism's stage, and as configured, others."""
         return (get_mechanism(self.mechanism).stage,)
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        """What others may count on that is not there beside it, out of `PROPERTIES`."""
+        return frozenset({"linear_in_key"} if "score" in self.stages else ())
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """What it counts on, out of `PROPERTIES`, each with the reason."""
+        return {}
+
+    def clash(self, other: MechanismConfig) -> str | None:
+        """Why it has no meaning together with another mechanism; None where it has one."""
+        broken = next((reason for name, reason in other.needs.items() if name in self.breaks), None)
+        return self.refuses.get(other.mechanism, broken)
 
     @property
     def refuses(self) -> dict[str, str]:

@@ -99,10 +99,10 @@ def measure_model(job: Job, seconds: float) -> dict:
 
 def error(job: Job, ids: torch.Tensor) -> float:
     """The largest error of the outputs for some tokens, as a share of the largest output."""
-    from hf_hyperattn.engines import choice
+    from hf_hyperattn.engines import dispatch
 
     exact = loaded(job.subject, job.way, torch.float64)
-    with mock.patch.object(choice, "choose", lambda *_: "reference"):
+    with mock.patch.object(dispatch, "choose", lambda *_: "reference"):
         expected = exact(ids)[0]
     del exact
     loaded.cache_clear()  # float64 weights are not kept

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_hyperattn.engines import ENGINES, Options, attention, dot_score
-from hf_hyperattn.engines.halves import unrounded
+from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import cone_attention, hype_attention, hyperbolic_attention
-from hf_hyperattn.mechanisms.cone.features import cone_piece
 from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.config import HypeConfig
 
@@ -82,11 +81,11 @@ def plain(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
 
 def blended(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
     """q·k/sqrt(d) + 0.5 · umbral, as a patched host computes it."""
-    q, k = unrounded(q), unrounded(k)
+    q, k = upcast_for_grad(q), upcast_for_grad(k)
     space = cone_space(q, "umbral", None, 1.0, 1.0, True, False)
     score = dot_score(q, k)
     gate = torch.full((q.shape[1],), 0.5, dtype=score.query.dtype, device=q.device)
-    score = score.plus(*cone_piece(q, k, q.shape[-1] ** -0.5, space, gate))
+    score = score.plus(*space.score(q, k, q.shape[-1] ** -0.5, gate).terms)
     options = Options(mask=attn_mask, is_causal=is_causal)
     return attention(score, v, options, backend=backend)[0].to(v.dtype)
 

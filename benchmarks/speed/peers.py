@@ -68,11 +68,11 @@ def causal_blocks(n: int, m: int, device: str):
 
 def flex(score, value: Tensor, causal: bool) -> Tensor:
     """A pair score by FlexAttention: the statistics are captured and indexed."""
-    (piece,) = score.pieces
-    row, column, head = ([t.contiguous() for t in side] for side in (piece.row, piece.column, piece.head))
+    (term,) = score.terms
+    row, column, head = ([t.contiguous() for t in side] for side in term.numbers()[:3])
 
     def modified(dot, b, h, i, j):
-        return piece.term.logits(
+        return term.term.logits(
             dot, [t[b, h, i] for t in row], [t[b, h, j] for t in column], [t[h] for t in head]
         )
 
@@ -82,16 +82,14 @@ def flex(score, value: Tensor, causal: bool) -> Tensor:
 
 
 def flex_umbral(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    from hf_hyperattn.mechanisms.cone.features import cone_score
     from hf_hyperattn.mechanisms.cone.functional import cone_space
 
     space = cone_space(q, "umbral", None, 1.0, 1.0, True, False)
-    return flex(cone_score(q, k, space), v, causal).to(q.dtype)
+    return flex(space.score(q, k), v, causal).to(q.dtype)
 
 
 def flex_geodesic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    from hf_hyperattn.mechanisms.hyperbolic.features import hyperbolic_score
     from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 
     space = hyperbolic_space(q, None, 1.0, 1.0, "geodesic")
-    return flex(hyperbolic_score(q, k, space), v, causal).to(q.dtype)
+    return flex(space.score(q, k), v, causal).to(q.dtype)

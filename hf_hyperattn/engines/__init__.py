@@ -1,13 +1,13 @@
 """Engines compute softmax(score)·V; they know no mechanism and no Transformers. `reference` is the specification."""
 
-from .choice import ENGINES, attention, available_engines, register_engine
+from .dispatch import ENGINES, attention, available_engines, check_backend, register_engine
 from .options import Options
 from .score import (
     DOT,
     TERMS,
     PairScore,
-    Piece,
     Points,
+    ScoreTerm,
     Term,
     dot_score,
     register_term,
@@ -21,11 +21,12 @@ __all__ = [
     "TERMS",
     "Options",
     "PairScore",
-    "Piece",
     "Points",
+    "ScoreTerm",
     "Term",
     "attention",
     "available_engines",
+    "check_backend",
     "dot_score",
     "register_engine",
     "register_term",

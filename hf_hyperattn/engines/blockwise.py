@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .flops import count_flops
+from . import serialize
 from .options import Options, full_precision, position_mask
 from .score import PairScore
 from .tiles import Call, Tensors, Tile
@@ -28,52 +28,30 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
 
     Extra memory is O(block x M) beside features, points, statistics and the output.
     """
-    row, column, head = score.numbers()
-    extras = extras_of(score, options)
-    tensors = [score.query, score.key, value.to(score.query.dtype), *row, *column, *head, *extras.values()]
-    out, _ = _forward(
-        tensors,
-        score.spec,
-        " ".join(extras),
-        options.is_causal,
-        options.window,
-        options.offset,
-        options.softcap,
-        options.dropout_p,
-    )
-    return out, None
-
-
-def extras_of(score: PairScore, options: Options) -> dict[str, Tensor]:
-    """The tensors of a call that not every call has, by the names that `Call.parse` knows."""
-    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
-    if score.points is not None:
-        points = score.points()
-        extras |= {"points_query": points.query, "points_key": points.key}
-    if options.dropout_p:
-        extras["seed"] = torch.randint(2**62, (1,))
-    return {name: t for name, t in extras.items() if t is not None}
+    return serialize.call(forward, score.score_key, False, score, value, options)
 
 
 @torch.library.custom_op("hf_hyperattn::blockwise", mutates_args=())
-def _forward(
+def forward(
     tensors: Sequence[Tensor],
-    spec: str,
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
     softcap: float | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    call = Call.parse(
-        tensors, spec, extras, Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-    )
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N]; arguments as `serialize` has them."""
+    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
+    call = Call.of(serialize.read(tensors, *arguments))
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     lse = t.query.new_empty(t.query.shape[:-1])
     for tile in call.tiles(BACKWARD_ELEMENTS if dropout_p else FORWARD_ELEMENTS):
-        weights, sums, tile_lse = softmax(tile, hide(tile, total(tile, pieces(tile, derive=False))))
+        weights, sums, tile_lse = softmax(tile, hide(tile, total(tile, evaluate_terms(tile, derive=False))))
         factors = keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
         tile.of_query(out).copy_(tile.product(weights, tile.of_key(t.value).mT).div_(sums))
@@ -81,34 +59,35 @@ def _forward(
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(tensors, *_):
     query, _, value = tensors[:3]
     return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3])
 
 
 @torch.library.custom_op("hf_hyperattn::blockwise_backward", mutates_args=())
-def _backward(
+def gradients(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
     tensors: Sequence[Tensor],
-    wanted: Sequence[bool],
-    spec: str,
+    needs_grad: Sequence[bool],
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
     softcap: float | None,
     dropout_p: float,
 ) -> list[Tensor]:
-    call = Call.parse(
-        tensors, spec, extras, Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-    )
-    buffers = [
-        t.new_zeros(shape, dtype=out.dtype) for t, shape in zip(tensors, _shapes(tensors, wanted, extras))
-    ]
-    grads = Call.parse(buffers, spec, extras, call.options, wanted).tensors
+    """Gradients of all tensors; empty for an extra that needs none."""
+    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
+    call = Call.of(serialize.read(tensors, *arguments))
+    shapes = _shapes(tensors, needs_grad, extras)
+    buffers = [out.new_zeros(shape) for shape in shapes]
+    grads = Call.of(serialize.read(buffers, *arguments), gradients=True).tensors
     group = call.tensors.query.shape[1:3]
     grad, out, lse = (x.unflatten(1, group) for x in (grad, out, lse))
     with full_precision(grad.device):  # backward may be called under autocast
@@ -117,55 +96,40 @@ def _backward(
     return buffers
 
 
-def _shapes(tensors: Sequence[Tensor], wanted: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
-    """Shapes of the gradients: as the tensors, but empty for an extra that needs none."""
-    main = len(tensors) - len(extras.split())
-    return [tuple(t.shape) if i < main or wanted[i] else (0,) for i, t in enumerate(tensors)]
+def _shapes(tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
+    names = extras.split()
+    learned = dict(zip(names, needs_grad[len(tensors) - len(names) :], strict=True))
+    return serialize.shapes(tensors, extras, learned.__getitem__)
 
 
-def _save(ctx, inputs, output):
-    tensors, *ctx.rest = inputs
-    ctx.save_for_backward(*output, *tensors)
+@gradients.register_fake
+def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
+    return [out.new_empty(shape) for shape in _shapes(tensors, needs_grad, extras)]
 
 
-def _pullback(ctx, grad, _grad_lse):
-    out, lse, *tensors = ctx.saved_tensors
-    wanted = list(ctx.needs_input_grad[0])
-    buffers = _backward(grad.contiguous(), out, lse, tensors, wanted, *ctx.rest)
-    grads = [g.to(t.dtype) if w else None for g, t, w in zip(buffers, tensors, wanted)]
-    return grads, *[None] * len(ctx.rest)
+serialize.differentiable(forward, gradients)
 
 
-@_backward.register_fake
-def _(grad, out, lse, tensors, wanted, spec, extras, *_):
-    return [
-        t.new_empty(shape, dtype=out.dtype) for t, shape in zip(tensors, _shapes(tensors, wanted, extras))
-    ]
-
-
-_forward.register_autograd(_pullback, setup_context=_save)
-
-
-def pieces(tile: Tile, derive: bool) -> list[tuple]:
-    """For each piece of the score: its logits, its gate or None, and where `derive`, its pullback."""
-    t, found = tile.call.tensors, []
+def evaluate_terms(tile: Tile, derive: bool) -> list[tuple]:
+    """For each term of the score: its logits, its gate or None, and where `derive`, its pullback."""
+    t, evaluated = tile.call.tensors, []
     dot = tile.product(tile.of_query(t.query), tile.of_key(t.key))
     rows, columns, heads = iter(t.row), iter(t.column), iter(t.head)
-    gap = None if t.points_query is None else tile.gap
-    for term, gated in tile.call.terms:
+    squared_distance = None if t.points_query is None else tile.squared_distance
+    for term, gated, _ in tile.call.terms:
         row = [tile.of_row(next(rows)) for _ in range(term.rows)]
         column = [tile.of_column(next(columns)) for _ in range(term.columns)]
         head = [tile.of_head(next(heads)) for _ in range(term.heads)]
-        numbers = (dot, row, column, head, gap)
+        numbers = (dot, row, column, head, squared_distance)
         part, pull = term.vjp(*numbers) if derive else (term.logits(*numbers), None)
-        found.append((part, tile.of_head(next(heads)) if gated else None, pull))
-    return found
+        evaluated.append((part, tile.of_head(next(heads)) if gated else None, pull))
+    return evaluated
 
 
-def total(tile: Tile, found: list[tuple]) -> Tensor:
-    """The sum of the pieces, capped where they are to be; never the product itself, so that it may be overwritten."""
+def total(tile: Tile, evaluated: list[tuple]) -> Tensor:
+    """The sum of the terms, capped where they are to be; never the product itself, so that it may be overwritten."""
     softcap, logits = tile.call.options.softcap, None
-    for (part, gate, _), capped in zip(found, tile.call.capped, strict=True):
+    for (part, gate, _), (_, _, capped) in zip(evaluated, tile.call.terms, strict=True):
         part = softcap * torch.tanh(part / softcap) if capped and softcap is not None else part
         part = part if gate is None else part * gate
         logits = part if logits is None else logits + part
@@ -225,8 +189,8 @@ def keep(tile: Tile, weights: Tensor) -> Tensor | None:
 def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor) -> None:
     """Add this tile's share to all gradients; `grad`, `out` are [hc, G, R, dv], `lse` is [hc, G, R, 1]."""
     t = tile.call.tensors
-    found = pieces(tile, derive=True)
-    logits = hide(tile, total(tile, found))
+    evaluated = evaluate_terms(tile, derive=True)
+    logits = hide(tile, total(tile, evaluated))
     weights = logits.sub_(lse.masked_fill(lse == float("-inf"), float("inf"))).exp_()
     d_weights = tile.product(grad, tile.of_key(t.value))
     factors = keep(tile, weights)
@@ -243,7 +207,7 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     for name in ("bias", "mask"):
         if getattr(grads, name) is not None:
             add(tile.of_pair(getattr(grads, name)), d_logits)
-    through_pieces(tile, grads, found, d_logits)
+    backward_terms(tile, grads, evaluated, d_logits)
 
 
 def deltas(tile: Tile, weights: Tensor, d_weights: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -260,22 +224,21 @@ def deltas(tile: Tile, weights: Tensor, d_weights: Tensor, grad: Tensor, out: Te
     return (weights * d_weights).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
 
 
-def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Tensor) -> None:
+def backward_terms(tile: Tile, grads: Tensors, evaluated: list[tuple], d_logits: Tensor) -> None:
     """From the gradient of the logits to those of features, statistics and parameters."""
     rows, columns, heads = iter(grads.row), iter(grads.column), iter(grads.head)
     d_dot, softcap = None, tile.call.options.softcap
-    for index, (part, gate, pull) in enumerate(found):
-        term = tile.call.terms[index][0]
+    for (part, gate, pull), (term, _, caps) in zip(evaluated, tile.call.terms, strict=True):
         d_part = d_logits
-        if tile.call.capped[index] and softcap is not None:
+        if caps and softcap is not None:
             capped = torch.tanh(part / softcap)
             d_part = d_logits * (1 - capped.square())
             part = softcap * capped
-        d_piece, d_row, d_column, d_head, *d_gap = pull(d_part if gate is None else d_part * gate)
-        if d_gap:
-            tile.through_gap(grads, *d_gap)
-        if d_piece is not None:
-            d_dot = d_piece if d_dot is None else d_dot + d_piece
+        d_product, d_row, d_column, d_head, *d_distance = pull(d_part if gate is None else d_part * gate)
+        if d_distance:
+            tile.backward_distances(grads, *d_distance)
+        if d_product is not None:
+            d_dot = d_product if d_dot is None else d_dot + d_product
         for n, gradients, buffers, cut in (
             (term.rows, d_row, rows, tile.of_row),
             (term.columns, d_column, columns, tile.of_column),
@@ -296,7 +259,3 @@ def through_pieces(tile: Tile, grads: Tensors, found: list[tuple], d_logits: Ten
 def add(target: Tensor, gradient: Tensor) -> None:
     """Add a gradient to a slice of a buffer, summed over the axes along which the slice is broadcast."""
     target.add_(gradient.sum_to_size(target.shape))
-
-
-count_flops(_forward)
-count_flops(_backward, at=3, backward=True)

@@ -13,7 +13,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, T
     """softmax(S)·V with the full matrix of logits.
 
     Args:
-        score: the pair score; its pieces' definitions are what is evaluated.
+        score: the pair score; its terms' definitions are what is evaluated.
         value: [B, Hkv, M, dv].
         options: masks and the rest, see `Options`.
 
@@ -40,13 +40,13 @@ def visible_logits(score: PairScore, options: Options) -> Tensor:
 
 
 def total_logits(score: PairScore, softcap: float | None = None) -> Tensor:
-    """[B, H, N, M]: the pieces times their gates, the first one capped by c·tanh(S/c) where asked."""
+    """[B, H, N, M]: the terms times their gates, the first one capped by c·tanh(S/c) where asked."""
     logits = 0.0
-    for index, piece in enumerate(score.pieces):
-        part = piece.definition()
-        if (index == 0 or piece.capped) and softcap is not None:
+    for index, term in enumerate(score.terms):
+        part = term.definition()
+        if (index == 0 or term.capped) and softcap is not None:
             part = softcap * torch.tanh(part / softcap)
-        logits = logits + (part if piece.gate is None else piece.gate[:, None, None] * part)
+        logits = logits + (part if term.gate is None else term.gate[:, None, None] * part)
     return logits
 
 

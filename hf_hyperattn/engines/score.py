@@ -1,10 +1,10 @@
 """The pair-score contract: all that an engine knows about a mechanism.
 
 An engine computes softmax(S)·V without ever seeing a mechanism. What it sees is a `PairScore`: features whose dot
-product it forms tile by tile, and one or more *pieces*, each a `Term` (cheap arithmetic on a tile) with the per-row,
-per-column and per-head numbers that the term reads. The logit of a pair is the sum of the pieces:
+product it forms tile by tile, and one or more *terms*, each a `Term` (cheap arithmetic on a tile) with the per-row,
+per-column and per-head numbers that it reads. The logit of a pair is the sum of the terms:
 
-    S_ij = piece_0(q̂_i · k̂_j, row_i, column_j, head) + gate_1 · piece_1(...) + ...
+    S_ij = term_0(q̂_i · k̂_j, row_i, column_j, head) + gate_1 · term_1(...) + ...
 
 Dot product, cone, hyperbolic distance, HyPE and their blends all have this form.
 """
@@ -12,18 +12,38 @@ Dot product, cone, hyperbolic distance, HyPE and their blends all have this form
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .late import Late, LateFields, late, once
+from .options import Options
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
 #: arguments can be tensors, numbers and strings, but not functions.
 TERMS: dict[str, Term] = {}
+
+
+class Numbers(NamedTuple):
+    """What a term reads beside the product.
+
+    Args:
+        row: statistics of queries, each [B, H, N].
+        column: statistics of keys, each [B, H, M] or, where they do not differ within a group, [B, Hkv, M].
+        head: parameters of query heads, each [H].
+        factors: of a score that has its own features: a factor per query [B, H, N] and per key [B, Hkv, M] by which
+            the vectors are these.
+    """
+
+    row: Sequence[Tensor] = ()
+    column: Sequence[Tensor] = ()
+    head: Sequence[Tensor] = ()
+    factors: tuple[Tensor, Tensor] | None = None
+
 
 #: Squared distances from differences, see `Term`.
 Gap = Callable[[Tensor | None], Tensor]
@@ -113,170 +133,230 @@ class DotTerm(Term):
 DOT = register_term(DotTerm())
 
 
-#: Set on keys that a cache hands out: the same in the working dtype.
-CONVERTED = "_hyperattn_converted"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reader:
-    """How an engine that reads each key once, for one query or a few, makes a piece's statistics itself.
+    """How an engine that reads each key once, for one query or a few, makes a term's statistics itself.
 
     Args:
-        cpp: the type, in the header of the piece's term, that reads them from vectors (see engines/cpu/score.h).
-        head: its parameters: tensors [H] or [1], then numbers.
+        cpp: the type, in the header of the term, that reads them from vectors (see engines/cpu/score.h).
+        parameters: what it takes: numbers, or tensors [H] or [1].
+        head: what the term itself takes then: numbers, or tensors [H].
     """
 
     cpp: str
-    head: tuple[Tensor | float, ...]
-
-
-@dataclass(frozen=True)
-class Piece(LateFields):
-    """A term with its numbers, and the definition it must agree with.
-
-    Args:
-        term: the arithmetic that tile engines do.
-        definition: returns the piece's dense logits [B, H, N, M] straight from the published formula and from
-            differences of points. `reference` evaluates this and nothing else.
-        row: statistics of queries, each [B, H, N].
-        column: statistics of keys, each [B, H, M] or, where they do not differ within a group, [B, Hkv, M].
-        head: parameters of query heads, each [H].
-        gate: the piece's weight per query head, [H], or None for 1.
-        columns: for a piece that reads no features and has low rank: returns float64 factors [B|1, H|1, N, c] and
-            [B|1, H|1, M, c] and numbers a row [B|1, H|1, N]; the logits are the factors' product over c plus the
-            row's number. None where there are none, or where float32 sums of the product would be too inexact.
-        capped: whether `softcap` acts on it, as it does on the first piece: where it takes that one's place in some
-            heads.
-        reader: makes `row` and `column` from vectors, where the room has that; they may then be given as `Late`.
-    """
-
-    term: Term
-    definition: Callable[[], Tensor]
-    row: tuple[Tensor, ...] = field(default_factory=tuple)
-    column: tuple[Tensor, ...] = field(default_factory=tuple)
-    head: tuple[Tensor, ...] = field(default_factory=tuple)
-    gate: Tensor | None = None
-    columns: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
-    features: Callable[[], tuple[Tensor, Tensor]] | None = None
-    capped: bool = False
-    reader: Reader | None = None
+    parameters: tuple[Tensor | float, ...]
+    head: tuple[Tensor | float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Points:
-    """What a gap is measured between, for engines that work from differences: gap = |query - key|²."""
+    """What distances are measured between."""
 
     query: Tensor  # [B, H, N, p]
     key: Tensor  # [B, Hkv, M, p]
 
 
-@dataclass(frozen=True)
-class Source(LateFields):
-    """What a score's features were made from, in the caller's dtype, for engines that need no copies of it.
-
-    The features are scale · row · query and column · key, of each vector the first `width` numbers.
+@dataclass(frozen=True, eq=False)
+class ScoreTerm:
+    """A term with its numbers, and the definition it must agree with.
 
     Args:
-        query: [B, H, N, d' >= d].
-        key: [B, Hkv, M, d'].
-        scale: for all queries.
-        features: what was made from it: a score with others is not taken for it.
-        row: a factor per query [B, H, N], or None for 1; may be given as `Late`.
-        column: a factor per key [B, Hkv, M], or None for 1; may be given as `Late`.
-        width: d, or None for all of d'.
-    """
-
-    query: Tensor
-    key: Tensor
-    scale: float
-    features: tuple[Tensor | Late, Tensor | Late]
-    row: Tensor | None = field(default_factory=lambda: None)
-    column: Tensor | None = field(default_factory=lambda: None)
-    width: int | None = None
-
-
-@dataclass(frozen=True)
-class PairScore(LateFields):
-    """A score as engines see it: features, and the pieces that read their product.
-
-    Args:
-        query: features [B, H, N, d], float32 or float64; may be given as `Late`.
-        key: features [B, Hkv, M, d], not repeated for grouped queries; may be given as `Late`.
-        pieces: the terms to add up; `softcap` acts on the first, and on those that say so.
-        points: returns the points whose gap the pieces are functions of, or None where there is no gap. Terms then take
+        term: the arithmetic that tile engines do.
+        definition: returns the term's dense logits [B, H, N, M] straight from the published formula and from
+            differences of points. `reference` evaluates this and nothing else.
+        row, column, head: as in `Numbers`.
+        gate: the term's weight per query head, [H], or None for 1.
+        statistics: returns its `Numbers`, for terms that make them when an engine asks, in place of the three.
+        low_rank_factors: for a term that reads no features and has low rank: returns float64 factors
+            [B|1, H|1, N, c] and [B|1, H|1, M, c] and numbers a row [B|1, H|1, N]; the logits are the factors' product
+            over c plus the row's number. None where there are none, or where float32 sums would be too inexact.
+        linear_features: returns features [B, H, N, e] and [B, Hkv or H, M, e] whose plain product is the term, for
+            what needs a score that is linear in the key. None where there are none.
+        capped: whether `softcap` acts on it, as it does on the first term: where it takes that one's place in some
+            heads.
+        reader: makes statistics from vectors, where the room has that.
+        points: returns the points whose distances the term is a function of, None where it is of none. Terms then take
             the distances of those pairs from differences for which the product form cancels.
-        source: what the features were made from, for engines that take half precision as it is.
     """
 
-    query: Tensor
-    key: Tensor
-    pieces: tuple[Piece, ...]
+    term: Term
+    definition: Callable[[], Tensor]
+    row: tuple[Tensor, ...] = ()
+    column: tuple[Tensor, ...] = ()
+    head: tuple[Tensor, ...] = ()
+    gate: Tensor | None = None
+    statistics: Callable[[], Numbers] | None = None
+    low_rank_factors: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
+    linear_features: Callable[[], tuple[Tensor, Tensor]] | None = None
+    capped: bool = False
+    reader: Reader | None = None
     points: Callable[[], Points] | None = None
-    source: Source | None = None
 
-    @once
-    def spec(self) -> str:
-        """The pieces as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
-        return "+".join("*" * (p.gate is not None) + "^" * p.capped + p.term.name for p in self.pieces)
+    def numbers(self) -> Numbers:
+        """What it reads beside the product."""
+        return Numbers(self.row, self.column, self.head) if self.statistics is None else self.statistics()
+
+
+@dataclass(eq=False)
+class PairScore:
+    """A score as engines see it: what they multiply, and the terms that read the product.
+
+    An engine takes what it wants: the vectors as the caller has them (`raw_query`, `raw_key`, `scale`, `width`, and the
+    `factors` among the first term's numbers), or features made of them (`features`, or `query` and `key`).
+
+    Args:
+        raw_query: [B, H, N, d' >= d], in any dtype.
+        raw_key: [B, Hkv, M, d'], not repeated for grouped queries.
+        terms: what is added up; `softcap` acts on the first, and on those that say so.
+        scale: what all products are multiplied with.
+        width: d, how many numbers of each vector are multiplied; None for all.
+        make_features: returns the features, [B, H, N, d] and [B, Hkv, M, d] in the working dtype, where they are
+            more than scale · query and key; the first term then has `factors` by which the vectors are these.
+    """
+
+    raw_query: Tensor
+    raw_key: Tensor
+    terms: tuple[ScoreTerm, ...]
+    scale: float = 1.0
+    width: int | None = None
+    make_features: Callable[[], tuple[Tensor, Tensor]] | None = None
+    _features: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
+
+    def features(self) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, N, d] and keys [B, Hkv, M, d] in the working dtype, whose plain product the terms read."""
+        if self._features is None:
+            self._features = self.make_features() if self.make_features else self._scaled()
+        return self._features
+
+    def _scaled(self) -> tuple[Tensor, Tensor]:
+        dtype = self.dtype
+        query = self.raw_query.to(dtype)
+        return query if self.scale == 1 else query * self.scale, working_copy(self.raw_key, dtype)
+
+    @property
+    def query(self) -> Tensor:
+        """The queries' features."""
+        return self.features()[0]
+
+    @property
+    def key(self) -> Tensor:
+        """The keys' features."""
+        return self.features()[1]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether what is multiplied are the vectors as they are, scaled."""
+        return self.make_features is None and self.width is None
+
+    @property
+    def score_key(self) -> str:
+        """The terms as text, for an operator's argument: `"dot+*umbral_on_product"`; a star marks a gate, ^ a cap."""
+        return "+".join("*" * (t.gate is not None) + "^" * t.capped + t.term.name for t in self.terms)
 
     def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """All row statistics, column statistics and head parameters, piece by piece; a gate ends its piece's."""
-        row = [t for p in self.pieces for t in p.row]
-        column = [t for p in self.pieces for t in p.column]
-        head = [t for p in self.pieces for t in p.head + ((p.gate,) if p.gate is not None else ())]
-        return row, column, head
+        """All row statistics, column statistics and head parameters, term by term; a gate ends its term's."""
+        rows, columns, heads = [], [], []
+        for term in self.terms:
+            row, column, head, _ = term.numbers()
+            rows += row
+            columns += column
+            heads += head
+            if term.gate is not None:
+                heads.append(term.gate)
+        return rows, columns, heads
 
-    def plus(self, piece: Piece, points: Callable[[], Points] | None = None) -> PairScore:
-        """This score with one more piece, and where that piece measures a gap, the points it measures between."""
-        return self.changed(pieces=(*self.pieces, piece), points=self.points if points is None else points)
+    @property
+    def points(self) -> Callable[[], Points] | None:
+        """The points of the term that measures distances, which is at most one."""
+        for term in self.terms:
+            if term.points is not None:
+                return term.points
+        return None
+
+    def plus(self, term: ScoreTerm) -> PairScore:
+        """This score with one more term."""
+        return replace(self, terms=(*self.terms, term))
 
     def weighted(self, weight: Tensor) -> PairScore:
-        """This score with every piece multiplied by a weight per query head, [H]."""
-        gates = [weight if p.gate is None else p.gate * weight for p in self.pieces]
-        return self.changed(pieces=tuple(p.changed(gate=g) for p, g in zip(self.pieces, gates, strict=True)))
+        """This score with every term multiplied by a weight per query head, [H]."""
+        gated = (replace(t, gate=weight if t.gate is None else t.gate * weight) for t in self.terms)
+        return replace(self, terms=tuple(gated))
 
-    @once
-    def raw(self) -> Source | None:
-        """The source of these very features, where it is known."""
-        if self.source is None:
-            return None
-        for name, feature in zip(("query", "key"), self.source.features, strict=True):
-            given = self.given(name)
-            if given is not feature and not (isinstance(feature, Late) and given is feature.made):
-                return None
-        return self.source
+    def with_own_keys(self, heads: int) -> PairScore:
+        """This score with keys repeated for every query head, for values that differ by query head."""
+        if self.kv_heads == heads:
+            return self
 
-    @once
+        def features() -> tuple[Tensor, Tensor]:
+            query, key = self.features()
+            return query, repeat_heads(key, heads)
+
+        return PairScore(
+            self.raw_query,
+            repeat_heads(self.raw_key, heads),
+            tuple(_with_own_keys(t, heads) for t in self.terms),
+            self.scale,
+            self.width,
+            self.make_features and features,
+        )
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, N, M), without making features."""
-        query, key = (self.query, self.key) if self.raw is None else (self.source.query, self.source.key)
-        return (*query.shape[:3], key.shape[2])
+        """(B, H, N, M)."""
+        return (*self.raw_query.shape[:3], self.raw_key.shape[2])
 
     @property
     def kv_heads(self) -> int:
-        """Hkv, without making features."""
-        return (self.key if self.raw is None else self.source.key).shape[1]
+        """Hkv."""
+        return self.raw_key.shape[1]
 
-    @once
+    @property
     def dtype(self) -> torch.dtype:
-        """The features' dtype, without making them."""
-        return self.query.dtype if self.raw is None else working_dtype(self.source.query, self.source.key)
+        """The features' dtype."""
+        return working_dtype(self.raw_query, self.raw_key)
 
     @property
     def device(self) -> torch.device:
-        """The features' device, without making them."""
-        return self.query.device if self.raw is None else self.source.query.device
+        """Where the vectors are."""
+        return self.raw_query.device
+
+
+def _with_own_keys(term: ScoreTerm, heads: int) -> ScoreTerm:
+    def statistics() -> Numbers:
+        row, column, head, factors = term.numbers()
+        factors = factors and (factors[0], repeat_heads(factors[1], heads))
+        return Numbers(row, [repeat_heads(t, heads) for t in column], head, factors)
+
+    def points() -> Points:
+        between = term.points()
+        return replace(between, key=repeat_heads(between.key, heads))
+
+    if term.statistics is None:
+        columns = tuple(repeat_heads(t, heads) for t in term.column)
+        return replace(term, column=columns, points=term.points and points)
+    return replace(term, statistics=statistics, points=term.points and points)
 
 
 @lru_cache(maxsize=1024)
-def parse_spec(spec: str) -> tuple[tuple[Term, bool], ...]:
-    """The inverse of `PairScore.spec`: each term, and whether it has a gate."""
-    return tuple((TERMS[part.lstrip("*^")], part.startswith("*")) for part in spec.split("+"))
+def parse_score_key(key: str) -> tuple[tuple[Term, bool, bool], ...]:
+    """The inverse of `PairScore.score_key`: each term, whether it has a gate, and whether `softcap` acts on it."""
+    parts = enumerate(key.split("+"))
+    return tuple((TERMS[p.lstrip("*^")], p.startswith("*"), not i or "^" in p) for i, p in parts)
 
 
-def capped_in(spec: str) -> list[bool]:
-    """Which pieces of a spec `softcap` acts on: the first, and those marked."""
-    return [not index or "^" in part for index, part in enumerate(spec.split("+"))]
+def learns(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether there will be a backward pass, as far as is known without making statistics."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [score.raw_query, score.raw_key, value, options.mask, options.bias, options.sinks]
+    for term in score.terms:
+        tensors += (
+            *term.row,
+            *term.head,
+            term.gate,
+            *(() if term.reader is None else term.reader.parameters),
+        )
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
 def working_dtype(*tensors: Tensor) -> torch.dtype:
@@ -298,16 +378,41 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(group, dim=1)
 
 
-def converted(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another dtype, without a copy where a cache keeps it in that one too."""
-    kept = None if torch.compiler.is_compiling() else getattr(t, CONVERTED, None)
-    return kept if kept is not None and kept.dtype == dtype else t.to(dtype)
+def upcast_for_grad(x: Tensor) -> Tensor:
+    """`x` in float32 where it is a half-precision leaf of a score on a CPU and will get a gradient; else `x` itself.
+
+    The gradient of a distance has two parts, by the product and by the norms, which nearly cancel where two points
+    nearly coincide. Autograd rounds each part that reaches a half-precision tensor before it adds them up, and what is
+    left is rounding; from one float32 tensor only the sum is rounded. Kernels in float32 take some 10 % longer here.
+    """
+    half = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
+    return x.float() if half and x.requires_grad and torch.is_grad_enabled() else x
+
+
+#: Keys that a cache keeps in a working dtype too, and that copy.
+WORKING_COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def working_copy(key: Tensor, dtype: torch.dtype) -> Tensor:
+    """The keys in another dtype, without a copy where a cache keeps them in that one too."""
+    if key.dtype == dtype or torch.compiler.is_compiling():
+        return key.to(dtype)
+    kept = WORKING_COPIES.get(key)
+    return kept if kept is not None and kept.dtype == dtype else key.to(dtype)
 
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
+    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
+    return PairScore(query, key, (dot_term(query, key, scale),), scale)
+
+
+def dot_term(query: Tensor, key: Tensor, scale: float) -> ScoreTerm:
+    """The plain dot product as a term."""
+    return ScoreTerm(DOT, partial(dot_logits, query, key, scale))
+
+
+def dot_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """scale · q·k, [B, H, N, M], in the working dtype."""
     dtype = working_dtype(query, key)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k = late(lambda: query.to(dtype) * scale), late(lambda: converted(key, dtype))
-    piece = Piece(DOT, lambda: query.to(dtype) * scale @ repeat_heads(key.to(dtype), query.shape[1]).mT)
-    return PairScore(q, k, (piece,), source=Source(query, key, scale, (q, k)))
+    return query.to(dtype) * scale @ repeat_heads(key.to(dtype), query.shape[1]).mT

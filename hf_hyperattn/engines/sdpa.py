@@ -2,7 +2,7 @@
 
 A bias of low rank is a product of a few numbers per query with a few per key, so it can ride in the product that the
 kernel computes anyway, and no N x M bias is stored. Half precision would round those numbers to 8 or 11 bits; each is
-therefore split into pieces that add up to it, and the products of pieces that matter get a column each:
+therefore split into parts that add up to it, and the products of parts that matter get a column each:
 
     float32, float64   x·y                                                1 column
     float16            x1·y1 + x1·y2 + x2·y1                              3 columns
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .options import Options, position_mask
-from .score import DOT, PairScore, Piece, repeat_heads
+from .score import DOT, PairScore, ScoreTerm, repeat_heads
 
-#: Which pieces of the two factors meet, by dtype.
+#: Which parts of the two factors meet, by dtype.
 MEETINGS = {
     torch.float16: ((0, 0), (0, 1), (1, 0)),
     torch.bfloat16: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0)),
@@ -38,13 +38,18 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     Raises:
         ValueError: the call asks for what these kernels cannot do; the message says what.
     """
-    reason = hindrance(score, value, options)
+    reason = unsupported_reason(score, value, options)
     if reason is not None:
         raise ValueError(f"backend='sdpa' cannot compute this call: {reason}; use backend='auto'")
-    query, key, scale = source(score)
+    return compute(score, value, options)
+
+
+def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """A call that `unsupported_reason` has nothing against."""
+    query, key, scale = vectors(score)
     dtype, width = working(query, key, value), value.shape[-1]
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    extra = score.pieces[1:]
+    extra = score.terms[1:]
     adding = options.bias is not None or (bool(extra) and as_mask(query.shape[2], dtype, query.device))
     mask, causal = hiding(score, options, adding)
     if adding:
@@ -64,39 +69,39 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
             dropout_p=options.dropout_p,
             is_causal=causal,
             scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=bool(query.shape[1] != key.shape[1]),  # shapes are tensors in torch.jit.trace
         )
     return out[..., :width].to(score.dtype), None
 
 
-def suits(score: PairScore, value: Tensor, options: Options) -> bool:
+def supports(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether `auto` takes this engine: it can, and with a kernel that stores no N x M matrix."""
     device = value.device.type
     lean = device == "cuda" or (device == "cpu" and not options.dropout_p)
-    return lean and hindrance(score, value, options) is None
+    return lean and unsupported_reason(score, value, options) is None
 
 
-def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
+def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str | None:
     """Why the call cannot be computed here; None if it can."""
-    first, *rest = score.pieces
+    first, *rest = score.terms
     n, m = score.shape[2:]
-    given = [t for t in (options.mask, options.bias) if t is not None]
+    masks = [t for t in (options.mask, options.bias) if t is not None]
     if first.term is not DOT or first.gate is not None:
         return "its score is not the plain dot product"
-    if any(p.columns is None for p in rest):
-        return f"{next(p.term.name for p in rest if p.columns is None)} has no exact form as columns here"
+    if any(t.low_rank_factors is None for t in rest):
+        return f"{next(t.term.name for t in rest if t.low_rank_factors is None)} has no exact form as columns here"
     if options.softcap is not None or options.sinks is not None:
         return "softcap and sinks are not available"
-    if needs_grad(given):
+    if needs_grad(masks):
         return "masks get no gradient"
-    dtype = working(*source(score)[:2], value)
+    dtype = working(*vectors(score)[:2], value)
     if options.bias is not None and not as_mask(n, dtype, value.device):
         return "it has a bias"
     if dtype in MEETINGS and value.device.type != "cpu" and rounds(options.mask, dtype):
         return "half precision would round the numbers of its mask"
     if m == 0:
         return "there are no keys"
-    if n > FEW and not simply_hidden(options) and not (given and given[0].shape[-2:] == (n, m)):
+    if n > FEW and not simply_hidden(options) and not (masks and masks[0].shape[-2:] == (n, m)):
         return "windows, offsets and causality beside a mask of keys need a mask of all pairs"
     if dtype in MEETINGS and needs_grad(numbers_of(rest)):
         return "half precision is too coarse for the gradients of the bias's parameters"
@@ -110,9 +115,9 @@ def rounds(mask: Tensor | None, dtype: torch.dtype) -> bool:
     )
 
 
-def numbers_of(pieces) -> list[Tensor]:
-    """Head parameters and gates, through which gradients reach what is learned of these pieces."""
-    return [t for p in pieces for t in (*p.head, p.gate) if t is not None]
+def numbers_of(terms) -> list[Tensor]:
+    """Head parameters and gates, through which gradients reach what is learned of these terms."""
+    return [t for term in terms for t in (*term.head, term.gate) if t is not None]
 
 
 def needs_grad(tensors: list[Tensor]) -> bool:
@@ -120,11 +125,10 @@ def needs_grad(tensors: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def source(score: PairScore) -> tuple[Tensor, Tensor, float]:
-    """Query, key and scale in the caller's dtype where they are those of the score's features."""
-    found = score.raw
-    if found and found.given("row") is None and found.given("column") is None and found.width is None:
-        return found.query, found.key, found.scale
+def vectors(score: PairScore) -> tuple[Tensor, Tensor, float]:
+    """Query, key and scale in the caller's dtype, where their product is that of the features."""
+    if score.is_product:
+        return score.raw_query, score.raw_key, score.scale
     return score.query, score.key, 1.0
 
 
@@ -161,21 +165,21 @@ def hiding(score: PairScore, options: Options, adding: bool) -> tuple[Tensor | N
     return options.mask.masked_fill(~visible, float("-inf")), False
 
 
-def dense(extra: tuple[Piece, ...], mask: Tensor | None, bias: Tensor | None) -> Tensor:
+def dense(extra: tuple[ScoreTerm, ...], mask: Tensor | None, bias: Tensor | None) -> Tensor:
     """One additive mask of everything that is added to few queries' logits."""
     total = 0.0 if bias is None else bias
-    for piece in extra:
-        part = piece.definition()
-        total = total + (part if piece.gate is None else piece.gate[:, None, None] * part)
+    for term in extra:
+        part = term.definition()
+        total = total + (part if term.gate is None else term.gate[:, None, None] * part)
     if mask is None:
         return total
     return total + mask if mask.dtype != torch.bool else torch.where(mask, total, float("-inf"))
 
 
-def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tuple[Piece, ...]):
-    """Query and key with the columns of the extra pieces, the value with zeros, all of one width."""
+def widened(query: Tensor, key: Tensor, value: Tensor, scale: float, extra: tuple[ScoreTerm, ...]):
+    """Query and key with the columns of the extra terms, the value with zeros, all of one width."""
     learned = needs_grad(numbers_of(extra))
-    columns = [columns_of(piece, scale, query.dtype, learned) for piece in extra]
+    columns = [columns_of(term, scale, query.dtype, learned) for term in extra]
     left, right = (joined(sides) for sides in zip(*columns, strict=True))
     if right.shape[1] not in (1, key.shape[1]):
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
@@ -201,14 +205,14 @@ def joined(sides: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([t.expand(batch, heads, -1, -1) for t in sides], -1)
 
 
-def columns_of(piece: Piece, scale: float, dtype: torch.dtype, with_row: bool) -> tuple[Tensor, Tensor]:
-    """The columns of queries and keys, of `dtype`, whose product times the scale is the piece with its gate.
+def columns_of(term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool) -> tuple[Tensor, Tensor]:
+    """The columns of queries and keys, of `dtype`, whose product times the scale is the term with its gate.
 
     Args:
         with_row: whether the numbers of the rows are in it.
     """
-    left, right, row = piece.columns()
-    gate = (1.0 if piece.gate is None else piece.gate.to(left.dtype)[:, None, None]) / scale
+    left, right, row = term.low_rank_factors()
+    gate = (1.0 if term.gate is None else term.gate.to(left.dtype)[:, None, None]) / scale
     if with_row:
         left = torch.cat([left, row[..., None]], -1)
         right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
@@ -217,7 +221,7 @@ def columns_of(piece: Piece, scale: float, dtype: torch.dtype, with_row: bool) -
         return left.to(dtype), right.to(dtype)
     pairs, count = MEETINGS[dtype], 1 + max(i for i, _ in MEETINGS[dtype])
     balance = balance_of(left, right)
-    lefts, rights = pieces_of(left / balance, dtype, count), pieces_of(right * balance, dtype, count)
+    lefts, rights = parts_of(left / balance, dtype, count), parts_of(right * balance, dtype, count)
     return torch.cat([lefts[i] for i, _ in pairs], -1), torch.cat([rights[j] for _, j in pairs], -1)
 
 
@@ -229,10 +233,10 @@ def balance_of(left: Tensor, right: Tensor) -> Tensor:
     return torch.exp2(torch.round(torch.log2(size_left / size_right) / 2))
 
 
-def pieces_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
+def parts_of(x: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
     """Numbers of `dtype` that add up to x, the largest first."""
-    found = []
+    parts = []
     for _ in range(count):
-        found.append(x.to(dtype))
-        x = x - found[-1].to(x.dtype)
-    return found
+        parts.append(x.to(dtype))
+        x = x - parts[-1].to(x.dtype)
+    return parts

@@ -6,14 +6,15 @@ slices every tensor of the call in the same way, and slices the gradients, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .options import Options, key_range
-from .score import capped_in, parse_spec
+from .score import Term
+from .serialize import OperatorCall
 
 #: Gathering the points of single pairs costs this many times as much a pair as the differences of a whole tile.
 FEW = 16
@@ -50,48 +51,31 @@ class Call:
     """A call of the blockwise engine: tensors, score, options."""
 
     tensors: Tensors
-    spec: str
+    terms: tuple[tuple[Term, bool, bool], ...]  # with whether each has a gate, and whether softcap acts on it
     options: Options  # its tensors stand in `tensors`, grouped
     seed: int = 0
-    terms: list = field(init=False)
-    capped: list[bool] = field(init=False)
-
-    def __post_init__(self):
-        self.terms, self.capped = parse_spec(self.spec), capped_in(self.spec)
 
     @classmethod
-    def parse(cls, flat: Sequence[Tensor], spec: str, extras: str, options: Options, wanted=None) -> Call:
-        """A call from an operator's arguments: query, key, value, all statistics, then what `extras` names.
-
-        `wanted`, given for gradients, says which of the flat tensors have one; extras may go without.
-        """
-        flat, terms = list(flat), parse_spec(spec)
-        kv_heads = flat[1].shape[1]
-        group = (kv_heads, flat[0].shape[1] // kv_heads)
-        counts = [
-            sum(t.rows for t, _ in terms),
-            sum(t.columns for t, _ in terms),
-            sum(t.heads + gated for t, gated in terms),
-        ]
-        take = iter(flat[3:])
-        rows, columns, heads = ([next(take) for _ in range(n)] for n in counts)
-        named = dict(zip(extras.split(), take, strict=True))
-        if wanted is not None:
-            asked = dict(zip(extras.split(), wanted[len(flat) - len(named) :], strict=True))
-            named = {name: t for name, t in named.items() if asked[name]}
+    def of(cls, call: OperatorCall, gradients: bool = False) -> Call:
+        """A call from an operator's arguments, or its gradients, of which extras without one are empty."""
+        kv_heads = call.key.shape[1]
+        group = (kv_heads, call.query.shape[1] // kv_heads)
+        named = {n: t for n, t in call.extras.items() if not (gradients and t.shape == (0,))}
+        by_head = lambda name: named[name].view(group) if name in named else None
         tensors = Tensors(
-            flat[0].unflatten(1, group),
-            flat[1],
-            flat[2],
-            [t.unflatten(1, group) for t in rows],
-            [t.unflatten(1, (kv_heads, -1)) for t in columns],
-            [t.view(group) for t in heads],
+            call.query.unflatten(1, group),
+            call.key,
+            call.value,
+            [t.unflatten(1, group) for t in call.row],
+            [t.unflatten(1, (kv_heads, -1)) for t in call.column],
+            [t.view(group) for t in call.head],
             *(by_group(named.get(name), group) for name in ("mask", "bias")),
-            sinks=named["sinks"].view(group) if "sinks" in named else None,
+            sinks=by_head("sinks"),
             points_query=by_group(named.get("points_query"), group),
             points_key=named.get("points_key"),
         )
-        return cls(tensors, spec, options, int(named["seed"]) if "seed" in named else 0)
+        seed = int(named["seed"]) if "seed" in named and not gradients else 0
+        return cls(tensors, call.terms, call.options, seed)
 
     def tiles(self, elements: int) -> Iterator[Tile]:
         """Cut the call into tiles of about `elements` pairs: by batch element, by heads, by blocks of query rows."""
@@ -163,7 +147,7 @@ class Tile:
         """[hc, C, d]: the sum over group and rows of weights [hc, G, R, C] times [hc, G, R, d]."""
         return torch.bmm(weights.flatten(1, 2).mT, query.flatten(1, 2))
 
-    def gap(self, pairs: Tensor | None) -> Tensor:
+    def squared_distance(self, pairs: Tensor | None) -> Tensor:
         """Squared distances from differences of these pairs, bool [hc, G, R, C], NaN elsewhere; of all of them where
         many are chosen, or for None.
         """
@@ -171,18 +155,18 @@ class Tile:
         if chosen is None:
             return self.distances()[-1].view(*self.shape).square_()
         difference = self.differences(chosen)
-        found = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
-        found[chosen] = difference.square().sum(-1)
-        return found
+        squares = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
+        squares[chosen] = difference.square().sum(-1)
+        return squares
 
-    def through_gap(self, grads: Tensors, d_gap: Tensor) -> None:
-        """Add what the gradient of `gap`, [hc, G, R, C], makes to those of the points."""
-        chosen = self.few(d_gap != 0)
+    def backward_distances(self, grads: Tensors, d_square: Tensor) -> None:
+        """Add what the gradient of `squared_distance`, [hc, G, R, C], makes to those of the points."""
+        chosen = self.few(d_square != 0)
         d_query = None if grads.points_query is None else self.of_query(grads.points_query)
         d_key = None if grads.points_key is None else self.of_key(grads.points_key)
         if chosen is None:
             query, key, distance = self.distances()
-            slope = (2 * d_gap).view(distance.shape) * distance
+            slope = (2 * d_square).view(distance.shape) * distance
             if d_query is not None:
                 by_query = torch.ops.aten._cdist_backward(slope, query, key, 2.0, distance)
                 d_query.add_(by_query.view(d_query.shape))
@@ -191,7 +175,7 @@ class Tile:
                 d_key.add_(torch.ops.aten._cdist_backward(slope, key, query, 2.0, distance_t))
             return
         h, g, r, c = chosen
-        step = self.differences(chosen) * (2 * d_gap[chosen])[:, None]
+        step = self.differences(chosen) * (2 * d_square[chosen])[:, None]
         if d_query is not None:
             d_query.index_put_((h, g, r), step, accumulate=True)
         if d_key is not None:

@@ -7,6 +7,7 @@ from . import (
     guard,  # noqa: F401  wraps methods of PreTrainedModel
     saving,  # noqa: F401  wraps saving and loading
 )
+from .call import set_backend
 from .collator import HierarchyCollator
 from .converting import convert
 from .describe import describe, list_mechanisms
@@ -31,5 +32,6 @@ __all__ = [
     "lora_config",
     "parameter_groups",
     "patch_model",
+    "set_backend",
     "unpatch_model",
 ]

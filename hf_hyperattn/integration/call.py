@@ -1,8 +1,4 @@
-"""From the call that Transformers makes of an attention function to a `HostCall`, by the call contract.
-
-Facts of the contract: keys and values come unrepeated; the `is_causal` keyword wins over the module's; a mask, where
-there is one, says everything about visibility; without one a causal call of more than one query is top-left causal.
-"""
+"""Rarer parts of reading the call that Transformers makes of an attention function (hyper.py does the rest)."""
 
 from __future__ import annotations
 
@@ -12,11 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers.utils import output_capturing
 
-from ..engines import Options, repeat_heads
-from ..mechanisms.base import HostCall
-from .families import first_key, is_causal_host, position_hides, reads_weights, scaling_already_applied
-from .hidden import hidden_states_of_call
-from .hierarchy_context import hierarchy_of_call
+from ..engines import check_backend
+from .families import RETURNING_WEIGHTS
+from .hosts import find_hosts
+
+#: Where a host keeps the engine that `set_backend` chose.
+BACKEND = "_hyperattn_backend"
 
 #: Keywords that change the mathematics and that no engine honours, with what to do instead.
 REFUSED_KEYWORDS = {
@@ -28,64 +25,38 @@ REFUSED_KEYWORDS = {
     "attn_bias": "pass it as position_bias",
 }
 
+UNHONOURED = frozenset([*REFUSED_KEYWORDS, "cu_seq_lens_q"])
 
-def host_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    sliding_window: int | None = None,
-    **keywords,
-) -> HostCall:
-    """The call in our terms; what cannot be honoured raises a ValueError that names it.
+
+def set_backend(model: nn.Module, backend: str) -> nn.Module:
+    """Let an engine compute all attention of a model that mechanisms take part in, patched or by name.
+
+    It is a setting of the running model: copies of the model have it, checkpoints do not. Calls that no mechanism
+    changes are the host's own. Arguments of single calls (`output_attentions`) that an engine cannot serve are errors.
 
     Args:
-        query: [B, H, N, d], key and value: [B, Hkv, M, d] and [B, Hkv, M, dv], rotated and from the cache.
-        attention_mask: None, bool, or additive, broadcastable to [B, H, N, M]; longer ones are cut to M as eager does.
-        scaling: what the family multiplies q·k with; None means 1/sqrt(d).
-        s_aux, sinks: one extra logit per head. `position_bias`: [1, H, N, M], added to the logits.
+        model: any model, patched now, later or not at all; its modules are set.
+        backend: a name out of `hf_hyperattn.engines.available_engines()`; "auto" takes the setting back.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: there is no such engine.
     """
-    refuse_keywords(module, attention_mask, keywords)
-    if exporting_to_onnx():
-        raise ValueError(
-            f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold; use torch.export, or "
-            "unpatch_model(model) or set_attn_implementation('sdpa') to export the model without it"
-        )
-    keywords["hierarchy"] = hierarchy_of_call(module, keywords)
-    first = first_key(module, attention_mask, sliding_window, query.shape[2], key.shape[2])
-    attention_mask = within_indices(attention_mask, keywords.get("indices"), key.shape[2])
-    causal = is_causal_host(module) if is_causal is None else bool(is_causal)
-    hidden = causal and position_hides(module)
-    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    applied = scaling_already_applied(module, scale)
-    extra = s_aux if s_aux is not None else sinks
-    if attention_mask is not None and attention_mask.shape[-1] > key.shape[-2]:
-        attention_mask = attention_mask[..., : key.shape[-2]]
-    options = Options(
-        mask=attention_mask,
-        bias=position_bias,
-        softcap=softcap,
-        dropout_p=float(dropout or 0.0),
-        sinks=None if extra is None else extra.reshape(-1),
-        **visibility(attention_mask, hidden, sliding_window, query.shape[2], key.shape[2]),
-    )
-    query = query if applied == 1.0 else query / applied
-    if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
-        heads = max(key.shape[1], value.shape[1])
-        key, value = repeat_heads(key, heads), repeat_heads(value, heads)
-    hidden_states = hidden_states_of_call(module, query.shape[2])
-    heads = heads_of_rank(module, query.shape[1])
-    return HostCall(
-        query, key, value, scale * applied, causal, options, keywords, first, hidden_states, heads
+    check_backend(backend)
+    for _, host in find_hosts(model):
+        host.__dict__.pop(BACKEND, None)
+        if backend != "auto":
+            host.__dict__[BACKEND] = backend
+    return model
+
+
+def onnx_error(module: nn.Module) -> ValueError:
+    """The error of a call that `torch.onnx.export` records."""
+    return ValueError(
+        f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold; use torch.export, or "
+        "unpatch_model(model) or set_attn_implementation('sdpa') to export the model without it"
     )
 
 
@@ -99,15 +70,6 @@ def heads_of_rank(module: nn.Module, heads: int) -> tuple[int, int] | None:
             mesh = weight.device_mesh
             return heads * mesh.size(), heads * mesh.get_local_rank()
     return None
-
-
-def visibility(mask: Tensor | None, causal: bool, window: int | None, queries: int, keys: int) -> dict:
-    """`is_causal`, `window` and `offset` for the engine: a mask says everything, no mask leaves it to position."""
-    if mask is not None:
-        return {}
-    if queries == 1:  # one new token: it is the last one, and sees all that the cache holds
-        return {"window": window, "offset": keys - 1} if window and causal else {}
-    return {"is_causal": causal, "window": window or None}
 
 
 def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
@@ -148,18 +110,13 @@ def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> N
         )
 
 
-def module_output(out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What Transformers expects back: [B, N, H, dv] contiguous, and weights or None."""
-    return out.transpose(1, 2).contiguous(), weights
-
-
 def wants_weights(module: nn.Module, keywords: dict) -> bool:
     """Whether somebody will read the attention weights of this call.
 
     Some families pass `output_attentions` down; for the others Transformers collects them with hooks and keeps what
     it collects in a context variable.
     """
-    if keywords.get("output_attentions") or reads_weights(module):
+    if keywords.get("output_attentions") or type(module).__name__.startswith(RETURNING_WEIGHTS):
         return True
     collector = getattr(output_capturing, "_active_collector", None)
     if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..mechanisms.base import FirstKey
-from ..readable import can_read
 
 #: Families whose query arrives multiplied by `module.scaling` are recognised by rule (see below); these are the
 #: exceptions: the rule does not hold, or query and key share the factor.
@@ -21,8 +22,11 @@ RETURNING_WEIGHTS = ("BridgeTower", "Mgpstr")
 #: Config classes of models that have eager attention alone. Their code counts on a mask that says all, in numbers.
 MASK_SAYS_ALL: set[type] = set()
 
-#: Set on masks made here: a `FirstKey`.
-FIRST = "_hyperattn_first"
+#: What raises the error for model types that are out of reach of our names; filled by names.py.
+UNROUTED: dict[str, Callable] = {}
+
+#: Of the masks that `hyper.family_mask` has made and that are in use, where the keys begin that they are about.
+FIRST_KEYS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_masks(model: PreTrainedModel) -> None:
@@ -38,40 +42,15 @@ def note_all(model: nn.Module) -> None:
             note_masks(part)
 
 
-def family_mask(*args, config=None, **kwargs):
-    """The mask that the family's stock attention gets.
-
-    Bool, True = take part, or None where position says it all; for families with eager attention alone additive, and
-    None only where nothing is hidden. Masks say where the keys begin; where a cache has dropped some, there is one.
-    """
-    make = eager_mask if type(config) in MASK_SAYS_ALL else sdpa_mask
-    if torch.compiler.is_compiling():
-        return make(*args, config=config, **kwargs)
-    dropped = int(kwargs.get("kv_offset", 0))
-    if dropped:
-        kwargs["allow_is_causal_skip"] = False
-    if not can_read(kwargs.get("attention_mask")):  # what it hides is not known
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = make(*args, config=config, **kwargs)
-    if mask is not None:
-        stop = (
-            kwargs["q_offset"] + kwargs["q_length"] - dropped
-            if {"q_offset", "q_length"} <= {*kwargs}
-            else None
-        )
-        setattr(mask, FIRST, FirstKey(dropped, kwargs.get("attention_mask"), stop))
-    return mask
-
-
 def first_key(
     module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int
 ) -> FirstKey:
     """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
-    said = None if torch.compiler.is_compiling() else getattr(mask, FIRST, None)
-    if said is not None:
-        return said
-    window = window or getattr(module, "sliding_window", None)
     compiling = torch.compiler.is_compiling()
+    known = None if compiling or mask is None else FIRST_KEYS.get(mask)
+    if known is not None:
+        return known
+    window = window or getattr(module, "sliding_window", None)
     unclear = (
         isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
     )
@@ -90,11 +69,6 @@ def position_hides(module: nn.Module) -> bool:
     class) keep to the call contract all the same.
     """
     return type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
-
-
-def reads_weights(module: nn.Module) -> bool:
-    """Whether the family returns its attention weights also where nobody asked for them."""
-    return type(module).__name__.startswith(RETURNING_WEIGHTS)
 
 
 def scaling_already_applied(module: nn.Module, scale: float) -> float:

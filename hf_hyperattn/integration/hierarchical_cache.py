@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..engines.score import CONVERTED
+from ..engines.score import WORKING_COPIES
 from ..mechanisms.hsa.layer import HsaLayer
 from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
 from .records import inner, patched_hosts
@@ -48,7 +48,7 @@ class HierarchicalLayer(DynamicLayer):
         for shown in (self.keys, self.values):
             setattr(shown, STORE, self.store)
         if self.store.exact is not self.store.tokens:
-            setattr(self.keys, CONVERTED, self.store.exact[0].view())
+            WORKING_COPIES[self.keys] = self.store.exact[0].view()
         return self.keys, self.values
 
     def _shown(self, grown: Growing) -> Tensor:

@@ -1,27 +1,104 @@
-"""`host.hyper`: the one child module that a patched host gets; it owns every added parameter and is only called."""
+"""What runs in place of a host's attention: the functions and masks of our names, and `host.hyper`, the one child
+module that a patched host gets, which owns every added parameter and is only called.
+
+A call goes through few functions of few files: it is read here, changed by its layers, and computed by an engine.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.utils import output_capturing
 
 from ..choice import head_numbers
 from ..config import HyperAttnConfig, MechanismConfig
-from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
+from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
+from ..engines.score import DOT, dot_logits
+from ..mechanisms.base import START, FirstKey, Host, HostCall, MechanismLayer, Plan
 from ..overrides import mechanisms_of
 from ..readable import can_read
 from ..registry import get_mechanism
+from .call import (
+    BACKEND,
+    UNHONOURED,
+    exporting_to_onnx,
+    heads_of_rank,
+    onnx_error,
+    refuse_keywords,
+    wants_weights,
+    within_indices,
+)
+from .families import (
+    FIRST_KEYS,
+    MASK_SAYS_ALL,
+    RETURNING_WEIGHTS,
+    UNROUTED,
+    first_key,
+    scaling_already_applied,
+)
+from .hidden import HIDDEN, hidden_states_of_call
+from .hierarchy_context import CONTEXT, hierarchy_of_call
+from .stock import stock_forward
 
 logger = logging.getLogger("hf_hyperattn")
 
 
-class Hyper(nn.Module):
-    """The layers of a host's mechanisms, one child each, in the order of their stages.
+class Layers(nn.Module):
+    """Layers of mechanisms, one child each, in the order of their stages."""
+
+    def forward(
+        self, call: HostCall, weights: bool = False, stock: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The output [B, H, N, dv] and the weights where asked for; None where every layer leaves the call as it is.
+
+        Args:
+            call: the host's call.
+            weights: whether to return the attention weights.
+            stock: computes the output of the host's own attention. Where gates have not moved but are to learn, the
+                output is that to the last bit, with the gradients of the mechanism.
+
+        Raises:
+            ValueError: the call has another number of heads than the host was patched for.
+        """
+        query, key = call.query, call.key
+        if self.heads is not None and query.shape[1] != self.heads:
+            raise ValueError(
+                f"a host patched for {self.heads} heads was called with {query.shape[1]}; patch it in "
+                "the form in which it runs"
+            )
+        if call.keywords.get("hierarchy") is not None:
+            warn_of_hierarchy(call, tuple(self._modules))
+        terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
+        plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)
+        for layer in self._modules.values():
+            plan = layer(plan)
+        if plan is host_plan and self.heads is not None:
+            return None
+        if plan.attend is attention and not plan.after:  # which sees to full precision by itself
+            out, attention_weights = attention(
+                plan.score, plan.value, plan.options, backend=call.backend, weights=weights
+            )
+            out = out.to(query.dtype)
+        else:
+            out, attention_weights = plan.run(weights=weights)
+        if torch.is_grad_enabled() and self.heads is not None and stock is not None and self.starts(call):
+            with torch.no_grad():
+                exact = stock().to(out.dtype)
+            out = exact + (out - out.detach())
+        return out, attention_weights
+
+    heads: int | None = None  # that the host was patched for; None where a mechanism is used by name
+
+
+class Hyper(Layers):
+    """The layers of a host's mechanisms.
 
     Args:
         config: what is done to the model.
@@ -47,38 +124,6 @@ class Hyper(nn.Module):
 
     def layers(self) -> list[MechanismLayer]:
         return list(self.children())
-
-    def forward(
-        self, call: HostCall, weights: bool = False, stock: Callable[[], Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """The output [B, H, N, dv] and the weights where asked for; None where every layer leaves the call as it is.
-
-        Args:
-            call: the host's call.
-            weights: whether to return the attention weights.
-            stock: computes the output of the host's own attention. Where gates have not moved but are to learn, the
-                output is that to the last bit, with the gradients of the mechanism.
-
-        Raises:
-            ValueError: the call has another number of heads than the host was patched for.
-        """
-        if call.query.shape[1] != self.heads:
-            raise ValueError(
-                f"a host patched for {self.heads} heads was called with {call.query.shape[1]}; patch it in "
-                "the form in which it runs"
-            )
-        warn_of_hierarchy(call, tuple(self._modules))
-        untouched = plan = Plan.of(call)
-        for layer in self.children():
-            plan = layer(plan)
-        if plan is untouched:
-            return None
-        out, found = plan.run(weights=weights)
-        if stock is not None and self.starts(call):
-            with torch.no_grad():
-                exact = stock().to(out.dtype)
-            out = exact + (out - out.detach())
-        return out, found
 
     def starts(self, call: HostCall) -> bool:
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
@@ -129,3 +174,130 @@ def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
             "changes those alone (self.chosen) and says honours_heads = True"
         )
+
+
+def attention_function(named=None) -> Callable:
+    """The function that a name stands for.
+
+    Args:
+        named: has `of(module)`, the `Layers` that a mechanism's name means for a module, and `layers`, the same for all
+            modules that say nothing of it, where they are known; None: what the module was patched with.
+
+    What it reads of a call is the call contract: keys and values come unrepeated; the `is_causal` keyword wins over the
+    module's; a mask, where there is one, says everything about visibility; without one a causal call of more than one
+    query is top-left causal. What cannot be honoured raises a ValueError that names it.
+    """
+
+    def forward(module, query, key, value, attention_mask, **keywords):
+        get, compiling, attributes = keywords.get, torch.compiler.is_compiling(), module.__dict__
+        weights, collector = (
+            bool(get("output_attentions")),
+            getattr(output_capturing, "_active_collector", None),
+        )
+        if (
+            compiling
+            or type(module).__name__.startswith(RETURNING_WEIGHTS)
+            or (collector and collector.get())
+        ):
+            weights = wants_weights(module, keywords)
+        layers = module._modules.get("hyper") if named is None else named.layers
+        if named is not None:
+            says = getattr(getattr(module, "config", None), "hyperattn", None)
+            layers = named.of(module) if layers is None or compiling or says is not None else layers
+        if layers is None:
+            return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
+        (heads, n, m), mask, window = (*query.shape[1:3], key.shape[2]), attention_mask, get("sliding_window")
+        if not UNHONOURED.isdisjoint(keywords):
+            refuse_keywords(module, mask, keywords)
+        if exporting_to_onnx() if compiling else torch.onnx.is_in_onnx_export():
+            raise onnx_error(module)
+        hierarchy = get("hierarchy")
+        if compiling or CONTEXT in attributes:
+            hierarchy = hierarchy_of_call(module, keywords)
+        first = START if mask is None and not compiling else first_key(module, mask, window, n, m)
+        if get("indices") is not None:
+            mask = within_indices(mask, keywords["indices"], m)
+        if mask is not None and mask.shape[-1] > m:
+            mask = mask[..., :m]
+        hides = type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(
+            type(module), "stock_class"
+        )
+        causal = get("is_causal")
+        causal = bool(getattr(module, "is_causal", hides) if causal is None else causal)
+        scale, offset = get("scaling"), 0
+        scale = float(query.shape[-1]) ** -0.5 if scale is None else float(scale)
+        factor = scaling_already_applied(module, scale) if scale == 1.0 else 1.0
+        by_position = mask is None and causal and hides
+        if mask is not None or (n == 1 and not (window and by_position)):
+            window = None
+        elif n == 1:  # one new token: it is the last one, and sees all that the cache holds
+            offset = m - 1
+        sinks = keywords.get("s_aux")
+        sinks = get("sinks") if sinks is None else sinks
+        call = HostCall(
+            query if factor == 1.0 else query / factor,
+            key,
+            value,
+            scale * factor,
+            causal,
+            Options(
+                mask,
+                get("position_bias"),
+                by_position and n > 1,
+                window or None,
+                offset,
+                get("softcap"),
+                None if sinks is None else sinks.reshape(-1),
+                float(get("dropout") or 0.0),
+            ),
+            {**keywords, "hierarchy": hierarchy},
+            first,
+            hidden_states_of_call(module, n) if compiling or HIDDEN in attributes else None,
+            heads_of_rank(module, heads) if dist.is_available() and dist.is_initialized() else None,
+            getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
+        )
+        if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
+            kv_heads = max(key.shape[1], value.shape[1])
+            call = replace(call, key=repeat_heads(key, kv_heads), value=repeat_heads(value, kv_heads))
+        output = layers(
+            call, weights, partial(_stock_output, module, query, key, value, attention_mask, keywords)
+        )
+        if output is None:
+            return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
+        return output[0].transpose(1, 2).contiguous(), output[1]
+
+    return forward
+
+
+def _stock_output(module, query, key, value, attention_mask, keywords: dict) -> Tensor:
+    """[B, H, N, dv], what the host's own attention gives."""
+    return stock_forward(module, query, key, value, attention_mask, **keywords)[0].transpose(1, 2)
+
+
+#: The attention function of patched models: `host.hyper` where there is one and it changes something, else what the
+#: model ran before. Either way weights are returned where they are wanted, so that `attentions` has every layer's.
+patched_forward = attention_function()
+
+
+def family_mask(*args, config=None, **kwargs):
+    """The mask that the family's stock attention gets.
+
+    Bool, True = take part, or None where position says it all; for families with eager attention alone additive, and
+    None only where nothing is hidden. Masks say where the keys begin; where a cache has dropped some, there is one.
+    """
+    if UNROUTED and getattr(config, "model_type", "") in UNROUTED:
+        UNROUTED[config.model_type](config)
+    make = eager_mask if type(config) in MASK_SAYS_ALL else sdpa_mask
+    if torch.compiler.is_compiling():
+        return make(*args, config=config, **kwargs)
+    dropped, padding = int(kwargs.get("kv_offset", 0)), kwargs.get("attention_mask")
+    if dropped:
+        kwargs["allow_is_causal_skip"] = False
+    if padding is not None and not can_read(padding):  # what it hides is not known
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = make(*args, config=config, **kwargs)
+    if mask is not None:
+        told = {"q_offset", "q_length"} <= {*kwargs}
+        stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if told else None
+        FIRST_KEYS[mask] = FirstKey(dropped, padding, stop)
+    return mask

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import model_patches
+
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import HyperAttnConfig, MechanismConfig
-from ..mechanisms.base import Plan
 from ..registry import Mechanism, get_mechanism, on_register
-from .call import host_call, module_output, wants_weights
-from .families import family_mask
+from .families import UNROUTED
 from .hosts import is_cross_attention
-from .hyper import warn_of_hierarchy
+from .hyper import Layers, attention_function, family_mask, patched_forward
 from .refusal import refuse_unrouted
-from .serving import patched_forward
 from .stock import OURS, PATCHED
 
 
 def register_names() -> None:
     """Register every name with Transformers, those of mechanisms that are registered later too."""
+    UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
     _register(PATCHED, patched_forward)
     on_register(register_names_of)
 
@@ -35,40 +35,40 @@ def register_names() -> None:
 def register_names_of(mechanism: Mechanism) -> None:
     """Register the names of one mechanism."""
     for name, config in mechanism.names.items():
-        _register(name, by_name(name, config))
+        forward = attention_function(NamedMechanism(config))
+        forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
+        _register(name, forward)
 
 
 def _register(name: str, function) -> None:
     OURS.add(name)
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, family_mask)
 
 
-def mask(*args, config=None, **kwargs):
-    """`family_mask`, for families that can be served; the others are refused."""
-    if config is not None:
-        refuse_unrouted(config)
-    return family_mask(*args, config=config, **kwargs)
+class NamedMechanism:
+    """What a mechanism's name runs: its layer in replace mode, without parameters.
 
+    Args:
+        default: its config where a model's config says nothing of the mechanism.
 
-def by_name(name: str, default: MechanismConfig):
-    """The attention function of a mechanism used by name."""
+    Attributes:
+        layers: for all modules that say nothing of it; None where they are not known yet, or differ.
+    """
 
-    def forward(module, query, key, value, attention_mask, **keywords):
-        call = host_call(module, query, key, value, attention_mask, **keywords)
-        warn_of_hierarchy(call, (default.mechanism,))
-        plan, weights = Plan.of(call), wants_weights(module, keywords)
-        if get_mechanism(default.mechanism).cross_attention or not is_cross_module(module):
-            config = by_name_config(module, default).for_model(getattr(module, "config", None))
-            layer = _layer(config)
-            out = None if weights or torch.compiler.is_compiling() else layer.at_once(call)
-            if out is not None:
-                return module_output(out.to(query.dtype), None)
-            plan = layer(plan)
-        return module_output(*plan.run(weights=weights))
+    def __init__(self, default: MechanismConfig):
+        self.default, self.layers = default, None
 
-    forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
-    return forward
+    def of(self, module: nn.Module) -> Layers:
+        """The layers for this module."""
+        cross_attention = get_mechanism(self.default.mechanism).cross_attention
+        if not cross_attention and is_cross_module(module):
+            return _layers(None)
+        config = by_name_config(module, self.default).for_model(getattr(module, "config", None))
+        layers = _layers(config)
+        if cross_attention and config is self.default and not torch.compiler.is_compiling():
+            self.layers = layers
+        return layers
 
 
 def is_cross_module(module: nn.Module) -> bool:
@@ -124,9 +124,12 @@ def _number(data: dict, default: MechanismConfig) -> int:
 
 
 @lru_cache(maxsize=64)
-def _layer(config: MechanismConfig) -> nn.Module:
-    """The mechanism's layer in replace mode, without parameters."""
-    return get_mechanism(config.mechanism).layer(config, None, "replace")
+def _layers(config: MechanismConfig | None) -> Layers:
+    """The mechanism's layer in replace mode, without parameters; none for None."""
+    layers = Layers()
+    if config is not None:
+        layers.add_module(config.mechanism, get_mechanism(config.mechanism).layer(config, None, "replace"))
+    return layers
 
 
 @lru_cache(maxsize=64)

@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ..config import HyperAttnConfig
 from .attach import bring_back, settle_stock
 from .conversions import rebuild
-from .families import family_mask, note_all
+from .families import note_all
+from .hyper import family_mask, patched_forward
 from .record_check import check_loaded
 from .records import all_configs, patched_hosts, saved_name, tree
-from .serving import patched_forward
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
 ASKED = "_hyperattn_asked"

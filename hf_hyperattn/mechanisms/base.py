@@ -7,7 +7,7 @@ order of the stages, changes what its stage is about; then the plan runs on an e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..engines import Options, PairScore, attention, dot_score
-from ..engines.halves import unrounded
-from ..engines.late import LateFields, late
 from ..engines.options import full_precision
 from ..readable import can_read
 
@@ -90,6 +88,7 @@ class HostCall:
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
         heads: the number of query heads of the whole host, and the first one that is in `query`: under tensor
             parallelism a rank has some of them. None where all are there.
+        backend: the engine that the model was set to, see `set_backend`.
     """
 
     query: Tensor
@@ -102,11 +101,12 @@ class HostCall:
     first: FirstKey = field(default_factory=FirstKey)
     hidden: Tensor | None = None
     heads: tuple[int, int] | None = None
+    backend: str = "auto"
 
 
-@dataclass(frozen=True)
-class Plan(LateFields):
-    """How a call will be computed; layers return a changed copy. The score may be given as `Late`."""
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a call will be computed; layers return a changed copy."""
 
     call: HostCall
     score: PairScore
@@ -118,31 +118,26 @@ class Plan(LateFields):
     @classmethod
     def of(cls, call: HostCall) -> Plan:
         """The host's own attention."""
-        score = late(lambda: dot_score(call.query, call.key, call.scale))
-        return cls(call, score, call.value, call.options)
-
-    def base(self) -> tuple[Tensor, Tensor, PairScore]:
-        """Queries, keys and the score so far, for a piece that joins it: each from one float32 tensor, where half
-        precision would round the parts of a gradient before they are added up (engines/halves.py).
-        """
-        given, host = (self.call.query, self.call.key), self.score.raw
-        query, key = map(unrounded, given)
-        own = host is not None and host.query is given[0] and host.key is given[1]
-        if not own or len(self.score.pieces) > 1 or (query is given[0] and key is given[1]):
-            return *given, self.score
-        return query, key, dot_score(query, key, self.call.scale)
+        return cls(call, dot_score(call.query, call.key, call.scale), call.value, call.options)
 
     def change(self, **changes) -> Plan:
         """The plan with these fields in place of its own."""
-        return self.changed(**changes)
+        return replace(self, **changes)
 
-    def run(self, backend: str = "auto", weights: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The output [B, H, N, dv] in the query's dtype, and the weights where asked for."""
+    def run(self, backend: str | None = None, weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The output [B, H, N, dv] in the query's dtype, and the weights where asked for.
+
+        Args:
+            backend: the engine; None for the one that the call names.
+        """
+        backend = self.call.backend if backend is None else backend
         with full_precision(self.value.device):
-            out, found = self.attend(self.score, self.value, self.options, backend=backend, weights=weights)
+            out, attention_weights = self.attend(
+                self.score, self.value, self.options, backend=backend, weights=weights
+            )
         for step in self.after:
             out = step(out)
-        return out.to(self.call.query.dtype), found
+        return out.to(self.call.query.dtype), attention_weights
 
 
 class MechanismLayer(nn.Module):
@@ -181,12 +176,6 @@ class MechanismLayer(nn.Module):
     def change(self, plan: Plan) -> Plan:
         """The plan with the mechanism in it, whether or not it changes anything."""
         raise NotImplementedError
-
-    def at_once(self, call: HostCall) -> Tensor | None:
-        """The output [B, H, N, dv] of a call that this layer alone changes, where there is a shorter way to it than by
-        a plan, as there may be for a few queries; else None.
-        """
-        return None
 
     def identical(self) -> bool:
         """Whether the layer, as its parameters stand, changes nothing. The default answer is no."""

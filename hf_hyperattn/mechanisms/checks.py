@@ -136,5 +136,11 @@ def check_parameter(
     return value.reshape(-1).to(like.device)
 
 
+def check_number_of_heads(name: str, value: float | Tensor, query: Tensor) -> float | Tensor:
+    """A number above 0, or a tensor of one or of one per head of the query, as `check_parameter` has it."""
+    parameter = check_parameter(name, value, query.shape[1], query)
+    return parameter if isinstance(value, Tensor) else value
+
+
 def _refuse(name: str, value: object, allowed: str) -> None:
     raise ValueError(f"{name}={short(value)} is not allowed; allowed: {allowed}")

@@ -8,10 +8,10 @@ import random
 import torch
 
 from hf_hyperattn.engines import Options, PairScore, dot_score
-from hf_hyperattn.engines.halves import unrounded
-from hf_hyperattn.mechanisms.cone.features import ConeSpace, cone_piece, cone_score
+from hf_hyperattn.engines.score import upcast_for_grad
+from hf_hyperattn.mechanisms.cone.score import ConeSpace
 from hf_hyperattn.mechanisms.hype.score import with_hype
-from hf_hyperattn.mechanisms.hyperbolic.features import HyperbolicSpace, hyperbolic_piece, hyperbolic_score
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 from tests.oracles.cases import tensor
 
 CONES = {"umbral": ("umbral", "xi"), "penumbral": ("penumbral", "psi")}
@@ -115,18 +115,12 @@ class Call:
     def pair_score(self, x: dict[str, torch.Tensor]) -> PairScore:
         """The score of these inputs."""
         q, k = x["query"], x["key"]
-        if self.blend:  # as `Plan.base` does it
-            q, k = unrounded(q), unrounded(k)
-        made, piece = self.space(self.score, x), self.space(self.blend, x)
-        if self.score in CONES:
-            score = cone_score(q, k, made)
-        elif self.score in DISTANCES:
-            score = hyperbolic_score(q, k, made)
-        else:
-            score = dot_score(q, k)
+        if self.blend or self.score != "dot":  # as layers and functions do it
+            q, k = upcast_for_grad(q), upcast_for_grad(k)
+        space, blended = self.space(self.score, x), self.space(self.blend, x)
+        score = dot_score(q, k) if space is None else space.score(q, k)
         if self.blend:
-            make, scale = cone_piece if self.blend in CONES else hyperbolic_piece, q.shape[-1] ** -0.5
-            score = score.plus(*make(q, k, scale, piece, x["gate"]))
+            score = score.plus(*blended.score(q, k, q.shape[-1] ** -0.5, x["gate"]).terms)
         if self.hype:
             at = [torch.arange(t.shape[2], dtype=torch.float64)[None, None] for t in (q, k)]
             form = "sinh" if self.options["is_causal"] else "cosh"

@@ -11,8 +11,8 @@ from hf_hyperattn.engines import (
     TERMS,
     Options,
     PairScore,
-    Piece,
     Points,
+    ScoreTerm,
     Term,
     attention,
     dot_score,
@@ -29,8 +29,8 @@ class Nearness(Term):
     name = "toy_nearness"
     rows, columns, heads = 1, 1, 1
 
-    def logits(self, dot, row, column, head, gap=None):
-        squared = row[0] + column[0] - 2 * dot if gap is None else gap(None)
+    def logits(self, dot, row, column, head, squared_distance=None):
+        squared = row[0] + column[0] - 2 * dot if squared_distance is None else squared_distance(None)
         return -head[0] * squared
 
 
@@ -49,13 +49,12 @@ def nearness(q, k, beta, gate=None, term=PLAIN):
         return -beta[:, None, None] * ((q[..., :, None, :] - far[..., None, :, :]) ** 2).sum(-1)
 
     statistics = {"row": (q.square().sum(-1),), "column": (k.square().sum(-1),)}
-    return Piece(term, definition, head=(beta,), gate=gate, **statistics)
+    points = (lambda: Points(q, k)) if term is WATCHED else None
+    return ScoreTerm(term, definition, head=(beta,), gate=gate, points=points, **statistics)
 
 
 def score_of(q, k, beta, term=PLAIN):
-    watched = term is WATCHED
-    points = (lambda: Points(q, k)) if watched else None
-    return PairScore(q, k, (nearness(q, k, beta, term=term),), points=points)
+    return PairScore(q, k, (nearness(q, k, beta, term=term),))
 
 
 def plain_logits(q, k, beta):

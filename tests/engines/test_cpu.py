@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import hf_hyperattn as ha
-from hf_hyperattn.engines import Options, attention, dot_score, native
-from hf_hyperattn.engines.cpu import choice, decode, library, norms, squared_norms
-from hf_hyperattn.engines.cpu.operator import _forward, chunks_of
-from hf_hyperattn.engines.score import TERMS, Piece, Term
+from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, native
+from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
+from hf_hyperattn.engines.cpu.kernels import chunks_of, forward
+from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
 from tests.engines.test_native import needs_compiler
 from tests.oracles.cases import assert_close, assert_gradients, qkv
 
@@ -49,21 +49,18 @@ def watched(monkeypatch):
     """Names of the ways that calls took."""
     taken = []
 
-    def watch(owner, name):
-        attend = owner.attend
+    def watch(name, run):
+        def watched_run(*arguments):
+            taken.append(name)
+            return run(*arguments)
 
-        def attended(*arguments):
-            out = attend(*arguments)
-            if out is not None:
-                taken.append(name)
-            return out
+        return watched_run
 
-        monkeypatch.setattr(owner, "attend", attended)
-
-    watch(decode, "decode")
-    watch(decode.Alone, "alone")
-    watch(choice.operator, "operator")
-    return taken
+    dispatch.RESOLVED.clear()
+    monkeypatch.setattr(kernels, "decode", watch("decode", kernels.decode))
+    monkeypatch.setattr(kernels, "forward", watch("operator", kernels.forward))
+    yield taken
+    dispatch.RESOLVED.clear()
 
 
 @needs_compiler
@@ -94,19 +91,19 @@ CONES = {
 @needs_compiler
 @pytest.mark.parametrize("more", CONES.values(), ids=CONES)
 @pytest.mark.parametrize("backend", ["cpu", "auto"])
-def test_cones_with_the_same_numbers_for_all_heads_take_the_shortest_way(more, backend, watched):
+def test_decoding_with_the_same_numbers_for_all_heads(more, backend, watched):
     q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=2, lk=700, d=20, dv=24, dtype=torch.float32)
     k[:, :, 5] = q[:, ::3, 1]
     more = {"enable_gqa": True, "gamma": 0.7, "radius": 1.3, **more}
     expected = F.cone_attention(*(t.double() for t in (q, k, v)), backend="reference", **more)
     assert_close(F.cone_attention(q, k, v, backend=backend, **more), expected, 2e-5, "output")
-    assert watched == ["alone"]
+    assert watched == ["decode"]
     half = [t.bfloat16() for t in (q, k, v)]
     expected = F.cone_attention(*(t.double() for t in half), backend="reference", **more)
     assert_close(F.cone_attention(*half, backend=backend, **more), expected, 1e-2, "in half precision")
     F.cone_attention(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), backend=backend, **more)
     F.cone_attention(q, k, v.requires_grad_(), backend=backend, **more)  # learns
-    assert watched == ["alone"] * 3 + ["operator"]
+    assert watched == ["decode"] * 3 + ["operator"]
 
 
 @needs_compiler
@@ -181,7 +178,7 @@ def test_norms(dtype):
     leaf = x.clone().requires_grad_()
     exact = x.double().requires_grad_()
     for found, expected in (
-        (squared_norms(leaf, torch.float32, 6), exact[..., :6].square().sum(-1)),
+        (squared_norms([leaf], torch.float32, 6)[0], exact[..., :6].square().sum(-1)),
         (norms(leaf, torch.float32), torch.linalg.vector_norm(exact, dim=-1)),
     ):
         assert_close(found, expected, 1e-4, "norms")
@@ -199,7 +196,7 @@ def test_operator_passes_opcheck(spec):
     numbers = [] if spec == "dot" else [*rows, *columns, *torch.ones(2, 2, requires_grad=True)]
     extras = [torch.rand(2, requires_grad=True), torch.ones(9, 12, dtype=torch.bool)[None, None]]
     call = ([q, k, v, *numbers, *extras], spec, "sinks mask", 8, 0.5, True, None, 0, None, 0.0)
-    torch.library.opcheck(_forward, call)
+    torch.library.opcheck(forward, call)
 
 
 @needs_compiler
@@ -229,15 +226,16 @@ class Plain(Term):
 
     name = "plain_for_test_cpu"
 
-    def logits(self, dot, row, column, head, gap=None):
+    def logits(self, dot, row, column, head, squared_distance=None):
         return dot * 0 + 1.0
 
 
 def test_a_term_without_functor_goes_to_the_blocks_with_one_line(monkeypatch, caplog):
     monkeypatch.setitem(TERMS, Plain.name, Plain())
-    choice.say_once.cache_clear()
+    cpu.log_once.cache_clear()
+    dispatch.RESOLVED.clear()
     q, k, v = qkv(batch=1, heads=1, lq=20, d=4, dtype=torch.float32)
-    score = dot_score(q, k).plus(Piece(TERMS[Plain.name], lambda: torch.ones(1, 1, 20, 20)))
+    score = dot_score(q, k).plus(ScoreTerm(TERMS[Plain.name], lambda: torch.ones(1, 1, 20, 20)))
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         for _ in range(2):
             out, _ = attention(score, v, backend="cpu")
@@ -248,10 +246,13 @@ def test_a_term_without_functor_goes_to_the_blocks_with_one_line(monkeypatch, ca
 @pytest.mark.parametrize("off", ["turned off", "no compiler"])
 def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
-    monkeypatch.setattr(library, "_tables", {})
+    monkeypatch.setattr(library, "TABLES", {})
+    monkeypatch.setattr(library, "CORES", {})
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
     monkeypatch.setenv(*(("HF_HYPERATTN_NATIVE", "0") if off == "turned off" else ("CXX", "/no/compiler")))
     native.load.cache_clear()
-    choice.say_once.cache_clear()
+    cpu.log_once.cache_clear()
+    dispatch.RESOLVED.clear()
     q, k, v = qkv(batch=1, heads=2, lq=200, d=8, dtype=torch.float32)
     try:
         with caplog.at_level(logging.WARNING, "hf_hyperattn"):
@@ -283,7 +284,9 @@ def test_narrow_vectors_of_any_cpu(name, monkeypatch, tmp_path):
     apart = [] if "clang" in native.compiler()[0] else ["-fno-gnu-unique"]
     monkeypatch.setattr(native, "flags", lambda: [*flags, "-DHYPER_PLAIN", *apart])
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
-    monkeypatch.setattr(library, "_tables", {})
+    monkeypatch.setattr(library, "TABLES", {})
+    monkeypatch.setattr(library, "CORES", {})
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
     native.load.cache_clear()
     try:
         q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=70, lk=300, d=21, dtype=torch.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_hyperattn.engines import Options, attention, dot_score, native
+from hf_hyperattn.engines import Options, attention, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.mechanisms.hype.score import with_hype
 from tests.engines.test_cpu import CALLS, every_call, run, threads
@@ -232,7 +232,8 @@ def test_workers_forked_after_a_call_with_two_threads():
 
 def test_one_line_where_a_score_cannot_be_built(monkeypatch, caplog):
     assert library.core() is not None
-    monkeypatch.setattr(library, "_tables", {})
+    monkeypatch.setattr(library, "TABLES", {})
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
     monkeypatch.setattr(library, "TEXT", "// otherwise\n" + library.TEXT)  # a library that is not there yet
 
     def refuse():

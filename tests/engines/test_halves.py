@@ -5,7 +5,7 @@ import torch
 
 from hf_hyperattn import ConeConfig, HyperbolicConfig
 from hf_hyperattn.engines import Options
-from hf_hyperattn.engines.halves import unrounded
+from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import cone_attention, hyperbolic_attention
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.registry import get_mechanism
@@ -68,10 +68,10 @@ def test_gradients_of_a_blend_of_points_that_nearly_coincide(config, backend, dt
 
 def test_nothing_is_copied_without_need():
     half = torch.zeros(2, dtype=torch.bfloat16)
-    assert unrounded(half) is half
+    assert upcast_for_grad(half) is half
     half.requires_grad_()
-    assert unrounded(half).dtype == torch.float32
+    assert upcast_for_grad(half).dtype == torch.float32
     with torch.no_grad():
-        assert unrounded(half) is half
+        assert upcast_for_grad(half) is half
     whole = torch.zeros(2, requires_grad=True)
-    assert unrounded(whole) is whole
+    assert upcast_for_grad(whole) is whole

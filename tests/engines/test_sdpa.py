@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_hyperattn.engines import Options, Piece, attention, dot_score
-from hf_hyperattn.engines.choice import choose
+from hf_hyperattn.engines import Options, ScoreTerm, attention, dot_score
+from hf_hyperattn.engines.dispatch import choose
 from hf_hyperattn.engines.score import DOT
-from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, hindrance, rounds, suits
+from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, rounds, supports, unsupported_reason
 from tests.oracles.cases import TOLERANCE, assert_close, assert_gradients, qkv, tensor
 
 N, M = 40, 47  # more queries than go in as a mask
@@ -82,17 +82,19 @@ def low_rank(n, m, gate=None, scale=1.0):
     left, right, row = (
         tensor(*shape, seed=s) * scale for s, shape in enumerate([(1, 4, n, 2), (1, 1, m, 2), (1, 4, n)])
     )
-    return Piece(DOT, lambda: left @ right.mT + row[..., None], gate=gate, columns=lambda: (left, right, row))
+    return ScoreTerm(
+        DOT, lambda: left @ right.mT + row[..., None], gate=gate, low_rank_factors=lambda: (left, right, row)
+    )
 
 
 @pytest.mark.parametrize("n", [5, N])
 @pytest.mark.parametrize("gate", [None, [1.0, 0.5, -2.0, 0.0]])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_columns_are_added_to_the_product(n, gate, pieces):
+@pytest.mark.parametrize("terms", [1, 2])
+def test_columns_are_added_to_the_product(n, gate, terms):
     q, k, v = qkv(2, 4, 2, n, M, d=6, dv=11)
     gate = None if gate is None else torch.tensor(gate, dtype=torch.float64)
     score = dot_score(q, k, 0.4)
-    for _ in range(pieces):
+    for _ in range(terms):
         score = score.plus(low_rank(n, M, gate))
     exact, _ = attention(score, v, Options(is_causal=True), backend="reference")
     assert_close(attention(score, v, Options(is_causal=True), backend="sdpa")[0], exact, 1e-12, "output")
@@ -100,8 +102,8 @@ def test_columns_are_added_to_the_product(n, gate, pieces):
 
 @pytest.mark.parametrize("dtype", MEETINGS)
 @pytest.mark.parametrize("size", [1e-2, 1.0, 60.0])
-def test_pieces_add_up_to_the_columns(dtype, size):
-    """Products of the pieces keep 20 bits and more of what 8 or 11 bits would round."""
+def test_terms_add_up_to_the_columns(dtype, size):
+    """Products of the parts keep 20 bits and more of what 8 or 11 bits would round."""
     piece = low_rank(N, M, scale=size)
     left, right = columns_of(piece, 0.125, dtype, with_row=True)
     assert left.dtype == right.dtype == dtype and left.shape[-1] == right.shape[-1] <= 18
@@ -122,7 +124,7 @@ HINDRANCES = {
 def test_what_it_cannot_do_is_refused_and_auto_goes_elsewhere(what):
     q, k, v = qkv(1, 4, lq=N, lk=M, d=6)
     score = dot_score(q, k)
-    assert hindrance(score, v, HINDRANCES[what]) and not suits(score, v, HINDRANCES[what])
+    assert unsupported_reason(score, v, HINDRANCES[what]) and not supports(score, v, HINDRANCES[what])
     with pytest.raises(
         ValueError, match="backend='sdpa' cannot compute this call: .*; use backend='auto'"
     ) as caught:
@@ -140,7 +142,7 @@ def test_auto_takes_it_for_dot_products_alone():
     assert choose(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"  # there it stores all pairs
     assert choose(score.weighted(torch.ones(4)), v, plain, weights=False) == "blockwise"
     assert (
-        choose(score.plus(Piece(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False)
+        choose(score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False)
         == "blockwise"
     )
     few = dot_score(q[:, :, :3], k[:, :, :3])

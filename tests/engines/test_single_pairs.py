@@ -6,21 +6,21 @@ The toy's gap is of other points than its features, so that the logits show whic
 import pytest
 import torch
 
-from hf_hyperattn.engines import PairScore, Piece, Points, Term, attention, register_term, tiles
+from hf_hyperattn.engines import PairScore, Points, ScoreTerm, Term, attention, register_term, tiles
 from tests.oracles import dense
 from tests.oracles.cases import FAST, MANY_BLOCKS, assert_close, qkv, tensor
 
 
 class Picky(Term):
-    """The product, and where it is above a bound per head, minus the gap."""
+    """The product, and where it is above a bound per head, minus the squared distance."""
 
     name, heads = "toy_picky", 1
 
-    def logits(self, dot, row, column, head, gap=None):
-        return self.vjp(dot, row, column, head, gap)[0]
+    def logits(self, dot, row, column, head, squared_distance=None):
+        return self.vjp(dot, row, column, head, squared_distance)[0]
 
-    def vjp(self, dot, row, column, head, gap=None):
-        found = gap(dot > head[0])
+    def vjp(self, dot, row, column, head, squared_distance=None):
+        found = squared_distance(dot > head[0])
         near = ~found.isnan()
 
         def pullback(grad):
@@ -33,8 +33,8 @@ PICKY = register_term(Picky())
 
 
 def score_of(q, k, bound):
-    piece = Piece(PICKY, lambda: None, head=(bound,))
-    return PairScore(q, k, (piece,), points=lambda: Points(q.flip(-1), k))
+    points = lambda: Points(q.flip(-1), k)
+    return PairScore(q, k, (ScoreTerm(PICKY, lambda: None, head=(bound,), points=points),))
 
 
 def expected(q, k, bound):

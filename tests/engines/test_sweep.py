@@ -32,7 +32,7 @@ def computed(call: Call, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor
     """The output and the gradients of all inputs."""
     x = call.inputs(dtype)
     score, options = call.pair_score(x), call.option(x)
-    if backend == "sdpa" and sdpa.hindrance(score, x["value"], options):
+    if backend == "sdpa" and sdpa.unsupported_reason(score, x["value"], options):
         pytest.skip("not for sdpa")
     out, _ = attention(score, x["value"], options, backend=backend)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).cos()

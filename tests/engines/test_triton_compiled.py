@@ -23,7 +23,7 @@ SPILLED = 128
 
 def specs():
     q = torch.zeros(1, 2, 2, 4)
-    return sorted({score(q, q, learned(2)).spec for score in SCORES.values()})
+    return sorted({score(q, q, learned(2)).score_key for score in SCORES.values()})
 
 
 def fits(built, d=64):

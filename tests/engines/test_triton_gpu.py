@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")  # before the tests that it borrows from are imported
 
-from hf_hyperattn.engines import Options, attention, choice, dot_score  # noqa: E402
+from hf_hyperattn.engines import Options, attention, dispatch, dot_score  # noqa: E402
 from hf_hyperattn.functional import cone_attention, hyperbolic_attention  # noqa: E402
 from tests.engines.test_triton import check, inputs, untuned  # noqa: E402
 from tests.engines.triton_scores import SCALE, SCORES, learned  # noqa: E402
@@ -75,7 +75,7 @@ def test_tuning_keeps_the_result(monkeypatch):
 def test_auto_takes_it():
     q, k, v = inputs("cuda", dtype=torch.bfloat16, d=64, **LONG)
     score = SCORES["umbral"](q, k, learned(2, device="cuda"))
-    assert choice.choose(score, v, Options(), weights=False) == "triton"
+    assert dispatch.choose(score, v, Options(), weights=False) == "triton"
     for attend in (cone_attention, hyperbolic_attention):
         out = attend(q, k, v)
         assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()

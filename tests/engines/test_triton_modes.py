@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hyperattn.engines import Options, attention, choice, dot_score, triton
-from hf_hyperattn.engines.score import PairScore, Piece, Term, register_term
+from hf_hyperattn.engines import Options, attention, dispatch, dot_score, triton
+from hf_hyperattn.engines.score import PairScore, ScoreTerm, Term, register_term
 from hf_hyperattn.engines.triton import serve as engine
 from tests.engines.triton_scores import SCORES, learned
 from tests.oracles.cases import qkv
@@ -53,7 +53,7 @@ class Distant(Term):
 
     name = "toy_without_triton"
 
-    def logits(self, dot, row, column, head, gap=None):
+    def logits(self, dot, row, column, head, squared_distance=None):
         return -dot
 
 
@@ -74,14 +74,14 @@ def test_it_refuses_tensors_on_the_cpu():
 
 def hindrance(monkeypatch, score, v, **options):
     monkeypatch.setattr(engine, "interpreted", lambda: True)  # as if the device were no matter
-    return engine.hindrance(score, v, Options(**options))
+    return engine.unsupported_reason(score, v, Options(**options))
 
 
 def test_what_it_cannot_serve_is_named(monkeypatch):
     q, k, v = qkv(d=4, dtype=torch.float32)
     assert hindrance(monkeypatch, dot_score(q, k), v) is None
     assert "float64" in hindrance(monkeypatch, dot_score(q.double(), k.double()), v.double())
-    other = PairScore(q, k, (Piece(DISTANT, lambda: -q @ k.mT),))
+    other = PairScore(q, k, (ScoreTerm(DISTANT, lambda: -q @ k.mT),))
     assert "toy_without_triton has no Triton form" == hindrance(monkeypatch, other, v)
     wide = torch.zeros(1, 1, 2, 257)
     assert "wider than 256" in hindrance(monkeypatch, dot_score(wide, wide), wide)
@@ -92,17 +92,17 @@ def test_what_it_cannot_serve_is_named(monkeypatch):
 
 
 class Elsewhere:
-    """A tensor as `suits` sees it: on a GPU."""
+    """A tensor as `supports` sees it: on a GPU."""
 
     device, dtype, shape = torch.device("cuda"), torch.float32, (2, 4, 5, 3)
 
 
 def test_auto_falls_back_with_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(engine, "hindrance", lambda *_: "for a test")
+    monkeypatch.setattr(engine, "unsupported_reason", lambda *_: "for a test")
     engine._told.cache_clear()
     q, k, _ = qkv(d=4, dtype=torch.float32)
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
-        assert not any(engine.suits(dot_score(q, k), Elsewhere, Options()) for _ in range(3))
+        assert not any(engine.supports(dot_score(q, k), Elsewhere, Options()) for _ in range(3))
     assert [r.getMessage() for r in caplog.records] == [
         "hf_hyperattn: the Triton kernels cannot compute a call (for a test); another engine does"
     ]
@@ -111,9 +111,9 @@ def test_auto_falls_back_with_one_line(monkeypatch, caplog):
 @pytest.mark.parametrize("name, taken", [("dot", "sdpa"), ("hype_sinh", "triton"), ("umbral", "triton")])
 def test_auto_takes_it_where_it_serves(monkeypatch, name, taken):
     q, k, v = qkv(lq=80, d=4, dtype=torch.float32)
-    monkeypatch.setattr(triton, "suits", lambda *_: True)
-    monkeypatch.setattr(choice.cpu, "suits", lambda *_: False)
-    assert choice.choose(SCORES[name](q, k, learned(4)), v, Options(), weights=False) == taken
+    monkeypatch.setattr(triton, "supports", lambda *_: True)
+    monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
+    assert dispatch.choose(SCORES[name](q, k, learned(4)), v, Options(), weights=False) == taken
 
 
 def test_importing_the_package_imports_no_kernels():

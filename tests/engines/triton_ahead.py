@@ -55,7 +55,7 @@ def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=
         column=new(1, kv_heads, length, columns + factored),
         head=new(parameters, heads),
         points=points if functions(spec).inexact else None,
-        spec=spec,
+        score_key=spec,
         factored=factored,
         scale=1.0 if factored else d**-0.5,
         **(plain | given),

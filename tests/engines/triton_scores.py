@@ -3,9 +3,9 @@
 import torch
 
 from hf_hyperattn.engines import dot_score
-from hf_hyperattn.mechanisms.cone.features import ConeSpace, cone_piece, cone_score
+from hf_hyperattn.mechanisms.cone.score import ConeSpace
 from hf_hyperattn.mechanisms.hype.score import with_hype
-from hf_hyperattn.mechanisms.hyperbolic.features import HyperbolicSpace, hyperbolic_piece, hyperbolic_score
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 
 SCALE = 0.3
 
@@ -16,16 +16,16 @@ def cone(variant, mapping, squared=True):
         return ConeSpace(variant, mapping, squared, clamp, t["gamma"], t["radius"])
 
     return (
-        lambda q, k, t: cone_score(q, k, space(t)),
-        lambda q, k, t: dot_score(q, k, SCALE).plus(*cone_piece(q, k, SCALE, space(t), t["gate"])),
+        lambda q, k, t: space(t).score(q, k),
+        lambda q, k, t: dot_score(q, k, SCALE).plus(*space(t).score(q, k, SCALE, t["gate"]).terms),
     )
 
 
 def hyperbolic(distance):
     space = lambda t: HyperbolicSpace(distance, 0.25, t["gamma"], t["radius"])
     return (
-        lambda q, k, t: hyperbolic_score(q, k, space(t)),
-        lambda q, k, t: dot_score(q, k, SCALE).plus(*hyperbolic_piece(q, k, SCALE, space(t), t["gate"])),
+        lambda q, k, t: space(t).score(q, k),
+        lambda q, k, t: dot_score(q, k, SCALE).plus(*space(t).score(q, k, SCALE, t["gate"]).terms),
     )
 
 
@@ -42,13 +42,11 @@ def hyped(base, form):
 
 
 def instead(q, k, t):
-    """Some heads dot product, the others umbral: two gates, both pieces capped."""
+    """Some heads dot product, the others umbral: two gates, both terms capped."""
     off = torch.zeros_like(t["gate"])
     off[::2] = 1
-    piece, points = cone_piece(
-        q, k, SCALE, ConeSpace("umbral", "xi", True, False, t["gamma"], t["radius"]), 1 - off
-    )
-    return dot_score(q, k, SCALE).weighted(off).plus(piece.changed(capped=True), points)
+    space = ConeSpace("umbral", "xi", True, False, t["gamma"], t["radius"])
+    return dot_score(q, k, SCALE).weighted(off).plus(*space.score(q, k, SCALE, 1 - off, capped=True).terms)
 
 
 umbral, umbral_blend = cone("umbral", "xi")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_hyperattn.engines import attention
-from hf_hyperattn.engines.cpu import decode, norms, squared_norms
+from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
 
@@ -68,7 +68,7 @@ def forward_and_backward(pick: random.Random, seed: int) -> str:
 def decoding(pick: random.Random, seed: int) -> str:
     call = attention_call(seed)
     batch, heads, kv_heads, _, _, d, dv = call.shape
-    few, keys = pick.randint(1, decode.FEW), int(math.exp(pick.uniform(math.log(6), math.log(3000))))
+    few, keys = pick.randint(1, FEW), int(math.exp(pick.uniform(math.log(6), math.log(3000))))
     call.shape = (batch, heads, kv_heads, few, keys, d, dv)
     call.hype = False  # its positions are those of the call that was drawn
     for name, length in (("query", few), ("key", keys), ("value", keys)):
@@ -117,7 +117,7 @@ def of_rows(pick: random.Random, seed: int) -> str:
     leaf = torch.randn(shape).to(dtype).requires_grad_()
     x = laid_out(leaf, pick)
     root, width = pick.random() < 0.5, pick.randint(1, shape[-1])
-    out = norms(x, torch.float32) if root else squared_norms(x, torch.float32, width)
+    out = norms(x, torch.float32) if root else squared_norms([x], torch.float32, width)[0]
     torch.autograd.grad(out.sum(), leaf)
     return f"{shape} {dtype} root={root} width={width}"
 

@@ -107,7 +107,7 @@ def test_near_points_keep_their_digits():
 
 def test_the_cone_rooms_exponential_map_is_this_one():
     """Its points of the half space are the ball's, by the inversion that takes 0 to (0, 1)."""
-    from hf_hyperattn.mechanisms.cone.points import height_and_stretch, horizontal
+    from hf_hyperattn.mechanisms.cone.reference import height_and_stretch, horizontal
 
     v = tangents(30, 4, seed=25)
     height, stretch = height_and_stretch(v, "expmap")

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.base import Plan
 from tests.integration.models import FAMILIES, State, difference, perturb, run
 from tests.integration.test_families import generate
 
@@ -40,7 +39,7 @@ def allowed(names, family: str) -> bool:
     a, b = (CONFIGS[name] for name in names)
     if family == "llama" and "collaborative" in (a.mechanism, b.mechanism):
         return False  # rotary positions
-    refused = b.mechanism in a.refuses or a.mechanism in b.refuses
+    refused = a.clash(b) or b.clash(a)
     return not refused and not set(a.stages) & set(b.stages)
 
 
@@ -111,16 +110,13 @@ def test_a_pair_generates_the_same_with_a_cache(family, pair):
 
 
 @pytest.mark.parametrize("family, pair", MEANT, ids=label)
-def test_a_pair_in_tiles_agrees_with_the_specification(family, pair, monkeypatch):
+def test_a_pair_in_tiles_agrees_with_the_specification(family, pair):
     model, inputs = patched(family, pair)
     perturb(model, 0.2)
-    plain = Plan.run
 
     def by(backend):
         """What the model computes by a named engine: `auto` would not cut so few tokens into tiles."""
-        monkeypatch.setattr(
-            Plan, "run", lambda plan, chosen="auto", weights=False: plain(plan, backend, weights)
-        )
+        ha.set_backend(model, backend)
         return run(model, inputs)
 
     found = by("blockwise")

@@ -8,9 +8,9 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
-from hf_hyperattn.integration import serving
 from hf_hyperattn.integration.attach import all_hosts
 from hf_hyperattn.integration.hidden import HIDDEN
+from hf_hyperattn.integration.hyper import Layers
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, llama, perturb, run, text_inputs
@@ -55,15 +55,15 @@ def test_widths_are_those_of_a_real_call(family, monkeypatch):
     make, inputs = FAMILIES[family]
     model, seen = make(), {}
     ha.patch_model(model, ha.ConeConfig(), include_cross_attention=True)
-    real = serving.host_call
+    real = Layers.forward
 
-    def spy(module, query, key, value, *args, **keywords):
-        seen[module] = (query.shape[-1], value.shape[-1])
-        return real(module, query, key, value, *args, **keywords)
+    def spy(hyper, call, *args, **keywords):
+        seen[hyper] = (call.query.shape[-1], call.value.shape[-1])
+        return real(hyper, call, *args, **keywords)
 
-    monkeypatch.setattr(serving, "host_call", spy)
+    monkeypatch.setattr(Layers, "forward", spy)
     run(model, inputs())
-    facts = {module: (host.head_dim, host.value_dim) for _, module, host in all_hosts(model)}
+    facts = {module.hyper: (host.head_dim, host.value_dim) for _, module, host in all_hosts(model)}
     assert seen and {m: facts[m] for m in seen} == seen
 
 

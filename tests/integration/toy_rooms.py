@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hf_hyperattn.config import MechanismConfig, option
-from hf_hyperattn.engines import Piece, Term, dot_score, register_term, working_dtype
+from hf_hyperattn.engines import ScoreTerm, Term, dot_score, register_term, working_dtype
 from hf_hyperattn.engines.score import repeat_heads
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import Mechanism, register
@@ -26,7 +26,7 @@ class ToyCosineConfig(MechanismConfig):
 class Cosine(Term):
     name, rows, columns, heads = "toy_cosine", 1, 1, 1
 
-    def logits(self, dot, row, column, head, gap=None):
+    def logits(self, dot, row, column, head, squared_distance=None):
         return dot * row[0] * column[0] * head[0]
 
 
@@ -45,7 +45,7 @@ class ToyCosineLayer(MechanismLayer):
         t = torch.full((q.shape[1],), self.config.temperature, dtype=dtype, device=q.device)
         t = t if self.log_temperature is None else t * self.log_temperature.to(dtype).exp()
         scale = call.scale if self.mode == "blend" else 1.0
-        piece = Piece(
+        term = ScoreTerm(
             COSINE,
             lambda: cosine(q, k) * t[:, None, None],
             row=(1 / (q.norm(dim=-1) * scale),),
@@ -54,8 +54,8 @@ class ToyCosineLayer(MechanismLayer):
             gate=None if self.gate is None else self.gate.to(dtype),
         )
         if self.mode == "blend":
-            return plan.change(score=plan.score.plus(piece))
-        return plan.change(score=replace(dot_score(q, k, 1.0), pieces=(piece,)))
+            return plan.change(score=plan.score.plus(term))
+        return plan.change(score=replace(dot_score(q, k, 1.0), terms=(term,)))
 
     def identical(self):
         return self.mode == "blend" and not bool(self.gate.any())

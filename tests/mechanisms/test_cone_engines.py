@@ -10,9 +10,8 @@ import torch
 from hf_hyperattn import ConeConfig
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.mechanisms.cone.features import cone_piece, cone_score
 from hf_hyperattn.mechanisms.cone.functional import cone_attention, cone_space
-from hf_hyperattn.mechanisms.cone.layer import ConeLayer
+from hf_hyperattn.mechanisms.cone.score import ConeLayer
 from tests.oracles import dense, softmax
 from tests.oracles.cases import (
     BACKENDS,
@@ -37,8 +36,7 @@ def space_of(q, pairing, gamma=1.0, radius=1.0):
 
 
 def blend_score(q, k, pairing, gate, gamma, radius, scale):
-    piece, points = cone_piece(q, k, scale, space_of(q, pairing, gamma, radius), gate)
-    return dot_score(q, k, scale).plus(piece, points)
+    return dot_score(q, k, scale).plus(*space_of(q, pairing, gamma, radius).score(q, k, scale, gate).terms)
 
 
 def blend_logits(q, k, pairing, gate, gamma, radius, scale):
@@ -59,7 +57,7 @@ def test_sinks_and_caps_act_on_the_whole_logit(backend, pairing, dtype, asked):
     gamma, radius = per_head(2, DTYPES[dtype])
     sinks = torch.tensor(asked["sinks"], dtype=torch.float64) if "sinks" in asked else None
     options = Options(is_causal=True, sinks=sinks, softcap=asked.get("softcap"))
-    out, _ = attention(cone_score(q, k, space_of(q, pairing, gamma, radius)), v, options, backend=backend)
+    out, _ = attention(space_of(q, pairing, gamma, radius).score(q, k), v, options, backend=backend)
     logits = dense.scores(
         q.double(), k.double(), gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing]
     )
@@ -74,7 +72,7 @@ def test_gradients_beside_sinks_and_a_cap(backend, pairing):
     inputs = [t.clone().requires_grad_() for t in (q, k, v, *per_head(2), tensor(2, seed=92))]
 
     def run(q, k, v, gamma, radius, sinks):
-        score = cone_score(q, k, space_of(q, pairing, gamma, radius))
+        score = space_of(q, pairing, gamma, radius).score(q, k)
         return attention(score, v, Options(is_causal=True, sinks=sinks, softcap=0.8), backend=backend)[0]
 
     assert torch.autograd.gradcheck(run, inputs)

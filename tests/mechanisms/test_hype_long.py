@@ -94,7 +94,7 @@ def test_columns(form, dtype, dotted, learned):
     score = dot_score(q, k)
     places = torch.arange(LENGTH)[None, None]
     score = with_hype(score, (places, places), mu, tau, form, reach=LENGTH)
-    wide_q, wide_k, _ = widened(q, k, k, 0.125, score.pieces[1:])
+    wide_q, wide_k, _ = widened(q, k, k, 0.125, score.terms[1:])
     assert wide_q.dtype == dtype and wide_q.shape[-1] == wide_k.shape[-1] <= 80
     logits = (wide_q[0, :, ROWS].float() @ wide_k[0].float().mT) * 0.125
     bias = logits.double() - q[0, :, ROWS].double() @ k[0].double().mT * 0.125
@@ -112,7 +112,7 @@ def test_plain_half_precision_columns_would_lose_the_bias():
     places = torch.arange(LENGTH)[None, None]
     score = with_hype(dot_score(torch.zeros(1, 2, LENGTH, 2), torch.zeros(1, 2, LENGTH, 2)), (places, places),
                       mu, tau, "sinh", reach=LENGTH)  # fmt: skip
-    left, right, row = (t.to(torch.bfloat16).double() for t in score.pieces[1].columns())
+    left, right, row = (t.to(torch.bfloat16).double() for t in score.terms[1].low_rank_factors())
     got = left[:, :, ROWS] @ right.mT + row[:, :, ROWS, None]
     assert within(got[0], exact("sinh", mu, tau), "sinh")[0] > 10
 
@@ -139,7 +139,7 @@ def test_a_gate_counts_as_a_part_of_the_bias(form):
         mu, tau = numbers(form)
         gate = torch.tensor([gate, 0.0])
         score = with_hype(dot_score(q, q), (places, places), mu, tau, form, reach=LENGTH, gate=gate)
-        return score.pieces[1].columns is not None
+        return score.terms[1].low_rank_factors is not None
 
     assert offered(1.0) and offered(-1.0) and not offered(64.0) and not offered(-64.0)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hyperattn.functional import hyperbolic_scores
-from hf_hyperattn.mechanisms.hyperbolic.features import squared_lorentz_features
 from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
+from hf_hyperattn.mechanisms.hyperbolic.score import squared_lorentz_features
 from tests.oracles import hyperbolic as oracle
 from tests.oracles.cases import DTYPES, assert_close, qkv, tensor
 from tests.oracles.marks import both_dtypes

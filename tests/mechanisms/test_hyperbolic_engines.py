@@ -9,7 +9,6 @@ import torch
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.engines.tiles import Tile
 from hf_hyperattn.functional import hyperbolic_scores
-from hf_hyperattn.mechanisms.hyperbolic.features import hyperbolic_piece, hyperbolic_score, with_own_keys
 from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 from tests.oracles import dense, softmax
 from tests.oracles import hyperbolic as oracle
@@ -23,13 +22,13 @@ every_distance = pytest.mark.parametrize("distance", ["geodesic", "squared_loren
 
 
 def alone(q, k, distance, c=1.0, tau=1.0, scale=None):
-    return hyperbolic_score(q, k, hyperbolic_space(q, scale, c, tau, distance))
+    return hyperbolic_space(q, scale, c, tau, distance).score(q, k)
 
 
 def blend(q, k, distance, gate, c, tau, scale, own=None):
     """dot product of this scale + gate · hyperbolic score of scale `own`."""
-    piece, points = hyperbolic_piece(q, k, scale, hyperbolic_space(q, own, c, tau, distance), gate)
-    return dot_score(q, k, scale).plus(piece, points)
+    space = hyperbolic_space(q, own, c, tau, distance)
+    return dot_score(q, k, scale).plus(*space.score(q, k, scale, gate).terms)
 
 
 def blend_logits(q, k, distance, gate, c, tau, scale, own=None):
@@ -139,8 +138,8 @@ def test_keys_of_their_own_change_nothing(backend):
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=70, d=4, seed=100)
     gate = tensor(4, seed=101)
     for score in (alone(q, k, "geodesic", *per_head(4)), blend(q, k, "geodesic", gate, *per_head(4), 0.5)):
-        own = with_own_keys(score, 4)
-        assert own.key.shape[1] == 4 and with_own_keys(own, 4) is own
+        own = score.with_own_keys(4)
+        assert own.key.shape[1] == 4 and own.with_own_keys(4) is own
         out, _ = attention(own, v.repeat_interleave(2, dim=1), backend=backend)
         assert_close(out, attention(score, v, backend=backend)[0], 1e-12, "output")
 
@@ -150,7 +149,7 @@ def test_keys_of_their_own_change_nothing(backend):
 
 def counted(monkeypatch):
     """How many pairs were taken from differences: of whole tiles, and chosen ones."""
-    counts, gap = [0, 0], Tile.gap
+    counts, gap = [0, 0], Tile.squared_distance
 
     def noted(self, pairs):
         found = gap(self, pairs)
@@ -158,7 +157,7 @@ def counted(monkeypatch):
         counts[chosen < found.numel()] += chosen
         return found
 
-    monkeypatch.setattr(Tile, "gap", noted)
+    monkeypatch.setattr(Tile, "squared_distance", noted)
     return counts
 
 

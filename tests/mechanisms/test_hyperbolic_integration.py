@@ -12,7 +12,7 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.config import HyperAttnConfig, MechanismConfig
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.mechanisms.hyperbolic.layer import HyperbolicLayer
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism
 from tests.integration import test_families as families
 from tests.integration.models import FAMILIES, State, bert, difference, llama, perturb, run, text_inputs

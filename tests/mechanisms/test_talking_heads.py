@@ -8,10 +8,9 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, dot_score
 from hf_hyperattn.functional import cone_scores, hype_bias, hyperbolic_scores, talking_heads_attention
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.mechanisms.cone.features import cone_score
 from hf_hyperattn.mechanisms.cone.functional import cone_space
-from hf_hyperattn.mechanisms.hype.layer import HypeLayer
-from hf_hyperattn.mechanisms.hyperbolic.features import HyperbolicSpace, hyperbolic_score
+from hf_hyperattn.mechanisms.hype.score import HypeLayer
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 from hf_hyperattn.mechanisms.talking_heads import operator
 from hf_hyperattn.mechanisms.talking_heads.attention import talking_heads
 from tests.oracles.cases import assert_close, qkv, tensor
@@ -114,11 +113,11 @@ def test_permutations_of_heads(backend):
 
 SCORES = {
     "cone": lambda q, k: (
-        cone_score(q, k, cone_space(q, "umbral", None, 1.0, 1.0, True, False)),
+        cone_space(q, "umbral", None, 1.0, 1.0, True, False).score(q, k),
         cone_scores(q, k),
     ),
     "hyperbolic": lambda q, k: (
-        hyperbolic_score(q, k, HyperbolicSpace("geodesic", 0.5, *(torch.ones(1, dtype=q.dtype),) * 2)),
+        HyperbolicSpace("geodesic", 0.5, 1.0, 1.0).score(q, k),
         hyperbolic_scores(q, k, scale=0.5),
     ),
 }
@@ -284,7 +283,7 @@ def test_it_is_one_node_for_the_compiler():
 def test_the_operator_is_well_formed():
     q, k, v = (t.requires_grad_() for t in qkv(heads=2, lq=4))
     before, after = (m.requires_grad_() for m in matrices(2))
-    given = ([q, k, v], before, after, "dot", "", True, None, 0, None, 0.0)
+    given = ([q, k, v], before, after, "dot", "", 8, 1.0, True, None, 0, None, 0.0)
     torch.library.opcheck(operator.forward, given)
 
 

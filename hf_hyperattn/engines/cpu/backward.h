@@ -6,7 +6,7 @@
 // for rounding: small logits here and in the forward pass may differ in their last digit, and delta is made of the output.
 // Where slopes are large but nearly the same along a row, that residue times their size is all that one would see. So
 // the mean slope is taken off them, which changes nothing else: the sum over rows of residue · mean is subtracted from
-// the gradient at the end (`centred` in operator.py).
+// the gradient at the end (`centred` in kernels.py).
 #pragma once
 
 #include "call.h"

@@ -1,4 +1,4 @@
-// A call of the engine as operator.py writes it down, and the blocks in which it is computed.
+// A call of the engine as kernels.py writes it down, and the blocks in which it is computed.
 #pragma once
 
 #include <algorithm>

@@ -1,18 +1,20 @@
 """The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
 
-A score's library is a few lines of C++ made from its spec, which name the functors of its terms. They share nothing
+A score's library is a few lines of C++ made from its key, which name the functors of its terms. They share nothing
 with the core but `struct Tile` (tile.h), so that a score builds in a second or two.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from .. import native
-from ..score import capped_in, parse_spec
+from ..score import parse_score_key
 
 HERE = Path(__file__).parent
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
@@ -37,59 +39,82 @@ extern "C" const hyper::ScoreTable* hyper_score() {{
 }}
 """
 
-_tables: dict[tuple[str, bool, str], tuple[ctypes.CDLL, int]] = {}
+
+class Loaded(NamedTuple):
+    """A score's library, the address of its ScoreTable, and the engine that runs it."""
+
+    library: ctypes.CDLL
+    table: int
+    core: ctypes.CDLL
+
+
+#: What is loaded, by score key, whether there is a softcap, and reader.
+TABLES: dict[tuple[str, bool, str], Loaded] = {}
+
+
+#: The engine, by what the environment says of compiled kernels.
+CORES: dict[str | None, ctypes.CDLL | None] = {}
 
 
 def core() -> ctypes.CDLL | None:
     """The engine itself, or None where it cannot be built or compiled kernels are turned off."""
-    found = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
-    if found is not None:
-        found.hyper_padded.restype = found.hyper_tile_keys.restype = ctypes.c_int64
-    return found
+    setting = os.environ.get(native.SETTING)
+    if setting not in CORES:
+        found = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+        if found is not None:
+            found.hyper_padded.restype = found.hyper_tile_keys.restype = ctypes.c_int64
+    return CORES[setting]
 
 
-def table(spec: str, capped: bool, reader: str = "") -> int | None:
-    """The address of a score's ScoreTable; None where the engine or the score cannot be built.
+@torch.compiler.assume_constant_result
+def core_is_ready() -> bool:
+    """Whether the engine is there, or can be built now. A constant while a call is traced."""
+    return core() is not None
+
+
+def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
+    """A score's library; None where the engine or the score cannot be built.
 
     Args:
-        spec: `PairScore.spec`.
+        score_key: `PairScore.score_key`.
         capped: whether there is a softcap.
-        reader: for decoding, `"index type"` of the piece that reads its statistics from keys (score.h).
+        reader: for decoding, `"index type"` of the term that reads its statistics from keys (score.h).
     """
-    if (spec, capped, reader) in _tables and native.enabled():
-        return _tables[spec, capped, reader][1]
-    if not has_functors(spec) or core() is None:
+    kind = score_key, capped, reader
+    if kind in TABLES and native.enabled():
+        return TABLES[kind]
+    if not has_functors(score_key) or core() is None:
         return None
-    text = text_of(spec, capped, reader)
-    headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
+    text = text_of(score_key, capped, reader)
+    headers = sorted({term.cpp[0] for term, *_ in parse_score_key(score_key)} | {HERE / "score.h"})
     library = native.load("cpu_score", text, *headers, *SHARED)
     if library is None:
         return None
     library.hyper_score.restype = ctypes.c_void_p
-    _tables[spec, capped, reader] = library, library.hyper_score()
-    return _tables[spec, capped, reader][1]
+    TABLES[kind] = Loaded(library, library.hyper_score(), core())
+    return TABLES[kind]
 
 
-def has_functors(spec: str) -> bool:
+def has_functors(score_key: str) -> bool:
     """Whether every term of a score has a C++ functor."""
-    return all(term.cpp is not None for term, _ in parse_spec(spec))
+    return all(term.cpp is not None for term, *_ in parse_score_key(score_key))
 
 
 @torch.compiler.assume_constant_result
-def ready(spec: str, capped: bool, reader: str = "") -> bool:
+def ready(score_key: str, capped: bool) -> bool:
     """Whether a score's library is there, or can be built now. A constant while a call is traced."""
-    return table(spec, capped, reader) is not None
+    return load(score_key, capped) is not None
 
 
-def text_of(spec: str, capped: bool, reader: str = "") -> str:
+def text_of(score_key: str, capped: bool, reader: str = "") -> str:
     """The C++ source of a score's library."""
     boolean = lambda value: str(bool(value)).lower()
     pieces, headers = [], [HERE / "score.h"]
-    for (term, gated), caps in zip(parse_spec(spec), capped_in(spec), strict=True):
+    for term, gated, caps in parse_score_key(score_key):
         header, functor = term.cpp
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
     includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
     index, _, kind = reader.partition(" ")
     read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
-    return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces), reader=read)
+    return TEXT.format(spec=score_key, includes=includes, pieces=", ".join(pieces), reader=read)

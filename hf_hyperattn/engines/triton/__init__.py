@@ -4,11 +4,11 @@
     operator.py    the operators of torch and their gradients
     launch.py      from tensors to launched kernels; configs.py: tile sizes
     forward.py, backward.py, tile.py   the kernels
-    terms.py       what rooms give; compose.py: from a score's spec to Triton functions
+    terms.py       what rooms give; compose.py: from a score's key to Triton functions
 
 Importing the package does not import Triton.
 """
 
-from .serve import attend, hindrance, suits
+from .serve import attend, compute, supports, unsupported_reason
 
-__all__ = ["attend", "hindrance", "suits"]
+__all__ = ["attend", "compute", "supports", "unsupported_reason"]

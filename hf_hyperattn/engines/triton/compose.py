@@ -1,23 +1,19 @@
-"""From a score's spec to the Triton functions of its sum of terms.
+"""From a score's key to the Triton functions of its sum of terms.
 
-Which terms a score has, and how many statistics they read, differs from spec to spec, and Triton functions have no
+Which terms a score has, and how many statistics they read, differs from score to score, and Triton functions have no
 variable arguments; so the few lines that call the terms one after another are written out as source text for each
-spec. The text is kept where Python looks for the source of what was not read from a file (`linecache`), because Triton
+score. The text is kept where Python looks for the source of what was not read from a file (`linecache`), because Triton
 parses the source of its functions.
 """
 
 from __future__ import annotations
 
 import functools
-import linecache
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
-
-from ..score import capped_in, parse_spec
-from .terms import triton_form
+from ..score import parse_score_key
+from .terms import indented, triton_form, written
 from .tile import tanh
 
 NUMBERS = "noise: tl.constexpr, row, column, head, softcap, CAP: tl.constexpr"
@@ -25,7 +21,7 @@ NUMBERS = "noise: tl.constexpr, row, column, head, softcap, CAP: tl.constexpr"
 
 @dataclass(frozen=True)
 class Functions:
-    """The Triton functions of a spec, and which of its statistics and parameters have gradients, gates among these."""
+    """The Triton functions of a score, and which of its statistics and parameters have gradients, gates among these."""
 
     score: Callable
     pull: Callable
@@ -39,7 +35,7 @@ class Functions:
 
 @dataclass(frozen=True)
 class Part:
-    """One term of a spec, and where its numbers stand among all."""
+    """One term of a score, and where its numbers stand among all."""
 
     index: int
     gate: int | None
@@ -85,9 +81,9 @@ class Part:
 
 
 @functools.cache
-def functions(spec: str) -> Functions:
-    """The Triton functions of a spec all of whose terms have a Triton form."""
-    parts, names = parts_of(spec)
+def functions(score_key: str) -> Functions:
+    """The Triton functions of a score all of whose terms have a Triton form."""
+    parts, names = parts_of(score_key)
     summed = " + ".join(f"x{p.index}" if p.gate is None else f"x{p.index} * head[{p.gate}]" for p in parts)
     values = [line for p in parts for line in p.value()]
     by_dot, by_row, by_column, by_head = map(joined, zip(*(p.gradients() for p in parts), strict=True))
@@ -100,28 +96,29 @@ def functions(spec: str) -> Functions:
     asking = [f"inexact{p.index}({', '.join(('dot', 'noise', *p.numbers))})" for p in parts if p.asks]
     inexact = ["def inexact(dot, noise: tl.constexpr, row, column, head):"] if asking else []
     inexact += [f"    return {' | '.join(asking)}"] if asking else []
-    made = written(spec, [score, pull, inexact], names)
+    names |= {"tanh": tanh}
+    make = lambda lines: written(f"score {score_key}", lines, names)
     counts = tuple(
-        sum(getattr(t, kind) for t, _ in parse_spec(spec)) for kind in ("rows", "columns", "heads")
+        sum(getattr(t, kind) for t, *_ in parse_score_key(score_key)) for kind in ("rows", "columns", "heads")
     )
     gates = sum(p.gate is not None for p in parts)
     return Functions(
-        made["score"],
-        made["pull"],
-        made.get("inexact"),
+        make(score),
+        make(pull),
+        make(inexact) if inexact else None,
         joined(p.rows for p in parts),
         joined(p.columns for p in parts),
         joined((*p.heads, p.gate) if p.gate is not None else p.heads for p in parts),
         (counts[0], counts[1], counts[2] + gates),
-        any(triton_form(term).long for term, _ in parse_spec(spec)),
+        any(triton_form(term).long for term, *_ in parse_score_key(score_key)),
     )
 
 
-def parts_of(spec: str) -> tuple[list[Part], dict[str, Callable]]:
-    """The parts of a spec, and the terms' functions by the names that the text gives them."""
+def parts_of(score_key: str) -> tuple[list[Part], dict[str, Callable]]:
+    """The parts of a score, and the terms' functions by the names that the text gives them."""
     rows = columns = heads = 0
     parts, names = [], {}
-    for index, ((term, gated), capped) in enumerate(zip(parse_spec(spec), capped_in(spec), strict=True)):
+    for index, (term, gated, capped) in enumerate(parse_score_key(score_key)):
         form = triton_form(term)
         moving_rows, moving_columns, moving_heads = form.moving(term)
         numbers = [f"row[{rows + n}]" for n in range(term.rows)]
@@ -144,20 +141,6 @@ def parts_of(spec: str) -> tuple[list[Part], dict[str, Callable]]:
     return parts, names
 
 
-def written(spec: str, blocks: list[list[str]], names: dict[str, Callable]) -> dict[str, Callable]:
-    """The functions of these blocks of source lines, by name."""
-    made = {}
-    for lines in filter(None, blocks):
-        file = f"<hf_hyperattn Triton score {spec}: {lines[0]}>"
-        text = "\n".join(["@triton.jit", *lines]) + "\n"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        space = {"triton": triton, "tl": tl, "tanh": tanh, "__name__": __name__, **names}
-        exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, from registered names
-        name = lines[0][4 : lines[0].index("(")]
-        made[name] = space[name]
-    return made
-
-
 def joined(lists: Iterable[Iterable]) -> tuple:
     """One tuple of all."""
     return tuple(x for some in lists for x in some)
@@ -166,8 +149,3 @@ def joined(lists: Iterable[Iterable]) -> tuple:
 def listed(expressions: Iterable[str]) -> str:
     """A tuple display, also of none or one."""
     return "(" + "".join(f"{e}, " for e in expressions) + ")"
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """Lines of a function's body."""
-    return ["    " + line for line in lines]

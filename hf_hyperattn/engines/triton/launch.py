@@ -40,7 +40,7 @@ class Call:
     sinks: Tensor | None
     seed: Tensor | None
     points: tuple[Tensor, Tensor] | None
-    spec: str
+    score_key: str
     factored: bool
     width: int
     scale: float
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def functions(self) -> Functions:
-        return functions(self.spec)
+        return functions(self.score_key)
 
     @property
     def empty(self) -> bool:
@@ -140,7 +140,7 @@ class Call:
         """
         given = (self.window, self.mask, self.bias, self.seed)
         kind = (
-            *(name, self.spec, self.size, self.query.dtype, self.value.dtype, self.query.device),
+            *(name, self.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
             *(self.is_causal, self.n >= 1024, *(x is None for x in given)),
         )
 

@@ -25,7 +25,7 @@ def attention(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    spec: str,
+    score_key: str,
     factored: bool,
     width: int,
     scale: float,
@@ -38,7 +38,7 @@ def attention(
     """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32.
 
     Args:
-        query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `Source`.
+        query: [B, H, N, d], of one dtype with `key`: what products are computed of, see `PairScore.raw_query`.
         key: [B, Hkv, M, d].
         value: [B, Hkv, M, dv].
         row, column, head: all statistics of queries [B, H, N, r] and of keys [B, H or Hkv, M, c], all parameters and
@@ -47,7 +47,7 @@ def attention(
         sinks: [H].
         seed: of dropout, int64 [1].
         points_query, points_key: as in `Points`, where differences may be asked for.
-        spec: the score's terms.
+        score_key: the score's terms.
         factored: whether the last number in `row` and `column` is what the vectors are multiplied with.
         width: of each vector this many numbers count for the product.
         scale: what all products are multiplied with.
@@ -58,7 +58,7 @@ def attention(
     points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
-        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.forward(call)
 
@@ -91,7 +91,7 @@ def attention_backward(
     wanted_row: bool,
     wanted_column: bool,
     wanted_head: bool,
-    spec: str,
+    score_key: str,
     factored: bool,
     width: int,
     scale: float,
@@ -107,7 +107,7 @@ def attention_backward(
     points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
-        *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
+        *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
     return launch.backward(call, grad, out, lse, (wanted_row, wanted_column, wanted_head))
 

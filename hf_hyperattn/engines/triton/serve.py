@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options
-from ..score import PairScore, Source, parse_spec, repeat_heads
+from ..score import PairScore, parse_score_key, repeat_heads
 from .operator import attention
 from .terms import triton_form
 
@@ -30,25 +30,28 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     Raises:
         ValueError: the call asks for what the kernels cannot do; the message says what.
     """
-    reason = hindrance(score, value, options)
+    reason = unsupported_reason(score, value, options)
     if reason is not None:
         raise ValueError(f"backend='triton' cannot compute this call: {reason}; use backend='auto'")
-    source, points = source_of(score), (None, None)
-    if score.points is not None:
-        found = (
-            score.points()
-        )  # without gradient: it flows through the statistics of which the gap is a function
-        points = [t.detach().float().contiguous() for t in (found.query, found.key)]
-    query, key = source.query, source.key
+    return compute(score, value, options)
+
+
+def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """A call that `unsupported_reason` has nothing against."""
+    points = [None] * 2
+    if (
+        score.points is not None
+    ):  # without gradient: it flows through the statistics that distances are functions of
+        between = score.points()
+        points = [t.detach().float().contiguous() for t in (between.query, between.key)]
+    query, key = score.raw_query, score.raw_key
     if query.dtype != key.dtype or query.dtype not in DTYPES:
         query, key = query.float(), key.float()
     (batch, heads, n, m), kv_heads, device = score.shape, key.shape[1], query.device
     row, column, head = score.numbers()
-    factored = source.row is not None or source.column is not None
-    if factored:
-        new = lambda *shape: torch.ones(shape, device=device)
-        row = [*row, new(batch, heads, n) if source.row is None else source.row]
-        column = [*column, new(batch, kv_heads, m) if source.column is None else source.column]
+    factors = score.terms[0].numbers().factors if score.make_features else None
+    if factors is not None:
+        row, column = [*row, factors[0]], [*column, factors[1]]
     if any(t.shape[1] != kv_heads for t in column):
         column = [repeat_heads(t, heads) for t in column]
     out, _ = attention(
@@ -63,10 +66,10 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         options.sinks,
         torch.randint(2**62, (1,), device=device) if options.dropout_p else None,
         *points,
-        score.spec,
-        factored,
-        query.shape[-1] if source.width is None else source.width,
-        float(source.scale),
+        score.score_key,
+        factors is not None,
+        query.shape[-1] if score.width is None else score.width,
+        float(score.scale),
         options.is_causal,
         options.window,
         options.offset,
@@ -74,12 +77,6 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         options.dropout_p,
     )
     return out, None
-
-
-def source_of(score: PairScore) -> Source:
-    """What the features are made of, or the features as they are."""
-    raw = score.raw
-    return raw if raw is not None else Source(score.query, score.key, 1.0, (score.query, score.key))
 
 
 def packed(numbers: list[Tensor], axis: int, none: tuple[int, ...], device: torch.device) -> Tensor:
@@ -104,24 +101,24 @@ def too_old(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) < (8, 0)
 
 
-def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
+def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str | None:
     """Why the call cannot be computed here; None if it can."""
     device = value.device
-    reason = obstacle(score.spec, device.type, device.index)
+    reason = obstacle(score.score_key, device.type, device.index)
     if reason is not None:
         return reason
     if torch.float64 in (score.dtype, value.dtype):
         return "it is in float64"
-    if max(source_of(score).query.shape[-1], value.shape[-1]) > WIDEST:
+    if max(score.raw_query.shape[-1], value.shape[-1]) > WIDEST:
         return f"heads are wider than {WIDEST}"
-    given = [t for t in (options.mask, options.bias) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    masks = [t for t in (options.mask, options.bias) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in masks):
         return "masks and biases get no gradient"
     return None
 
 
 @torch.compiler.assume_constant_result
-def obstacle(spec: str, device: str, index: int | None) -> str | None:
+def obstacle(score_key: str, device: str, index: int | None) -> str | None:
     """What is in the way of this score on this device; None if nothing is. Does not change while a program runs."""
     if not installed():
         return "Triton is not installed"
@@ -130,20 +127,21 @@ def obstacle(spec: str, device: str, index: int | None) -> str | None:
             return f"its kernels need tensors on a CUDA device, these are on {device}"
         if too_old(index):
             return "the GPU's compute capability is below 8.0"
-    missing = [term.name for term, _ in parse_spec(spec) if triton_form(term) is None]
+    missing = [term.name for term, *_ in parse_score_key(score_key) if triton_form(term) is None]
     return f"{missing[0]} has no Triton form" if missing else None
 
 
 @functools.cache
-def _told(reason: str) -> None:
+def log_once(reason: str) -> None:
+    """One line in the log for each reason."""
     logger.warning("hf_hyperattn: the Triton kernels cannot compute a call (%s); another engine does", reason)
 
 
-def suits(score: PairScore, value: Tensor, options: Options) -> bool:
+def supports(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether `auto` takes this engine: it can, and on a GPU. One line in the log says why it cannot there."""
     if value.device.type != "cuda":
         return False
-    reason = hindrance(score, value, options)
+    reason = unsupported_reason(score, value, options)
     if reason is not None and not torch.compiler.is_compiling():
-        _told(reason)
+        log_once(reason)
     return reason is None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import linecache
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..score import Term
@@ -70,3 +71,56 @@ def triton_form(term: Term) -> TritonTerm | None:
         return None
     package = type(term).__module__.rpartition(".")[0]
     return importlib.import_module(f"{package}.triton_terms").TRITON_TERMS.get(term.name)
+
+
+def written(owner: str, lines: list[str], names: dict[str, object]) -> Callable:
+    """The `@triton.jit` function of these source lines, which Triton reads again from where Python keeps such text.
+
+    Args:
+        owner: says what it belongs to; with its first line it names the text.
+        names: what the lines speak of.
+    """
+    import triton
+    import triton.language as tl
+
+    file = f"<hf_hyperattn Triton {owner}: {lines[0]}>"
+    text = "\n".join(["@triton.jit", *lines]) + "\n"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    space = {"triton": triton, "tl": tl, "__name__": __name__, **names}
+    exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, from registered names
+    return space[lines[0][4 : lines[0].index("(")]]
+
+
+def term_of(
+    name: str,
+    names: dict[str, object],
+    numbers: Iterable[str],
+    value: str,
+    pull: list[str],
+    inexact: str,
+    **more,
+) -> TritonTerm:
+    """The Triton form of a term whose functions differ from others' by what they read alone.
+
+    Args:
+        name: the term's.
+        names: the functions that the texts call.
+        numbers: names of the statistics and parameters, in order.
+        value, inexact: what these functions return; pull: the lines of that one.
+        more: further arguments of `TritonTerm`.
+    """
+    names_of = ", ".join(numbers)
+    make = lambda kind, first, body: written(
+        name, [f"def {kind}({first}, {names_of}):", *indented(body)], names
+    )
+    return TritonTerm(
+        make("value", "dot, gap, near, noise", [f"return {value}"]),
+        make("pull", "grad, dot, gap, near, noise", pull),
+        inexact=make("inexact", "dot, noise", [f"return {inexact}"]),
+        **more,
+    )
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """Lines of a function's body."""
+    return ["    " + line for line in lines]

@@ -40,3 +40,8 @@ class CollaborativeConfig(MechanismConfig):
                     f"CollaborativeConfig.{name}={getattr(self, name)} has no meaning for rank=None, which decomposes "
                     "nothing; allowed: leave it out, or give a rank"
                 )
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        """Its score is a product of features."""
+        return frozenset()

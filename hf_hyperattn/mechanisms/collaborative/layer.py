@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ...engines import PairScore, dot_score, working_dtype
+from ...engines import PairScore, ScoreTerm, dot_score, working_dtype
 from ..base import Host, MechanismLayer, Plan
 from .config import CollaborativeConfig
 from .score import SHARED_DOT, concatenated, definition
@@ -126,14 +125,9 @@ def shared_score(
     if content is not None:
         ones = torch.eye(heads, dtype=dtype, device=query.device)[:, None].expand(*left.shape[:3], -1)
         left, right = torch.cat([left, ones], -1), torch.cat([key, content], -1)
-    score = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale)
-    piece = replace(
-        score.pieces[0],
-        term=SHARED_DOT,
-        definition=partial(definition, query, key, mixing, scale, content),
-        features=lambda: (score.query, score.key),
-    )
-    return replace(score, pieces=(piece,), source=None)
+    features = dot_score(left, right[:, None].expand(-1, key_heads, -1, -1), scale).features()
+    logits = partial(definition, query, key, mixing, scale, content)
+    return PairScore(*features, (ScoreTerm(SHARED_DOT, logits, linear_features=lambda: features),))
 
 
 def check_host(host: Host | None) -> None:

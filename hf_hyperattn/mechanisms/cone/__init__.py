@@ -4,7 +4,7 @@ from ...registry import Mechanism, register
 from . import terms  # noqa: F401  registers the terms with the engines
 from .config import ConeConfig
 from .functional import cone_attention, cone_scores
-from .layer import ConeLayer
+from .score import ConeLayer
 
 register(
     Mechanism(

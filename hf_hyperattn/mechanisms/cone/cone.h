@@ -158,7 +158,7 @@ struct Penumbral {
   }
 };
 
-// Statistics of vectors from the vectors themselves, as features.py makes them, for pairs whose gap is known: of the
+// Statistics of vectors from the vectors themselves, as score.py makes them, for pairs whose gap is known: of the
 // distance only that is read. Parameters: gamma and the radius.
 enum Mapping { kXi, kPsi };
 

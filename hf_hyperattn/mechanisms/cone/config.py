@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from .points import MAPPINGS, Mapping
+from .reference import MAPPINGS, Mapping
 
 Variant = Literal["umbral", "penumbral"]
 VARIANTS = get_args(Variant)
@@ -37,11 +37,6 @@ class ConeConfig(MechanismConfig):
     def __post_init__(self):
         super().__post_init__()
         check_pairing("ConeConfig.", self.variant, self.resolved_mapping, self.squared, self.clamp_heights)
-
-    @property
-    def refuses(self) -> dict[str, str]:
-        """HSA ties blocks of keys through their mean, which a cone score has no use for."""
-        return {"hsa": "ties between keys need a score that is linear in the key, which a cone score is not"}
 
     @property
     def resolved_mapping(self) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...engines import Options, attention
-from ..checks import check_call, check_choice, check_parameter
+from ...engines.score import upcast_for_grad
+from ..checks import check_call, check_choice, check_number_of_heads
 from .config import VARIANTS, Variant, check_pairing, resolve_mapping
-from .features import ConeSpace, alone, cone_score
-from .points import MAPPINGS, Mapping
-from .score import definition
+from .reference import MAPPINGS, Mapping
+from .score import ConeSpace
 
 
 def cone_attention(
@@ -59,16 +58,8 @@ def cone_attention(
     check_call(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa, **flags)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, numbers = None, (gamma, radius)
-    if (
-        backend in ("auto", "cpu")
-        and not torch.compiler.is_compiling()
-        and not any(map(torch.is_tensor, numbers))
-    ):
-        few = alone(variant, space.mapping, space.squared, space.clamp_heights, *map(float, numbers))
-        out = few and few.attend(query, key, value, options)
-    if out is None:
-        out, _ = attention(cone_score(query, key, space), value, options, backend=backend)
+    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
+    out, _ = attention(score, value, options, backend=backend)
     return out.to(query.dtype)
 
 
@@ -86,16 +77,7 @@ def cone_scores(
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `cone_attention`."""
     check_call(query, key, key, squared=squared, clamp_heights=clamp_heights)
     space = cone_space(query, variant, mapping, gamma, radius, squared, clamp_heights)
-    return definition(
-        query,
-        key,
-        space.gamma,
-        space.radius,
-        variant=space.variant,
-        mapping=space.mapping,
-        squared=squared,
-        clamp_heights=clamp_heights,
-    )
+    return space.score(query, key).terms[0].definition()
 
 
 def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_heights) -> ConeSpace:
@@ -104,8 +86,5 @@ def cone_space(query: Tensor, variant, mapping, gamma, radius, squared, clamp_he
     check_choice("mapping", mapping, (None, *MAPPINGS))
     mapping = resolve_mapping(variant, mapping)
     check_pairing("", variant, mapping, squared, clamp_heights)
-    heads = query.shape[1]
-    gamma, radius = (
-        check_parameter(name, value, heads, query) for name, value in (("gamma", gamma), ("radius", radius))
-    )
+    gamma, radius = (check_number_of_heads(n, x, query) for n, x in (("gamma", gamma), ("radius", radius)))
     return ConeSpace(variant, mapping, squared, clamp_heights, gamma, radius)

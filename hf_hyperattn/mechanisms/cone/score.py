@@ -1,88 +1,186 @@
-"""Cone scores: the definition, as the paper has it (Coneheads, arXiv 2306.00392, section 4; math in docs/cone.md).
-
-The score of a pair is minus the height of the lowest common ancestor of its cones, times gamma. With D the Euclidean
-distance of the horizontal parts, and gamma and r per head:
-
-    umbral:     S = -gamma · max(h_q, h_k, (D / sinh r + h_q + h_k) / 2)
-    penumbral:  a = sqrt(r² - h_q²), b = sqrt(r² - h_k²)
-                D <= a + b:  H² = max(h_q², h_k², r² - ((a + b - D) / 2)²)
-                D >  a + b:  H² = ((D² + h_k² - h_q²) / (2D))² + h_q²
-                S = -gamma · H²   (squared, as released)   or   -gamma · H
-"""
+"""From head vectors to what engines see of the cone scores (terms.py), and cone attention inside a host."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...engines.score import repeat_heads, working_dtype
-from .points import clamp_height, height_and_stretch, horizontal
+from ...engines.cpu import squared_norms
+from ...engines.score import TERMS, Numbers, PairScore, Points, Reader, ScoreTerm
+from ..base import Host
+from ..score_layer import ScoreLayer
+from .config import ConeConfig
+from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, definition, horizontal, of_parts
 
-FLOOR = 1e-6  # of (r² - h²) / r² under the roots, where the sigmoid saturates
+#: Mappings whose statistics the CPU engine reads from vectors itself (cone.h).
+READERS = {"xi": "cone::kXi", "psi": "cone::kPsi"}
+
+#: What `kind_of` gives, by its arguments.
+KINDS: dict[tuple, tuple[str, str | None]] = {}
 
 
-def definition(
-    query: Tensor,
-    key: Tensor,
-    gamma: Tensor,
-    radius: Tensor,
-    *,
-    variant: str,
-    mapping: str,
-    squared: bool,
-    clamp_heights: bool,
-) -> Tensor:
-    """Dense logits [B, H, N, M] of checked arguments, from differences of points.
+@dataclass(frozen=True, eq=False)
+class ConeSpace:
+    """The variant of the score, and its parameters: gamma and radius, each a number, or a tensor [H] or [1]."""
 
-    Args:
-        query: [B, H, N, d].
-        key: [B, Hkv, M, d], Hkv dividing H.
-        gamma, radius: [H] or [1], positive.
+    variant: str
+    mapping: str
+    squared: bool
+    clamp_heights: bool
+    gamma: Tensor | float
+    radius: Tensor | float
+
+    def score(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: float | None = None,
+        gate: Tensor | None = None,
+        capped: bool = False,
+    ) -> PairScore:
+        """The score of queries [B, H, N, d] and keys [B, Hkv, M, d], unscaled.
+
+        Args:
+            scale: of a host's product that it reads, scale · q·k; None: it reads that of the horizontal parts.
+            gate, capped: as in `ScoreTerm`.
+        """
+        kind = self.variant, self.mapping, self.squared, self.clamp_heights, scale is not None
+        name, reader = KINDS.get(kind) or kind_of(*kind)
+        vectors, gamma, radius = ConeVectors(query, key, self, scale), self.gamma, self.radius
+        head = () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
+        term = ScoreTerm(
+            TERMS[name],
+            vectors.definition,
+            gate=gate,
+            statistics=vectors.statistics,
+            capped=capped,
+            # decoding takes distances from differences, for which it does not read the last parameter
+            reader=None if reader is None else Reader(reader, (gamma, radius), (*head, 1.0)),
+            points=vectors.points,
+        )
+        if scale is not None:
+            return PairScore(query, key, (term,), scale)
+        return PairScore(query, key, (term,), 1.0, query.shape[-1] - 1, vectors.features)
+
+
+def kind_of(
+    variant: str, mapping: str, squared: bool, clamp_heights: bool, on_product: bool
+) -> tuple[str, str | None]:
+    """The name of the score's term, and the C++ type that reads its statistics from vectors, where there is one."""
+    name = "umbral" if variant == "umbral" else "penumbral_squared" if squared else "penumbral"
+    flags = (variant == "penumbral", squared, clamp_heights, on_product)
+    types = ", ".join(str(int(f)) for f in flags)
+    reader = f"cone::Vectors<{READERS[mapping]}, {types}>" if mapping in READERS else None
+    KINDS[variant, mapping, squared, clamp_heights, on_product] = name + "_on_product" * on_product, reader
+    return KINDS[variant, mapping, squared, clamp_heights, on_product]
+
+
+@dataclass(eq=False)
+class ConeVectors:
+    """Queries and keys as points. They are computed once for all heads that share a key, at gamma = 1 and, for psi, at
+    r = 1; gamma and r then multiply heights, distances and the radius.
     """
-    dtype = working_dtype(query, key)
-    q, k = query.to(dtype), repeat_heads(key.to(dtype), query.shape[1])
-    gamma, r = gamma.to(dtype)[:, None, None], radius.to(dtype)[:, None, None]
-    hq, stretch_q = height_and_stretch(q, mapping, r[..., 0])
-    hk, stretch_k = height_and_stretch(k, mapping, r[..., 0])
-    distance = euclidean(horizontal(q, stretch_q), horizontal(k, stretch_k))
-    if variant == "umbral":
-        return -gamma * umbral_height(distance, hq[..., None], hk[..., None, :], r)
-    if clamp_heights:
-        hq, hk = clamp_height(hq, r[..., 0]), clamp_height(hk, r[..., 0])
-    height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
-    if squared:
-        return -gamma * height_squared
-    return -gamma * torch.sqrt(
-        height_squared.clamp_min(torch.finfo(dtype).tiny)
-    )  # a finite slope at height 0
+
+    query: Tensor
+    key: Tensor
+    space: ConeSpace
+    scale: float | None
+    stretches: list[Tensor] = field(default_factory=list)  # of queries [B, H, N] and of keys [B, Hkv, M]
+    horizontals: tuple[Tensor, Tensor] | None = None
+
+    def statistics(self) -> Numbers:
+        """The term's numbers: of rows and columns (h,) for umbral and (h², sqrt(r² - h²)) for penumbral, |X|², and on
+        the host's product the stretch and the last coordinate; of heads r² for penumbral, and what squared distances
+        are multiplied with.
+        """
+        query, key, space, scale = self.query, self.key, self.space, self.scale
+        dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
+        heads, kv_heads, dim, numbers = query.shape[1], key.shape[1], query.shape[-1], []
+        for number in (space.gamma, space.radius):
+            tensor = isinstance(number, Tensor)
+            numbers.append(
+                number.to(dtype) if tensor else torch.full((1,), number, dtype=dtype, device=query.device)
+            )
+        gamma, radius = torch.broadcast_tensors(*numbers)
+        weight = (
+            gamma.sqrt() if space.squared else gamma
+        )  # penumbral lengths are stretched so that gamma becomes 1
+        if space.variant == "umbral":
+            height_factor = gamma / 2
+            gap_factor = height_factor * (2 * torch.exp(-radius) / -torch.expm1(-2 * radius))
+        else:
+            height_factor = gap_factor = weight
+        if space.mapping == "psi":  # it scales lengths with the radius, other mappings know none
+            height_factor, gap_factor = radius * height_factor, radius * gap_factor
+        rim = (radius * weight)[:, None]
+        self.stretches, numbers = [], []
+        norms = squared_norms((query, key), dtype, dim - 1)
+        for x, norm, is_key in ((query, norms[0], False), (key, norms[1], True)):
+            last = x[..., -1].to(dtype)
+            if space.mapping == "xi":
+                height = stretch = torch.exp((last / dim).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+            elif space.mapping == "psi":
+                height = stretch = torch.sigmoid(last)
+            else:
+                height, stretch = of_parts(last, norm, dim, "expmap")
+            self.stretches.append(stretch)
+            length = (
+                norm * stretch * stretch
+            )  # |X|²; 0 too where expmap stretches so far that the square is infinite
+            if len(gamma) > 1 and x.shape[1] != heads:
+                owner = torch.arange(heads, device=x.device) // (heads // kv_heads)
+                height = height.index_select(1, owner)
+            height = height * height_factor[:, None]
+            if space.variant == "umbral":
+                statistics = [height]
+            else:
+                height = torch.minimum(height, CLAMP * rim) if space.clamp_heights else height
+                height_squared = height**2
+                half_width = torch.sqrt(torch.maximum(rim**2 - height_squared, FLOOR * rim**2))
+                statistics = [height_squared, half_width]
+            if scale is None:
+                statistics.append(length)
+            else:
+                statistics += (length, stretch, last) if is_key else (length, stretch / scale, last * scale)
+            numbers.append(statistics)
+        head = [(gap_factor**2).expand(heads)]
+        if space.variant != "umbral":
+            head.insert(0, (rim[:, 0] ** 2).expand(heads))
+        return Numbers(*numbers, head, tuple(self.stretches) if scale is None else None)
+
+    def features(self) -> tuple[Tensor, Tensor]:
+        """The points' horizontal parts, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""
+        if self.horizontals is None:
+            if not self.stretches:
+                self.statistics()
+            pairs = zip((self.query, self.key), self.stretches, strict=True)
+            query, key = (horizontal(x.to(stretch.dtype), stretch) for x, stretch in pairs)
+            self.horizontals = query, key
+        return self.horizontals
+
+    def points(self) -> Points:
+        """What distances are measured between: these very numbers, since a factor would be rounded."""
+        return Points(*self.features())
+
+    def definition(self) -> Tensor:
+        """The dense logits."""
+        s, device = self.space, self.query.device
+        numbers = (s.gamma, s.radius)
+        gamma, radius = (torch.as_tensor(x, dtype=torch.float64, device=device).reshape(-1) for x in numbers)
+        flags = dict(variant=s.variant, mapping=s.mapping, squared=s.squared, clamp_heights=s.clamp_heights)
+        return definition(self.query, self.key, gamma, radius, **flags)
 
 
-def inverse_sinh(r: Tensor) -> Tensor:
-    """1 / sinh r, which goes to 0 without overflow for large r."""
-    return 2 * torch.exp(-r) / -torch.expm1(-2 * r)
+class ConeLayer(ScoreLayer):
+    """Cone attention inside a host: gamma and radius of each query head are learned, see `ScoreLayer`."""
 
+    learned = ("gamma", "radius")
 
-def umbral_height(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
-    """Height of the lowest point whose umbral cone holds both points."""
-    return torch.maximum(torch.maximum(hq, hk), (distance * inverse_sinh(r) + hq + hk) / 2)
-
-
-def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
-    """Squared height of the lowest point whose penumbral cone holds both points; heights are below r."""
-    a, b = half_width(hq, r), half_width(hk, r)
-    inside = torch.maximum(torch.maximum(hq**2, hk**2), r**2 - ((a + b - distance).clamp_min(0) / 2) ** 2)
-    apart = torch.where(
-        distance > a + b, distance, torch.ones_like(distance)
-    )  # no 0/0 in the branch not taken
-    outside = ((apart**2 + hk**2 - hq**2) / (2 * apart)) ** 2 + hq**2
-    return torch.where(distance > a + b, outside, inside)
-
-
-def half_width(h: Tensor, r: Tensor) -> Tensor:
-    """sqrt(r² - h²): half the width of a penumbral cone's base on the boundary."""
-    return torch.sqrt(torch.maximum(r**2 - h**2, FLOOR * r**2))
-
-
-def euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Distances [..., N, M] from direct differences; the gradient at distance 0 is 0."""
-    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+    def __init__(self, config: ConeConfig, host: Host | None, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        self.space = partial(
+            ConeSpace, config.variant, config.resolved_mapping, config.squared, config.clamp_heights
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...engines.triton.terms import TritonTerm
+from ...engines.triton.terms import term_of
 from . import terms
 
 SMALLEST = tl.constexpr(terms.SMALLEST)
@@ -83,42 +83,6 @@ def _umbral_pull(grad, gap, hq, hk):
 
 
 @triton.jit
-def umbral(dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
-    """-(h_q + h_k + sqrt(max(D², (h_q - h_k)²)))"""
-    return _umbral(_gap(dot, gap, near, norm_q, norm_k) * weight, hq, hk)
-
-
-@triton.jit
-def umbral_pull(grad, dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
-    """dot; h_q, |X_q|²; h_k, |X_k|²; weight"""
-    square = _gap(dot, gap, near, norm_q, norm_k)
-    d_gap, d_hq, d_hk = _umbral_pull(grad, square * weight, hq, hk)
-    d_square = d_gap * weight
-    return -2 * d_square, d_hq, d_square, d_hk, d_square, d_gap * square
-
-
-@triton.jit
-def umbral_on_product(
-    dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
-):
-    """The same from the host's product."""
-    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _umbral(square * weight, hq, hk)
-
-
-@triton.jit
-def umbral_on_product_pull(
-    grad, dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
-):
-    """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last; weight"""
-    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    d_gap, d_hq, d_hk = _umbral_pull(grad, square * weight, hq, hk)
-    d_square = d_gap * weight
-    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)
-    return d_dot, d_hq, d_square, d_sq, d_lq, d_hk, d_square, d_sk, d_lk, d_gap * square
-
-
-@triton.jit
 def _inside(gap, a, b):
     """1/D, (a + b - D) / 2 and min(a, b); D is 0 at ties, and 1/D never more than 1/SMALLEST."""
     root = tl.rsqrt(tl.maximum(gap, SMALLEST * SMALLEST))
@@ -179,138 +143,62 @@ def _penumbral_pull(grad, gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
     return d_gap, d_pq, d_a, d_pk, d_b, d_r2
 
 
-@triton.jit
-def penumbral_squared(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """-H²"""
-    return _penumbral(_gap(dot, gap, near, norm_q, norm_k) * weight, pq, a, pk, b, r2, True)
+#: Distances from the product of the points, and from the host's: statistics, the squared distance, where it is too
+#: near, what leads to the product's gradient, and the gradients of the product and of the statistics.
+ON_HOST = "norm_q, stretch_q, last_q, norm_k, stretch_k, last_k"
+SIZE = "_size(norm_q, stretch_q, last_q, stretch_k, last_k)"
+DISTANCES = {
+    False: (
+        ("norm_{0}",),
+        "_gap(dot, gap, near, norm_q, norm_k)",
+        "_too_near(_product(dot, norm_q, norm_k), norm_q, weight)",
+        (),
+        ("-2 * d_square", "d_square", "d_square"),
+    ),
+    True: (
+        ("norm_{0}", "stretch_{0}", "last_{0}"),
+        f"_gap_on_product(dot, gap, near, {ON_HOST})",
+        f"_too_near(_product_of_host(dot, {ON_HOST}), {SIZE}, weight)",
+        (
+            "d_dot, d_sq, d_lq, d_sk, d_lk = "
+            "_through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)",
+        ),
+        ("d_dot", "d_square, d_sq, d_lq", "d_square, d_sk, d_lk"),
+    ),
+}
 
 
-@triton.jit
-def penumbral(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """-H"""
-    return _penumbral(_gap(dot, gap, near, norm_q, norm_k) * weight, pq, a, pk, b, r2, False)
+def cone_terms(name: str, function: str, query: tuple, key: tuple, parameters: tuple, flag: str = "", **more):
+    """The forms of a score that reads these statistics of queries and keys, and these parameters, beside distances."""
+    forms, arguments = {}, ", ".join((*query, *key, *parameters, *filter(None, [flag])))
+    for on_product, (statistics, square, inexact, through, (d_dot, d_row, d_column)) in DISTANCES.items():
+        q, k = ([s.format(side) for s in statistics] for side in "qk")
+        numbers = (*query, *q, *key, *k, *parameters, "weight")
+        slopes, n = [f"d_{name}" for name in (*query, *key, *parameters)], len(query)
+        gradients = (
+            d_dot,
+            *slopes[:n],
+            d_row,
+            *slopes[n : 2 * n],
+            d_column,
+            *slopes[2 * n :],
+            "d_gap * square",
+        )
+        pull = [
+            f"square = {square}",
+            f"d_gap, {', '.join(slopes)} = {function}_pull(grad, square * weight, {arguments})",
+            "d_square = d_gap * weight",
+            *through,
+            f"return {', '.join(gradients)}",
+        ]
+        full, value = name + "_on_product" * on_product, f"{function}({square} * weight, {arguments})"
+        forms[full] = term_of(full, globals(), numbers, value, pull, inexact, **more)
+    return forms
 
 
-@triton.jit
-def _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, SQUARED: tl.constexpr):
-    square = _gap(dot, gap, near, norm_q, norm_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, square * weight, pq, a, pk, b, r2, SQUARED)
-    d_square = d_gap * weight
-    return -2 * d_square, d_pq, d_a, d_square, d_pk, d_b, d_square, d_r2, d_gap * square
-
-
-@triton.jit
-def penumbral_squared_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r², weight"""
-    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, True)
-
-
-@triton.jit
-def penumbral_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r², weight"""
-    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, False)
-
-
-@triton.jit
-def penumbral_squared_on_product(
-    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
-):
-    """-H² from the host's product."""
-    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _penumbral(square * weight, pq, a, pk, b, r2, True)
-
-
-@triton.jit
-def penumbral_on_product(
-    dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
-):
-    """-H from the host's product."""
-    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _penumbral(square * weight, pq, a, pk, b, r2, False)
-
-
-@triton.jit
-def _product_pull(
-    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
-    pk, b, norm_k, stretch_k, last_k, r2, weight, SQUARED: tl.constexpr,
-):  # fmt: skip
-    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, square * weight, pq, a, pk, b, r2, SQUARED)
-    d_square = d_gap * weight
-    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)
-    return d_dot, d_pq, d_a, d_square, d_sq, d_lq, d_pk, d_b, d_square, d_sk, d_lk, d_r2, d_gap * square
-
-
-@triton.jit
-def penumbral_squared_on_product_pull(
-    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
-    pk, b, norm_k, stretch_k, last_k, r2, weight,
-):  # fmt: skip
-    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
-    return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
-        pk, b, norm_k, stretch_k, last_k, r2, weight, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def penumbral_on_product_pull(
-    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
-    pk, b, norm_k, stretch_k, last_k, r2, weight,
-):  # fmt: skip
-    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
-    return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
-        pk, b, norm_k, stretch_k, last_k, r2, weight, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def umbral_inexact(dot, noise, hq, norm_q, hk, norm_k, weight):
-    """Where the squared distance needs differences."""
-    return _too_near(_product(dot, norm_q, norm_k), norm_q, weight)
-
-
-@triton.jit
-def umbral_on_product_inexact(
-    dot, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
-):
-    """Where the squared distance needs differences."""
-    product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k), weight)
-
-
-@triton.jit
-def penumbral_inexact(dot, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """Where the squared distance needs differences."""
-    return _too_near(_product(dot, norm_q, norm_k), norm_q, weight)
-
-
-@triton.jit
-def penumbral_on_product_inexact(
-    dot, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
-):
-    """Where the squared distance needs differences."""
-    product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k), weight)
-
-
+PENUMBRAL = (("pq", "a"), ("pk", "b"), ("r2",))
 TRITON_TERMS = {
-    "umbral": TritonTerm(umbral, umbral_pull, inexact=umbral_inexact),
-    "umbral_on_product": TritonTerm(
-        umbral_on_product, umbral_on_product_pull, inexact=umbral_on_product_inexact
-    ),
-    "penumbral_squared": TritonTerm(
-        penumbral_squared, penumbral_squared_pull, inexact=penumbral_inexact, long=True
-    ),
-    "penumbral_squared_on_product": TritonTerm(
-        penumbral_squared_on_product,
-        penumbral_squared_on_product_pull,
-        inexact=penumbral_on_product_inexact,
-        long=True,
-    ),
-    "penumbral": TritonTerm(penumbral, penumbral_pull, inexact=penumbral_inexact, long=True),
-    "penumbral_on_product": TritonTerm(
-        penumbral_on_product, penumbral_on_product_pull, inexact=penumbral_on_product_inexact, long=True
-    ),
+    **cone_terms("umbral", "_umbral", ("hq",), ("hk",), ()),
+    **cone_terms("penumbral_squared", "_penumbral", *PENUMBRAL, "True", long=True),
+    **cone_terms("penumbral", "_penumbral", *PENUMBRAL, "False", long=True),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...engines import DOT, Options, PairScore, Piece, repeat_heads
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
@@ -97,7 +97,7 @@ def hierarchical(
 
         if compiled.wanted(options, asked):
             return compiled.run(query, key, value, options, asked)
-    plain = len(score.pieces) == 1 and score.pieces[0].term is DOT and score.pieces[0].gate is None
+    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     forgets = store is not None and store.keep is not None
     asked = replace(asked, store=store if plain else None, forgets=forgets)
     out, found = tied(query, key, value, options, asked)
@@ -231,7 +231,7 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a piece of the score is not linear in features of the key.
     """
-    found = [_linear(score, piece) for piece in score.pieces]
+    found = [_linear(score, term) for term in score.terms]
     if len(found) == 1:
         return found[0]
     left, right = zip(*found, strict=True)
@@ -242,21 +242,21 @@ def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
     return torch.cat(left, -1), torch.cat(right, -1)
 
 
-def _linear(score: PairScore, piece: Piece) -> tuple[Tensor, Tensor]:
+def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
     dtype, heads = score.query.dtype, score.query.shape[1]
-    if piece.term is DOT:
+    if term.term is DOT:
         left, right = score.query, score.key
-    elif piece.features is not None:
-        left, right = piece.features()
-    elif piece.columns is not None:
-        left, right, row = piece.columns()
+    elif term.linear_features is not None:
+        left, right = term.linear_features()
+    elif term.low_rank_factors is not None:
+        left, right, row = term.low_rank_factors()
         left = torch.cat([left, row[..., None]], -1)
         right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
     else:
         raise ValueError(
-            f"hsa cannot be composed with the score {piece.term.name!r}, which is not linear in features of the key; "
+            f"hsa cannot be composed with the score {term.term.name!r}, which is not linear in features of the key; "
             "allowed: the dot product, HyPE within the range of its columns, and the squared Lorentz distance"
         )
-    if piece.gate is not None:
-        left = left * piece.gate.to(left.dtype)[:, None, None]
+    if term.gate is not None:
+        left = left * term.gate.to(left.dtype)[:, None, None]
     return left.to(dtype).expand(-1, heads, -1, -1), right.to(dtype)

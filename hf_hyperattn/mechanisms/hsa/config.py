@@ -87,6 +87,16 @@ class HsaConfig(MechanismConfig):
         least=1,
     )
 
+    @property
+    def needs(self) -> dict[str, str]:
+        """Blocks of keys are tied through their means."""
+        return {
+            "linear_in_key": "ties between keys need a score that is linear in the key",
+            "logits_by_head": "tied logits stand for blocks of keys, which are others in every head, and cannot be "
+            "mixed",
+            "keys_as_they_are": "what is kept of the keys of every head are their means as they are",
+        }
+
     def __post_init__(self):
         object.__setattr__(self, "block_bias", _numbers(self.block_bias))
         if self.block_bias == math.inf:

@@ -3,7 +3,7 @@
 from ...registry import Mechanism, register
 from .config import HypeConfig
 from .functional import hype_attention, hype_bias
-from .layer import HypeLayer
+from .score import HypeLayer
 
 register(
     Mechanism(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...config import MechanismConfig, option
 from ...fields import LARGEST, short
-from .bias import FORMS, Form
+from .reference import FORMS, Form
 
 #: tau is this many times the slope over mu, so that sinh starts with the slope and cosh ends near slope · max_length.
 STRETCH = {"sinh": 1.0, "cosh": 2.0}

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...engines import Options, attention, dot_score
 from ...readable import can_read
 from ..checks import check_call, check_choice, check_parameter
-from .bias import FORMS, Form, definition
 from .positions import from_first, given
+from .reference import FORMS, Form, definition
 from .score import with_hype
 
 

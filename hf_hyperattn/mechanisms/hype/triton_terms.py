@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...engines.triton.terms import TritonTerm
-from .bias import FARTHEST
+from .reference import FARTHEST
 
 LARGEST = tl.constexpr(FARTHEST)
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -4,7 +4,7 @@ from ...registry import Mechanism, register
 from . import terms  # noqa: F401  registers the terms with the engines
 from .config import HyperbolicConfig
 from .functional import hyperbolic_attention, hyperbolic_scores
-from .layer import HyperbolicLayer
+from .score import HyperbolicLayer
 
 register(
     Mechanism(

@@ -43,15 +43,7 @@ class HyperbolicConfig(MechanismConfig):
         return (*super().stages, "aggregation") if self.aggregation == "einstein" else super().stages
 
     @property
-    def refuses(self) -> dict[str, str]:
-        """HSA ties blocks of keys through their mean; a midpoint is one of weights that are not negative."""
-        found = {}
-        if self.distance == "geodesic":
-            found["hsa"] = (
-                "ties between keys need a score that is linear in the key, as distance='squared_lorentz' is"
-            )
-        if self.aggregation == "einstein":
-            found["talking_heads"] = (
-                "mixed weights may be negative, which no midpoint has (aggregation='mean' takes them)"
-            )
-        return found
+    def breaks(self) -> frozenset[str]:
+        """The squared Lorentz distance is a product of features; a midpoint is one of weights that are not negative."""
+        geodesic = {"linear_in_key"} if self.distance == "geodesic" else set()
+        return frozenset(geodesic | ({"any_weights"} if self.aggregation == "einstein" else set()))

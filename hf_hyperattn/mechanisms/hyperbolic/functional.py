@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...engines import Options, attention
+from ...engines.score import upcast_for_grad
 from ...fields import SMALLEST
-from ..checks import check_call, check_choice, check_number, check_parameter
+from ..checks import check_call, check_choice, check_number, check_number_of_heads
 from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
-from .features import HyperbolicSpace, hyperbolic_score, with_own_keys
 from .midpoint import midpoint, midpoint_columns
-from .score import definition
+from .score import HyperbolicSpace
 
 
 def hyperbolic_attention(
@@ -58,14 +59,15 @@ def hyperbolic_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
-    score = hyperbolic_score(query, key, space)
+    score = space.score(upcast_for_grad(query), upcast_for_grad(key))
     if aggregation == "einstein":
-        value = midpoint_columns(value, space.curvature, space.scale)
-        score = with_own_keys(score, value.shape[1]) if value.shape[1] > key.shape[1] else score
+        curvature = torch.as_tensor(space.curvature, device=query.device).reshape(-1)
+        value = midpoint_columns(value, curvature, space.scale)
+        score = score.with_own_keys(value.shape[1])
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(score, value, options, backend=backend)
     if aggregation == "einstein":
-        out = midpoint(out, space.curvature, space.scale)
+        out = midpoint(out, curvature, space.scale)
     return out.to(query.dtype)
 
 
@@ -81,20 +83,13 @@ def hyperbolic_scores(
     """The dense logits [B, H, N, M] straight from the definition; arguments as in `hyperbolic_attention`."""
     check_call(query, key, key)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
-    return definition(
-        query, key, space.curvature, space.temperature, scale=space.scale, distance=space.distance
-    )
+    return space.score(query, key).terms[0].definition()
 
 
 def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> HyperbolicSpace:
     """Checked parameters of a hyperbolic score for these queries."""
     check_choice("distance", distance, DISTANCES)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
     check_number("scale", scale, least=SMALLEST)
-    heads = query.shape[1]
-    return HyperbolicSpace(
-        distance,
-        float(scale),
-        check_parameter("curvature", curvature, heads, query),
-        check_parameter("temperature", temperature, heads, query),
-    )
+    numbers = ("curvature", curvature), ("temperature", temperature)
+    return HyperbolicSpace(distance, float(scale), *(check_number_of_heads(n, x, query) for n, x in numbers))

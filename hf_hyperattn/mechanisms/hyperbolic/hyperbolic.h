@@ -10,7 +10,7 @@ using namespace hyper;
 
 constexpr float kEpsilon = 1.1920929e-07f, kNoise = 4.0f * kEpsilon, kBlur = 256.0f * kEpsilon * kEpsilon;
 constexpr float kExact = 2e-4f, kSteep = 2048.0f, kRelative = 1e-5f;
-constexpr float kFarthest = 6.1030338f;  // artanh(1 - 1e-5), as in points.py
+constexpr float kFarthest = 6.1030338f;  // artanh(1 - 1e-5), as in reference.py
 
 // w = sinh² of half the distance, and what its gradient needs.
 template <bool OnProduct>
@@ -143,7 +143,7 @@ struct SquaredLorentz {
   }
 };
 
-// Statistics of vectors from the vectors themselves, as features.py makes them, for pairs whose gap is known. Parameters:
+// Statistics of vectors from the vectors themselves, as score.py makes them, for pairs whose gap is known. Parameters:
 // the curvature, and what vectors are scaled with.
 template <bool OnProduct>
 struct Vectors {

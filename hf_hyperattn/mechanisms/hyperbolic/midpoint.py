@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...engines.cpu import norms
 from ...engines.score import repeat_heads, working_dtype
-from .points import direction_and_norm, half_radius, shortest
+from .reference import direction_and_norm, half_radius, shortest
 
 #: Columns beside the d of the value itself.
 EXTRA = 3

@@ -1,57 +1,210 @@
-"""Hyperbolic-distance scores: the definition (Hyperbolic Attention Networks, arXiv 1805.09786, sections 3 and 4).
-
-Queries and keys are lifted into the Poincaré ball of curvature -c, x = tanh(√c |u|) u / (√c |u|) with u = scale · q,
-|x|√c kept at or below 1 - 1e-5. With the ball's distance
-
-    d(x, y) = (1/√c) · arcosh(1 + 2c |x - y|² / ((1 - c|x|²) (1 - c|y|²)))
-
-the logit is
-
-    geodesic:         S = -d / τ
-    squared_lorentz:  S = (2/c + 2⟨x, y⟩_L) / τ  =  -(2/c) · (cosh(√c d) - 1) / τ
-
-It is evaluated as arcosh(1 + 2s²) = 2 arsinh(s), which keeps small distances, with |x - y| from differences and
-1/(1 - c|x|²) = cosh²(√c |u|), which keeps points near the boundary.
-"""
+"""From head vectors to what engines see of the hyperbolic scores (terms.py), and hyperbolic attention inside a host."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...engines.score import repeat_heads, working_dtype
-from .points import direction_and_norm, half_radius
+from ...engines.cpu import norms
+from ...engines.score import TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, repeat_heads, working_dtype
+from ..base import Host, Plan
+from ..score_layer import ScoreLayer
+from .config import HyperbolicConfig
+from .midpoint import midpoint, midpoint_columns
+from .reference import definition, direction_and_norm, half_radius, shortest
 
 
-def definition(
-    query: Tensor, key: Tensor, curvature: Tensor, temperature: Tensor, *, scale: float, distance: str
-) -> Tensor:
-    """Dense logits [B, H, N, M] of checked arguments, from differences of points.
+@dataclass(frozen=True, eq=False)
+class HyperbolicSpace:
+    """The distance, what vectors are scaled with (None: 1/sqrt(d)), and c and τ: numbers, or tensors [H] or [1]."""
+
+    distance: str
+    scale: float | None
+    curvature: Tensor | float
+    temperature: Tensor | float
+
+    def scale_of(self, x: Tensor) -> float:
+        """What vectors are scaled with."""
+        return float(x.shape[-1]) ** -0.5 if self.scale is None else self.scale
+
+    def numbers(self, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
+        """c and τ as tensors, both [H] or both [1]."""
+        c, tau = (
+            torch.as_tensor(x, dtype=dtype, device=device).reshape(-1)
+            for x in (self.curvature, self.temperature)
+        )
+        return torch.broadcast_tensors(c, tau)
+
+    def score(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: float | None = None,
+        gate: Tensor | None = None,
+        capped: bool = False,
+    ) -> PairScore:
+        """The score of queries [B, H, N, d] and keys [B, Hkv, M, d], unscaled.
+
+        Args:
+            scale: of a host's product that it reads, scale · q·k; None: it reads that of the directions.
+            gate, capped: as in `ScoreTerm`.
+        """
+        vectors, on_product = HyperbolicVectors(query, key, self, scale), scale is not None
+        parameters = self.curvature, self.scale_of(query)
+        linear = vectors.linear_features if self.distance == "squared_lorentz" else None
+        term = ScoreTerm(
+            TERMS[self.distance + "_on_product" * on_product],
+            vectors.definition,
+            gate=gate,
+            statistics=vectors.statistics,
+            capped=capped,
+            linear_features=linear,
+            reader=Reader(
+                f"hyperbolic::Vectors<{on_product:d}>",
+                parameters,
+                (beta(self.distance, self.curvature, self.temperature),),
+            ),
+            points=vectors.points,
+        )
+        if scale is not None:
+            return PairScore(query, key, (term,), scale)
+        return PairScore(query, key, (term,), self.scale_of(query), None, vectors.directions)
+
+
+def beta(distance: str, c: Tensor | float, tau: Tensor | float) -> Tensor | float:
+    """What the term multiplies with: 1/(τ√c) for the geodesic distance, 4/(cτ) for the squared Lorentz distance."""
+    return 1 / (tau * c**0.5) if distance == "geodesic" else 4 / (c * tau)
+
+
+@dataclass(eq=False)
+class HyperbolicVectors:
+    """Queries and keys in the ball. Norms do not depend on c, so that heads of different curvature can share a key."""
+
+    query: Tensor
+    key: Tensor
+    space: HyperbolicSpace
+    product_scale: float | None
+    lengths: tuple[Tensor, Tensor] | None = None
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
+        if self.lengths is None:
+            dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
+            query, key = (
+                (scale * norms(x, dtype)).clamp_min(shortest(dtype)) for x in (self.query, self.key)
+            )
+            self.lengths = query, key
+        return self.lengths
+
+    def statistics(self) -> Numbers:
+        """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms; of heads β."""
+        lengths, heads = self.norms(), self.query.shape[1]
+        c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
+        found = []
+        for norm in lengths:
+            a = half_radius(repeat_heads(norm, heads) if len(c) > 1 else norm, c[:, None])
+            found.append([torch.sinh(a), torch.cosh(a)])
+        if self.product_scale is not None:
+            found[0].append(self.space.scale_of(self.query) ** 2 / self.product_scale / lengths[0])
+            found[1].append(1 / lengths[1])
+            factors = None
+        else:
+            factors = 1 / lengths[0], self.space.scale_of(self.query) / lengths[1]
+        return Numbers(*found, [beta(self.space.distance, c, tau).expand(heads)], factors)
+
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """The features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
+        dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
+        query, key = (direction_and_norm(x.to(dtype), scale)[0] for x in (self.query, self.key))
+        return query, key
+
+    def points(self) -> Points:
+        """What distances are measured between."""
+        return Points(*self.directions())
+
+    def linear_features(self) -> tuple[Tensor, Tensor]:
+        """See `squared_lorentz_features`."""
+        return squared_lorentz_features(self.query, self.key, self.space)
+
+    def definition(self) -> Tensor:
+        """The dense logits."""
+        space, scale = self.space, self.space.scale_of(self.query)
+        c, tau = space.numbers(torch.float64, self.query.device)
+        return definition(self.query, self.key, c, tau, scale=scale, distance=space.distance)
+
+
+def squared_lorentz_features(query: Tensor, key: Tensor, space: HyperbolicSpace) -> tuple[Tensor, Tensor]:
+    """Vectors whose plain dot product is the squared Lorentz score, for what needs a score linear in the keys:
+
+        S = -β (u_q + u_k + 2 u_q u_k - 2 p_q p_k cos θ)        u = sinh² a,  p = sinh a cosh a,  β = 4/(cτ)
 
     Args:
-        query: [B, H, N, d].
-        key: [B, Hkv, M, d], Hkv dividing H.
-        curvature, temperature: c and τ, [H] or [1], positive.
-        scale: what queries and keys are multiplied with before they are lifted.
-        distance: "geodesic" or "squared_lorentz".
+        query: [B, H, N, d], unscaled.
+        key: [B, Hkv, M, d]; its heads are repeated where the curvature differs by query head.
+        space: parameters, checked; its `distance` is taken to be "squared_lorentz".
+
+    Returns:
+        [B, H, N, d + 2] and [B, Hkv or H, M, d + 2] in the working dtype. Their product loses distances that are
+        small against both points' radii, as every product form does.
     """
-    dtype = working_dtype(query, key)
-    q, k = query.to(dtype), repeat_heads(key.to(dtype), query.shape[1])
-    c, tau = (t.to(dtype)[:, None, None] for t in (curvature, temperature))
-    (x, cosh_q), (y, cosh_k) = lift(q, c[..., 0], scale), lift(k, c[..., 0], scale)
-    s = euclidean(x, y) * cosh_q[..., None] * cosh_k[..., None, :]  # sinh(√c d / 2)
-    if distance == "geodesic":
-        return -(2 / c.sqrt()) * torch.asinh(s) / tau
-    return -(4 / c) * s.square() / tau
+    dtype, heads = working_dtype(query, key), query.shape[1]
+    c, tau = space.numbers(dtype, query.device)
+    sides = []
+    for x in (query, key):
+        direction, norm = direction_and_norm(x.to(dtype), space.scale_of(query))
+        a = half_radius(repeat_heads(norm, heads) if len(c) > 1 else norm, c[:, None])
+        sides.append((direction, torch.sinh(a), torch.cosh(a)))
+    (q, sinh_q, cosh_q), (k, sinh_k, cosh_k) = sides
+    one, u_k = torch.ones_like(sinh_q)[..., None], sinh_k.square()[..., None]
+    q = torch.cat([(2 * sinh_q * cosh_q)[..., None] * q, -sinh_q.square()[..., None], -one], dim=-1)
+    k = (sinh_k * cosh_k)[..., None] * repeat_heads(k, sinh_k.shape[1])
+    weight = beta("squared_lorentz", c, tau).expand(heads)[:, None, None]
+    return weight * q, torch.cat([k, 1 + 2 * u_k, u_k], dim=-1)
 
 
-def lift(x: Tensor, curvature: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The points times √c, [..., d], and cosh(√c |u|) = (1 - c|x|²)^(-1/2), [...]."""
-    direction, norm = direction_and_norm(x, scale)
-    a = half_radius(norm, curvature)
-    return torch.tanh(a)[..., None] * direction, torch.cosh(a)
+class HyperbolicLayer(ScoreLayer):
+    """Hyperbolic-distance attention inside a host: curvature and temperature of each query head are learned, see
+    `ScoreLayer`. With aggregation="einstein" the output is the midpoint, in blend (1 - g')·mean + g'·midpoint with
+    g' = 0 at first, the parameter `midpoint_gate`. Vectors are scaled with 1/sqrt(d), whatever the host's scaling is.
+    """
 
+    learned = ("curvature", "temperature")
 
-def euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Distances [..., N, M] from direct differences; the gradient at distance 0 is 0."""
-    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+    def __init__(self, config: HyperbolicConfig, host: Host | None, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        self.space: Callable = partial(HyperbolicSpace, config.distance, None)
+        if config.aggregation != "einstein":
+            self.midpoint_gate = None
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The midpoint has a gate of its own."""
+        return ("gate", "midpoint_gate") if self.config.aggregation == "einstein" else ("gate",)
+
+    def forward(self, plan: Plan) -> Plan:
+        changed = super().forward(plan)
+        if changed is plan or self.config.aggregation != "einstein":
+            return changed
+        dtype = working_dtype(plan.call.query, plan.call.key)
+        (curvature, _), scale = self.numbers(dtype), float(plan.call.query.shape[-1]) ** -0.5
+        curvature = torch.as_tensor(curvature, dtype=dtype, device=plan.value.device).reshape(-1)
+        columns = midpoint_columns(plan.value.to(dtype), curvature, scale)
+        sinks, (heads, width) = plan.options.sinks is not None, (columns.shape[1], plan.value.shape[-1])
+        gate = self.weight(self.midpoint_gate, plan.call.query, dtype)
+        if gate is not None:
+            gate = gate[:, None, None]
+            columns = torch.cat([repeat_heads(plan.value.to(dtype), heads), columns], dim=-1)
+
+        def after(out: Tensor) -> Tensor:
+            if gate is None:
+                return midpoint(out, curvature, scale, sinks)
+            mean = out[..., :width]
+            return mean + gate * (midpoint(out[..., width:], curvature, scale, sinks) - mean)
+
+        return replace(
+            changed, score=changed.score.with_own_keys(heads), value=columns, after=(*changed.after, after)
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...engines.triton.terms import TritonTerm
+from ...engines.triton.terms import term_of
 from . import terms
 
 TINY = tl.constexpr(1e-30)  # of w (w + 1) under a root that is divided by
@@ -78,10 +78,15 @@ def _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k):
 
 
 @triton.jit
-def geodesic(dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """-β arcosh(1 + 2w)"""
-    _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+def _geodesic_value(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    _, _, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     return -beta * _geodesic(w)
+
+
+@triton.jit
+def _squared_value(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    _, _, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
+    return -beta * w
 
 
 @triton.jit
@@ -103,69 +108,6 @@ def _squared_pull(grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k
 
 
 @triton.jit
-def geodesic_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """dot; sinh and cosh of the query; of the key; β"""
-    return _geodesic_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta)
-
-
-@triton.jit
-def squared_lorentz(dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """-β w"""
-    _, _, w = _numbers(dot, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
-    return -beta * w
-
-
-@triton.jit
-def squared_lorentz_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """dot; sinh and cosh of the query; of the key; β"""
-    return _squared_pull(grad, dot, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta)
-
-
-@triton.jit
-def geodesic_on_product(dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
-    """-β arcosh(1 + 2w) from the host's product."""
-    _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
-    return -beta * _geodesic(w)
-
-
-@triton.jit
-def geodesic_on_product_pull(
-    grad, dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
-):
-    """dot; sinh, cosh and inverse norm of the query; of the key; β"""
-    cosine = dot * inverse_k * inverse_q
-    d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _geodesic_pull(
-        grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta
-    )
-    turned = d_cosine * dot
-    d_dot = d_cosine * inverse_k * inverse_q
-    return d_dot, d_sq, d_cq, turned * inverse_k, d_sk, d_ck, turned * inverse_q, d_beta
-
-
-@triton.jit
-def squared_lorentz_on_product(
-    dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
-):
-    """-β w from the host's product."""
-    _, _, w = _numbers(dot * inverse_k * inverse_q, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
-    return -beta * w
-
-
-@triton.jit
-def squared_lorentz_on_product_pull(
-    grad, dot, gap, near, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
-):
-    """dot; sinh, cosh and inverse norm of the query; of the key; β"""
-    cosine = dot * inverse_k * inverse_q
-    d_cosine, d_sq, d_cq, d_sk, d_ck, d_beta = _squared_pull(
-        grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta
-    )
-    turned = d_cosine * dot
-    d_dot = d_cosine * inverse_k * inverse_q
-    return d_dot, d_sq, d_cq, turned * inverse_k, d_sk, d_ck, turned * inverse_q, d_beta
-
-
-@triton.jit
 def _doubt(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k):
     """w by the product, and what rounding may add to it or take from it."""
     p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
@@ -174,44 +116,49 @@ def _doubt(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k):
 
 
 @triton.jit
-def geodesic_inexact(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """Where the distance needs differences."""
-    w, error = _doubt(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+def _geodesic_inexact(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    w, error = _doubt(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k)
     return _geodesic_uncertain(w, error, beta)
 
 
 @triton.jit
-def geodesic_on_product_inexact(dot, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta):
-    """Where the distance needs differences."""
-    w, error = _doubt(dot * inverse_k * inverse_q, noise, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _geodesic_uncertain(w, error, beta)
-
-
-@triton.jit
-def squared_lorentz_inexact(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
-    """Where the squared distance needs differences."""
-    w, error = _doubt(dot, noise, sinh_q, cosh_q, sinh_k, cosh_k)
+def _squared_inexact(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
+    w, error = _doubt(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k)
     return _squared_uncertain(w, error, beta)
 
 
-@triton.jit
-def squared_lorentz_on_product_inexact(
-    dot, noise, sinh_q, cosh_q, inverse_q, sinh_k, cosh_k, inverse_k, beta
-):
-    """Where the squared distance needs differences."""
-    w, error = _doubt(dot * inverse_k * inverse_q, noise, sinh_q, cosh_q, sinh_k, cosh_k)
-    return _squared_uncertain(w, error, beta)
+def hyperbolic_terms(name: str, function: str) -> dict:
+    """The forms of a distance: from the product of directions, and from the host's."""
+    found, own = {}, "sinh_q, cosh_q, sinh_k, cosh_k, beta"
+    for on_product in (False, True):
+        inverse = ("inverse_q",), ("inverse_k",)
+        query, key = inverse if on_product else ((), ())
+        cosine = "dot * inverse_k * inverse_q" if on_product else "dot"
+        pull = [
+            f"cosine = {cosine}",
+            f"d_dot, d_sq, d_cq, d_sk, d_ck, d_beta = {function}_pull(grad, cosine, gap, near, noise, {own})",
+        ]
+        if on_product:
+            pull += [
+                "turned = d_dot * dot",
+                "d_dot = d_dot * inverse_k * inverse_q",
+                "return d_dot, d_sq, d_cq, turned * inverse_k, d_sk, d_ck, turned * inverse_q, d_beta",
+            ]
+        else:
+            pull.append("return d_dot, d_sq, d_cq, d_sk, d_ck, d_beta")
+        full, numbers = (
+            name + "_on_product" * on_product,
+            ("sinh_q", "cosh_q", *query, "sinh_k", "cosh_k", *key, "beta"),
+        )
+        value, inexact = (
+            f"{function}_value({cosine}, gap, near, {own})",
+            f"{function}_inexact({cosine}, noise, {own})",
+        )
+        found[full] = term_of(full, globals(), numbers, value, pull, inexact)
+    return found
 
 
 TRITON_TERMS = {
-    "geodesic": TritonTerm(geodesic, geodesic_pull, inexact=geodesic_inexact),
-    "squared_lorentz": TritonTerm(squared_lorentz, squared_lorentz_pull, inexact=squared_lorentz_inexact),
-    "geodesic_on_product": TritonTerm(
-        geodesic_on_product, geodesic_on_product_pull, inexact=geodesic_on_product_inexact
-    ),
-    "squared_lorentz_on_product": TritonTerm(
-        squared_lorentz_on_product,
-        squared_lorentz_on_product_pull,
-        inexact=squared_lorentz_on_product_inexact,
-    ),
+    **hyperbolic_terms("geodesic", "_geodesic"),
+    **hyperbolic_terms("squared_lorentz", "_squared"),
 }

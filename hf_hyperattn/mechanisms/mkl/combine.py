@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...engines import DOT, Options, PairScore, Piece, Term, repeat_heads
+from ...engines import DOT, Options, PairScore, ScoreTerm, Term, repeat_heads
 from ...engines.options import full_precision, position_mask
 from ...engines.reference import total_logits
+from ...readable import is_recorded
 from .score import combined
 
 #: Logits of all heads in one block of queries, where they are not one dot product.
@@ -36,7 +37,7 @@ def combined_attention(
     check(options)
     heads, groups, width = score.query.shape[1], value.shape[1], value.shape[-1]
     together = value.transpose(1, 2).flatten(2)[:, None]  # [B, 1, M, Hkv · dv]
-    if options.softcap is None and all(p.term is DOT for p in score.pieces):
+    if options.softcap is None and all(t.term is DOT for t in score.terms):
         out, found = attend(one_product(score), together, options, backend=backend, weights=weights)
     else:
         with full_precision(value.device):
@@ -63,20 +64,20 @@ def check(options: Options) -> None:
 
 def one_product(score: PairScore) -> PairScore:
     """Dot products of all heads as one; queries of a group are summed, since they share their keys."""
-    gates = [1.0 if p.gate is None else p.gate[:, None, None] for p in score.pieces]
+    gates = [1.0 if t.gate is None else t.gate[:, None, None] for t in score.terms]
     query, groups = score.query * sum(gates), score.key.shape[1]
     query = query.unflatten(1, (groups, -1)).sum(2)
     q, k = (t.transpose(1, 2).flatten(2)[:, None] for t in (query, score.key))
-    return PairScore(q, k, (Piece(DOT, lambda: combined(total_logits(score))),))
+    return PairScore(q, k, (ScoreTerm(DOT, lambda: combined(total_logits(score))),))
 
 
 def summed(score: PairScore, value: Tensor, options: Options, weights: bool) -> tuple[Tensor, Tensor | None]:
     """The same for any score: blocks of queries with the logits of all heads, computed again in the backward pass.
 
-    From differences of points, or while the call is traced, there is one block with the definition of every piece.
+    From differences of points, or while the call is recorded, there is one block with the definition of every piece.
     """
     n, keys = score.query.shape[2], score.key.shape[2]
-    if score.points is not None or weights or torch.compiler.is_compiling():
+    if score.points is not None or weights or is_recorded():
         found = softmax(hidden(combined(total_logits(score, options.softcap)), options, range(n)))
         return dropped(found, options) @ value, found if weights else None
     size = max(1, ELEMENTS // max(1, score.query.shape[1] * keys))
@@ -92,15 +93,16 @@ def block(score: PairScore, value: Tensor, options: Options, rows: range) -> Ten
     cut, heads = slice(rows.start, rows.stop), score.query.shape[1]
     dot = score.query[:, :, cut] @ repeat_heads(score.key, heads).mT
     total = 0.0
-    for index, piece in enumerate(score.pieces):
-        row = [t[:, :, cut, None] for t in piece.row]
-        column = [repeat_heads(t, heads)[:, :, None] for t in piece.column]
+    for index, term in enumerate(score.terms):
+        numbers = term.numbers()
+        row = [t[:, :, cut, None] for t in numbers.row]
+        column = [repeat_heads(t, heads)[:, :, None] for t in numbers.column]
         part = Tile.apply(
-            piece.term, len(row), len(column), dot, *row, *column, *(t[:, None, None] for t in piece.head)
+            term.term, len(row), len(column), dot, *row, *column, *(t[:, None, None] for t in numbers.head)
         )
-        if options.softcap is not None and (index == 0 or piece.capped):
+        if options.softcap is not None and (index == 0 or term.capped):
             part = options.softcap * torch.tanh(part / options.softcap)
-        total = total + (part if piece.gate is None else piece.gate[:, None, None] * part)
+        total = total + (part if term.gate is None else term.gate[:, None, None] * part)
     return dropped(softmax(hidden(combined(total), options, rows)), options) @ value
 
 

@@ -29,14 +29,14 @@ class MklConfig(MechanismConfig):
     )
 
     @property
-    def refuses(self) -> dict[str, str]:
-        """What weights of keys would break: means of keys that a cache keeps, and sums that a softmax does not see."""
-        if self.kind == "global" and not self.combine:
-            return {}
-        what = "conditional weights differ" if self.kind == "conditional" else "the combined logits differ"
-        found = {"hsa": f"{what} from what it keeps of the keys of every head"}
-        if self.kind == "conditional":
-            found["trilinear"] = (
-                "weights of keys would change what a softmax does not see of w_1·q (kind='global' does not)"
-            )
-        return found
+    def breaks(self) -> frozenset[str]:
+        """Conditional weights act on keys, and combined logits are of the keys of all heads."""
+        conditional = {"keys_as_they_are", "free_of_rows"} if self.kind == "conditional" else set()
+        return frozenset(conditional | ({"keys_as_they_are"} if self.combine else set()))
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """What is weighted are logits of pairs."""
+        return {
+            "pairwise_logits": "the logits are of three tokens, and those that would be weighted are of two"
+        }

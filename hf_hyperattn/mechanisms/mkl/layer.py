@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, repeat_heads
-from ...engines.late import late
 from ..base import Host, MechanismLayer, Plan
 from .combine import combined_attention
 from .config import MklConfig
@@ -74,19 +73,14 @@ def scaled_score(score: PairScore, weight: Tensor, options: Options) -> PairScor
 
     What may stand beside that product is what does not read it, such as HyPE.
     """
-    first, *rest = score.pieces
+    first, *rest = score.terms
     plain = first.term is DOT and first.gate is None and options.softcap is None
-    if not plain or any(p.columns is None for p in rest):
+    if not plain or any(t.low_rank_factors is None for t in rest):
         return score.weighted(weight)
-    by_head, raw, given = weight[:, None, None], score.raw, score.given("key")
-    query = late(lambda: score.query * by_head)
-    others = score.changed(pieces=tuple(rest)).weighted(weight).pieces
-    own = first.changed(definition=lambda: weighted(first.definition(), weight))
-    source = None
-    if raw is not None and raw.row is None:
-        scaled = (raw.query.to(weight.dtype) * by_head).to(raw.query.dtype)
-        source = raw.changed(query=scaled, features=(query, given))
-    return score.changed(query=query, pieces=(own, *others), source=source)
+    others = replace(score, terms=tuple(rest)).weighted(weight).terms
+    weighted_product = replace(first, definition=lambda: weighted(first.definition(), weight))
+    scaled = (score.raw_query.to(weight.dtype) * weight[:, None, None]).to(score.raw_query.dtype)
+    return replace(score, raw_query=scaled, terms=(weighted_product, *others))
 
 
 def scaled_bias(bias: Tensor | None, row: Tensor, column: Tensor | None, combine: bool) -> Tensor | None:

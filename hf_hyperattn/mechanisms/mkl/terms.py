@@ -1,11 +1,11 @@
-"""The pieces of a score times a number per query and one per key, as engines compute them on a tile."""
+"""The terms of a score times a number per query and one per key, as engines compute them on a tile."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...engines.score import DOT, TERMS, PairScore, Piece, Term, register_term, repeat_heads
+from ...engines.score import DOT, TERMS, PairScore, ScoreTerm, Term, register_term, repeat_heads
 from .score import weighted as definition
 
 
@@ -60,46 +60,41 @@ def weighted_term(inner: Term, cap: float | None = None) -> Term:
 
 
 def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
-    """The score with every piece weighted.
+    """The score with every term weighted.
 
     A plain dot product takes the weights into its features; the weights of keys then give every query head keys of its
-    own. Other pieces get the weights as one more statistic of rows and of columns.
+    own. Other terms get the weights as one more statistic of rows and of columns.
 
     Args:
         row: [B, H, N], column: [B, H, M], in the score's dtype.
-        cap: the call's softcap, which the weighted pieces then have in them.
+        cap: the call's softcap, which the weighted terms then have in them.
     """
-    heads = score.query.shape[1]
-    if (
-        cap is None
-        and len(score.pieces) == 1
-        and score.pieces[0].term is DOT
-        and score.pieces[0].gate is None
-    ):
-        piece = Piece(DOT, _of(score.pieces[0], row, column, None))
-        key = repeat_heads(score.key, heads) * column[..., None]
-        return PairScore(score.query * row[..., None], key, (piece,))
-    pieces = []
-    for index, piece in enumerate(score.pieces):
-        own = cap if index == 0 or piece.capped else None
-        pieces.append(
-            piece.changed(
-                term=weighted_term(piece.term, own),
-                definition=_of(piece, row, column, own),
-                row=(*piece.row, row),
-                column=(*piece.column, column),
-                columns=None,
-                features=None,
-                capped=False,
-                reader=None,
+    heads, first = score.shape[1], score.terms[0]
+    if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
+        query, key = score.features()
+        key = repeat_heads(key, heads) * column[..., None]
+        return PairScore(query * row[..., None], key, (ScoreTerm(DOT, _of(first, row, column, None)),))
+    terms = []
+    for index, term in enumerate(score.terms):
+        inner_cap = cap if index == 0 or term.capped else None
+        numbers = term.numbers()
+        terms.append(
+            ScoreTerm(
+                weighted_term(term.term, inner_cap),
+                _of(term, row, column, inner_cap),
+                row=(*numbers.row, row),
+                column=(*numbers.column, column),
+                head=tuple(numbers.head),
+                gate=term.gate,
+                points=term.points,
             )
         )
-    return score.changed(pieces=tuple(pieces), source=None)
+    return PairScore(*score.features(), tuple(terms))
 
 
-def _of(piece: Piece, row: Tensor, column: Tensor, cap: float | None):
+def _of(term: ScoreTerm, row: Tensor, column: Tensor, cap: float | None):
     def logits() -> Tensor:
-        found = piece.definition()
-        return definition(found if cap is None else cap * torch.tanh(found / cap), row, column)
+        inner = term.definition()
+        return definition(inner if cap is None else cap * torch.tanh(inner / cap), row, column)
 
     return logits

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ...engines.choice import DENSE_ELEMENTS, checked
+from ...engines.dispatch import DENSE_ELEMENTS, checked
 from ...engines.options import Options, full_precision
 from ...engines.score import PairScore
 from . import definition, operator
@@ -47,16 +49,15 @@ def talking_heads(
     if weights and backend == "blockwise":
         raise ValueError("backend='blockwise' returns no weights; use backend='reference' or 'auto'")
     options = checked(options or Options(), score)
-    dtype = score.query.dtype
+    dtype = score.dtype
     before, after = (None if m is None else m.to(dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and small(score))
     attend = definition.attend if dense else operator.attend
-    with full_precision(score.query.device):
+    with full_precision(score.device):
         out, found = attend(score, value, options, before, after)
     return out, found if weights else None
 
 
 def small(score: PairScore) -> bool:
     """Whether the call has less to do densely than in blocks. Not asked while tracing: no guard on lengths."""
-    batch, heads, n, _ = score.query.shape
-    return not torch.compiler.is_compiling() and batch * heads * n * score.key.shape[2] <= DENSE_ELEMENTS
+    return not torch.compiler.is_compiling() and math.prod(score.shape) <= DENSE_ELEMENTS

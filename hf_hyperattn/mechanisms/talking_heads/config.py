@@ -24,7 +24,14 @@ class TalkingHeadsConfig(MechanismConfig):
             )
 
     @property
-    def refuses(self) -> dict[str, str]:
+    def breaks(self) -> frozenset[str]:
+        """Logits of other heads come in."""
+        return frozenset({"logits_by_head"})
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """What is mixed are logits of pairs, and weights that may come out negative."""
         return {
-            "hsa": "tied logits stand for blocks of keys, which are others in every head and cannot be mixed"
+            "pairwise_logits": "the logits are of three tokens, and those that would be mixed are of two",
+            "any_weights": "mixed weights may be negative, which no midpoint has (aggregation='mean' takes them)",
         }

@@ -28,7 +28,7 @@ class TalkingHeadsLayer(MechanismLayer):
         self.after = nn.Parameter(torch.zeros(count, count)) if config.after else None
 
     def change(self, plan: Plan) -> Plan:
-        heads, dtype = plan.call.query.shape[1], plan.score.query.dtype
+        heads, dtype = plan.call.query.shape[1], plan.score.dtype
         before, after = (self.matrix(delta, heads, dtype) for delta in (self.before, self.after))
         return plan.change(attend=partial(talking_heads, before=before, after=after))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...engines import blockwise
+from ...engines import blockwise, serialize
 from ...engines.flops import count_flops
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
@@ -34,31 +34,15 @@ def attend(
     score: PairScore, value: Tensor, options: Options, before: Tensor | None, after: Tensor | None
 ) -> tuple[Tensor, None]:
     """Talking-heads attention without the full matrices; arguments as in `definition.attend`."""
-    row, column, head = score.numbers()
-    extras = blockwise.extras_of(score, options)
-    tensors = [score.query, score.key, value.to(score.query.dtype), *row, *column, *head, *extras.values()]
-    out = forward(
-        tensors,
-        before,
-        after,
-        score.spec,
-        " ".join(extras),
-        options.is_causal,
-        options.window,
-        options.offset,
-        options.softcap,
-        options.dropout_p,
-    )
-    return out, None
+    run = lambda tensors, *rest: (forward(tensors, before, after, *rest), None)
+    return serialize.call(run, score.score_key, False, score, value, options)
 
 
 class Talk:
     """A call taken apart: the engine's call, whose bias is kept apart since it comes before the mixing."""
 
-    def __init__(self, tensors: Sequence[Tensor], before, after, spec: str, extras: str, *rest, wanted=None):
-        is_causal, window, offset, softcap, dropout_p = rest
-        options = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-        self.call = Call.parse(tensors, spec, extras, options, wanted)
+    def __init__(self, tensors: Sequence[Tensor], before, after, *rest, gradients: bool = False):
+        self.call = Call.of(serialize.read(tensors, *rest), gradients)
         self.bias, self.call.tensors.bias = self.call.tensors.bias, None
         self.before, self.after = before, after
 
@@ -122,8 +106,10 @@ def forward(
     tensors: Sequence[Tensor],
     before: Tensor | None,
     after: Tensor | None,
-    spec: str,
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
@@ -131,11 +117,12 @@ def forward(
     dropout_p: float,
 ) -> Tensor:
     """The operator: output [B, H, N, dv]."""
-    talk = Talk(tensors, before, after, spec, extras, is_causal, window, offset, softcap, dropout_p)
+    rest = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
+    talk = Talk(tensors, before, after, *rest)
     t = talk.call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     for tile in talk.tiles():
-        weights, _ = talk.weights(tile, talk.logits(tile, blockwise.pieces(tile, derive=False)))
+        weights, _ = talk.weights(tile, talk.logits(tile, blockwise.evaluate_terms(tile, derive=False)))
         weights = mixed(after, weights)
         factors = blockwise.keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -156,8 +143,10 @@ def backward(
     before: Tensor | None,
     after: Tensor | None,
     wanted: Sequence[bool],
-    spec: str,
+    score_key: str,
     extras: str,
+    width: int,
+    scale: float,
     is_causal: bool,
     window: int | None,
     offset: int,
@@ -165,12 +154,12 @@ def backward(
     dropout_p: float,
 ) -> list[Tensor]:
     """Gradients of all tensors, then of P_l and P_w; empty for what needs none."""
-    rest = (is_causal, window, offset, softcap, dropout_p)
-    talk = Talk(tensors, before, after, spec, extras, *rest)
+    rest = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
+    talk = Talk(tensors, before, after, *rest)
     shapes = blockwise._shapes(tensors, wanted, extras)
     buffers = [t.new_zeros(shape, dtype=grad.dtype) for t, shape in zip(tensors, shapes)]
     matrices = [grad.new_zeros(0 if m is None else m.shape) for m in (before, after)]
-    into = Talk(buffers, *matrices, spec, extras, *rest, wanted=wanted)
+    into = Talk(buffers, *matrices, *rest, gradients=True)
     grad = grad.unflatten(1, talk.call.tensors.query.shape[1:3])
     with full_precision(grad.device):
         for tile in talk.tiles():
@@ -179,7 +168,7 @@ def backward(
 
 
 @backward.register_fake
-def _(grad, tensors, before, after, wanted, spec, extras, *_):
+def _(grad, tensors, before, after, wanted, score_key, extras, *_):
     shapes = blockwise._shapes(tensors, wanted, extras)
     found = [t.new_empty(shape, dtype=grad.dtype) for t, shape in zip(tensors, shapes)]
     return [*found, *(grad.new_empty(0 if m is None else m.shape) for m in (before, after))]
@@ -188,7 +177,7 @@ def _(grad, tensors, before, after, wanted, spec, extras, *_):
 def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     """Add this tile's share to all gradients; `grad` is [Hkv, G, R, dv]."""
     t, grads = talk.call.tensors, into.call.tensors
-    found = blockwise.pieces(tile, derive=True)
+    found = blockwise.evaluate_terms(tile, derive=True)
     logits = talk.logits(tile, found)
     weights, sunk = talk.weights(tile, logits)
     spoken = mixed(talk.after, weights)
@@ -208,7 +197,7 @@ def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:
     d_logits = through_mix(talk.before, into.before, logits, d_mixed)
     if into.bias is not None:
         blockwise.add(tile.of_pair(into.bias), d_logits)
-    blockwise.through_pieces(tile, grads, found, d_logits)
+    blockwise.backward_terms(tile, grads, found, d_logits)
 
 
 def through_mix(matrix: Tensor | None, into: Tensor, x: Tensor, grad: Tensor) -> Tensor:

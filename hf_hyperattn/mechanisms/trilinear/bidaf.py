@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...engines import DOT, PairScore, Piece, working_dtype
+from ...engines import DOT, PairScore, ScoreTerm, working_dtype
 from ..base import Host, MechanismLayer, Plan
 from .definition import bidaf_scores
 
@@ -61,9 +61,9 @@ def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, 
     left = q * w3[:, None] + w2[:, None]
     if not with_row:
         unused = 0.0 * w1.sum()  # a gradient of zero, not of rounding errors
-        piece = Piece(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
-        return PairScore(left + unused, k, (piece,))
+        term = ScoreTerm(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
+        return PairScore(left + unused, k, (term,))
     row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
     # the gate of ones says that the features are not the host's own keys
-    piece = Piece(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
-    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (piece,))
+    term = ScoreTerm(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
+    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,))

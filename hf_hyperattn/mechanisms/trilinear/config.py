@@ -72,12 +72,14 @@ class TrilinearConfig(MechanismConfig):
         return ("score",) if self.form == "bidaf" else ("score", "structure", "aggregation")
 
     @property
-    def refuses(self) -> dict[str, str]:
-        """Mixing of pairwise logits has none to act on where logits are of triples."""
-        if self.form == "bidaf":
-            return {}
-        reason = "its logits are of three tokens, and those that would be mixed are of two"
-        return {"talking_heads": reason, "mkl": reason}
+    def breaks(self) -> frozenset[str]:
+        """BiDAF's score is a product of features; the others' logits are of three tokens."""
+        return frozenset() if self.form == "bidaf" else frozenset({"linear_in_key", "pairwise_logits"})
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """Softmax does not see w_1·q."""
+        return {"free_of_rows": "weights of keys would change what a softmax does not see of w_1·q"}
 
 
 def checked_windows(owner: str, windows) -> tuple[int | None, int | None] | None:

@@ -191,10 +191,10 @@ def with_bias(score: PairScore, options: Options) -> Options:
     Raises:
         ValueError: the score is not the dot product with something added.
     """
-    first, *rest = score.pieces
+    first, *rest = score.terms
     if first.term is not DOT or first.gate is not None:
         raise ValueError(
-            f"trilinear takes the place of the score, and here that is {score.spec!r}; allowed: the host's own dot "
-            "product, and a bias"
+            f"trilinear takes the place of the score, and here that is {score.score_key!r}; allowed: the host's own "
+            "dot product, and a bias"
         )
     return replace(options, bias=dense(tuple(rest), None, options.bias)) if rest else options

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ...engines.score import Term, register_term
-from .bias import FARTHEST
+from .reference import FARTHEST
 
 
 class Hype(Term):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from hf_hyperattn.engines import ENGINES, Options, choice, dense, dot_score
+from hf_hyperattn.engines import ENGINES, Options, dense, dispatch, dot_score
 from hf_hyperattn.functional import cone_attention
-from hf_hyperattn.mechanisms.cone.features import cone_score
 from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.score import with_hype
 from tests.oracles.cases import qkv
@@ -14,15 +13,15 @@ from tests.oracles.cases import qkv
 @pytest.fixture(params=[True, False], ids=["compiled", "uncompiled"])
 def compiled(request, monkeypatch):
     """Whether the compiled engine for this machine can do what is asked."""
-    monkeypatch.setattr(choice.cpu, "suits", lambda *_: request.param)
+    monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: request.param)
     return request.param
 
 
 def chosen(batch, heads, n, m, training=False, weights=False, dot=False):
     q, k, v = qkv(batch=batch, heads=heads, lq=n, lk=m, d=4, dtype=torch.float32)
     q.requires_grad_(training)
-    score = dot_score(q, k) if dot else cone_score(q, k, cone_space(q, "umbral", None, 1.0, 1.0, True, False))
-    return choice.choose(score, v, Options(), weights)
+    score = dot_score(q, k) if dot else cone_space(q, "umbral", None, 1.0, 1.0, True, False).score(q, k)
+    return dispatch.choose(score, v, Options(), weights)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
@@ -44,13 +43,13 @@ def chosen(batch, heads, n, m, training=False, weights=False, dot=False):
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else "",
 )
 def test_blocks_where_a_sequence_is_worth_a_tile(monkeypatch, shape, tiled_pays, training):
-    monkeypatch.setattr(choice.cpu, "suits", lambda *_: False)
+    monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
     assert chosen(*shape, training=training) == ("blockwise" if tiled_pays else "reference")
 
 
 @pytest.mark.parametrize("shape", [(128, 1, 22, 22), (1, 8, 1, 512), (8, 12, 64, 64)], ids=str)
 def test_the_compiled_engine_needs_no_tile_a_sequence(monkeypatch, shape):
-    monkeypatch.setattr(choice.cpu, "suits", lambda *_: True)
+    monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: True)
     assert chosen(*shape) == "cpu" == chosen(*shape, training=True)
     assert chosen(1, 4, 16, 16) == "reference"
 
@@ -59,13 +58,13 @@ def test_the_compiled_engine_is_not_built_for_a_toy(monkeypatch):
     def asked(*_):
         raise AssertionError("asked, which would compile it")
 
-    monkeypatch.setattr(choice.cpu, "suits", asked)
+    monkeypatch.setattr(dispatch.cpu, "supports", asked)
     assert chosen(1, 2, 8, 8) == "reference"
     assert chosen(1, 2, 99, 99, weights=True) == "reference"
 
 
 def test_training_keeps_to_the_dense_engine_longer(monkeypatch):
-    monkeypatch.setattr(choice.cpu, "suits", lambda *_: False)
+    monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
     assert chosen(1, 8, 32, 32) == "blockwise" and chosen(1, 8, 32, 32, training=True) == "reference"
     with torch.no_grad():  # parameters that want gradients do not get any here
         assert chosen(1, 8, 32, 32, training=True) == "blockwise"
@@ -91,12 +90,13 @@ def test_a_bias_is_evaluated_in_compiled_tiles_and_columns_where_there_are_none(
     (q, k, v), at = qkv(batch=1, heads=4, lq=64, d=4, dtype=torch.float32), torch.arange(64.0)[None, None]
     number = torch.full((1,), 0.01)
     score = with_hype(dot_score(q, k), (at, at), number, number, "cosh", 64.0)
-    assert choice.choose(score, v, Options(), False) == ("cpu" if compiled else "sdpa")
+    assert dispatch.choose(score, v, Options(), False) == ("cpu" if compiled else "sdpa")
 
 
 def test_every_shape_gives_the_same_result_by_auto(compiled, monkeypatch):
     """On both sides of every threshold, with the blockwise engine in the compiled one's place."""
     monkeypatch.setitem(ENGINES, "cpu", ENGINES["blockwise"])
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
     for shape in ((3, 1, 22, 22), (1, 8, 32, 32), (1, 8, 33, 33), (1, 2, 1, 2048), (1, 2, 1, 2049)):
         q, k, v = qkv(batch=shape[0], heads=shape[1], lq=shape[2], lk=shape[3], d=4, dtype=torch.float32)
         exact = cone_attention(q.double(), k.double(), v.double(), backend="reference")

@@ -1,0 +1,152 @@
+"""How a score and its options pass through a custom operator, whose arguments are tensors, numbers and strings.
+
+Every engine's operator takes the same arguments, which `call` writes and `read` reads:
+
+    tensors    queries, keys, values, all statistics of rows, of columns and of heads, then those that `extras` names
+    score_key  the terms, see `PairScore.score_key`
+    extras     names of tensors that not every call has, with a space between them
+    width      how many numbers of each vector are multiplied
+    scale      what products are multiplied with
+    is_causal, window, offset, softcap, dropout_p   as in `Options`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .flops import count_flops
+from .options import Options
+from .score import PairScore, Term, parse_score_key
+
+#: What kernels that take vectors as they are take them in.
+RAW_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def call(
+    operator: Callable, score_key: str, raw: bool, score: PairScore, value: Tensor, options: Options
+) -> tuple[Tensor, None]:
+    """Call an engine's operator.
+
+    Args:
+        operator: returns the output and what its gradients need beside it.
+        score_key: the score's.
+        raw: whether it takes the vectors as they are, or the score's features.
+        score, value, options: as in `reference.attend`.
+    """
+    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
+    if raw:
+        query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
+        if not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES):
+            query, key, value = query.float(), key.float(), value.float()
+    else:
+        (query, key), scale, width = score.features(), 1.0, None
+        value = value.to(query.dtype)
+        if score.points is not None:
+            points = score.points()
+            extras |= {"points_query": points.query, "points_key": points.key}
+    if options.dropout_p:
+        extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,))
+    rows, columns, heads = [], [], []
+    for term in score.terms:
+        row, column, head, factors = (
+            (term.row, term.column, term.head, None) if term.statistics is None else term.statistics()
+        )
+        rows += row
+        columns += column
+        heads += head
+        if raw and factors is not None:
+            extras["query_factor"], extras["key_factor"] = factors
+        if term.gate is not None:
+            heads.append(term.gate)
+    for name in [*extras]:
+        if extras[name] is None:
+            del extras[name]
+    out, _ = operator(
+        [query, key, value, *rows, *columns, *heads, *extras.values()],
+        score_key,
+        " ".join(extras),
+        query.shape[-1] if width is None else width,
+        scale,
+        options.is_causal,
+        options.window,
+        options.offset,
+        options.softcap,
+        options.dropout_p,
+    )
+    return out, None
+
+
+@dataclass
+class OperatorCall:
+    """An operator's arguments by their names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    row: list[Tensor]
+    column: list[Tensor]
+    head: list[Tensor]
+    extras: dict[str, Tensor]
+    terms: tuple[
+        tuple[Term, bool, bool], ...
+    ]  # each with whether it has a gate, and whether softcap acts on it
+    score_key: str
+    width: int
+    scale: float
+    options: Options  # its tensors are in `extras`
+
+
+def read(
+    tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options
+) -> OperatorCall:
+    """The arguments by name; also of a list of gradients in the order of the tensors."""
+    terms, counts = parse_score_key(score_key), [3, 0, 0, 0]
+    for term, gated, _ in terms:
+        counts[1] += term.rows
+        counts[2] += term.columns
+        counts[3] += term.heads + gated
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(tensors[start : start + count]))
+        start += count
+    is_causal, window, offset, softcap, dropout_p = options
+    named = dict(zip(extras.split(), tensors[start:], strict=True))
+    kept = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
+    return OperatorCall(*parts[0], *parts[1:], named, terms, score_key, width, scale, kept)
+
+
+def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool]) -> list[tuple[int, ...]]:
+    """Shapes of the gradients of an operator's tensors: their own, but empty for an extra that has none."""
+    names = extras.split()
+    main = len(tensors) - len(names)
+    found = [tuple(t.shape) for t in tensors]
+    return found[:main] + [s if learned(n) else (0,) for n, s in zip(names, found[main:], strict=True)]
+
+
+def differentiable(forward, backward) -> None:
+    """Give an operator its gradient, and let FLOP counters know both.
+
+    Args:
+        forward: the operator, which returns an output and what its gradients need beside it.
+        backward: the operator of its gradients, called with the output's gradient, what `forward` returned, its
+            tensors, which of them want a gradient, and its further arguments.
+    """
+
+    def save(ctx, inputs, output):
+        tensors, *ctx.rest = inputs
+        ctx.save_for_backward(*output, *tensors)
+
+    def pullback(ctx, grad, _):
+        out, lse, *tensors = ctx.saved_tensors
+        needs_grad = list(ctx.needs_input_grad[0])
+        found = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
+        grads = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, needs_grad, strict=True)]
+        return grads, *[None] * len(ctx.rest)
+
+    forward.register_autograd(pullback, setup_context=save)
+    count_flops(forward)
+    count_flops(backward, at=3, backward=True)
