@@ -1,4 +1,4 @@
-"""`hyperattn inject`: checks what was asked for, shows what `hf_hyperattn.inject` did, and writes the checkpoint."""
+"""`hyperattn inject`: checks its input, shows what `hf_hyperattn.inject` did, and writes the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import hub_cards
 from hyperattn_cli import MECHANISMS
 
 from ..folders import check_replaceable, replace_folder
-from ..inject import hsa
-from ..inject.injection import CausalInjection, EncoderInjection, Result
+from ..inject import Allocation, hsa
+from ..inject.injection import CausalInjection, EncoderInjection, Losses
 from ..integration.loading import errors_as
 from .console import progress, table
 from .inputs import encode, quiet, read_config, read_text, read_tokenizer, window_of
@@ -164,26 +164,29 @@ def inject_hsa(args: argparse.Namespace) -> int:
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(args.model, dtype=torch.float32).eval()
     options = (task.length, args.budget, args.pairs, args.rows, args.seed)
+    injection: CausalInjection | EncoderInjection
     if task.is_encoder:
-        encoder = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
-        with progress(encoder.steps()) as bar:
-            result = encoder.run(bar)
-        show_layers(encoder, result)
+        injection = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
     else:
-        causal = CausalInjection(model, task.texts, hsa.candidates(task.length), *options)
-        with progress(causal.steps()) as bar:
-            result = causal.run(bar)
-        show_certificate(causal)
-    show_tried(result, task.is_encoder)
-    show_verified(result.report)
-    if args.pairs is None and result.loss > args.budget:
-        loss = loss_text(result.loss, task.is_encoder)
-        print(f"\nheld-out text {result.worst} loses {loss}, more than the budget of {args.budget:g}: "
+        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options)
+    with progress(injection.steps()) as bar:
+        report = injection.run(bar)
+    if isinstance(injection, EncoderInjection):
+        show_layers(injection)
+    else:
+        show_certificate(injection)
+    show_tried(injection.tried, task.is_encoder)
+    show_verified(report)
+    losses = {name: text["loss"] for name, text in report["texts"].items()}
+    worst = max(losses, key=lambda name: losses[name])
+    if args.pairs is None and losses[worst] > args.budget:
+        loss = loss_text(losses[worst], task.is_encoder)
+        print(f"\nheld-out text {worst} loses {loss}, more than the budget of {args.budget:g}: "
               "nothing is written; use longer texts of the same kinds, or a larger --budget")  # fmt: skip
         return 1
     request = {name: getattr(args, name) for name in ("mechanism", "budget", "pairs", "rows", "seed")}
-    report = {"asked": request | {"texts": list(task.texts[0])}, **result.report}
-    write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, result.report))
+    report = {"asked": request | {"texts": list(task.texts[0])}, **report}
+    write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, report))
     return 0
 
 
@@ -205,10 +208,10 @@ def show_certificate(injection: CausalInjection) -> None:
     table(("layer", "mean", "worst head", "head"), rows)
 
 
-def show_layers(injection: EncoderInjection, result: Result) -> None:
+def show_layers(injection: EncoderInjection) -> None:
     """What every layer of an encoder loses by itself."""
     print("\nLoss of each layer tied alone (1 - cosine, worst text), the least and by its chosen setting:")
-    rows, sparse = [], result.allocation.sparse
+    rows, sparse = [], injection.allocation.sparse
     for name, (costs,) in injection.costs.items():
         cost, setting = "exact", ""
         if name in sparse:
@@ -218,14 +221,14 @@ def show_layers(injection: EncoderInjection, result: Result) -> None:
     table(("layer", "least", "chosen", "setting"), rows)
 
 
-def show_tried(result: Result, is_encoder: bool) -> None:
+def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None:
     """The loss of every allocation that was tried."""
     print("\nTried, on the second part of each text:")
     rows = [
         [str(len(a.sparse)), f"{a.pairs:.1%}", *(loss_text(x, is_encoder) for x in losses.values())]
-        for a, losses in result.tried
+        for a, losses in tried
     ]
-    table(("layers", "pairs", *result.tried[0][1]), rows)
+    table(("layers", "pairs", *tried[0][1]), rows)
 
 
 def show_verified(report: dict[str, Any]) -> None:

@@ -37,24 +37,6 @@ class Progress(Protocol):
 
 
 @dataclass
-class Result:
-    """What came of an injection.
-
-    Args:
-        allocation: what the model is patched with.
-        tried: all allocations that were tried, with their losses on the texts that were chosen on.
-        report: plain data on the held-out texts: pairs, loss, time and memory before and after.
-        worst: the held-out text that loses most. loss: its loss.
-    """
-
-    allocation: Allocation
-    tried: list[tuple[Allocation, Losses]]
-    report: dict[str, Any]
-    worst: str
-    loss: float
-
-
-@dataclass
 class Injection(ABC):
     """Makes the attention of a model cheaper within a budget of loss.
 
@@ -64,6 +46,10 @@ class Injection(ABC):
         rules: the candidates. length: tokens of a text or passage.
         budget: largest loss. pairs: compute this share of the pairs, whatever it costs.
         rows, seed: the sampled queries.
+
+    Attributes:
+        tried: all allocations that were tried, with their losses on the texts to choose on.
+        allocation: what the model is patched with in the end.
     """
 
     model: PreTrainedModel
@@ -75,6 +61,7 @@ class Injection(ABC):
     rows: int = 384
     seed: int = 0
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
+    allocation: Allocation = field(init=False)
     metric: ClassVar[str]
     tries: ClassVar[int]
 
@@ -102,8 +89,8 @@ class Injection(ABC):
     def scores(self, before: Any, after: Any) -> tuple[float, float, float]:
         """The metric before and after, and the loss, of one text."""
 
-    def run(self, progress: Progress) -> Result:
-        """The whole of it.
+    def run(self, progress: Progress) -> dict[str, Any]:
+        """The whole of it; a report, as plain data, of pairs, loss, time and memory on the held-out texts.
 
         Raises:
             ValueError: no rule keeps the budget, or the model is of another kind.
@@ -118,15 +105,15 @@ class Injection(ABC):
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
                 "allowed: a larger budget, or longer texts"
             )
+        self.allocation = allocation
         progress.describe("verifying on held-out text")
         stock = self.read_held_out()
         patch_model(self.model, config)
         sparse = self.read_held_out()
         times = attention_times(self.model, next(iter(held_out.values())))
         scores = {name: self.scores(value, sparse[0][name]) for name, value in stock[0].items()}
-        worst = max(scores, key=lambda name: scores[name][2])
         pair = lambda before, after: {"before": before, "after": after}
-        report = {
+        return {
             "metric": self.metric,
             "pairs": allocation.pairs,
             "texts": {name: pair(a, b) | {"loss": loss} for name, (a, b, loss) in scores.items()},
@@ -135,7 +122,6 @@ class Injection(ABC):
             "memory": pair(stock[2], sparse[2]),
             "length": self.length,
         }
-        return Result(allocation, self.tried, report, worst, scores[worst][2])
 
     @torch.no_grad()
     def read(self, texts: dict[str, Tensor]) -> tuple[dict[str, Any], float]:

@@ -145,6 +145,13 @@ def test_help_and_version(arguments, said, capsys):
     assert said in capsys.readouterr().out
 
 
+def test_help_needs_no_torch():
+    code = "import sys, hyperattn_cli\ntry: hyperattn_cli.main(['inject', '--help'])"
+    code += "\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--budget" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_a_terminal_without_the_letters(model, tmp_path):
     text = tmp_path / "text"

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ import hf_hyperattn
 import hub_cards
 from hf_hyperattn.cli import build_parser, main
 from hf_hyperattn.cli.inject import public_command
-from hf_hyperattn.inject import Allocation, choose, hsa, measure
+from hf_hyperattn.inject import Allocation, SparseRule, choose, hsa, measure
 from hf_hyperattn.inject.gradients import attention_gradients
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.injection import CausalInjection
 from hf_hyperattn.mechanisms.hsa.key import key_tied
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+from tests.integration.models import bert
 from tests.oracles.marks import first_always
 
 from . import tiny
@@ -317,3 +319,65 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     assert code == 0, out + err
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert report["metric"] == "cosine" and report["pairs"] < 1
+
+
+@dataclass(frozen=True)
+class Recent(SparseRule):
+    """A rule from outside the package: only the last keys are seen."""
+
+    keys: int
+
+    is_exact = property(lambda self: self.keys >= 10**6)
+    group = "recent"
+
+    def share(self, length):
+        return sum(min(i + 1, self.keys) for i in range(length)) / (length * (length + 1) / 2)
+
+    def exact(self):
+        return Recent(10**6)
+
+    @staticmethod
+    def layer_config(rules, length):
+        return hf_hyperattn.HsaConfig((), near=tuple(rule.keys for rule in rules))
+
+    @staticmethod
+    def base_config():
+        return hf_hyperattn.HypeConfig()
+
+    @staticmethod
+    def compare(call, rules, starts, project):
+        at = torch.cat([torch.arange(s, s + 16) for s in starts])
+        key, value = (
+            t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0) for t in (call.key, call.value)
+        )
+        logits = call.scale * call.query[0][:, at] @ key.mT
+        age = at[:, None] - torch.arange(key.shape[1])
+        exact = logits.masked_fill(age < 0, -math.inf)
+        for rule in rules:
+            kept = exact.masked_fill(age >= rule.keys, -math.inf)
+            yield project(kept.softmax(-1) @ value), exact.logsumexp(-1) - kept.logsumexp(-1)
+
+
+def test_a_rule_from_outside_is_measured_and_allocated(model):
+    """Beside our own; KL(dropped ‖ own) is the difference of the log-sum-exps."""
+    ids = torch.tensor(tiny.tokenizer()(prose(5)).input_ids[:96])
+    rules = [Recent(96), Recent(24), HsaHeadRule((4,), 8), HsaHeadRule((4,), EVERYTHING)]
+    measured = measure(model, ids, rules, rows=96)
+    for costs, kl in zip(measured.costs.values(), measured.kl.values()):
+        assert costs[:, [0, 3]].max() < 1e-8 and kl[:, [0, 3]].abs().max() < 1e-4
+        assert costs[:, 1].min() > 0 and kl[:, 1].min() > 0
+    losses = {
+        name: costs * torch.tensor([1, i, 1 - i, 1]) for i, (name, costs) in enumerate(measured.costs.items())
+    }
+    kinds = [{type(rule) for rule in rules} for rules in choose(rules, losses, 96, pairs=0.7).layers.values()]
+    assert {Recent} in kinds and {HsaHeadRule} in kinds and all(len(kind) == 1 for kind in kinds)
+
+
+def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path):
+    bert(max_position_embeddings=256, vocab_size=260).save_pretrained(tmp_path / "bert")
+    tiny.tokenizer().save_pretrained(tmp_path / "bert")
+    (folder / "long.txt").write_text(prose(1, 4000))
+    arguments = ["--mechanism", "hsa", "--length", "64", "--text", folder / "long.txt", "--pairs", "0.6"]
+    arguments += ["--output", tmp_path / "out"]
+    assert main(["inject", *map(str, [tmp_path / "bert", *arguments])]) == 0
+    assert 0 < json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())["pairs"] <= 0.6
