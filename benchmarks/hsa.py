@@ -20,8 +20,8 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
-from hf_hyperattn.mechanisms.hsa.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.pairs import attended
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
 
 SDPA = "sdpa"
 

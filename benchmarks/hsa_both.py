@@ -14,7 +14,7 @@ from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.both import both
+from hf_hyperattn.mechanisms.hsa.tree.both import both
 
 SDPA = "sdpa"
 

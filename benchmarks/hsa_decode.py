@@ -20,9 +20,9 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.following import attend_following
-from hf_hyperattn.mechanisms.hsa.key import attend, key_tied
-from hf_hyperattn.mechanisms.hsa.store import Keep
+from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_evicted
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied
 
 SDPA = "sdpa"
 
@@ -61,8 +61,8 @@ class Step:
         levels = store.levels(self.sizes, None)
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
         asked = {"offset": store.exact[0].length - 1, "scale": self.args.dim**-0.5, **rule}
-        if store.forgetful:
-            return attend_following(self.query, store, **asked, sink_logit=None)
+        if store.has_evicted:
+            return attend_evicted(self.query, store, **asked, sink_logit=None)
         return attend(self.query, levels, refine_top_k=self.top_k, is_causal=True, **asked)
 
     def held(self) -> float:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import address, functional, geometry
+from . import address, functional, geometry, testing
 from .config import HyperAttnConfig, MechanismConfig
 from .hierarchy import Hierarchy
 from .integration import (
@@ -78,6 +78,7 @@ __all__ = [
     "parameter_groups",
     "patch_model",
     "set_backend",
+    "testing",
     "unpatch_model",
 ]
 

@@ -6,32 +6,25 @@ what is allowed. Configurations are plain JSON; reading one runs no code.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
-from .choice import checked
-from .fields import KnownFields, option, short
+from .fields import KnownFields, check_field, option, short
 from .files import read_json, write_atomically
-from .mechanism_config import MechanismConfig, plain
-from .overrides import checked_overrides, mechanisms_of, read_overrides, write_overrides
 from .registry import STAGES, get_mechanism
+from .selection import checked
 
-__all__ = [
-    "CONFIG_NAME",
-    "FORMAT",
-    "MODES",
-    "HyperAttnConfig",
-    "MechanismConfig",
-    "option",
-]
+__all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 
 #: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
 FORMAT = 1
@@ -40,6 +33,86 @@ Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
 #: Entries of any list in a config.
 MOST = 10_000
+#: What mechanisms may count on, where no other takes it away.
+PROPERTIES = {
+    "linear_in_key": "logits are a product of features of the query with features of the key",
+    "pairwise_logits": "there is one logit for a query and a key",
+    "logits_by_head": "a head's logits are its own",
+    "keys_as_they_are": "keys count as the host has them, each by itself",
+    "free_of_rows": "what is added to all logits of a query changes nothing",
+    "any_weights": "values are averaged with weights of either sign",
+}
+
+
+@dataclass(frozen=True)
+class MechanismConfig(KnownFields):
+    """Base of all mechanism configs. Subclasses set `mechanism`, their name in the registry."""
+
+    mechanism = ""
+
+    def __post_init__(self):
+        for f in fields(self):
+            if f.metadata:
+                check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the mechanism's name first."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"mechanism": self.mechanism, **plain(values)}
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What of attention it changes, out of `registry.STAGES`: its mechanism's stage, and as configured, others."""
+        return (get_mechanism(self.mechanism).stage,)
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        """What others may count on that is not there beside it, out of `PROPERTIES`."""
+        return frozenset({"linear_in_key"} if "score" in self.stages else ())
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """What it counts on, out of `PROPERTIES`, each with the reason."""
+        return {}
+
+    def clash(self, other: MechanismConfig) -> str | None:
+        """Why it has no meaning together with another mechanism; None where it has one."""
+        broken = next((reason for name, reason in other.needs.items() if name in self.breaks), None)
+        return self.refuses.get(other.mechanism, broken)
+
+    @property
+    def refuses(self) -> dict[str, str]:
+        """Mechanisms that it has no meaning together with, by name, each with the reason."""
+        return {}
+
+    def for_model(self, config: object) -> MechanismConfig:
+        """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
+        return self
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> MechanismConfig:
+        """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
+        if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
+            raise ValueError(
+                f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
+            )
+        cls: Any = get_mechanism(data["mechanism"]).config
+        known = cls.__dataclass_fields__
+        unknown = sorted(map(str, data.keys() - known.keys() - {"mechanism"}))
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}; a newer "
+                f"hf_hyperattn may know it: {install('-U')}"
+            )
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "mechanism"})
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as JSON has them: lists for tuples and ranges."""
+    return {k: list(v) if isinstance(v, tuple | range) else v for k, v in values.items()}
+
+
+Overrides = dict[str, tuple[MechanismConfig, ...]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +148,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             self._refuse("mode", ", ".join(map(repr, MODES)))
         if not isinstance(self.include_cross_attention, bool):
             self._refuse("include_cross_attention", "True or False")
-        self._check_mechanisms()
+        object.__setattr__(self, "mechanisms", checked_mechanisms(self.mechanisms))
         if self.heads == ():
             self._refuse("heads", "at least one head, or None for all")
         if self.hosts is not None and not (
@@ -84,30 +157,26 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             self._refuse("hosts", "names of modules, at least one, with at least one mechanism")
         if self.hosts is not None and len(set(self.hosts)) < len(self.hosts):
             self._refuse("hosts", "every name once")
-        overrides = checked_overrides(self.overrides, self.mechanisms, self.hosts)
-        object.__setattr__(self, "overrides", overrides)
-        for host in overrides or ():
+        object.__setattr__(self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts))
+        for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
 
-    def _refuse(self, name: str, allowed: str):
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
         raise ValueError(
             f"HyperAttnConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}"
         )
 
-    def _check_mechanisms(self):
-        for config in self.mechanisms:
-            if not isinstance(config, MechanismConfig):
-                raise ValueError(
-                    f"HyperAttnConfig.mechanisms holds {short(config)}; allowed: mechanism configs such as "
-                    "ConeConfig()"
-                )
-        check_stages(self.mechanisms)
-        order = sorted(self.mechanisms, key=lambda c: STAGES.index(get_mechanism(c.mechanism).stage))
-        object.__setattr__(self, "mechanisms", tuple(order))
-
     def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
         """The mechanism configs of one host, by its qualified name, in the order of their stages."""
         return mechanisms_of(self.mechanisms, (self.overrides or {}).get(host, ()))
+
+    @cached_property
+    def for_any_host(self) -> HyperAttnConfig:
+        """What of it holds for every host alike: all but layers, hosts and overrides."""
+        config = copy.copy(self)
+        for name in ("layers", "hosts", "overrides"):
+            object.__setattr__(config, name, None)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values. `layers` is kept only where it is a name or list; a callable needs `hosts` instead."""
@@ -117,15 +186,20 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
                     f"HyperAttnConfig.{name} is a function, which JSON cannot hold; allowed: a list, a range, a "
                     "name, or the config of a patched model, which lists what was chosen"
                 )
-        return {
+        values = {
             "format": FORMAT,
             "mechanisms": [m.to_dict() for m in self.mechanisms],
-            "layers": None if self.hosts is not None else plain(self.layers),
-            "heads": plain(self.heads),
+            "layers": None if self.hosts is not None else self.layers,
+            "heads": self.heads,
             "mode": self.mode,
             "include_cross_attention": self.include_cross_attention,
-            "hosts": plain(self.hosts),
-        } | ({"overrides": write_overrides(self.overrides)} if self.overrides else {})
+            "hosts": self.hosts,
+        }
+        if self.overrides:
+            values["overrides"] = {
+                host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()
+            }
+        return plain(values)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HyperAttnConfig:
@@ -137,19 +211,14 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
                 f"hyperattn config has format {short(data['format'])}, this hf_hyperattn reads 1 to {FORMAT}; install "
                 f"a newer one: {install('-U')}"
             )
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(map(str, set(data) - known - {"format"}))
+        known = cls.__dataclass_fields__
+        unknown = sorted(map(str, data.keys() - known.keys() - {"format"}))
         if unknown:
             raise ValueError(
                 f"hyperattn config has the unknown key {short(unknown[0])}; allowed: {', '.join(sorted(known))}"
             )
-        for name, kinds in (
-            ("mechanisms", list),
-            ("heads", list | str),
-            ("layers", list | str),
-            ("hosts", list),
-        ):
-            value = data.get(name)
+        for name in ("mechanisms", "heads", "layers", "hosts"):
+            value, kinds = data.get(name), list | str if name in ("heads", "layers") else list
             if value is not None and (not isinstance(value, kinds) or len(value) > MOST):
                 raise ValueError(
                     f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}"
@@ -183,6 +252,35 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         return cls.from_dict(read_json(path))
 
 
+def read_record(data: Any) -> HyperAttnConfig:
+    """`HyperAttnConfig.from_dict`, done once for every content: a load asks for its record several times."""
+    try:
+        text = json.dumps(data, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return HyperAttnConfig.from_dict(data)
+    return _read_record(text)
+
+
+@lru_cache(maxsize=64)
+def _read_record(text: str) -> HyperAttnConfig:
+    return HyperAttnConfig.from_dict(json.loads(text))
+
+
+def checked_mechanisms(configs: Sequence[Any]) -> tuple[MechanismConfig, ...]:
+    """Mechanism configs that can work together, in the order of their stages.
+
+    Raises:
+        ValueError: one is no mechanism's config, or `check_stages` refuses them.
+    """
+    for config in configs:
+        if not isinstance(config, MechanismConfig):
+            raise ValueError(
+                f"HyperAttnConfig.mechanisms holds {short(config)}; allowed: mechanism configs such as ConeConfig()"
+            )
+    check_stages(configs)
+    return tuple(sorted(configs, key=lambda c: STAGES.index(get_mechanism(c.mechanism).stage)))
+
+
 def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raise where two mechanisms change the same stage of attention, or refuse each other; the message names both."""
     taken: dict[str, str] = {}
@@ -201,3 +299,69 @@ def check_stages(mechanisms: Sequence[MechanismConfig]) -> None:
                     f"{config.mechanism} and {other.mechanism} have no meaning together: {reason}; allowed: leave "
                     "one out"
                 )
+
+
+def checked_overrides(
+    value: Any, mechanisms: Sequence[MechanismConfig], hosts: Sequence[str] | None
+) -> Overrides | None:
+    """`HyperAttnConfig.overrides` in plain form, None where there are none.
+
+    Raises:
+        ValueError: they are no mapping of names to configs, name a host that is not patched, or hold a mechanism that
+            is not in use or is there twice.
+    """
+    if value is None or (isinstance(value, Mapping) and not value):
+        return None
+    owner = "HyperAttnConfig.overrides"
+    if not isinstance(value, Mapping) or len(value) > MOST or not all(isinstance(h, str) for h in value):
+        raise ValueError(
+            f"{owner}={short(value)} is not allowed; allowed: names of at most {MOST} hosts, each with a list of "
+            "mechanism configs, such as {'model.layers.3.self_attn': [ConeConfig()]}"
+        )
+    patched = value if hosts is None else set(hosts)
+    unknown = next((h for h in value if h not in patched), None)
+    if unknown is not None:
+        raise ValueError(f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts")
+    known = [m.mechanism for m in mechanisms]
+    for host, configs in value.items():
+        where = f"{owner}[{short(host)}]"
+        if not isinstance(configs, list | tuple) or not all(isinstance(c, MechanismConfig) for c in configs):
+            raise ValueError(f"{where} is {short(configs)}; allowed: a list of mechanism configs")
+        names = [c.mechanism for c in configs]
+        strange = next((n for n in names if n not in known), None)
+        if strange is not None:
+            raise ValueError(
+                f"{where} holds {strange}, which is not among the mechanisms; allowed: {', '.join(known) or 'none'}"
+            )
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"{where} holds {short(names)}; allowed: at least one mechanism, every one once")
+    return {
+        host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism)))
+        for host, configs in value.items()
+    }
+
+
+def read_overrides(data: Any) -> Overrides:
+    """Overrides out of JSON: the configs read, the shape checked where it is needed to read them.
+
+    Raises:
+        ValueError: a host has no list of mechanism configs.
+    """
+    if not isinstance(data, dict) or len(data) > MOST:
+        raise ValueError(
+            f"hyperattn config has overrides={short(data)}; allowed: a dict of at most {MOST} hosts"
+        )
+    for host, configs in data.items():
+        if not isinstance(configs, list) or len(configs) > MOST:
+            raise ValueError(
+                f"hyperattn config has overrides[{short(host)}]={short(configs)}; allowed: a list of mechanism configs"
+            )
+    return {host: tuple(map(MechanismConfig.from_dict, configs)) for host, configs in data.items()}
+
+
+def mechanisms_of(
+    mechanisms: Sequence[MechanismConfig], overrides: Sequence[MechanismConfig]
+) -> tuple[MechanismConfig, ...]:
+    """The mechanisms at a host that has `overrides` of its own, in the same order."""
+    instead = {m.mechanism: m for m in overrides}
+    return tuple(instead.get(m.mechanism, m) for m in mechanisms)

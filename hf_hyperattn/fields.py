@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import MISSING, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -62,29 +63,33 @@ class KnownFields:
             return super().__new__(cls)
 
 
-def check_field(owner: str, name: str, value: Any, rule: dict) -> None:
-    """Raise a one-line ValueError if `value` breaks the rule of its field."""
-
-    def refuse(allowed: str):
+def check_field(owner: str, name: str, value: Any, rule: Mapping[str, Any]) -> None:
+    """Raise a one-line ValueError if `value` breaks the rule of its field, the metadata that `option` made."""
+    allowed = _allowed_instead(value, rule)
+    if allowed:
         raise ValueError(f"{owner}.{name}={short(value)} is not allowed; allowed: {allowed}")
 
+
+def _allowed_instead(value: Any, rule: Mapping[str, Any]) -> str:
+    """What is allowed, for a value that is not; "" for one that is."""
     if value is None:
-        return None if rule["optional"] else refuse("a value, not None")
+        return "" if rule["optional"] else "a value, not None"
     if rule["choices"]:
         known = isinstance(value, str | int | float) and value in rule["choices"]
-        return None if known else refuse(", ".join(map(repr, rule["choices"])))
+        return "" if known else ", ".join(map(repr, rule["choices"]))
     types = (*rule["types"], int) if float in rule["types"] else rule["types"]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        refuse(" or ".join(t.__name__ for t in rule["types"]))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not -LARGEST < value < LARGEST:
-            refuse(f"a finite number, of at most {LARGEST:g}")
-        if rule["above"] is not None and value <= rule["above"]:
-            refuse(f"numbers above {rule['above']:g}")
-        if rule["above"] == 0 and value < SMALLEST:
-            refuse(f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full")
-        if rule["least"] is not None and value < rule["least"]:
-            refuse(f"numbers from {rule['least']:g}")
+        return " or ".join(t.__name__ for t in rule["types"])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    above, least = rule["above"], rule["least"]
+    if not -LARGEST < value < LARGEST:
+        return f"a finite number, of at most {LARGEST:g}"
+    if above is not None and value <= above:
+        return f"numbers above {above:g}"
+    if above == 0 and value < SMALLEST:
+        return f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full"
+    return f"numbers from {least:g}" if least is not None and value < least else ""
 
 
 def short(value: Any) -> str:

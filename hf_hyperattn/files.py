@@ -8,15 +8,14 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .fields import short
 
-try:
-    import fcntl
-except ImportError:  # Windows: two processes that save to one place at once are not kept apart
-    fcntl = None
+#: Without it, on Windows, two processes that save to one place at once are not kept apart.
+fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -43,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read {path}: {why}; allowed: a JSON object") from error
     if not isinstance(data, dict):
         raise ValueError(f"cannot read {path}: it holds {short(data)}; allowed: a JSON object")
-    level = [data]
+    level: list[Any] = [data]
     for _ in range(MOST_LEVELS):
         level = [inner for part in level for inner in parts_of(part)]
     if level:
@@ -61,9 +60,7 @@ def parts_of(data: Any) -> Iterable[Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a crash leaves either the old file or the new one, never half of one."""
     path = Path(path)
-    draft = path.with_name(
-        f"{PREFIX}-{path.name}"
-    )  # the same every time: the next write clears what a kill left
+    draft = path.with_name(f"{PREFIX}-{path.name}")  # every time: the next write clears what a kill left
     with locked(path):
         draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
         try:
@@ -93,9 +90,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        place.unlink(
-            missing_ok=True
-        )  # before it is released: who waits for it sees that, and makes a new one
+        place.unlink(missing_ok=True)  # before the release: who waits for it sees that, and makes a new one
         release(handle)
 
 
@@ -126,7 +121,7 @@ def _wait_for(handle: int, place: Path) -> None:
             if time.monotonic() > warn_at:
                 warn_at = float("inf")
                 logger.warning(
-                    "hf_hyperattn: waiting for another process that saves; it holds the lock %s", place
+                    f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}"
                 )
             time.sleep(0.002)
         except OSError:  # a file system without locks

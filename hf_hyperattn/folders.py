@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .files import PREFIX, hold, is_held, locked, read_json, release
 
@@ -231,18 +232,18 @@ def _is_mount(folder: Path) -> bool:
 
 def _stages(target: Path) -> list[Path]:
     """The stages of this target, of living and of dead processes, those with the oldest record first."""
-    found = []
+    stages = []
     for folder, pattern in (
         (target.parent, rf"{re.escape(f'{PREFIX}-{target.name}')}-[0-9a-f]{{8}}"),
         (target, rf"{re.escape(PREFIX)}-\w{{8}}"),
     ):
         with suppress(OSError), os.scandir(folder) as entries:
-            found += [
+            stages += [
                 Path(e.path)
                 for e in entries
                 if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
             ]
-    return sorted(found, key=_age)
+    return sorted(stages, key=_age)
 
 
 def _age(stage: Path) -> tuple:
@@ -254,15 +255,15 @@ def _age(stage: Path) -> tuple:
 
 def _files(folder: Path) -> list[str]:
     """Names of all that is no folder, relative to the folder, without what saves made for themselves."""
-    found = []
+    names = []
     for place, folders, files in os.walk(folder):
         at = os.path.relpath(place, folder)
         if at == ".":
             folders[:] = [n for n in folders if not re.fullmatch(rf"{re.escape(PREFIX)}-\w{{8}}", n)]
             files = [n for n in files if n not in (RECORD, f"{PREFIX}.lock")]
         files += [n for n in folders if os.path.islink(os.path.join(place, n))]
-        found += [os.path.normpath(os.path.join(at, n)) for n in files]
-    return sorted(found)
+        names += [os.path.normpath(os.path.join(at, n)) for n in files]
+    return sorted(names)
 
 
 def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
@@ -273,13 +274,10 @@ def _write_record(stage: Path, target: Path, keep_others: bool) -> dict:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target / name))
     kinds = {weights_kind(name) for name in new} - {None}
     old = _files(target) if target.is_dir() else []
-    gone = [
-        name
-        for name in old
-        if ((weights_kind(name) in kinds) if keep_others else True) and (is_entry(name) or name not in new)
-    ]
-    record = {"stage": stage.name, "files": new, "remove": sorted(gone, key=is_entry, reverse=True)}
-    record["keep_others"] = keep_others
+    goes = [name for name in old if not keep_others or weights_kind(name) in kinds]
+    gone = [name for name in goes if is_entry(name) or name not in new]
+    removed = sorted(gone, key=is_entry, reverse=True)
+    record = {"stage": stage.name, "files": new, "remove": removed, "keep_others": keep_others}
     with open(stage / RECORD, "w", encoding="utf-8") as file:
         json.dump(record, file)
         file.flush()
@@ -298,9 +296,7 @@ def _read_record(folder: Path) -> dict | None:
             return None
     except (ValueError, KeyError, TypeError):
         return None
-    if os.path.basename(stage) != stage:
-        return None
-    if not stage.startswith(f"{PREFIX}-"):
+    if os.path.basename(stage) != stage or not stage.startswith(f"{PREFIX}-"):
         return None
     inside = (not os.path.isabs(name) and ".." not in Path(name).parts for name in names)
     return record if all(inside) else None
@@ -358,7 +354,7 @@ def _link_others(target: Path, stage: Path, replaced: set[str]) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Let two folders change names in one step; OSError where the system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform in ("linux", "darwin") else None
+    libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform in ("linux", "darwin") else None
     names = os.fsencode(one), os.fsencode(other)
     if hasattr(libc, "renameat2"):
         at = ctypes.c_int(-100)  # AT_FDCWD; 2 is RENAME_EXCHANGE
@@ -373,11 +369,8 @@ def _exchange(one: Path, other: Path) -> None:
 
 def _clean(old: Path | None, target: Path, record: dict) -> None:
     """After an exchange: move what came into the old folder at the last moment, and remove it."""
-    replaced = {*record["files"], *record["remove"]}
-    for name in _files(old) if old else ():
-        if name in replaced:
-            continue
-        before, after = old / name, _inside(target, name)
+    for name in set(_files(old) if old else ()) - {*record["files"], *record["remove"]}:
+        before, after = Path(old or "", name), _inside(target, name)
         if not os.path.lexists(after) or after.lstat().st_mtime_ns < before.lstat().st_mtime_ns:
             after.parent.mkdir(parents=True, exist_ok=True)
             os.replace(before, after)

@@ -14,8 +14,8 @@ import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from torch import nn
 
+from ..integration.checkpoint_config import inner, patched_hosts
 from ..integration.patching import base_model
-from ..integration.records import inner, patched_hosts
 from .perplexity import evaluation_mode
 
 

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..integration.checkpoint_config import patched_hosts
 from ..integration.patching import base_model
-from ..integration.records import patched_hosts
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
 from ..mechanisms.head_fusion.weights import entropy, largest_entropy
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choice import Choice
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
 from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
-from ..mechanisms.hsa.attention import hierarchy_for, linear_features, padding_of, restricted
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.padding import real_tokens
+from ..mechanisms.hsa.masks import hierarchy_for, padding_of, real_tokens, restricted
+from ..mechanisms.hsa.request import linear_features
+from ..selection import Choice
 from .cost import patched_layers
 from .perplexity import evaluation_mode
 

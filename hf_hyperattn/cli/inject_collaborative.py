@@ -20,11 +20,11 @@ from ..integration.collaborative import conversion
 from ..integration.loading import class_of, errors_as
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from .console import table
-from .inject import Task, dtype_of, prepare, public_name, read_stock_config, write
+from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write
 from .inputs import read_tokenizer
 
 
-def inject(args: argparse.Namespace) -> int:
+def inject_collaborative(args: argparse.Namespace) -> int:
     """Decompose, report, replace, measure and write."""
     check(args)
     task = prepare(args) if args.text else None

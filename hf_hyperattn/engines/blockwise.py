@@ -128,11 +128,11 @@ def evaluate_terms(tile: Tile, derive: bool) -> list[tuple]:
 
 def total(tile: Tile, evaluated: list[tuple]) -> Tensor:
     """The sum of the terms, capped where they are to be; never the product itself, so that it may be overwritten."""
-    softcap, logits = tile.call.options.softcap, None
-    for (part, gate, _), (_, _, capped) in zip(evaluated, tile.call.terms, strict=True):
+    softcap, logits = tile.call.options.softcap, torch.empty(0)
+    for index, ((part, gate, _), (_, _, capped)) in enumerate(zip(evaluated, tile.call.terms, strict=True)):
         part = softcap * torch.tanh(part / softcap) if capped and softcap is not None else part
         part = part if gate is None else part * gate
-        logits = part if logits is None else logits + part
+        logits = logits + part if index else part
     return logits
 
 

@@ -35,6 +35,7 @@ def register_engine(name: str, attend: Callable) -> None:
     if name in ENGINES:
         raise ValueError(f"engine {name!r} is registered already")
     ENGINES[name] = attend
+    RESOLVED.clear()
 
 
 register_engine("reference", reference.attend)

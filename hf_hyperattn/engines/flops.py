@@ -17,8 +17,8 @@ def count_flops(operator, at: int = 0, backward: bool = False) -> None:
     """
 
     def flops(*arguments, out_shape=None, **_) -> int:
-        given = arguments[at : at + 3] if isinstance(arguments[at], Size) else arguments[at][:3]
-        (batch, heads, queries, width), (_, _, keys, _), (*_, value_width) = given
+        shapes = arguments[at : at + 3] if isinstance(arguments[at], Size) else arguments[at][:3]
+        (batch, heads, queries, width), (_, _, keys, _), (*_, value_width) = shapes
         numbers = 3 * width + 2 * value_width if backward else width + value_width
         return 2 * batch * heads * queries * keys * numbers
 

@@ -76,14 +76,14 @@ def private_directory() -> Path:
 
 def open_to_others(path: Path) -> str | None:
     """Why what lies at a path need not be this user's work; None where nobody else can have written it."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
-    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         return "is no directory and no regular file"
-    if os.name == "posix" and found.st_uid != os.geteuid():
+    if os.name == "posix" and status.st_uid != os.geteuid():
         return "belongs to another user"
-    if os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "can be written to by others"
     return None
 
@@ -101,8 +101,8 @@ def cpu() -> str:
     """What the CPU is and can do; a library runs only where this is the same."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        found = re.findall(r"^(?:flags|Features|model name)\s*:\s*(.*)$", info.read_text(), re.MULTILINE)
-        return platform.machine() + " ".join(sorted(set(found)))
+        features = re.findall(r"^(?:flags|Features|model name)\s*:\s*(.*)$", info.read_text(), re.MULTILINE)
+        return platform.machine() + " ".join(sorted(set(features)))
     return platform.machine() + platform.processor()
 
 
@@ -140,8 +140,8 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
 def reason(error: Exception) -> str:
     """What went wrong, in one short line: the compiler's own first error where there is one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    found = next((line for line in lines if " error: " in line and "ld returned" not in line), lines[0])
-    return found if len(found) <= 240 else found[:240] + "..."
+    first = next((line for line in lines if " error: " in line and "ld returned" not in line), lines[0])
+    return first if len(first) <= 240 else first[:240] + "..."
 
 
 def built(name: str, sources: Sequence[Path | str]) -> Path:

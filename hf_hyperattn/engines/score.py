@@ -46,16 +46,16 @@ class Numbers(NamedTuple):
 
 
 #: Squared distances from differences, see `Term`.
-Gap = Callable[[Tensor | None], Tensor]
+SquaredDistances = Callable[[Tensor | None], Tensor]
 
 
 class Term:
     """Arithmetic on one tile of pairs; holds no tensors.
 
     Shapes inside a tile: `dot` is [..., R, C], row statistics are [..., R, 1], column statistics [..., 1, C], head
-    parameters [..., 1, 1]; everything broadcasts. `gap`, where given, is a function from chosen pairs, bool
-    [..., R, C], or None for all of them, to the squared distances of their points, computed from differences, and NaN
-    for the others: for pairs whose expansion of the distance through `dot` is too inexact.
+    parameters [..., 1, 1]; everything broadcasts. `squared_distance`, where there is one, is a function from chosen
+    pairs, bool [..., R, C], or None for all of them, to the squared distances of their points, computed from
+    differences, and NaN for the others: for pairs whose expansion of the distance through `dot` is too inexact.
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
     derivative is faster than automatic differentiation. Where the room has the term as a C++ functor too (see
@@ -74,7 +74,7 @@ class Term:
         row: Sequence[Tensor],
         column: Sequence[Tensor],
         head: Sequence[Tensor],
-        gap: Gap | None = None,
+        squared_distance: SquaredDistances | None = None,
     ) -> Tensor:
         """The term's share of the logits, [..., R, C]."""
         raise NotImplementedError
@@ -85,12 +85,12 @@ class Term:
         row: Sequence[Tensor],
         column: Sequence[Tensor],
         head: Sequence[Tensor],
-        gap: Gap | None = None,
+        squared_distance: SquaredDistances | None = None,
     ) -> tuple[Tensor, Callable]:
         """The logits, and a function from their gradient to `(d_dot, d_rows, d_columns, d_heads)`.
 
         A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
-        to the argument's shape. A term that took distances from differences returns a fifth one, d_gap [..., R, C], of
+        to the argument's shape. A term that took distances from differences returns a fifth one, d_square, of
         these distances and 0 elsewhere: the gradients by the product and by the norms would cancel. The default takes
         all of them from the product form, by automatic differentiation.
         """
@@ -106,7 +106,9 @@ class Term:
             g = pull(grad)
             return g[0], g[1:a], g[a:b], g[b:]
 
-        return out if gap is None else self.logits(dot, row, column, head, gap), pullback
+        return out if squared_distance is None else self.logits(
+            dot, row, column, head, squared_distance
+        ), pullback
 
 
 def register_term(term: Term) -> Term:
@@ -123,10 +125,10 @@ class DotTerm(Term):
     name = "dot"
     cpp = (Path(__file__).parent / "cpu" / "score.h", "hyper::Dot")
 
-    def logits(self, dot, row, column, head, gap=None):
+    def logits(self, dot, row, column, head, squared_distance=None):
         return dot
 
-    def vjp(self, dot, row, column, head, gap=None):
+    def vjp(self, dot, row, column, head, squared_distance=None):
         return dot, lambda grad: (grad, (), (), ())
 
 
@@ -211,7 +213,7 @@ class PairScore:
         scale: what all products are multiplied with.
         width: d, how many numbers of each vector are multiplied; None for all.
         make_features: returns the features, [B, H, N, d] and [B, Hkv, M, d] in the working dtype, where they are
-            more than scale · query and key; the first term then has `factors` by which the vectors are these.
+            more than scale · query and key. Where a term has `factors`, the vectors times these must be the same.
     """
 
     raw_query: Tensor
@@ -282,24 +284,6 @@ class PairScore:
         gated = (replace(t, gate=weight if t.gate is None else t.gate * weight) for t in self.terms)
         return replace(self, terms=tuple(gated))
 
-    def with_own_keys(self, heads: int) -> PairScore:
-        """This score with keys repeated for every query head, for values that differ by query head."""
-        if self.kv_heads == heads:
-            return self
-
-        def features() -> tuple[Tensor, Tensor]:
-            query, key = self.features()
-            return query, repeat_heads(key, heads)
-
-        return PairScore(
-            self.raw_query,
-            repeat_heads(self.raw_key, heads),
-            tuple(_with_own_keys(t, heads) for t in self.terms),
-            self.scale,
-            self.width,
-            self.make_features and features,
-        )
-
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)."""
@@ -319,22 +303,6 @@ class PairScore:
     def device(self) -> torch.device:
         """Where the vectors are."""
         return self.raw_query.device
-
-
-def _with_own_keys(term: ScoreTerm, heads: int) -> ScoreTerm:
-    def statistics() -> Numbers:
-        row, column, head, factors = term.numbers()
-        factors = factors and (factors[0], repeat_heads(factors[1], heads))
-        return Numbers(row, [repeat_heads(t, heads) for t in column], head, factors)
-
-    def points() -> Points:
-        between = term.points()
-        return replace(between, key=repeat_heads(between.key, heads))
-
-    if term.statistics is None:
-        columns = tuple(repeat_heads(t, heads) for t in term.column)
-        return replace(term, column=columns, points=term.points and points)
-    return replace(term, statistics=statistics, points=term.points and points)
 
 
 @lru_cache(maxsize=1024)

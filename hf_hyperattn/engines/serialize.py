@@ -62,6 +62,9 @@ def call(
             extras["query_factor"], extras["key_factor"] = factors
         if term.gate is not None:
             heads.append(term.gate)
+    if raw and score.make_features is not None and "query_factor" not in extras:
+        (query, key), scale, width = score.features(), 1.0, None
+        value = value.to(query.dtype)
     for name in [*extras]:
         if extras[name] is None:
             del extras[name]
@@ -123,8 +126,8 @@ def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool
     """Shapes of the gradients of an operator's tensors: their own, but empty for an extra that has none."""
     names = extras.split()
     main = len(tensors) - len(names)
-    found = [tuple(t.shape) for t in tensors]
-    return found[:main] + [s if learned(n) else (0,) for n, s in zip(names, found[main:], strict=True)]
+    full = [tuple(t.shape) for t in tensors]
+    return full[:main] + [s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)]
 
 
 def differentiable(forward, backward) -> None:
@@ -143,8 +146,8 @@ def differentiable(forward, backward) -> None:
     def pullback(ctx, grad, _):
         out, lse, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad[0])
-        found = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
-        grads = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, needs_grad, strict=True)]
+        gradients = backward(grad.contiguous(), out, lse, tensors, needs_grad, *ctx.rest)
+        grads = [g.to(t.dtype) if n else None for g, t, n in zip(gradients, tensors, needs_grad, strict=True)]
         return grads, *[None] * len(ctx.rest)
 
     forward.register_autograd(pullback, setup_context=save)

@@ -152,7 +152,7 @@ class Tile:
         many are chosen, or for None.
         """
         chosen = self.few(pairs)
-        if chosen is None:
+        if chosen is None or pairs is None:
             return self.distances()[-1].view(*self.shape).square_()
         difference = self.differences(chosen)
         squares = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
@@ -189,19 +189,25 @@ class Tile:
 
     def few(self, pairs: Tensor | None) -> tuple[Tensor, ...] | None:
         """The places of these pairs; None where it is better to take them all."""
-        chosen = None if pairs is None else pairs.nonzero(as_tuple=True)
-        return None if chosen is None or len(chosen[0]) * FEW > pairs.numel() else chosen
+        if pairs is None:
+            return None
+        chosen = pairs.nonzero(as_tuple=True)
+        return None if len(chosen[0]) * FEW > pairs.numel() else chosen
+
+    @property
+    def points(self) -> tuple[Tensor, Tensor]:
+        """The points of the tile's queries [hc, G, R, p] and keys [hc, C, p], of a call that has some."""
+        t = self.call.tensors
+        assert t.points_query is not None and t.points_key is not None
+        return self.of_query(t.points_query), self.of_key(t.points_key)
 
     def differences(self, chosen: tuple[Tensor, ...]) -> Tensor:
         """Of chosen pairs query point - key point, [P, p]."""
-        (h, g, r, c), t = chosen, self.call.tensors
-        return self.of_query(t.points_query)[h, g, r] - self.of_key(t.points_key)[h, c]
+        (h, g, r, c), (query, key) = chosen, self.points
+        return query[h, g, r] - key[h, c]
 
     def distances(self) -> tuple[Tensor, Tensor, Tensor]:
         """The points [hc, G·R, p] and [hc, C, p], and all their distances [hc, G·R, C] from differences."""
-        t = self.call.tensors
-        query, key = (
-            self.of_query(t.points_query).flatten(1, 2).contiguous(),
-            self.of_key(t.points_key).contiguous(),
-        )
+        query, key = self.points
+        query, key = query.flatten(1, 2).contiguous(), key.contiguous()
         return query, key, torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .growth import Growing
-from .ids import checked_ids, checked_mask, ids_of_tree, levels_of, tree_of_ids
+from .ids import checked_ids, checked_mask, extended_ids, ids_of_tree, levels_of, tree_of_ids
 from .shapes import around, joined, quadtree_ids, span_parents
 from .text import Level, checked_levels, outlined
 from .tree import Tree
@@ -19,7 +19,7 @@ from .windows import checked_sizes, window_ids, windows_tree
 
 
 @dataclass(frozen=True, eq=False)
-class Hierarchy(Growing):
+class Hierarchy:
     """Trees over the tokens of a batch. Make one with `windows`, `from_parents`, `from_segment_ids`, ...
 
     Either `trees` and `tokens` hold one entry a row, or one entry for all rows; or `sizes` says that the groups are
@@ -88,9 +88,7 @@ class Hierarchy(Growing):
         Raises:
             ValueError: a cycle, orphans, several roots, inner nodes without tokens.
         """
-        several = (
-            len(parents) > 0 and not isinstance(parents[0], int) and torch.as_tensor(parents[0]).dim() > 0
-        )
+        several = len(parents) > 0 and not isinstance(parents[0], int) and torch.as_tensor(parents[0]).dim()
         every = [parents, tokens, kinds] if several else [[parents], [tokens], [kinds]]
         every = [e if e is not None else [None] * len(every[0]) for e in every]
         trees = tuple(Tree.from_parents(p, k, kind_names) for p, k in zip(every[0], every[2], strict=True))
@@ -102,14 +100,14 @@ class Hierarchy(Growing):
     ) -> Hierarchy:
         """A batch of trees that are there already; arguments as in `from_parents`."""
         tokens = [None] * len(trees) if tokens is None else tokens
-        found = tuple(checked_tokens(t, tree) for t, tree in zip(tokens, trees, strict=True))
-        least = max(int(t[-1]) + 1 for t in found)
+        places = tuple(checked_tokens(t, tree) for t, tree in zip(tokens, trees, strict=True))
+        least = max(int(t[-1]) + 1 for t in places)
         length = least if length is None else length
         if length < least:
             raise ValueError(
                 f"length={length} is not allowed; allowed: at least {least}, for all leaves to have a token"
             )
-        return cls(length, tuple(trees), found)
+        return cls(length, tuple(trees), places)
 
     @classmethod
     def from_segment_ids(cls, ids: Tensor, kind_names: Sequence[str] = ("",)) -> Hierarchy:
@@ -231,7 +229,9 @@ class Hierarchy(Growing):
         if not self.is_windows:
             return self
         spans = [self.span(row) for row in range(self.rows)]
-        made = {count: windows_tree(count, self.sizes) for count in {stop - start for start, stop in spans}}
+        made = {
+            count: windows_tree(count, self.sizes or ()) for count in {stop - start for start, stop in spans}
+        }
         tokens = tuple(torch.arange(*span) for span in spans)
         return Hierarchy(self.length, tuple(made[b - a] for a, b in spans), tokens)
 
@@ -242,17 +242,63 @@ class Hierarchy(Growing):
             index = torch.arange(self.length)
             inside = (index >= spans[:, :1]) & (index < spans[:, 1:])
             return window_ids(torch.where(inside, index - spans[:, :1], -1), self.sizes)
-        found = self.materialised
-        levels = max(map(levels_of, found.trees))
-        rows = [
-            ids_of_tree(t, k, self.length, levels) for t, k in zip(found.trees, found.tokens, strict=True)
-        ]
-        return torch.stack(rows)
+        trees, tokens = self.materialised.trees, self.materialised.tokens
+        levels = max(map(levels_of, trees))
+        return torch.stack([ids_of_tree(t, k, self.length, levels) for t, k in zip(trees, tokens)])
 
     @property
     def kind_names(self) -> tuple[str, ...]:
         """Names of the kinds of families, "" first."""
         return max((t.kind_names for t in self.trees), key=len, default=("",))
+
+    def fitted(self, batch: int, length: int, growing: bool = True) -> Hierarchy:
+        """The same for a call of so many rows and keys.
+
+        Rows are repeated one by one where the batch holds several of each (beams, several answers to a prompt). With
+        `growing`, new tokens at the end continue the windows, or are siblings of the last token, and slots beyond are
+        cut off: a causal host that generates has more keys than the prompt, and in chunks it has less.
+
+        Raises:
+            ValueError: the batch is no multiple of the rows, or the length differs where nothing grows.
+        """
+        if (batch, length) == (self.rows, self.length) or (self.rows == 1 and length == self.length):
+            return self
+        last = self.__dict__.get("_last_fitted")
+        if last is not None and last[0] == (batch, length):
+            return last[1]
+        if self.rows != 1 and batch % self.rows:
+            raise ValueError(
+                f"the hierarchy has {self.rows} rows, the batch {batch}; allowed: 1, or a number that divides the "
+                "batch"
+            )
+        if length != self.length and not growing:
+            raise ValueError(
+                f"the hierarchy covers {self.length} tokens, attention has {length}; allowed: equal numbers, padding "
+                "and special tokens included"
+            )
+        fitted = self if length == self.length else self._resized(length)
+        fitted = fitted if fitted.rows in (1, batch) else fitted._repeated(batch // fitted.rows)
+        self.__dict__["_last_fitted"] = ((batch, length), fitted)
+        return fitted
+
+    def _repeated(self, times: int) -> Hierarchy:
+        """Every row so many times in succession."""
+        index = [row for row in range(self.rows) for _ in range(times)]
+        if self.is_windows:
+            starts, stops = (t if t is None else t[index] for t in (self.starts, self.stops))
+            return replace(self, starts=starts, stops=stops)
+        trees, tokens = (self.trees[row] for row in index), (self.tokens[row] for row in index)
+        return replace(self, trees=tuple(trees), tokens=tuple(tokens))
+
+    def _resized(self, length: int) -> Hierarchy:
+        """With so many tokens: new ones continue the last windows or groups, missing ones are cut off."""
+        if self.is_windows:
+            stops = self.stops
+            if stops is not None:
+                stops = torch.where(stops == self.length, length, stops.clamp(max=length))
+            return replace(self, length=length, stops=stops)
+        ids = self.to_ids()[:, :length]
+        return type(self).from_ids(extended_ids(ids, length - self.length), self.kind_names)
 
     def to(self, *_, **__) -> Hierarchy:
         """Itself: a hierarchy lives on the CPU, and what it gives to attention is moved there."""
@@ -284,12 +330,12 @@ def as_hierarchy(value: Hierarchy | Tensor) -> Hierarchy:
             f"hierarchy is a {type(value).__name__}; allowed: a Hierarchy, or group ids as an integer tensor "
             "[batch, length, levels]"
         )
-    known = _READ.get(value)
     # Tensors made in inference mode count no versions: those are compared with what was read.
-    version = value.clone() if value.is_inference() else value._version
-    if known is None or not (torch.equal(known[0], version) if value.is_inference() else known[0] == version):
-        known = _READ[value] = (version, Hierarchy.from_ids(value))
+    content: Any = value.clone() if value.is_inference() else value._version
+    known = _READ.get(value)
+    if known is None or not (torch.equal(known[0], content) if value.is_inference() else known[0] == content):
+        known = _READ[value] = (content, Hierarchy.from_ids(value))
     return known[1]
 
 
-_READ = WeakIdKeyDictionary()
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -61,33 +61,30 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
     tokens = (ids[:, 0] >= 0).nonzero()[:, 0]
     if not len(tokens):
         raise ValueError("a row of the hierarchy has no token but padding; allowed: at least one")
-    leaves, levels = len(tokens), ids.shape[1]
-    parents, kinds, nodes = [], [torch.zeros(leaves, dtype=torch.long)], leaves
-    group = torch.zeros(leaves, dtype=torch.long)
-    places = []  # of every level: the group of every leaf, numbered from 0
-    for level in range(levels):
-        own, number = ids[tokens, level].unique(return_inverse=True)
-        _, group = (group * len(own) + number).unique(return_inverse=True)
-        places.append(group)
-    below = torch.arange(leaves)
-    for level in reversed(range(levels)):
-        count = int(places[level].max()) + 1
-        up = torch.empty(int(below.max()) + 1, dtype=torch.long)
-        up[below] = places[level] + nodes
-        kind = torch.empty(count, dtype=torch.long)
-        kind[places[level]] = ids[tokens, level] // KIND
-        parents.append(up)
-        kinds.append(kind)
-        below, nodes = places[level], nodes + count
-    parents += [torch.full((int(below.max()) + 1,), nodes), torch.tensor([-1])]
-    kinds = torch.cat([*kinds, torch.zeros(1, dtype=torch.long)])
-    names = kind_names if int(kinds.max()) < len(kind_names) else default_names(int(kinds.max()))
-    return Tree.from_parents(torch.cat(parents), kinds, names), tokens
+    group = torch.zeros(len(tokens), dtype=torch.long)
+    groups = []  # of every level, coarse to fine: the group of every leaf, numbered from 0
+    for column in ids[tokens].unbind(1):
+        values, number = column.unique(return_inverse=True)
+        _, group = (group * len(values) + number).unique(return_inverse=True)
+        groups.append(group)
+    below, nodes = torch.arange(len(tokens)), len(tokens)
+    parents, kinds = torch.empty(0, dtype=torch.long), torch.zeros(nodes, dtype=torch.long)
+    for group, column in zip(reversed(groups), reversed(ids[tokens].unbind(1))):
+        parents = torch.cat([parents, _scattered(below, group + nodes)])
+        kinds = torch.cat([kinds, _scattered(group, column // KIND)])
+        below, nodes = group, len(kinds)
+    parents = torch.cat([parents, torch.full((nodes - len(parents),), nodes), torch.tensor([-1])])
+    kinds = torch.cat([kinds, torch.zeros(1, dtype=torch.long)])
+    most = int(kinds.max())
+    names = kind_names if most < len(kind_names) else ("", *(f"kind {k}" for k in range(1, most + 1)))
+    return Tree.from_parents(parents, kinds, names), tokens
 
 
-def default_names(most: int) -> tuple[str, ...]:
-    """Names for kinds of which only the numbers are known."""
-    return ("", *(f"kind {k}" for k in range(1, most + 1)))
+def _scattered(index: Tensor, values: Tensor) -> Tensor:
+    """A tensor with these values at these places, which fill it."""
+    out = torch.empty(int(index.max()) + 1, dtype=torch.long)
+    out[index] = values
+    return out
 
 
 def ids_of_tree(tree: Tree, tokens: Tensor, length: int, levels: int | None = None) -> Tensor:
@@ -104,9 +101,7 @@ def ids_of_tree(tree: Tree, tokens: Tensor, length: int, levels: int | None = No
     levels = levels_of(tree) if levels is None else levels
     node = torch.arange(tree.leaves)
     path = [numbers[node]]
-    for depth in range(
-        int(tree.depth.max()), skip, -1
-    ):  # from a leaf up, waiting where a leaf is not so deep
+    for depth in range(int(tree.depth.max()), skip, -1):  # from a leaf up, waiting where it is not so deep
         node = torch.where(tree.depth[node] == depth, tree.parents[node], node)
         path.append(numbers[node])
     path = path[:0:-1] if len(path) > 1 else path  # coarse to fine, without the leaves themselves

@@ -45,15 +45,15 @@ def sentences(text: str) -> list[Starts]:
     In a text without capitals small letters count too. Common English abbreviations and single letters do not end a
     sentence. Chinese and Japanese stops need no space.
     """
-    found, small = [], text == text.lower()
+    ends, small = [], text == text.lower()
     for match in SENTENCE_END.finditer(text):
         after = text[match.end() : match.end() + 1]
         stop = match.group().rstrip()
         if stop == "." and ABBREVIATION.search(text[max(0, match.start() - 8) : match.start() + 1]):
             continue
         if after and (small or not after.islower()):
-            found.append(match.end())
-    return [starts(found)]
+            ends.append(match.end())
+    return [starts(ends)]
 
 
 def words(text: str) -> list[Starts]:
@@ -74,7 +74,7 @@ def markdown(text: str) -> list[Starts]:
             if not marks or marks[-1][0] != place - len(before):
                 marks.append((place - len(before), 1 if under.group(1)[0] == "=" else 2))
         before = line
-    return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
+    return by_depth(marks)
 
 
 def code(text: str) -> list[Starts]:
@@ -83,7 +83,9 @@ def code(text: str) -> list[Starts]:
     On the finest level parts are single lines. Lines with a closing bracket or a word such as `else` first belong to
     the block above, and a decorator to the block below.
     """
-    marks, open_at, decorated = [], [], False
+    marks: list[tuple[int, int]] = []
+    open_at: list[int] = []
+    decorated = False
     for place, line in numbered_lines(text):
         body = line.strip()
         if not body:
@@ -96,12 +98,14 @@ def code(text: str) -> list[Starts]:
         if not decorated and not CLOSING.match(body):
             marks.append((place, len(open_at)))
         decorated = body.startswith("@")
-    return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
+    return by_depth(marks)
 
 
 def python(text: str) -> list[Starts]:
     """Classes and functions of Python source, with their decorators, and what stands between them."""
-    marks, open_at, decorated = [], [], None
+    marks: list[tuple[int, int]] = []
+    open_at: list[int] = []
+    decorated = None
     for place, line in numbered_lines(text):
         body = line.strip()
         if not body or CLOSING.match(body):
@@ -118,6 +122,11 @@ def python(text: str) -> list[Starts]:
             decorated = None
         elif decorated is None and ended:
             marks.append((place, len(open_at) + 1))
+    return by_depth(marks)
+
+
+def by_depth(marks: list[tuple[int, int]]) -> list[Starts]:
+    """One level for each depth of (place, depth) that occurs, with the places of that depth and of those above."""
     return [starts(p for p, depth in marks if depth <= most) for most in sorted({d for _, d in marks})]
 
 

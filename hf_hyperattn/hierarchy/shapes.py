@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -94,27 +95,24 @@ def joined_tree(parts: Sequence[Tree | int], kind: str) -> Tree:
             continue
         place = torch.cat([begin + torch.arange(part.leaves), first + torch.arange(part.nodes - part.leaves)])
         parents[place[:-1]] = place[part.parents[:-1]]
-        own = torch.tensor([names.index(n) if n else 0 for n in part.kind_names])
-        kinds[place] = own[part.kinds]
+        numbers = torch.tensor([names.index(n) if n else 0 for n in part.kind_names])
+        kinds[place] = numbers[part.kinds]
         first += part.nodes - part.leaves
     return Tree.from_parents(parents, kinds, names)
 
 
 def joined(parts: Sequence, kind: str) -> tuple[list[Tree], list[Tensor], int]:
     """Trees, tokens and length of hierarchies that follow each other; arguments as in `Hierarchy.join`."""
-    found = [p if isinstance(p, int) else p.materialised for p in parts]
-    rows = sorted({p.rows for p in found if not isinstance(p, int)} - {1}) or [1]
-    if all(isinstance(p, int) for p in found) or len(rows) > 1:
+    parts = [p if isinstance(p, int) else p.materialised for p in parts]
+    rows = sorted({p.rows for p in parts if not isinstance(p, int)} - {1}) or [1]
+    if all(isinstance(p, int) for p in parts) or len(rows) > 1:
         raise ValueError(
             f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
         )
-    starts = [0]
-    for part in found:
-        starts.append(starts[-1] + (part if isinstance(part, int) else part.length))
+    starts = [0, *accumulate(p if isinstance(p, int) else p.length for p in parts)]
     trees, tokens = [], []
     for row in range(rows[0]):
-        own = [p if isinstance(p, int) else p.tree(row) for p in found]
-        trees.append(joined_tree(own, kind))
-        places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in found]
-        tokens.append(torch.cat([start + place for start, place in zip(starts, places, strict=False)]))
+        trees.append(joined_tree([p if isinstance(p, int) else p.tree(row) for p in parts], kind))
+        places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in parts]
+        tokens.append(torch.cat([start + place for start, place in zip(starts, places)]))
     return trees, tokens, starts[-1]

@@ -28,14 +28,14 @@ def checked_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     Raises:
         ValueError: an unknown name.
     """
-    found = (levels,) if isinstance(levels, str) or callable(levels) else tuple(levels)
-    for level in found:
+    levels = (levels,) if isinstance(levels, str) or callable(levels) else tuple(levels)
+    for level in levels:
         if not callable(level) and level not in OUTLINES:
             raise ValueError(
                 f"level {level!r} is unknown; allowed: {', '.join(OUTLINES)}, or a function that gives the places at "
                 "which parts of a text begin"
             )
-    return found
+    return levels
 
 
 def kinds_of(levels: Sequence[Level]) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ def text_ids(
         named += [(starts, kind) for starts in outline(text)]
     place = first_characters(text, offsets)
     alone = len(text) + torch.arange(len(offsets))
-    columns = []
+    columns: list[Tensor] = []
     for starts, kind in named:
         group = torch.searchsorted(torch.tensor(starts), place, right=True) - 1
-        own = torch.where(special, alone, group) if columns else torch.zeros_like(group)
-        columns.append(own + KIND * kinds.index(kind))
+        group = torch.where(special, alone, group) if columns else torch.zeros_like(group)
+        columns.append(group + KIND * kinds.index(kind))
     return torch.where(real[:, None], torch.stack(columns, 1), -1)
 
 

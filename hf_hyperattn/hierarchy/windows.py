@@ -16,19 +16,19 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: a size below 2, or one that does not divide the next.
     """
-    found = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
-    for size in found:
+    sizes = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+    for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 2:
             raise ValueError(
                 f"window size {size!r} is not allowed; allowed: integers of at least 2, bottom first"
             )
-    for small, large in zip(found, found[1:], strict=False):
+    for small, large in zip(sizes, sizes[1:]):
         if large % small or large == small:
             raise ValueError(
-                f"windows {found}: {small} does not divide {large}; allowed: sizes bottom first, each dividing the "
+                f"windows {sizes}: {small} does not divide {large}; allowed: sizes bottom first, each dividing the "
                 "next, such as (16, 64, 256)"
             )
-    return found
+    return sizes
 
 
 def windows_tree(leaves: int, sizes: Sequence[int]) -> Tree:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.base import HostCall
-from ..mechanisms.hsa import operator
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
-from ..mechanisms.hsa.levels import pool
-from ..mechanisms.hsa.pairs import attended
+from ..mechanisms.hsa.windowed.key import attend_levels, pool
+from ..mechanisms.hsa.windowed.pairs import attended
 from .rules import CHUNK, SparseRule
 
 #: What a head may be given: small windows at the bottom, so that refinement opens few tokens that do not matter, and
@@ -138,13 +137,12 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
     heads = query.shape[1]
     offset = levels.keys[0].shape[2] - query.shape[2]
     bias = query.new_full((heads,), rule.block_bias)
-    tensors = [query[:, :, start : start + CHUNK], *levels.keys, *levels.values, bias]
-    extras = "block_bias"
-    if call.options.sinks is not None:
-        tensors, extras = [*tensors, call.options.sinks.float()], "block_bias sink_logit"
-    numbers = [[x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)]
-    return operator.forward(tensors, extras, None, None, list(rule.windows), *numbers, True, start + offset,
-                            float(call.scale), "auto")  # fmt: skip
+    near, first, top_k = ([x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k))
+    sinks = None if call.options.sinks is None else call.options.sinks.float()
+    part = query[:, :, start : start + CHUNK]
+    return attend_levels(
+        part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale)
+    )
 
 
 @lru_cache(maxsize=65536)

@@ -1,15 +1,15 @@
-"""All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the guard."""
+"""All that knows Transformers, PEFT and the Hub. Importing it registers the names and installs the hooks."""
 
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
     config_hooks,  # noqa: F401  wraps what configs say of names
-    guard,  # noqa: F401  wraps methods of PreTrainedModel
+    hooks,  # noqa: F401  wraps methods of PreTrainedModel
     saving,  # noqa: F401  wraps saving and loading
 )
 from .call import set_backend
 from .collator import HierarchyCollator
-from .converting import convert
+from .conversions import convert
 from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
 from .names import register_names

@@ -8,16 +8,16 @@ every `hyper` in a `ModulesToSaveWrapper`, with a copy for each adapter. What PE
 - it does not unload the wrapper (LN tuning), or fails on it (IA3, VeRA, LoHa, LoKr, OFT);
 - Transformers' `enable_adapters` leaves the wrapper off.
 
-What an adapter says on disk, and what is compared when it is saved, is in `adapter_saving`.
+What an adapter says on disk is in `adapter_config`; how it is saved, in `saving`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import peft.utils.hotswap
 import transformers
@@ -28,16 +28,13 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from .adapter_modules import SAVED_BASE, holds_hyper, hyper_wrappers
-from .adapter_saving import base_difference
+from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
+from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .records import patched_hosts
-from .wrapping import WRAPPED, wrap
+from .state_dicts import WHERE
+from .wrapping import wrap
 
 logger = logging.getLogger(__name__)
-
-#: What finds an adapter on the Hub.
-WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 # Putting an adapter on a model
@@ -49,7 +46,7 @@ def check_place(model: nn.Module, config) -> None:
     Raises:
         ValueError: the adapter holds added parameters, and the model is not patched, or otherwise than its base was.
     """
-    patched, name = next(patched_hosts(model), None) is not None, type(model).__name__
+    patched, name = any(patched_hosts(model)), type(model).__name__
     if holds_hyper(config) and not patched:
         raise ValueError(
             f"this adapter was trained on a patched model (modules_to_save has 'hyper'), and {name} is "
@@ -102,10 +99,10 @@ def _load_natively(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
     # before 5.18 it makes the modules and reads nothing into them
     if Version(transformers.__version__) < Version("5.18"):
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        name = given.get("adapter_name") or "default"
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        name = arguments.get("adapter_name") or "default"
         if holds_hyper(self.peft_config[name]):
-            set_peft_model_state_dict(self, adapter_weights(given), name)
+            set_peft_model_state_dict(self, adapter_weights(arguments), name)
         return result
     missing = (key for key in result.missing_keys if ".modules_to_save." in key)
     check_tensors([*missing, *result.unexpected_keys])
@@ -122,13 +119,14 @@ def check_tensors(names: list[str]) -> None:
         )
 
 
-def adapter_weights(given: dict) -> dict:
+def adapter_weights(arguments: dict[str, Any]) -> dict:
     """The parameters of an adapter, from the arguments of `load_adapter`."""
-    weights, config = given.get("adapter_state_dict"), given.get("load_config")
+    weights: Any = arguments.get("adapter_state_dict")
+    config: Any = arguments.get("load_config")
     if weights is None:
         hub = getattr(config, "download_kwargs", None) or {}
-        hub = {**hub, **(given.get("adapter_kwargs") or {}), **given, **given.get("kwargs", {})}
-        where = given.get("peft_model_id") or config.pretrained_model_name_or_path
+        hub = {**hub, **(arguments.get("adapter_kwargs") or {}), **arguments, **arguments.get("kwargs", {})}
+        where = arguments.get("peft_model_id") or config.pretrained_model_name_or_path
         weights = load_peft_weights(where, "cpu", **{k: hub[k] for k in WHERE if hub.get(k)})
     return {key.removeprefix("base_model.model."): value for key, value in weights.items()}
 
@@ -260,42 +258,28 @@ def _merge(original, self, adapter_names=None, *args, **kwargs):
 def refuse_hyper(model: nn.Module, names, what: str) -> None:
     """Raise if one of the adapters holds added parameters, which `what` would pass over."""
     for path, wrapper in hyper_wrappers(model):
-        holding = [name for name in names if name in wrapper.modules_to_save]
-        if holding:
-            raise ValueError(
-                f"{what} does not reach the added parameters ({path}) of adapter {holding[0]!r}; allowed: adapters "
-                "without 'hyper' in modules_to_save; load the other one under a name of its own and use set_adapter"
-            )
+        for name in names:
+            if name in wrapper.modules_to_save:
+                raise ValueError(
+                    f"{what} does not reach the added parameters ({path}) of adapter {name!r}; allowed: adapters "
+                    "without 'hyper' in modules_to_save; load the other one under a name of its own and use set_adapter"
+                )
 
 
+@wrap("add_weighted_adapter", IA3Model)
+@wrap("add_weighted_adapter", LoraModel)
 def _add_weighted(original, self, adapters, *args, **kwargs):
     refuse_hyper(self.model, adapters, "add_weighted_adapter")
     return original(self, adapters, *args, **kwargs)
 
 
-for _tuner in (LoraModel, IA3Model):
-    wrap("add_weighted_adapter", _tuner)(_add_weighted)
-
-
-def refuse_hotswap() -> None:
-    """Make PEFT's exchange of an adapter's weights in place refuse adapters with added parameters."""
-    swap = peft.utils.hotswap.hotswap_adapter_from_state_dict
-    if hasattr(swap, WRAPPED):
-        return
-
-    @functools.wraps(swap)
-    def hotswap_adapter_from_state_dict(model, state_dict, adapter_name, *args, **kwargs):
-        refuse_hyper(model, [adapter_name], "hot-swapping")
-        strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
-        if strange is not None:
-            raise ValueError(
-                f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
-                "name of its own and use set_adapter"
-            )
-        return swap(model, state_dict, adapter_name, *args, **kwargs)
-
-    setattr(hotswap_adapter_from_state_dict, WRAPPED, True)
-    peft.utils.hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_from_state_dict
-
-
-refuse_hotswap()
+@wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)
+def _hotswap(original, model, state_dict, adapter_name, *args, **kwargs):
+    refuse_hyper(model, [adapter_name], "hot-swapping")
+    strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
+    if strange is not None:
+        raise ValueError(
+            f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
+            "name of its own and use set_adapter"
+        )
+    return original(model, state_dict, adapter_name, *args, **kwargs)

@@ -42,19 +42,19 @@ def files_of(directory: Path) -> tuple[dict[str, Path], list[str]]:
     Raises:
         ValueError: a known name is no regular file, or a link that leads out of the checkpoint.
     """
-    known, others = {}, []
+    known: dict[str, Path] = {}
+    others: list[str] = []
     for path in sorted(directory.iterdir()):
-        inner = path.is_dir() and not path.is_symlink() and any(map(KNOWN.fullmatch, _names(path, directory)))
-        for name in _names(path, directory) if inner else [path.name]:
+        names = [path.name]
+        if path.is_dir() and not path.is_symlink():
+            inside = [f"{path.name}/{file.name}" for file in sorted(path.iterdir())]
+            names = inside if any(map(KNOWN.fullmatch, inside)) else names
+        for name in names:
             if KNOWN.fullmatch(name):
                 known[name] = regular_file(directory, name)
             else:
                 others.append(name)
     return known, others
-
-
-def _names(folder: Path, directory: Path) -> list[str]:
-    return [path.relative_to(directory).as_posix() for path in sorted(folder.iterdir())]
 
 
 def regular_file(directory: Path, name: str) -> Path:
@@ -86,13 +86,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     data = read_json(path)
-    for key, value, allowed, good in (
-        ("model_type", data.get("model_type"), "a string", lambda v: isinstance(v, str)),
-        ("architectures", data.get("architectures"), "a list of strings", _is_list_of_strings),
-        ("auto_map", data.get("auto_map"), "an object", lambda v: isinstance(v, dict)),
-        ("hyperattn", data.get("hyperattn"), "an object", lambda v: isinstance(v, dict)),
+    for key, kind, allowed in (
+        ("model_type", str, "a string"),
+        ("architectures", list, "a list of strings"),
+        ("auto_map", dict, "an object"),
+        ("hyperattn", dict, "an object"),
     ):
-        if value is not None and not good(value):
+        value = data.get(key)
+        good = isinstance(value, kind) and (kind is not list or all(isinstance(v, str) for v in value))
+        if value is not None and not good:
             raise ValueError(f"{path}: {key} is {short(value)}; allowed: {allowed}")
     for key, value in _items(data):
         numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
@@ -102,10 +104,6 @@ def read_config(directory: Path) -> dict[str, Any]:
             if name.fullmatch(key) and sum(numbers) > most:
                 raise ValueError(f"{path}: {key} is {short(value)}; allowed: up to {most:,}")
     return data
-
-
-def _is_list_of_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _items(data: Any) -> Iterator[tuple[str, Any]]:
@@ -120,22 +118,21 @@ def _items(data: Any) -> Iterator[tuple[str, Any]]:
 
 def without_code(data: Any) -> tuple[Any, list[str]]:
     """A copy of JSON data without the keys that name code, and those keys that were there."""
-    if isinstance(data, list):
-        parts = [without_code(part) for part in data]
-        return [part for part, _ in parts], [key for _, keys in parts for key in keys]
-    if not isinstance(data, dict):
-        return data, []
-    parts = {key: without_code(value) for key, value in data.items() if key not in CODE}
-    named = [key for key in data if key in CODE] + [key for _, keys in parts.values() for key in keys]
-    return {key: part for key, (part, _) in parts.items()}, sorted(named)
+    code: list[str] = []
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, list):
+            return [clean(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        code.extend(key for key in part if key in CODE)
+        return {key: clean(value) for key, value in part.items() if key not in CODE}
+
+    return clean(data), sorted(code)
 
 
 def check_weights(directory: Path, files: dict[str, Path]) -> None:
-    """Every weight file is whole, and all that an index names are there.
-
-    Raises:
-        ValueError: they are not, or there are none.
-    """
+    """ValueError where there are no weights, a file of them is damaged, or one that an index names is missing."""
     weights = [name for name in files if name.endswith(".safetensors")]
     if not weights:
         raise ValueError(

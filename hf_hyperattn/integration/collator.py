@@ -54,19 +54,19 @@ class HierarchyCollator:
             options: for the tokenizer; `return_tensors` is not among them.
         """
         kept = options.pop("return_offsets_mapping", False)
-        found = self.tokenizer(text, text_pair, return_offsets_mapping=True, **options)
+        encoding = self.tokenizer(text, text_pair, return_offsets_mapping=True, **options)
         ids = []
-        for row, offsets in enumerate(found["offset_mapping"]):
+        for row, offsets in enumerate(encoding["offset_mapping"]):
             whole = text[row] if text_pair is None else (text[row], text_pair[row])
-            mask = found["attention_mask"][row] if "attention_mask" in found else [1] * len(offsets)
-            numbers = None if text_pair is None else [found.sequence_ids(row)]
+            mask = encoding["attention_mask"][row] if "attention_mask" in encoding else [1] * len(offsets)
+            numbers = None if text_pair is None else [encoding.sequence_ids(row)]
             tree = Hierarchy.from_text([whole], [offsets], self.levels, torch.tensor([mask]), numbers)
             ids.append(tree.to_ids()[0])
         levels = max((row.shape[1] for row in ids), default=1)
-        found[NAME] = [deepened_ids(row, levels).tolist() for row in ids]
+        encoding[NAME] = [deepened_ids(row, levels).tolist() for row in ids]
         if not kept:
-            del found["offset_mapping"]
-        return found
+            del encoding["offset_mapping"]
+        return encoding
 
     def __call__(self, features: Sequence[dict], *args, **kwargs) -> dict:
         """The batch, with group ids [batch, length, levels] under `hierarchy`.
@@ -91,8 +91,8 @@ class HierarchyCollator:
         """Group ids [length, levels] of tokens, from the text that they read as."""
         special = set(self.tokenizer.all_special_ids)
         pieces = ["" if token in special else self.reads(token) for token in ids]
-        ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
-        offsets = torch.stack([ends - torch.tensor([len(piece) for piece in pieces]), ends], 1)
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        offsets = torch.stack([lengths.cumsum(0) - lengths, lengths.cumsum(0)], 1)
         offsets[torch.tensor([token in special for token in ids])] = 0
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)[None]
         return Hierarchy.from_text("".join(pieces), offsets, self.levels, mask).to_ids()[0]
@@ -103,7 +103,7 @@ class HierarchyCollator:
             before = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
             both = self.tokenizer.decode([*before, token], clean_up_tokenization_spaces=False)
             alone = self.tokenizer.decode(before, clean_up_tokenization_spaces=False)
-            self._read[token] = both[len(alone) :]
+            self._read[token] = str(both[len(alone) :])
         return self._read[token]
 
     def padded(self, ids: list[Tensor], batch: dict) -> Tensor:
@@ -115,8 +115,8 @@ class HierarchyCollator:
                 f"to {max(map(len, ids))}; allowed: collators that pad each feature into a row of its own"
             )
         levels = max(row.shape[1] for row in ids)
-        found = torch.full((rows, length, levels), -1, dtype=torch.long)
-        for row, own in enumerate(ids):
-            begin = length - len(own) if self.tokenizer.padding_side == "left" else 0
-            found[row, begin : begin + len(own)] = deepened_ids(own, levels)
-        return found
+        padded = torch.full((rows, length, levels), -1, dtype=torch.long)
+        for row, of_row in enumerate(ids):
+            begin = length - len(of_row) if self.tokenizer.padding_side == "left" else 0
+            padded[row, begin : begin + len(of_row)] = deepened_ids(of_row, levels)
+        return padded

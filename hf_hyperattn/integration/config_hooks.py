@@ -12,19 +12,18 @@ with SDPA. Wrapped, once, at import:
 from __future__ import annotations
 
 import copy
-from contextvars import ContextVar
+import inspect
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .guard import running_on, set_on_models, warn_replaced
-from .records import saved_name, sub_configs, tree
+from .checkpoint_config import INTERNAL, LOADING, saved_name, sub_configs, tree
+from .hooks import running_on, set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
-from .wrapping import wrap
+from .wrapping import subclasses, wrap
 
-#: Where a config keeps the name.
-INTERNAL = "_attn_implementation_internal"
-#: Whether a model is being built: what its loader asks for is checked then, and settled by `settle_stock`.
-LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
+#: The class whose properties are replaced.
+CONFIG: Any = PreTrainedConfig
 
 
 @wrap("to_dict", PreTrainedConfig)
@@ -39,30 +38,21 @@ def _to_dict(original, self):
 
 @wrap("from_dict", PreTrainedConfig)
 def _from_dict(original, cls, config_dict, **kwargs):
-    saved, asked = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
-    found = original(cls, config_dict, **kwargs)
-    if asked is not None:
-        config = found[0] if isinstance(found, tuple) else found
+    saved, requested = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
+    result = original(cls, config_dict, **kwargs)
+    if requested is not None:
+        config = result[0] if isinstance(result, tuple) else result
         warn_replaced(config, saved, f"a {cls.__name__} saved")
-    return found
-
-
-@wrap("from_pretrained", PreTrainedModel)
-def _from_pretrained(original, cls, *args, **kwargs):
-    return _while_loading(original, cls, *args, **kwargs)
+    return result
 
 
 @wrap("_from_config", PreTrainedModel)
 def _from_config(original, cls, config, **kwargs):
     if kwargs.get("attn_implementation") is not None and running_on(config):
         config = copy.deepcopy(config)  # Transformers would set the name on the other model's config too
-    return _while_loading(original, cls, config, **kwargs)
-
-
-def _while_loading(original, /, *args, **kwargs):
     token = LOADING.set(True)
     try:
-        return original(*args, **kwargs)
+        return original(cls, config, **kwargs)
     finally:
         LOADING.reset(token)
 
@@ -73,14 +63,15 @@ def keep_names() -> None:
     A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a
     mechanism's name gives way to it with a warning.
     """
-    stock = PreTrainedConfig._attn_implementation
+    stock: Any = inspect.getattr_static(PreTrainedConfig, "_attn_implementation")
 
     def setter(self, value):
-        ready = INTERNAL in self.__dict__  # else it is being made
-        saved = saved_name(self) if ready else None
+        if INTERNAL not in self.__dict__:  # it is being made
+            return _set_name(self, value)
+        saved = saved_name(self)
         before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
         try:
-            if ready and not LOADING.get():
+            if not LOADING.get():
                 set_on_models(self, value)
             _set_name(self, value)
         except ValueError:
@@ -89,7 +80,7 @@ def keep_names() -> None:
             raise
         warn_replaced(self, saved, f"a {type(self).__name__} saved")
 
-    PreTrainedConfig._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG._attn_implementation = property(stock.fget, setter, doc=stock.__doc__)
 
 
 def _set_name(config, value: str | dict | None) -> None:
@@ -97,16 +88,16 @@ def _set_name(config, value: str | dict | None) -> None:
     before = getattr(config, INTERNAL, None)
     name = value.get("", before) if isinstance(value, dict) else value
     setattr(config, INTERNAL, name)
-    if marked(config) and not LOADING.get():
+    if not LOADING.get() and marked(config):
         run_beneath(config, before if before in OURS else RUNNING)
-    for key, part in sub_configs(config):
+    for key, part in sub_configs(config) if config.sub_configs else ():
         below = value.get(key, getattr(part, INTERNAL, None)) if isinstance(value, dict) else value
         _set_name(part, below)
 
 
 def allow_output_attentions() -> None:
     """Let configs that run a name of ours have output_attentions=True, in the setter and at every save and load."""
-    stock = PreTrainedConfig.output_attentions
+    stock: Any = inspect.getattr_static(PreTrainedConfig, "output_attentions")
 
     def setter(self, value):
         if self._attn_implementation in OURS:
@@ -114,17 +105,15 @@ def allow_output_attentions() -> None:
         else:
             stock.fset(self, value)
 
-    PreTrainedConfig.output_attentions = property(stock.fget, setter, doc=stock.__doc__)
+    CONFIG.output_attentions = property(stock.fget, setter, doc=stock.__doc__)
 
     @wrap("validate_output_attentions", PreTrainedConfig)
     def validate(original, self):
         if self._attn_implementation not in OURS:
             original(self)
 
-    new = PreTrainedConfig.validate_output_attentions
-    classes = [PreTrainedConfig]
-    for cls in classes:  # each class keeps a list of its validators; classes made later find the new one
-        classes += cls.__subclasses__()
+    new = CONFIG.validate_output_attentions
+    for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):  # each keeps a list of its validators
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
 

@@ -1,4 +1,4 @@
-"""Changes of architecture, by mechanism: what `hf_hyperattn.convert` runs, and what it put aside.
+"""`convert`: changes of architecture, by mechanism, and what they put aside.
 
 A patch adds to a model and starts as the identity; a conversion replaces parts of it. A conversion is recorded where it
 can be recognised, by the model's class or by its modules, and where it was made in place it is rebuilt on reload before
@@ -7,14 +7,16 @@ the weights come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import short
+from .checkpoint_config import patched_hosts, recorded_hosts
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
 ORIGINAL = "_hyperattn_original"
@@ -27,7 +29,7 @@ class Conversion:
     Args:
         run: `run(model, config, keep_original) -> converted model`, the same object where it is done in place. Whatever
             goes wrong in it, and also where it is interrupted, the model is left as it was.
-        asked: whether a config of the mechanism asks for a conversion; it is then refused by `patch_model`.
+        requested: whether a config of the mechanism asks for a conversion; it is then refused by `patch_model`.
         done: whether a model is a result of it.
         in_place: whether the model keeps its class. Its hosts then have a `hyper`, `unpatch_model` undoes both, and
             what is in `REBUILDERS` brings it back.
@@ -36,7 +38,7 @@ class Conversion:
     """
 
     run: Callable[..., PreTrainedModel]
-    asked: Callable[[MechanismConfig], bool]
+    requested: Callable[[MechanismConfig], bool]
     done: Callable[[PreTrainedModel], bool]
     in_place: bool = False
     composes: bool = False
@@ -51,19 +53,6 @@ CONVERSIONS: dict[str, Conversion] = {}
 REBUILDERS: dict[str, Callable[[PreTrainedModel], None]] = {}
 
 
-@dataclass
-class Original:
-    """What a conversion with keep_original=True put aside.
-
-    Args:
-        restore: `restore(converted, kept) -> original model`.
-        kept: what it needs for that.
-    """
-
-    restore: Callable[[PreTrainedModel, object], nn.Module]
-    kept: object
-
-
 def register_conversion(mechanism: str, conversion: Conversion) -> None:
     """Make a conversion known; a second one for the same mechanism is refused."""
     if mechanism in CONVERSIONS:
@@ -71,17 +60,17 @@ def register_conversion(mechanism: str, conversion: Conversion) -> None:
     CONVERSIONS[mechanism] = conversion
 
 
-def asked_for(config: MechanismConfig) -> Conversion | None:
+def conversion_for(config: MechanismConfig) -> Conversion | None:
     """The conversion that a mechanism's config asks for; None where it is a patch."""
     conversion = CONVERSIONS.get(config.mechanism)
-    return conversion if conversion is not None and conversion.asked(config) else None
+    return conversion if conversion is not None and conversion.requested(config) else None
 
 
 def refuse_conversions(config: HyperAttnConfig) -> None:
     """Raise where a config for `patch_model` has a mechanism that only a conversion can bring."""
-    own = (mechanism for configs in (config.overrides or {}).values() for mechanism in configs)
-    for mechanism in (*config.mechanisms, *own):
-        if asked_for(mechanism) is not None:
+    overrides = (mechanism for configs in (config.overrides or {}).values() for mechanism in configs)
+    for mechanism in (*config.mechanisms, *overrides):
+        if conversion_for(mechanism) is not None:
             raise ValueError(
                 f"{short(mechanism)} changes the architecture, which patch_model does not do; "
                 "hf_hyperattn.convert(model, config) is for it"
@@ -93,30 +82,133 @@ def conversion_of(model: PreTrainedModel) -> str | None:
     return next((name for name, conversion in CONVERSIONS.items() if conversion.done(model)), None)
 
 
-def keep(model: PreTrainedModel, restore: Callable, kept: object) -> None:
-    """Put aside what `unpatch_model` gives back. It is in memory only: a saved conversion comes back without it."""
-    model.__dict__[ORIGINAL] = Original(restore, kept)
+def keep(model: PreTrainedModel, restore: Callable[[Any, Any], nn.Module], parts: object) -> None:
+    """Put aside what `unpatch_model` gives back, as `restore(converted, parts)`. It is in memory only: a saved
+    conversion comes back without it.
+    """
+    model.__dict__[ORIGINAL] = restore, parts
 
 
 def give_back(model: PreTrainedModel, mechanism: str) -> nn.Module:
-    """The model as it was before its conversion.
-
-    Raises:
-        ValueError: it was not kept.
-    """
-    original = model.__dict__.get(ORIGINAL)
-    if original is None:
+    """The model as it was before its conversion; ValueError where that was not kept."""
+    if ORIGINAL not in model.__dict__:
         raise ValueError(
             f"{type(model).__name__} was converted by {mechanism}, which replaced parts of it, and what they were is "
             "not there; load the original again, or convert with keep_original=True, which keeps it in memory until "
             "the model is saved and loaded"
         )
-    restored = original.restore(model, original.kept)
+    restore, parts = model.__dict__[ORIGINAL]
+    original = restore(model, parts)
     model.__dict__.pop(ORIGINAL, None)
-    return restored
+    return original
 
 
-def rebuild(model: PreTrainedModel) -> None:
+def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
     """Give a model that was patched for a reload the structure that its conversion left, where it was converted."""
-    for rebuilder in REBUILDERS.values():
-        rebuilder(model)
+    for mechanism in config.mechanisms:
+        if mechanism.mechanism in REBUILDERS:
+            REBUILDERS[mechanism.mechanism](model)
+
+
+def convert(
+    model: nn.Module,
+    config: MechanismConfig | HyperAttnConfig,
+    keep_original: bool = False,
+    *,
+    examples: Iterable[Mapping] | None = None,
+) -> PreTrainedModel:
+    """Turn a pretrained model into one of another architecture: `HatConfig(...)`, `CollaborativeConfig(rank=...)`.
+
+    Unlike a patch a conversion replaces parts of the model, starts as an approximation of it, and has no blend. The
+    result is saved and loaded like any model, with the plugin imported.
+
+    Args:
+        model: a Transformers model, by itself; adapters are merged first, and it is not patched.
+        config: a mechanism's config that asks for a conversion. Where the conversion leaves the model its class
+            (collaborative), also a `HyperAttnConfig` that chooses layers or has other mechanisms beside it.
+        keep_original: keep in memory what is replaced, so that `unpatch_model` can give it back. It is never saved.
+        examples: calls of the model, each the keywords of one, such as what a tokenizer returns; collaborative then
+            keeps logits on what the model sees there, instead of weights as such.
+
+    Returns:
+        The converted model: the same object where the conversion is made in place, else a new one.
+
+    Raises:
+        ValueError: a mechanism without a conversion, a model that is converted or patched already, wrapped, or of a
+            family that cannot be converted. The model is left as it was.
+    """
+    conversion, config = _conversion(config)
+    base = _checked(model)
+    if not isinstance(keep_original, bool):
+        raise ValueError(f"keep_original={short(keep_original)} is not allowed; allowed: True or False")
+    if examples is None:
+        return conversion.run(base, config, keep_original)
+    if not conversion.learns:
+        mechanism = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
+        raise ValueError(f"{mechanism.mechanism} reads no examples; allowed: examples=None")
+    return conversion.run(base, config, keep_original, examples=_calls(examples))
+
+
+def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
+    """The examples as a list, where each can be the keywords of a call."""
+    calls = (
+        [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
+    )
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"examples={short(examples)} is not allowed; allowed: a list of dicts, at least one, each the keywords "
+            "of a call, such as [tokenizer(texts, return_tensors='pt', padding=True)]"
+        )
+    return calls
+
+
+def _conversion(
+    config: MechanismConfig | HyperAttnConfig,
+) -> tuple[Conversion, MechanismConfig | HyperAttnConfig]:
+    """The conversion that a config asks for, and the config in the form that it takes."""
+    mechanisms = config.mechanisms if isinstance(config, HyperAttnConfig) else (config,)
+    names = ", ".join(sorted(CONVERSIONS)) or "none registered"
+    if not mechanisms or not all(isinstance(mechanism, MechanismConfig) for mechanism in mechanisms):
+        raise ValueError(
+            f"convert got {short(config)}; allowed: the config of a conversion, of {names}, such as "
+            "CollaborativeConfig(rank=96)"
+        )
+    conversion = next(filter(None, map(conversion_for, mechanisms)), None)
+    if conversion is None:
+        raise ValueError(
+            f"{' with '.join(map(short, mechanisms))} asks for no change of architecture; "
+            f"patch_model is for it, and conversions are: {names}"
+        )
+    if isinstance(config, HyperAttnConfig) and not conversion.composes:
+        if len(mechanisms) > 1 or config != HyperAttnConfig(mechanisms):
+            raise ValueError(
+                f"{mechanisms[0].mechanism} converts a whole model by itself; allowed: its config alone, and "
+                "patch_model on the result"
+            )
+        return conversion, mechanisms[0]
+    return conversion, config
+
+
+def _checked(model: nn.Module) -> PreTrainedModel:
+    """The model, where it can be converted."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"convert got {type(model).__name__}; allowed: a PreTrainedModel by itself: merge adapters first "
+            "(merge_and_unload), convert, then compile or wrap"
+        )
+    name = conversion_of(model)
+    if name is not None:
+        raise ValueError(
+            f"{type(model).__name__} is converted already, by {name}; allowed: one conversion, of the original model"
+        )
+    if recorded_hosts(model.config) is not None or any(patched_hosts(model)):
+        raise ValueError(
+            f"{type(model).__name__} is patched, and a conversion starts from the original; call "
+            "unpatch_model(model) first"
+        )
+    if getattr(model.config, "hyperattn", None) is not None:
+        raise ValueError(
+            f"config.hyperattn of {type(model).__name__} holds parameters of mechanisms used by name; take it out "
+            "before converting: del model.config.hyperattn"
+        )
+    return model

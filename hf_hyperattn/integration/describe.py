@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from torch import nn
 
 import model_patches
 
+from ..mechanisms.base import Host
 from ..readable import can_read
 from ..registry import MECHANISMS
-from .hosts import find_hosts, host_facts, layer_indices
+from .attach import all_hosts
+from .checkpoint_config import inner, patched_hosts
 from .patching import base_model, route
-from .records import inner, patched_hosts
 from .stock import OURS, PATCHED, RUNNING
 
 
@@ -20,23 +22,16 @@ class Description(dict):
     """A plain dict that prints as a table."""
 
     def __str__(self) -> str:
-        rows = [("host", "family", "heads", "kind", "patched", "added", "gates")]
+        rows = [["host", "family", "heads", "kind", "patched", "added", "gates"]]
         for host in self["hosts"]:
-            gates = ", ".join(
+            gates = [
                 f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
                 for n, g in host["gates"].items()
-            )
-            rows.append(
-                (
-                    host["name"],
-                    host["family"],
-                    f"{host['heads']}/{host['kv_heads']}",
-                    host["kind"],
-                    " + ".join(host["mechanisms"]) or "-",
-                    str(host["parameters_added"]),
-                    gates or "-",
-                )
-            )
+            ]
+            heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
+            added = str(host["parameters_added"])
+            row = (host["name"], host["family"], heads, host["kind"], mechanisms, added, ", ".join(gates))
+            rows.append([cell or "-" for cell in row])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -67,14 +62,12 @@ def describe(model: nn.Module) -> Description:
         call runs them), parameters_added and gates (lowest and highest value of each; None where they cannot be read).
     """
     base = base_model(model)
-    done = [inner(host.hyper) for _, host in patched_hosts(base)]
-    modes = sorted({hyper.config.mode for hyper in done})
-    mechanisms = [m.to_dict() for hyper in done for m in hyper.mechanisms()]
+    hypers = [inner(host.hyper) for _, host in patched_hosts(base)]
+    modes = sorted({hyper.config.mode for hyper in hypers})
+    mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
     newly_routed = route(base)  # a served family has hosts only while it is routed
     try:
-        modules = list(find_hosts(base))
-        stacks = layer_indices([name for name, _ in modules])
-        hosts = [_host(name, module, i) for (name, module), (_, i) in zip(modules, stacks, strict=True)]
+        hosts = [_host(module, host) for _, module, host in all_hosts(base)]
     finally:
         if newly_routed:
             model_patches.unserve(base)
@@ -90,17 +83,16 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def _host(name: str, module: nn.Module, index: int) -> dict:
-    facts = host_facts(name, module, index)
+def _host(module: nn.Module, host: Host) -> dict[str, Any]:
     hyper = _active(module._modules.get("hyper"))
     gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
-    implementation = getattr(facts.config, "_attn_implementation", None)
+    implementation = getattr(host.config, "_attn_implementation", None)
     return {
-        "name": name,
-        "family": getattr(facts.config, "model_type", "") or type(module).__name__,
-        "heads": facts.heads,
-        "kv_heads": facts.kv_heads,
-        "kind": "cross" if facts.is_cross else "causal" if facts.is_causal else "bidirectional",
+        "name": host.name,
+        "family": getattr(host.config, "model_type", "") or type(module).__name__,
+        "heads": host.heads,
+        "kv_heads": host.kv_heads,
+        "kind": "cross" if host.is_cross else "causal" if host.is_causal else "bidirectional",
         "attn_implementation": implementation,
         "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
         "active": hyper is not None and implementation == RUNNING,
@@ -109,7 +101,7 @@ def _host(name: str, module: nn.Module, index: int) -> dict:
     }
 
 
-def _active(module: nn.Module | None) -> nn.Module | None:
+def _active(module: Any) -> nn.Module | None:
     """The `Hyper` that is in use: under PEFT that of the active adapter, else the one inside."""
     copies = getattr(module, "modules_to_save", {})
     names = [n for n in getattr(module, "active_adapters", []) if n in copies]

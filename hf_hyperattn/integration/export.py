@@ -16,7 +16,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -31,19 +31,13 @@ from ..config import HyperAttnConfig
 from ..files import read_json
 from ..folders import check_replaceable, replace_folder
 from ..registry import MECHANISMS
-from .checkpoint_files import (
-    SETTINGS,
-    check_weights,
-    files_of,
-    read_config,
-    regular_file,
-    without_code,
-)
+from .checkpoint_files import SETTINGS, check_weights, files_of, read_config, regular_file, without_code
 from .conversions import REBUILDERS
+from .copy_sources import PACKAGE, PREFIX, flat_copies, flat_name
 from .loading import errors_as, is_path, load_config
-from .vendoring import PACKAGE, PREFIX, flat_name, vendored
 
 MODELING = f"modeling_{PREFIX}"
+REMOTE = f"{PACKAGE}.integration.remote"
 LICENCE = "# Copyright The hf_hyperattn authors. Licensed under the Apache License, Version 2.0.\n"
 COPIED = "# Copied from {path} of hf_hyperattn by `hyperattn export`; do not edit.\n" + LICENCE + "\n"
 GENERATED = f"""\
@@ -61,7 +55,7 @@ BY_PACKAGE = (
 )
 MANIFEST = f"{PREFIX}_manifest.json"
 #: What an export writes itself, and what caches and git keep: left out without a word.
-OWN = re.compile(
+UNLISTED = re.compile(
     rf"{PREFIX}_.*\.py|{MODELING}\.py|{MANIFEST}|\.git|\.gitattributes|\.cache|\.hyperattn-.*|__pycache__"
 )
 
@@ -101,23 +95,22 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
     known, others = files_of(directory)
     check_weights(directory, known)
     classes = auto_classes(config)
-    model = build_on_meta(config, data)
-    packages = needed_packages(model, record)
+    packages = needed_packages(build_on_meta(config, data), record)
     texts = {f"{MODELING}.py": modeling_file(classes, packages, record)}
     if not packages:
-        texts |= vendored_files(record)
-    left_out = [name for name in others if not OWN.fullmatch(name)]
+        texts |= flat_copies([REMOTE, *rooms(record)], COPIED)
+    left_out = [name for name in others if not UNLISTED.fullmatch(name)]
     for name in filter(SETTINGS.fullmatch, known):
         settings = read_json(known[name])
-        clean, named = without_code(settings)
-        if (
-            name == "config.json"
-        ):  # an auto_map at its top is that of an earlier export: read_source saw to that
-            named = named[1:] if "auto_map" in settings else named
+        clean, code = without_code(settings)
+        if name == "config.json":
+            code = (
+                code[1:] if "auto_map" in settings else code
+            )  # that of an earlier export, as `read_source` saw
             clean["auto_map"] = {auto: f"{MODELING}.{cls.__name__}" for auto, cls in classes.items()}
-        if named or name == "config.json":
+        if code or name == "config.json":
             texts[name] = json.dumps(clean, indent=2) + "\n"
-        left_out += [f"{name}: {key}" for key in named]
+        left_out += [f"{name}: {key}" for key in code]
     with replace_folder(target, keep_others=False) as stage:
         write_files(stage, known, texts)
         check_replaceable(target, force, directory)  # again: it may hold something by now
@@ -161,8 +154,8 @@ def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfi
         )
     regular_file(directory, "config.json")
     data = read_config(directory)
-    record = data.get("hyperattn")
-    if record is None or HyperAttnConfig.from_dict(record).hosts is None:
+    record = None if data.get("hyperattn") is None else HyperAttnConfig.from_dict(data["hyperattn"])
+    if record is None or record.hosts is None:
         raise ValueError(
             f"{directory} holds no patched model; allowed: what save_pretrained wrote after patch_model"
         )
@@ -170,20 +163,21 @@ def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfi
         raise ValueError(
             f"{directory} has remote code of its own (auto_map); allowed: models of Transformers"
         )
-    return data, load_config(directory), HyperAttnConfig.from_dict(record)
+    return data, load_config(directory), record
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type]:
     """Names of the Auto classes that load this kind of config, each with the class that it loads."""
-    found = {}
+    classes: dict[str, Any] = {}
+    saved = (config.architectures or [""])[0]
     for name, auto in vars(modeling_auto).items():
         if isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and name.startswith("AutoModel"):
-            if name != "AutoModelWithLMHead" and type(config) in auto._model_mapping:
-                cls = auto._model_mapping[type(config)]
-                wanted = (config.architectures or [None])[0]
+            mapping: Any = auto._model_mapping
+            if name != "AutoModelWithLMHead" and type(config) in mapping:
+                cls: Any = mapping[type(config)]
                 named = {c.__name__: c for c in (cls if isinstance(cls, list | tuple) else (cls,))}
-                found[name] = named.get(wanted, next(iter(named.values())))
-    return found
+                classes[name] = named.get(saved, next(iter(named.values())))
+    return classes
 
 
 def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
@@ -202,20 +196,16 @@ def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
 def needed_packages(model: torch.nn.Module, record: HyperAttnConfig) -> list[str]:
     """What has to be installed because it cannot be copied."""
     homes = {type(mechanism).__module__.split(".")[0] for mechanism in record.mechanisms}
-    routed = next(model_patches.hosts(model), None) is not None
-    return [PACKAGE, *sorted(homes - {PACKAGE})] if routed or homes != {PACKAGE} else []
+    return (
+        [PACKAGE, *sorted(homes - {PACKAGE})] if any(model_patches.hosts(model)) or homes != {PACKAGE} else []
+    )
 
 
 def rooms(record: HyperAttnConfig) -> list[str]:
     """The modules whose import registers the mechanisms of a record, and what rebuilds those that are conversions."""
     names = [m.mechanism for m in record.mechanisms]
-    found = [MECHANISMS[name].layer.__module__.rpartition(".")[0] for name in names]
-    return found + [REBUILDERS[name].__module__ for name in names if name in REBUILDERS]
-
-
-def vendored_files(record: HyperAttnConfig) -> dict[str, str]:
-    """Copies of all modules that the record needs."""
-    return vendored([f"{PACKAGE}.integration.remote", *rooms(record)], COPIED)
+    modules = [MECHANISMS[name].layer.__module__.rpartition(".")[0] for name in names]
+    return modules + [REBUILDERS[name].__module__ for name in names if name in REBUILDERS]
 
 
 def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAttnConfig) -> str:
@@ -223,9 +213,18 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
     stock = sorted(set(classes.values()), key=lambda cls: cls.__name__)
     lines = [f"from {cls.__module__} import {cls.__name__} as Stock{cls.__name__}" for cls in stock]
     if packages:
-        lines = [*import_of(packages), *lines, "", "", *BY_PACKAGE]
+        message = f"this checkpoint needs {' and '.join(packages)}; install {PACKAGE}: {install()}"
+        imports = ["try:", *(f"    import {package}  # noqa: F401" for package in packages)]
+        lines = [
+            *imports,
+            "except ImportError as error:",
+            f"    raise ImportError({message!r}) from error",
+            "",
+            *lines,
+        ]
+        lines += ["", "", *BY_PACKAGE]
     else:
-        copies = [f"from .{flat_name(PACKAGE + '.integration.remote')} import Patched"]
+        copies = [f"from .{flat_name(REMOTE)} import Patched"]
         copies += [
             f"from .{flat_name(room)} import __name__ as _room{i}" for i, room in enumerate(rooms(record))
         ]
@@ -233,17 +232,6 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
         lines += [f"    {line}  # noqa: F401" for line in copies]
         lines += ["else:", "", *(f"    {line}".rstrip() for line in BY_PACKAGE)]
     for cls in stock:
-        lines += [
-            "",
-            "",
-            f"class {cls.__name__}(Patched, Stock{cls.__name__}):",
-            '    """The stock class, patched."""',
-        ]
+        head = f"class {cls.__name__}(Patched, Stock{cls.__name__}):"
+        lines += ["", "", head, '    """The stock class, patched."""']
     return GENERATED + "\n".join(lines) + "\n"
-
-
-def import_of(packages: list[str]) -> list[str]:
-    """The lines that import what cannot be copied, with an error that says how to install it."""
-    message = f"this checkpoint needs {' and '.join(packages)}; install {PACKAGE}: {install()}"
-    lines = ["try:", *(f"    import {package}  # noqa: F401" for package in packages)]
-    return [*lines, "except ImportError as error:", f"    raise ImportError({message!r}) from error", ""]

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS
+from .checkpoint_config import inner, patched_hosts, tree
 from .hierarchy_context import (
     CONTEXT,
     PART,
@@ -29,7 +31,6 @@ from .hierarchy_context import (
     wrap_checkpoints,
 )
 from .hosts import find_hosts, is_cross_attention
-from .records import inner, patched_hosts, tree
 
 NAME = "hierarchy"
 
@@ -53,19 +54,19 @@ class Accepting:
         return _empty, (type(self).stock_class,), self.__dict__
 
 
-def _empty(stock: type) -> nn.Module:
-    cls = accepting_class(stock)
+def _empty(stock: Any) -> nn.Module:
+    cls: Any = accepting_class(stock)
     return cls.__new__(cls)
 
 
 @functools.cache
-def accepting_class(stock: type) -> type:
+def accepting_class(stock: Any) -> type:
     """The subclass of a model class whose `forward` takes `hierarchy`."""
     original = stock.forward
     signature = inspect.signature(original)
-    given = list(signature.parameters.values())
+    parameters = list(signature.parameters.values())
     new = inspect.Parameter(NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
-    end = len(given) - (given[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    end = len(parameters) - (parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
 
     @functools.wraps(original)
     def forward(self, *args, hierarchy=None, **kwargs):
@@ -80,29 +81,26 @@ def accepting_class(stock: type) -> type:
         hierarchy = inherited_hierarchy(self) if hierarchy is None else hierarchy
         return use_hierarchy(context, name, hierarchy, original, self, *args, **kwargs)
 
-    forward.__signature__ = signature.replace(parameters=[*given[:end], new, *given[end:]])
-    body = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "stock_class": stock,
-        "forward": forward,
-    }
+    parameters.insert(end, new)
+    setattr(forward, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+    body = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"stock_class": stock, "forward": forward}
     if hasattr(stock, "generate"):
         body |= generation_methods(stock)
     return type(stock.__name__, (Accepting, stock), body)
 
 
-def generation_methods(stock: type) -> dict:
+def generation_methods(stock: Any) -> dict:
     """What `generate` needs beyond the signature of `forward`.
 
     It hands the hierarchy to every call of `forward` and of the encoder that is about its rows; what else is called
     while it runs (logits processors, the pass without prompt of `guidance_scale`) gets none. The hierarchy stays at the
     length of the prompt: attention extends it to the keys there are.
     """
-    generation, prepare = stock.generate, getattr(stock, "prepare_inputs_for_generation", None)
-    candidates = getattr(stock, "_get_candidate_generator", None)
-    own = generation is not GenerationMixin.generate
+    generation = stock.generate
+    prepare: Any = getattr(stock, "prepare_inputs_for_generation", None)
+    candidates: Any = getattr(stock, "_get_candidate_generator", None)
+    family_generates = generation is not GenerationMixin.generate
 
     @functools.wraps(generation)
     def generate(self, *args, hierarchy=None, **kwargs):
@@ -114,7 +112,8 @@ def generation_methods(stock: type) -> dict:
                 kwargs[NAME] = hierarchy
         # A family's own `generate` calls parts without the keyword, and where it prepares no inputs the whole as well.
         inside = name if prepare else name[:-1]
-        return use_hierarchy(context, inside, hierarchy if own else None, generation, self, *args, **kwargs)
+        for_parts = hierarchy if family_generates else None
+        return use_hierarchy(context, inside, for_parts, generation, self, *args, **kwargs)
 
     @functools.wraps(prepare)
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -137,7 +136,7 @@ def generation_methods(stock: type) -> dict:
 
 
 def encoding(original):
-    """A method that runs an encoder, which hears what `generate` was given: some encoders know no such keyword."""
+    """A method that runs an encoder, with the hierarchy of `generate`: some encoders know no such keyword."""
 
     @functools.wraps(original)
     def method(self, inputs_tensor, model_kwargs, *args, **kwargs):
@@ -176,15 +175,16 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
     for name, part in parts_with_hosts(model):
         setattr(part, PART, (context, f"{prefix}{name}." if name else prefix))
         if not isinstance(part, Accepting):
-            swap_class(part, accepting_class(type(part)))
+            stock: Any = type(part)
+            swap_class(part, accepting_class(stock))
 
 
 def settle_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
     structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
     names = {n for m in structures.values() for n in m.names}
-    patched = dict(patched_hosts(model))
-    if not any(config._attn_implementation in names for config in tree(model.config)):
+    patched: dict[str, Any] = dict(patched_hosts(model))
+    if not any(getattr(config, "_attn_implementation", None) in names for config in tree(model.config)):
         if isinstance(model, Accepting) and not (patched and PART in model.__dict__):
             ignore_hierarchy(model)
         return
@@ -207,16 +207,16 @@ def ignore_hierarchy(model: nn.Module) -> None:
     unwrap_checkpoints(model)
 
 
-def swap_class(part: PreTrainedModel, cls: type) -> None:
+def swap_class(part: nn.Module, cls: Any) -> None:
     """Change the class of a model, also where hooks of accelerate's keep its `forward` on the instance."""
     before, kept = part.__dict__.pop(KEPT, {}), {}
     for name in ("forward", "_old_forward"):
-        value = part.__dict__.get(name)
+        value: Any = part.__dict__.get(name)
         hooked = isinstance(value, functools.partial)
         method = getattr(value, "__wrapped__", None) if hooked else value
         if getattr(method, "__func__", None) is not type(part).forward:
             continue
-        new = MethodType(cls.forward, part)
+        new: Any = MethodType(cls.forward, part)
         new = functools.update_wrapper(functools.partial(value.func, *value.args), new) if hooked else new
         kept[name] = value
         part.__dict__[name] = before[name] if type(before.get(name)) is type(new) else new

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..engines.score import WORKING_COPIES
+from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
-from ..mechanisms.hsa.store import STORE, Growing, Keep, Store
-from .records import inner, patched_hosts
+from .checkpoint_config import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `Store`, which attention finds on the tensors that `update` returns.
+    """The cache of one layer: a `MeanCache`, which attention knows by the tensors that `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
@@ -24,11 +26,12 @@ class HierarchicalLayer(DynamicLayer):
     def __init__(self, keep: Keep | None = None):
         super().__init__()
         self.keep = keep
+        self.store: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = Store(key_states, value_states, self.keep)
+        self.store = MeanCache(key_states, value_states, self.keep)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -46,12 +49,12 @@ class HierarchicalLayer(DynamicLayer):
     def _show(self) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
         for shown in (self.keys, self.values):
-            setattr(shown, STORE, self.store)
+            MEAN_CACHES[shown] = self.store
         if self.store.exact is not self.store.tokens:
             WORKING_COPIES[self.keys] = self.store.exact[0].view()
         return self.keys, self.values
 
-    def _shown(self, grown: Growing) -> Tensor:
+    def _shown(self, grown: GrowingTensor) -> Tensor:
         if self.keep is None:
             return grown.view()
         room = grown.room
@@ -72,18 +75,21 @@ class HierarchicalLayer(DynamicLayer):
             self.store.pick(rows)
             self._show()
 
+    def _rows(self) -> int:
+        return len(self.store.exact[0].room)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of the chosen beams, int64 [B]."""
         self._pick(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(torch.arange(len(self.keys))[indices] if self.is_initialized else indices)
+        self._pick(torch.arange(self._rows())[indices] if self.is_initialized else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(len(self.keys)).repeat_interleave(repeats))
+            self._pick(torch.arange(self._rows()).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
@@ -124,29 +130,33 @@ class HierarchicalCache(DynamicCache):
                 raise ValueError(
                     f"HierarchicalCache(evict=True) was given {type(config).__name__}; allowed: the patched model"
                 )
-            kept = keeps(config, [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer])
-            self.layers = [HierarchicalLayer(kept[i]) if i in kept else x for i, x in enumerate(self.layers)]
-            return
-        self.layers = [HierarchicalLayer() if type(x) is DynamicLayer else x for x in self.layers]
+        plain = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        keep = what_to_keep(config, plain) if evict else dict.fromkeys(plain)
+        for index in plain:
+            self.layers[index] = HierarchicalLayer(keep[index])
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def keeps(model, layers: list[int]) -> dict[int, Keep]:
+def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
     """What each of these layers of a patched model has to keep.
 
     Raises:
         ValueError: one that reads all keys.
     """
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
-    found = {getattr(host, "layer_idx", None): _keep(inner(host.hyper), host) for _, host in hosts}
+    by_layer: dict[Any, Any] = {getattr(host, "layer_idx", None): host for _, host in hosts}
+    keeps: dict[int, Keep] = {}
     for index in layers:
-        if found.get(index) is None:
+        host = by_layer.get(index)
+        keep = None if host is None else _keep(inner(host.hyper), host)
+        if keep is None:
             raise ValueError(
                 f"HierarchicalCache(evict=True) cannot serve layer {index}, which reads all keys; allowed: a model all "
                 "of whose layers are patched with HsaConfig(refine_top_k=0) alone, tying='key', mode='replace'"
             )
-    return {index: found[index] for index in layers}
+        keeps[index] = keep
+    return keeps
 
 
 def _keep(hyper, host) -> Keep | None:
@@ -155,9 +165,10 @@ def _keep(hyper, host) -> Keep | None:
     if len(layers) != 1 or not isinstance(layers[0], HsaLayer):
         return None
     (layer,) = layers
+    if layer.config.tying == "both" or layer.mode != "replace" or layer.heads is not None:
+        return None
+    rule = layer.config.rule(True, hyper.heads, type(host).__name__)
     most = lambda x: max(x) if isinstance(x, tuple) else x
-    rule = layer.config.rule(True, hyper.heads, type(host).__name__) if layer.config.tying != "both" else None
-    alone = layer.mode == "replace" and layer.heads is None and layer.config.windows
-    if rule is None or not alone or most(rule.refine_top_k):
+    if not layer.config.windows or most(rule.refine_top_k):
         return None
     return Keep(layer.config.windows, most(rule.near), most(rule.sinks))

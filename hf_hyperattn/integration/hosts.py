@@ -6,63 +6,55 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
-from .rotary import rotary_reason
-from .widths import first_int, head_dim, input_width, value_dim
+from .module_dims import module_dims, rotary_reason, settings_of
 
-#: Where families keep the number of query heads, on the module or on its config, in order of preference.
-HEADS = (
-    "num_heads",
-    "num_attention_heads",
-    "n_heads",
-    "n_head",
-    "encoder_attention_heads",
-    "attention_heads",
-    "decoder_self_attention_heads",
-    "groups",
-)
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 CROSS = re.compile(r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att", re.IGNORECASE)
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @cache
 def interface_callers(cls: type) -> tuple[FunctionType, ...]:
-    """The methods of the class and its parents that ask `ALL_ATTENTION_FUNCTIONS` for their attention function."""
-    bases = (
-        base
-        for base in cls.__mro__
-        if base.__module__ != PreTrainedModel.__module__ and base is not nn.Module
-    )
-    found = (_plain(f) for base in bases for f in vars(base).values())
-    return tuple(f for f in found if isinstance(f, FunctionType) and _names_interface(f.__code__))
-
-
-def calls_interface(cls: type) -> bool:
-    """Whether modules of this class are hosts."""
-    return bool(interface_callers(cls))
-
-
-def _plain(function):
-    function = getattr(function, "__func__", function)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
+    """The methods of the class and its parents that ask `ALL_ATTENTION_FUNCTIONS` for their attention function; the
+    modules of a class that has some are hosts.
+    """
+    callers = []
+    for base in cls.__mro__:
+        if base.__module__ != PreTrainedModel.__module__ and base is not nn.Module:
+            for function in vars(base).values():
+                function = getattr(function, "__func__", function)
+                while hasattr(function, "__wrapped__"):
+                    function = function.__wrapped__
+                if isinstance(function, FunctionType) and _names_interface(function.__code__):
+                    callers.append(function)
+    return tuple(callers)
 
 
 def _names_interface(code: CodeType) -> bool:
-    inner = (c for c in code.co_consts if isinstance(c, CodeType))
+    nested = (c for c in code.co_consts if isinstance(c, CodeType))
     return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= set(code.co_names) or any(
-        map(_names_interface, inner)
+        map(_names_interface, nested)
     )
 
 
-def find_hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
-    return ((name, module) for name, module in model.named_modules() if calls_interface(type(module)))
+    hosts = []
+    for name, module in model.named_modules():
+        cls: Any = type(module)
+        if interface_callers(cls):
+            hosts.append((name, module))
+    return iter(hosts)
+
+
+def has_hosts(model: nn.Module) -> bool:
+    """Whether there is a host in a model."""
+    return any(map(interface_callers, map(type, model.modules())))
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
@@ -72,33 +64,27 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     )
 
 
-def host_facts(name: str, module: nn.Module, layer_index: int) -> Host:
+def host_facts(name: str, module: nn.Module, layer_index: int, known: dict[int, dict] | None = None) -> Host:
     """What the module and its config say of a host.
+
+    Args:
+        known: by the id of a config, its settings, for hosts that share one; added to.
 
     Raises:
         ValueError: neither says how many heads there are.
     """
-    places = (module, getattr(module, "config", None))
-    heads = first_int(places, HEADS)
-    if heads is None:
-        raise ValueError(
-            f"cannot tell the number of heads of {name} ({type(module).__name__}); looked for "
-            f"{', '.join(HEADS)} on the module and its config"
-        )
-    kv_heads = first_int(places, KV_HEADS) or heads
-    causal = bool(getattr(module, "is_causal", getattr(places[1], "is_decoder", False)))
+    config, known = getattr(module, "config", None), {} if known is None else known
+    if id(config) not in known:
+        known[id(config)] = settings_of(config)
+    settings = known[id(config)]
     return Host(
-        name,
-        heads,
-        kv_heads,
-        causal,
-        is_cross_attention(name, module),
-        layer_index,
-        places[1],
-        width=input_width(module),
-        head_dim=head_dim(module, heads),
-        value_dim=value_dim(module, heads, kv_heads),
-        rotary=rotary_reason(module),
+        name=name,
+        is_causal=bool(getattr(module, "is_causal", getattr(config, "is_decoder", False))),
+        is_cross=is_cross_attention(name, module),
+        layer_index=layer_index,
+        config=config,
+        rotary=rotary_reason(module, settings),
+        **module_dims(name, module, settings)._asdict(),
     )
 
 
@@ -108,23 +94,17 @@ def layer_indices(names: list[str]) -> list[tuple[str, int]]:
     The stack is the name with its varying number left out: "model.layers.#.self_attn". The number is the one in the
     name, so that in hybrid models layer 4 stays layer 4; hosts without a number count from 0.
     """
-    stacks: dict[str, list[list[int]]] = {}
+    places: list[tuple[str, tuple[int, ...]]] = []
+    stacks: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
-        stacks.setdefault(_shape(name), []).append(
-            [int(n) for n in re.findall(r"(?<=\.)\d+(?=\.|$)", "." + name)]
-        )
-    column = {shape: _varying(numbers) for shape, numbers in stacks.items()}
-    found = []
-    for name in names:
-        shape, numbers = _shape(name), [int(n) for n in re.findall(r"(?<=\.)\d+(?=\.|$)", "." + name)]
-        found.append((shape, numbers[column[shape]] if numbers else 0))
-    return found
-
-
-def _shape(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", "." + name)[1:]
-
-
-def _varying(numbers: list[list[int]]) -> int:
-    """The first position at which the lists differ, 0 if they do not."""
-    return next((i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1), 0)
+        numbers = tuple(map(int, NUMBER.findall("." + name)))
+        places.append((NUMBER.sub("#", "." + name)[1:], numbers))
+        stacks.setdefault(places[-1][0], []).append(numbers)
+    varying = {}  # by stack, which of the numbers in a name differs between its hosts
+    for stack, lists in stacks.items():
+        varying[stack] = 0
+        for i, column in enumerate(zip(*lists, strict=True)):
+            if len(set(column)) > 1:
+                varying[stack] = i
+                break
+    return [(stack, numbers[varying[stack]] if numbers else 0) for stack, numbers in places]

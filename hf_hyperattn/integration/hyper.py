@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
-from ..choice import head_numbers
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
 from ..engines.score import DOT, dot_logits
 from ..mechanisms.base import START, FirstKey, Host, HostCall, MechanismLayer, Plan
-from ..overrides import mechanisms_of
 from ..readable import can_read
 from ..registry import get_mechanism
+from ..selection import head_numbers
 from .call import (
     BACKEND,
     UNHONOURED,
@@ -107,15 +106,17 @@ class Hyper(Layers):
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
-        self.config = replace(config, layers=None, hosts=None, overrides=None)
+        self.config = config.for_any_host
         self.own = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
-        heads = head_numbers(config.heads, host.heads, host.name)
-        for mechanism in self.mechanisms():
+        heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
+        mechanisms = mechanisms_of(config.mechanisms, self.own) if self.own else config.mechanisms
+        for mechanism in mechanisms:
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
-            check_heads(layer, heads, host)
+            if heads is not None:
+                check_heads(layer, heads, host)
             self.add_module(mechanism.mechanism, layer)
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
@@ -297,7 +298,7 @@ def family_mask(*args, config=None, **kwargs):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = make(*args, config=config, **kwargs)
     if mask is not None:
-        told = {"q_offset", "q_length"} <= {*kwargs}
-        stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if told else None
+        says_stop = {"q_offset", "q_length"} <= {*kwargs}
+        stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if says_stop else None
         FIRST_KEYS[mask] = FirstKey(dropped, padding, stop)
     return mask

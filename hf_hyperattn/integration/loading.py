@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from .checkpoint_config import is_recorded
 from .checkpoint_files import read_config
-from .records import recorded_hosts, tree
 
 
 def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
@@ -26,7 +27,7 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
     """
     config = load_config(source)
     with errors_as(f"{source}: cannot load it"):
-        if any(recorded_hosts(part) is not None for part in tree(config)):
+        if is_recorded(config):
             return class_of(config).from_pretrained(source, dtype="auto")
         with torch.device("meta"):
             return class_of(config)._from_config(config)
@@ -63,7 +64,7 @@ def is_path(source: str | os.PathLike) -> bool:
     return Path(source).exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
 
 
-def class_of(config) -> type[PreTrainedModel]:
+def class_of(config: Any) -> Any:
     """The class that the config names, or the bare model of its type."""
     cls = getattr(transformers, (config.architectures or [""])[0], None)
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):

@@ -21,8 +21,8 @@ from ..registry import Mechanism, get_mechanism, on_register
 from .families import UNROUTED
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function, family_mask, patched_forward
-from .refusal import refuse_unrouted
 from .stock import OURS, PATCHED
+from .unsupported import refuse_unrouted
 
 
 def register_names() -> None:
@@ -117,10 +117,10 @@ def _number(data: dict, default: MechanismConfig) -> int:
             f"config.hyperattn has overrides for single hosts, which {mechanism} used by name cannot honour; "
             "allowed: patch_model with this config, or a config without overrides"
         )
-    found = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
-    if found not in BY_NAME:
-        BY_NAME.append(found)
-    return BY_NAME.index(found)
+    config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
+    if config not in BY_NAME:
+        BY_NAME.append(config)
+    return BY_NAME.index(config)
 
 
 @lru_cache(maxsize=64)

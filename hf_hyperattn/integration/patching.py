@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import model_patches
 
-from ..choice import Choice, head_numbers
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
-from .adapter_modules import give_adapters_hyper, take_hyper_from_adapters
-from .attach import Found, all_hosts, attach, check_combination, match_names, settle_overrides
+from ..selection import Choice, head_numbers, select_layers
+from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
+from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .checkpoint_config import erase_records, inner, patched_hosts, recorded_hosts, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
+from .families import note_all
 from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy, settle_names
-from .records import erase_records, inner, patched_hosts, recorded_hosts, tree
-from .refusal import check_parts, has_attention, refusal
-from .rollback import rollback_on_error
-from .selection import select
 from .stock import OURS, PATCHED
+from .unsupported import check_parts, has_attention, unsupported
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -70,13 +71,14 @@ def patch_model(
             f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
             "before patching: del model.config.hyperattn"
         )
+    note_all(base)
     with rollback_on_error(base):
         newly_routed = route(base)
-        chosen = choose_hosts(base, config)
-        check_own_attention(chosen)
-        check_parts(base, PATCHED, [module.config for module, _ in chosen])
-        config = settle_overrides(settle_heads(config, chosen), chosen, base)
-        attach(base, config, chosen, newly_routed)
+        selected = select_hosts(base, config)
+        check_own_attention(selected)
+        check_parts(base, PATCHED, [module.config for module, _ in selected])
+        config = resolve_overrides(resolve_heads(config, selected), selected, base)
+        attach(base, config, selected, newly_routed)
         give_adapters_hyper(model, base)
     return model
 
@@ -84,8 +86,7 @@ def patch_model(
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give back the original model: same classes, state-dict keys and values, implementation; no hook is left.
 
-    A converted model is given back where it was converted with keep_original=True; a patch that was put on it
-    afterwards goes first.
+    A converted model is given back where it was converted with keep_original=True; a later patch of it goes first.
 
     Raises:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.
@@ -128,24 +129,53 @@ def take_off(base: PreTrainedModel) -> None:
         model_patches.unserve(base)
 
 
+@contextmanager
+def rollback_on_error(model: nn.Module) -> Iterator[None]:
+    """Where the block raises, the model's modules and configs are as they were before it.
+
+    Classes, attributes, children, parameters, hooks and config entries are put back; values of tensors, which no patch
+    changes, are not copied.
+    """
+    things: dict[int, Any] = {}
+    for module in model.modules():
+        configs = [value for value in module.__dict__.values() if isinstance(value, PreTrainedConfig)]
+        things |= {id(thing): thing for thing in (module, *(part for top in configs for part in tree(top)))}
+    before = []
+    for thing in things.values():
+        contents = {n: (v, dict(v) if isinstance(v, dict) else None) for n, v in vars(thing).items()}
+        before.append((thing, type(thing), contents))
+    try:
+        yield
+    except BaseException:
+        for thing, cls, contents in before:
+            object.__setattr__(thing, "__class__", cls)
+            thing.__dict__.clear()
+            for name, (value, entries) in contents.items():
+                thing.__dict__[name] = value
+                if entries is not None:
+                    value.clear()  # in place: handles of hooks refer to the dict itself
+                    value.update(entries)
+        raise
+
+
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The Transformers model inside PEFT's, the compiler's or a data-parallel wrapper.
 
     Raises:
         ValueError: there is none.
     """
-    seen = model
-    while not isinstance(seen, PreTrainedModel):
-        inner = getattr(seen, "_orig_mod", None) or getattr(seen, "module", None)
-        if inner is None and hasattr(seen, "get_base_model"):
-            inner = seen.get_base_model()
-        if inner is None:
+    wrapped: Any = model
+    while not isinstance(wrapped, PreTrainedModel):
+        inside = getattr(wrapped, "_orig_mod", None) or getattr(wrapped, "module", None)
+        if inside is None and hasattr(wrapped, "get_base_model"):
+            inside = wrapped.get_base_model()
+        if inside is None:
             raise ValueError(
                 f"{type(model).__name__} is no Transformers model; allowed: a PreTrainedModel, also inside a "
                 "PEFT, compiled or data-parallel wrapper"
             )
-        seen = inner
-    return seen
+        wrapped = inside
+    return wrapped
 
 
 def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool) -> HyperAttnConfig:
@@ -171,50 +201,49 @@ def route(base: PreTrainedModel) -> bool:
     return model_patches.serve(base) and not before
 
 
-def choose_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Found]:
+def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selected]:
     """The hosts that the config means, each with its facts."""
     hosts = all_hosts(base)
     if not hosts:
         if has_attention(base):
-            raise refusal(base.config.model_type, PATCHED)
+            raise unsupported(base.config.model_type, PATCHED)
         raise ValueError(f"model type {base.config.model_type!r} has no attention; nothing to patch")
     if config.hosts is not None:
-        meant = set(match_names([host.name for _, _, host in hosts], config.hosts, base).values())
-        chosen = [host.name in meant for _, _, host in hosts]
+        names = set(match_names([host.name for _, _, host in hosts], config.hosts, base).values())
+        picks = [host.name in names for _, _, host in hosts]
     else:
-        chosen = [
-            pick and (config.include_cross_attention or not host.is_cross)
-            for pick, (_, _, host) in zip(select(hosts, config.layers), hosts, strict=True)
-        ]
-    found = [(module, host) for (_, module, host), pick in zip(hosts, chosen, strict=True) if pick]
-    if not found:
+        picks = select_layers([(stack, host) for stack, _, host in hosts], config.layers)
+    cross = config.include_cross_attention or config.hosts is not None
+    picked = [(module, host) for (_, module, host), pick in zip(hosts, picks, strict=True) if pick]
+    selected = [(module, host) for module, host in picked if cross or not host.is_cross]
+    if not selected:
         layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(
             f"layers={layers} chooses no attention module of {type(base).__name__} (model type "
             f"{base.config.model_type!r}); it has: "
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
-    check_combination(config, found)
-    return found
+    check_combination(config, selected)
+    return selected
 
 
-def settle_heads(config: HyperAttnConfig, chosen: list[Found]) -> HyperAttnConfig:
-    """The config with the heads that a function chose as numbers, since a config cannot hold a function."""
+def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAttnConfig:
+    """The config with the heads that a function selects as numbers, since a config cannot hold a function."""
     if not callable(config.heads):
         return config
-    found = {head_numbers(config.heads, host.heads, host.name) for _, host in chosen}
-    if len(found) > 1:
+    heads = {head_numbers(config.heads, host.heads, host.name) for _, host in selected}
+    if len(heads) > 1:
         raise ValueError(
             "heads is a function that chooses other heads in hosts with more of them; allowed: a list of numbers, "
             "a name such as 'first-half', or one patch_model call for each kind of host"
         )
-    return replace(config, heads=found.pop())
+    return replace(config, heads=heads.pop())
 
 
-def check_own_attention(chosen: list[Found]) -> None:
+def check_own_attention(selected: list[Selected]) -> None:
     """Refuse a model that runs one of our names: a patch starts from the model's own attention."""
-    for module, host in chosen:
-        name = module.config._attn_implementation
+    for module, host in selected:
+        name = cast(Any, module).config._attn_implementation
         if name in OURS:
             raise ValueError(
                 f"{host.name} runs attn_implementation={name!r}, and a patch starts from the model's own attention; "

@@ -9,15 +9,15 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
-from .attach import bring_back, settle_stock
+from .attach import repatch, resolve_stock
+from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
 from .conversions import rebuild
 from .families import note_all
 from .hyper import family_mask, patched_forward
 from .record_check import check_loaded
-from .records import all_configs, patched_hosts, saved_name, tree
 from .stock import PATCHED, RUNNING, marked, run_beneath
 
-ASKED = "_hyperattn_asked"
+REQUESTED = "_hyperattn_requested"
 
 
 class Patched:
@@ -29,10 +29,10 @@ class Patched:
         return False
 
     def __init__(self, config, *args, **kwargs):
-        asked = [part for part in tree(config) if part._attn_implementation == PATCHED]
-        for part in asked:
-            part._attn_implementation_internal = RUNNING
-        self.__dict__[ASKED] = asked
+        ours = [part for part in tree(config) if part._attn_implementation == PATCHED]
+        for part in ours:
+            setattr(part, INTERNAL, RUNNING)
+        self.__dict__[REQUESTED] = ours
         super().__init__(config, *args, **kwargs)
 
     def post_init(self):
@@ -41,14 +41,15 @@ class Patched:
         Raises:
             ValueError: the config does not say what was patched, or names hosts that the model does not have.
         """
-        for part in self.__dict__.pop(ASKED):
-            part._attn_implementation_internal = (
-                RUNNING  # some models set the names of their parts from the one at the top
-            )
+        for part in self.__dict__.pop(
+            REQUESTED
+        ):  # some models set the names of their parts from the one at the top
+            setattr(part, INTERNAL, RUNNING)
         note_all(self)
-        settle_stock(self)
-        bring_back(self, HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None)))
-        rebuild(self)
+        resolve_stock(self)
+        record = HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None))
+        repatch(self, record)
+        rebuild(self, record)
         for config in all_configs(self):
             if name := saved_name(config):
                 config.attn_implementation = name  # for the next save: Transformers writes no other name

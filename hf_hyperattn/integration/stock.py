@@ -101,9 +101,9 @@ EAGER: dict[type, Callable] = {}
 def find_eager(classes: Iterable[type]) -> None:
     """Look for the eager attention of these classes; some have none."""
     for cls in set(classes) - EAGER.keys():
-        found = _eager_function(cls)
-        if found is not None:
-            EAGER[cls] = found
+        eager = _eager_function(cls)
+        if eager is not None:
+            EAGER[cls] = eager
 
 
 def eager_function(cls: type) -> Callable:

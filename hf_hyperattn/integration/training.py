@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import sys
 from collections.abc import Iterator
-from importlib.abc import MetaPathFinder
+from typing import Any
 
 from torch import nn
-from transformers import trainer_pt_utils
+from transformers import PreTrainedModel, trainer_pt_utils
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .patching import base_model, patched_hosts
-from .record_check import checked_as_one
-from .wrapping import WRAPPED, wrap
+from .patching import base_model
+from .wrapping import wrap
 
 #: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.
 UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -62,7 +60,7 @@ def lora_config(
     from peft import LoraConfig  # takes a third of a second, which only those who train should wait
 
     base = base_model(model)
-    check_patched(base)
+    hosts_of_patched(base)
     return LoraConfig(
         r=r,
         target_modules=projections(base) if target_modules is None else target_modules,
@@ -96,7 +94,7 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
             raise ValueError(f"{name}={value!r} is not allowed; allowed: finite numbers from 0")
     added = hyper_parameters(model)
     decayed = set(trainer_pt_utils.get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
-    groups = {
+    groups: dict[str, dict] = {
         "weights": dict(params=[], lr=lr, weight_decay=weight_decay),
         "undecayed": dict(params=[], lr=lr, weight_decay=0.0),
         "hyper": dict(params=[], lr=hyper_lr, weight_decay=0.0),
@@ -105,73 +103,24 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
         kind = "hyper" if id(parameter) in added else "weights" if name in decayed else "undecayed"
         if parameter.requires_grad:
             groups[kind]["params"].append(parameter)
-    found = [{**group, "name": name} for name, group in groups.items() if group["params"]]
-    if not found:
+    trainable = [{**group, "name": name} for name, group in groups.items() if group["params"]]
+    if not trainable:
         raise ValueError(f"{type(model).__name__} has no trainable parameter; set requires_grad on some")
-    return found
+    return trainable
 
 
-def exempt_from_decay() -> None:
+def without_hyper(original, model, *args, **kwargs):
     """Keep the Trainer's weight decay, and that of trainers made from it, off added parameters.
 
     All of them choose what to decay by `get_parameter_names`, which goes through a model from child to child. The
     Trainer takes it from its module when it is imported, which takes a second and is therefore not done here.
     """
-    original = trainer_pt_utils.get_parameter_names
-    if hasattr(original, WRAPPED):
-        return
-
-    @functools.wraps(original)
-    def get_parameter_names(model, *args, **kwargs):
-        return [] if isinstance(model, Hyper) else original(model, *args, **kwargs)
-
-    setattr(get_parameter_names, WRAPPED, True)
-    for module in (trainer_pt_utils, sys.modules.get("transformers.trainer")):
-        if module is not None:
-            module.get_parameter_names = get_parameter_names
+    return [] if isinstance(model, Hyper) else original(model, *args, **kwargs)
 
 
-exempt_from_decay()
-
-
-class TrainerImport(MetaPathFinder):
-    """Wraps the Trainer's resuming when its module is imported, which takes a second and is therefore not done here."""
-
-    MODULE = "transformers.trainer"
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            wrap_trainer(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def wrap_trainer(module) -> None:
-    """Let what the Trainer resumes from, and its shards, be compared with the model as a whole."""
-
-    @wrap("_load_from_checkpoint", module.Trainer)
-    def _resume(original, self, resume_from_checkpoint, model=None):
-        with checked_as_one(self.model if model is None else model, resume_from_checkpoint):
-            return original(self, resume_from_checkpoint, model)
-
-    @wrap("load_sharded_checkpoint", module)
-    def _load_shards(original, model, folder, *args, **kwargs):
-        with checked_as_one(model, folder):
-            return original(model, folder, *args, **kwargs)
-
-
-if TrainerImport.MODULE in sys.modules:
-    wrap_trainer(sys.modules[TrainerImport.MODULE])
-else:
-    sys.meta_path.insert(0, TrainerImport())
+wrap("get_parameter_names", trainer_pt_utils)(without_hyper)
+if "transformers.trainer" in sys.modules:
+    wrap("get_parameter_names", sys.modules["transformers.trainer"])(without_hyper)
 
 
 def freeze_base(model: nn.Module) -> nn.Module:
@@ -187,22 +136,18 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
 
 def hyper_parameters(model: nn.Module) -> set[int]:
-    """The ids of all parameters that a patch added, in every adapter's copy of them.
-
-    Raises:
-        ValueError: the model is not patched.
-    """
-    base = base_model(model)
-    check_patched(base)
-    return {id(p) for _, host in patched_hosts(base) for p in host.hyper.parameters()}
+    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did."""
+    return {id(p) for _, host in hosts_of_patched(base_model(model)) for p in host.hyper.parameters()}
 
 
-def check_patched(base: nn.Module) -> None:
-    """Raise if there is nothing of ours in a model."""
-    if not any(patched_hosts(base)):
+def hosts_of_patched(base: PreTrainedModel) -> list[tuple[str, Any]]:
+    """`patched_hosts`; ValueError where there is none."""
+    hosts = list(patched_hosts(base))
+    if not hosts:
         raise ValueError(
             f"{type(base).__name__} is not patched; call patch_model(model, ConeConfig()) first, or another mechanism"
         )
+    return hosts
 
 
 def task_of(base: nn.Module) -> str | None:
@@ -214,30 +159,31 @@ def task_of(base: nn.Module) -> str | None:
     return None
 
 
-def projections(base: nn.Module) -> list[str]:
+def projections(base: PreTrainedModel) -> list[str]:
     """Names of the linear layers inside the patched hosts, in the short form that PEFT matches with name endings.
 
     "self_attn.q_proj" where that means patched hosts alone, else a name for each, "layers.20.self_attn.q_proj".
     """
-    wanted = [f"{host}.{name}" for host, module in patched_hosts(base) for name in linear_layers(module)]
-    if not wanted:
+    layers = [f"{host}.{name}" for host, module in patched_hosts(base) for name in linear_layers(module)]
+    if not layers:
         raise ValueError(
             f"the patched hosts of {type(base).__name__} hold no linear layers; pass target_modules=[...]"
         )
-    chosen, names = set(wanted), [name for name, _ in base.named_modules()]
-    found = []
-    for name in wanted:
+    others = sorted({name for name, _ in base.named_modules()} - set(layers))
+    targets = set()
+    for name in layers:
         short = ".".join(name.split(".")[-2:])
-        alone = all(n in chosen for n in names if n == short or n.endswith("." + short))
-        found.append(short if alone else name.removeprefix(base.base_model_prefix + "."))
-    return sorted(set(found))
+        ambiguous = any(n == short or n.endswith("." + short) for n in others)
+        targets.add(name.removeprefix(base.base_model_prefix + ".") if ambiguous else short)
+    return sorted(targets)
 
 
 def linear_layers(module: nn.Module, path: str = "") -> Iterator[str]:
     """Names of the linear layers in a module, those that carry an adapter already included, and ours not."""
     for name, child in module.named_children():
-        inner = child.get_base_layer() if hasattr(child, "get_base_layer") else child
-        if isinstance(inner, nn.Linear | Conv1D):
+        layer: Any = child
+        layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+        if isinstance(layer, nn.Linear | Conv1D):
             yield path + name
-        elif inner is child and not isinstance(getattr(child, "original_module", child), Hyper):
+        elif layer is child and not isinstance(getattr(child, "original_module", child), Hyper):
             yield from linear_layers(child, f"{path}{name}.")

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -33,21 +34,29 @@ RELIED_ON = (
 changes: list[str] = []
 
 
-def wrap(name: str, cls: type = PreTrainedModel):
-    """Decorator: the function becomes method `name` of a class and gets the original first; each function once only.
+def subclasses(cls: type) -> list[type]:
+    """All classes there are below a class."""
+    classes: list[type] = cls.__subclasses__()
+    for below in classes:  # it grows
+        classes += below.__subclasses__()
+    return classes
 
-    Class methods and static methods stay what they are. A class that lacks the method is left alone, which
-    `warn_of_changes` tells.
+
+def wrap(name: str, owner: Any = PreTrainedModel):
+    """Decorator: the function becomes `name` of a class or module and gets the original first; each function once only.
+
+    Class methods and static methods stay what they are. An owner that lacks it is left alone, which `warn_of_changes`
+    tells.
     """
 
-    def install(wrapper: Callable):
-        own = f"{wrapper.__module__}.{wrapper.__name__}"
-        static = inspect.getattr_static(cls, name, None)
+    def install(wrapper: Callable) -> Callable:
+        label = f"{wrapper.__module__}.{wrapper.__name__}"
+        static = inspect.getattr_static(owner, name, None)
         original = getattr(static, "__func__", static)
         wrapped = getattr(original, WRAPPED, ())
-        if own in wrapped:
+        if label in wrapped:
             return wrapper
-        check(cls, name, list(inspect.signature(wrapper).parameters.values())[1:])
+        check(owner, name, list(inspect.signature(wrapper).parameters.values())[1:])
         if original is None:
             return wrapper
 
@@ -55,28 +64,28 @@ def wrap(name: str, cls: type = PreTrainedModel):
         def method(*args, **kwargs):
             return wrapper(original, *args, **kwargs)
 
-        setattr(method, WRAPPED, (*wrapped, own))
-        setattr(cls, name, type(static)(method) if static is not original else method)
+        setattr(method, WRAPPED, (*wrapped, label))
+        setattr(owner, name, method if static is original else type(static)(method))
         return wrapper
 
     return install
 
 
-def check(cls: type, name: str, expected: list[inspect.Parameter]) -> None:
-    """Note it where a class lacks a method, or where the method's parameters are not those that are expected."""
-    static = inspect.getattr_static(cls, name, None)
+def check(owner: Any, name: str, expected: list[inspect.Parameter]) -> None:
+    """Note it where a class or module lacks a function, or where its parameters are not those that are expected."""
+    static = inspect.getattr_static(owner, name, None)
     if static is None:
-        changes.append(f"{cls.__name__}.{name} is missing")
+        changes.append(f"{owner.__name__}.{name} is missing")
         return
-    found = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
-    if not isinstance(static, staticmethod):
-        found, expected = found[1:], expected[1:]  # self, by whatever name
+    actual = list(inspect.signature(getattr(static, "__func__", static)).parameters.values())
+    if isinstance(owner, type) and not isinstance(static, staticmethod):
+        actual, expected = actual[1:], expected[1:]  # self, by whatever name
     open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p.name for p in expected if p.kind not in open_kinds]
-    rest = [p for p in found[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
+    rest = [p for p in actual[len(named) :] if p.kind not in open_kinds and p.default is p.empty]
     passes_on = any(p.kind in open_kinds for p in expected)
-    if [p.name for p in found[: len(named)]] != named or (rest and not passes_on):
-        changes.append(f"{cls.__name__}.{name} now takes ({', '.join(p.name for p in found)})")
+    if [p.name for p in actual[: len(named)]] != named or (rest and not passes_on):
+        changes.append(f"{owner.__name__}.{name} now takes ({', '.join(p.name for p in actual)})")
 
 
 def warn_of_changes() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.hsa.definition import cover, kin
+from hf_hyperattn.mechanisms.hsa.reference import cover, kin
 
 from .hsa_texts import minilm_folder, sample
 from .store import Experiment

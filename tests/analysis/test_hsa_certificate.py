@@ -11,7 +11,7 @@ import transformers as hf
 from hf_hyperattn import HsaConfig, patch_model
 from hf_hyperattn.analysis.hsa_certificate import certificate, table
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.definition import definition_both, definition_key
+from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from tests.integration.models import TEXT, bert, llama
 from tests.oracles import hsa
 

@@ -126,3 +126,12 @@ def test_a_second_term_of_one_name_is_refused():
     with pytest.raises(ValueError, match="toy_nearness"):
         register_term(Nearness())
     assert TERMS["toy_nearness"] is PLAIN
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blockwise"])
+def test_features_that_no_factor_leads_to_are_taken_as_they_are(backend):
+    q, k, v = qkv(batch=1, heads=2, lq=5, lk=300, d=8, dtype=torch.float32)
+    score = dot_score(q, k, 1.0)
+    doubled = PairScore(q, k, score.terms, make_features=lambda: (2 * q, k))
+    expected = (2 * q @ k.mT).softmax(-1) @ v
+    assert_close(attention(doubled, v, backend=backend)[0], expected, 1e-5, "output")

@@ -44,6 +44,7 @@ def chosen(batch, heads, n, m, training=False, weights=False, dot=False):
 )
 def test_blocks_where_a_sequence_is_worth_a_tile(monkeypatch, shape, tiled_pays, training):
     monkeypatch.setattr(dispatch.cpu, "supports", lambda *_: False)
+    monkeypatch.setattr(dispatch.cpu, "decodes", lambda *_: None)
     assert chosen(*shape, training=training) == ("blockwise" if tiled_pays else "reference")
 
 

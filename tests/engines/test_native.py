@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native
-from hf_hyperattn.mechanisms.hsa.key import key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 
 #: In a new process: the module alone, without the package round it, which takes seconds to import.
 ALONE = f"""

@@ -71,7 +71,8 @@ def test_a_score_with_other_features_is_not_taken_for_its_source():
     """A mechanism that rescales the features of a dot product keeps what it did."""
     q, k, v = qkv(1, 2, lq=N, d=8, dtype=torch.float32)
     score = dot_score(q, k)
-    for changed in (replace(score, query=score.query * 3), replace(score, key=score.key * 3)):
+    scaled = replace(score, raw_query=q * 3), replace(score, raw_key=k * 3)
+    for changed in (*scaled, replace(score, make_features=lambda: (3 * score.query, score.key))):
         product = changed.query @ changed.key.mT
         got, _ = attention(changed, v, backend="sdpa")
         assert_close(got, product.softmax(-1) @ v, 1e-5, "output")

@@ -35,8 +35,7 @@ from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 from hf_hyperattn import folders
-from hf_hyperattn.cli import inject as injecting
-from hf_hyperattn.cli import smollm2
+from hf_hyperattn.cli import inject_task, smollm2
 from hf_hyperattn.engines import native
 from hf_hyperattn.files import PREFIX
 from hf_hyperattn.integration.export import export_remote_code
@@ -166,7 +165,7 @@ def scenarios(root: Path) -> dict[str, Scenario]:
     def inject(folder: Path) -> None:
         arguments = SimpleNamespace(output=str(folder / "model"), model="base")
         tokenizer = SimpleNamespace(save_pretrained=lambda place: (place / "tokenizer.json").write_text("{}"))
-        injecting.write(arguments, new, torch.float32, tokenizer, {})
+        inject_task.write(arguments, new, torch.float32, tokenizer, {})
 
     def convert(folder: Path) -> None:
         os.environ["HF_HYPERATTN_CACHE"] = str(folder)

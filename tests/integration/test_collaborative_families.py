@@ -12,10 +12,10 @@ import hf_hyperattn as ha
 from hf_hyperattn.config import HyperAttnConfig
 from hf_hyperattn.integration import convert
 from hf_hyperattn.integration.attach import all_hosts
+from hf_hyperattn.integration.checkpoint_config import patched_hosts
 from hf_hyperattn.integration.collaborative.families import SHAREABLE
 from hf_hyperattn.integration.collaborative.projections import projections
 from hf_hyperattn.integration.patching import route
-from hf_hyperattn.integration.records import patched_hosts
 from tests.integration.collaborative import quiet
 from tests.zoo.compare import gap, run
 from tests.zoo.tiny import tiny

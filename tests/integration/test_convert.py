@@ -44,14 +44,11 @@ def toy(monkeypatch):
         return new
 
     monkeypatch.setattr("hf_hyperattn.registry.LISTENERS", list(LISTENERS))
-    monkeypatch.setattr(conversions, "CONVERSIONS", dict(conversions.CONVERSIONS))
-    for user in ("converting", "patching"):
-        monkeypatch.setattr(f"hf_hyperattn.integration.{user}.CONVERSIONS", conversions.CONVERSIONS)
     register(Mechanism("toy_whole", "structure", "none", ToyWholeConfig, MechanismLayer))
     done = lambda model: isinstance(model, Converted)
-    register_conversion("toy_whole", Conversion(run, asked=lambda config: True, done=done))
+    register_conversion("toy_whole", Conversion(run, requested=lambda config: True, done=done))
     yield calls
-    del MECHANISMS["toy_whole"]
+    del MECHANISMS["toy_whole"], conversions.CONVERSIONS["toy_whole"]
 
 
 def refused(what, *args, match, **keywords):

@@ -17,8 +17,8 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.address import install
 from hf_hyperattn.cli import main
+from hf_hyperattn.integration.copy_sources import flat_copies
 from hf_hyperattn.integration.export import export_remote_code
-from hf_hyperattn.integration.vendoring import vendored
 from hf_hyperattn.registry import MECHANISMS
 from tests.integration import toy_rooms
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
@@ -443,7 +443,7 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path):
 
 
 def test_functions_are_imported_from_the_copies_of_their_modules():
-    files = vendored(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
+    files = flat_copies(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
     assert (
         "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
     )

@@ -115,7 +115,7 @@ def test_an_export_runs_them_as_remote_code(tmp_path):
     perturb(model)
     model.save_pretrained(tmp_path / "model")
     assert main(["export", "--remote-code", str(tmp_path / "model"), str(tmp_path / "export")]) == 0
-    assert (tmp_path / "export" / "hyperattn_overrides.py").is_file()
+    assert (tmp_path / "export" / "hyperattn_config.py").is_file()
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
     assert difference(run(model, inputs), run(again, inputs)) == 0
 

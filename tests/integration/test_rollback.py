@@ -4,7 +4,7 @@ import pytest
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration import attach, hierarchical, patching, records
+from hf_hyperattn.integration import attach, checkpoint_config, hierarchical, patching
 from hf_hyperattn.integration.collaborative import conversion
 from tests.integration.collaborative import make, quiet
 from tests.integration.models import FAMILIES, State, difference, llama, run
@@ -15,16 +15,16 @@ BOTH = (HSA, ha.HeadFusionConfig())
 #: What patching calls: where, its name, and which call of it fails.
 STEPS = [
     (patching, "route", 1),
-    (patching, "choose_hosts", 1),
+    (patching, "select_hosts", 1),
     (patching, "check_parts", 1),
-    (patching, "settle_overrides", 1),
+    (patching, "resolve_overrides", 1),
     (attach, "find_eager", 1),
     (attach, "Hyper", 2),
     (attach, "placed", 2),
     (attach, "add_hooks", 2),
     (attach, "write_records", 1),
-    (records, "_write", 1),
-    (records, "_mark", 2),
+    (checkpoint_config, "_write", 1),
+    (checkpoint_config, "_mark", 1),
     (attach, "accept_hierarchy", 1),
     (hierarchical, "swap_class", 2),
 ]
@@ -57,6 +57,8 @@ def test_a_patch_that_fails(family, step, late, monkeypatch):
     factory, inputs = FAMILIES[family]
     model, inputs = factory(), inputs()
     mechanisms = (HSA,) if family == "t5" else BOTH
+    if family == "t5" and step[1] == "add_hooks":
+        pytest.skip("none of its mechanisms reads hidden states")
     state, before = State(model), run(model, inputs)
     with monkeypatch.context() as patches:
         fail(patches, *step, late)

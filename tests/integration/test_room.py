@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention
@@ -167,3 +168,40 @@ def test_a_second_mechanism_of_one_name_and_an_unknown_stage_are_refused():
             toy_rooms.Mechanism("other", "flavour", "none", ToySlopeConfig, toy_rooms.ToySlopeLayer)
         )
     assert len(LISTENERS) == 1 and "other" not in MECHANISMS
+
+
+def head_outputs(model: nn.Module, projection: nn.Module) -> torch.Tensor:
+    """What every head hands to the output projection, [B, N, H, d]."""
+    seen = []
+    handle = projection.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        model(**text_inputs())
+    handle.remove()
+    return seen[0].unflatten(-1, (4, -1))[1]  # the row without padding
+
+
+def test_a_layer_that_does_not_say_that_it_honours_heads_is_refused(monkeypatch):
+    model = llama(num_hidden_layers=1, num_key_value_heads=4, initializer_range=0.3)
+    projection = model.model.layers[0].self_attn.o_proj
+    before, state = head_outputs(model, projection), State(model)
+    with pytest.raises(
+        ValueError, match=r"toy_cosine changes all heads .* chooses 1 of 4; allowed: heads=None"
+    ) as error:
+        ha.patch_model(model, toy_rooms.ToyCosineConfig(), heads=[2])
+    assert "\n" not in str(error.value) and state.differences(State(model)) == []
+    ha.patch_model(model, toy_rooms.ToyCosineConfig(), heads=range(4))
+    ha.unpatch_model(model)
+    ha.patch_model(model, toy_rooms.ToySlopeConfig(slope=1.0), heads=[2])
+    perturb(model)
+    after = head_outputs(model, projection)
+    changed = (after - before).abs().amax((0, 2))
+    assert changed[[0, 1, 3]].max() <= 1e-5 and changed[2] > 1e-2
+    ha.unpatch_model(model)
+    original = toy_rooms.ToySlopeLayer.__init__
+    monkeypatch.setattr(  # a layer that says so and forgets to pass them on
+        toy_rooms.ToySlopeLayer,
+        "__init__",
+        lambda self, config, host, mode, heads: original(self, config, host, mode),
+    )
+    with pytest.raises(ValueError, match="toy_slope changes all heads"):
+        ha.patch_model(model, toy_rooms.ToySlopeConfig(), heads=[2])

@@ -40,23 +40,6 @@ def test_penumbral_cones_and_the_published_operator_train_too():
         assert all(p.grad.isfinite().all() and p.detach().abs().min() > 0 for p in added(model).values())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(reentrant):
-    gradients = []
-    for checkpointed in (False, True):
-        model = patched()
-        learn(model, next_character(), 3)  # so that the gates are open
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        model.zero_grad()
-        model(**next_character()).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters()})
-    plain, again = gradients
-    assert all(torch.equal(plain[n], again[n]) for n in plain)
-    assert all(plain[n].any() for n in plain if ".hyper." in n)
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_autocast_in_bfloat16_trains(cached):
     model = patched()

@@ -13,53 +13,7 @@ from hf_hyperattn.analysis import head_usage, record_heads
 from tests.integration.lessons import next_character
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, text_inputs
 
-from . import heads_in_models as shared
-
 CONFIG = ha.HeadFusionConfig()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_patch_is_the_identity_learns_and_comes_back(family, tmp_path):
-    shared.there_and_back(family, CONFIG, tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_it_computes_at_the_start_is_the_identity(family):
-    shared.computed_identity(family, CONFIG)
-
-
-@pytest.mark.parametrize("family", shared.GENERATORS)
-def test_generation_with_a_cache_equals_without(family):
-    shared.caches(family, CONFIG)
-
-
-@pytest.mark.parametrize("family", ("llama", "gpt2", "gemma2"))
-def test_left_padded_rows_equal_unpadded_ones(family):
-    shared.padding(family, CONFIG)
-
-
-@pytest.mark.parametrize("name", ("llama", "bert", "vit"))
-def test_beside_lora(name, tmp_path):
-    shared.beside_lora(name, CONFIG, tmp_path)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    shared.checkpointed(CONFIG, reentrant)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    shared.half_precision(CONFIG, dtype)
-
-
-def test_autocast():
-    shared.autocast(CONFIG)
-
-
-@pytest.mark.slow
-def test_compiled():
-    shared.compiled(CONFIG)
 
 
 def test_the_record_inside_peft_and_the_compiler():

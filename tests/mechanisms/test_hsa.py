@@ -9,7 +9,7 @@ import torch
 
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.store import Growing
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import GrowingTensor
 from tests.integration.models import llama
 from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
@@ -191,7 +191,7 @@ def test_backends_agree(backend):
     q, k, v = inputs(dtype=torch.float32)
     call = lambda name: hierarchical_attention(q, k, v, hierarchy=SIZES, tying="key", backend=name, **RULE)
     if backend == "native":
-        from hf_hyperattn.mechanisms.hsa import native
+        from hf_hyperattn.mechanisms.hsa.windowed import native
 
         if not native.serves(q):
             pytest.skip("no compiler here")
@@ -320,10 +320,10 @@ def test_autocast_rounds_nothing(tying):
 
 
 def test_growing_keeps_what_it_should():
-    grown, all_of_it = Growing(tensor(1, 2, 1, 3)), tensor(1, 2, 90, 3)
+    grown, all_of_it = GrowingTensor(tensor(1, 2, 1, 3)), tensor(1, 2, 90, 3)
     for start in range(0, 90, 3):
         grown.append(all_of_it[:, :, start : start + 3])
-        grown.forget(max(0, grown.length - 10), 4)
+        grown.evict(max(0, grown.length - 10), 4)
         held, places = grown.entries()
         assert torch.equal(held, all_of_it[:, :, places])
         assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {

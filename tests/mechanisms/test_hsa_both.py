@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa import passes
-from hf_hyperattn.mechanisms.hsa.both import both, both_with_root
 from hf_hyperattn.mechanisms.hsa.certificate import loss_both, loss_key
-from hf_hyperattn.mechanisms.hsa.definition import definition_both, definition_key
-from hf_hyperattn.mechanisms.hsa.padding import real_tokens
-from hf_hyperattn.mechanisms.hsa.siblings import SiblingEmbeddings
+from hf_hyperattn.mechanisms.hsa.masks import real_tokens
+from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
+from hf_hyperattn.mechanisms.hsa.tree import up_down
+from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from tests.oracles import hsa
 from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
 
@@ -63,14 +63,12 @@ def test_flat_tree_is_softmax(keep):
 # Layouts.
 
 
-def dense(q, k, v, hierarchy, scale, keep=True, bias=None, row=None, column=None, embedding=None):
+def dense(q, k, v, hierarchy, scale, keep=True, bias=None, embedding=None):
     """Output and ρ(root) by the definition, one row of the batch after the other; padding gives 0."""
     heads = q.shape[1]
     repeated = lambda x: x.repeat_interleave(heads // x.shape[1], 1)
     S = scale * q.double() @ repeated(k.double()).mT
     S = S if bias is None else S + bias
-    S = S if row is None else S + row[..., None]
-    S = S if column is None else S + repeated(column)[:, :, None]
     out, roots = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64), []
     for b in range(len(q)):
         tree, at = hierarchy.tree(b), hierarchy.tokens_of(b)
@@ -126,12 +124,10 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
         hierarchy = layout(batch, n, rng)
         names = ["query", "key", "value"]
         inputs = list(qkv(batch, 2 * group, 2, n, d=4, dv=3, seed=trial, scale=2.0))
-        for name, shape in (("bias", (rng.choice([1, batch]), rng.choice([1, 2 * group]), n, n)),
-                            ("row", (batch, 2 * group, n)),
-                            ("column", (batch, rng.choice([2, 2 * group]), n))):  # fmt: skip
-            if rng.random() < 0.5:
-                names.append(name)
-                inputs.append(tensor(*shape, seed=40 + trial))
+        if rng.random() < 0.5:
+            names.append("bias")
+            shape = (rng.choice([1, batch]), rng.choice([1, 2 * group]), n, n)
+            inputs.append(tensor(*shape, seed=40 + trial))
         inputs = [t.requires_grad_() for t in inputs]
         rest = dict(zip(names[3:], inputs[3:], strict=True))
         expected, root = dense(*inputs[:3], hierarchy, 1.3, keep, **rest)
@@ -202,7 +198,7 @@ def test_wide_families_in_blocks_of_rows(monkeypatch):
     bias = tensor(1, 2, 600, 600, seed=9).requires_grad_()
     results = []
     for limit in (2**30, 2**14):
-        monkeypatch.setattr(passes, "BLOCK_ELEMENTS", limit)
+        monkeypatch.setattr(up_down, "BLOCK_ELEMENTS", limit)
         out = both(q, k, v, Hierarchy.windows(600, (2,)), position_bias=bias)
         results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
     for name, a, b in zip(("output", "query", "key", "value", "bias"), *results, strict=True):
@@ -279,9 +275,9 @@ def test_missing_tables_are_refused():
 def test_loss_of_both_is_the_divergence(layout, keep):
     q, k, _ = qkv(batch=3, heads=4, kv_heads=2, lq=13, d=4, seed=2, scale=2.0)
     hierarchy = layout(3, 13, random.Random(6))
-    bias, column = tensor(1, 4, 13, 13, seed=3), tensor(3, 2, 13, seed=4)
-    found = loss_both(q, k, hierarchy, keep_diagonal=keep, position_bias=bias, column=column)
-    S = q @ k.repeat_interleave(2, 1).mT / 2 + bias + column.repeat_interleave(2, 1)[:, :, None]
+    bias = tensor(1, 4, 13, 13, seed=3)
+    found = loss_both(q, k, hierarchy, keep_diagonal=keep, position_bias=bias)
+    S = q @ k.repeat_interleave(2, 1).mT / 2 + bias
     for b in range(3):
         at = hierarchy.tokens_of(b)
         logits = S[b][:, at][:, :, at]

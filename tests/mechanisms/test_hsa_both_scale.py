@@ -7,9 +7,9 @@ import torch
 
 from hf_hyperattn.analysis import PeakMemory
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.both import both, both_with_root
-from hf_hyperattn.mechanisms.hsa.definition import definition_both
-from hf_hyperattn.mechanisms.hsa.programme import slots_of
+from hf_hyperattn.mechanisms.hsa.reference import definition_both
+from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
+from hf_hyperattn.mechanisms.hsa.tree.layout import layout_of
 from tests.oracles.cases import assert_close, qkv, tensor
 
 LENGTH = 4096
@@ -67,10 +67,9 @@ def test_long_products_of_inside_do_not_underflow(shift):
     column = torch.zeros(1, 1, n)
     column[..., :2] = shift
     column[..., 2:] = torch.linspace(0, shift * -1, n - 2)
-    q = torch.zeros(1, 1, n, 2, requires_grad=True)
-    k, v = torch.zeros(1, 1, n, 2), torch.eye(n)[None, None]
+    q, v = torch.ones(1, 1, n, 1), torch.eye(n)[None, None]
     column.requires_grad_()
-    out, root = both_with_root(q, k, v, Hierarchy.of_trees([tree]), column=column)
+    out, root = both_with_root(q, column[..., None], v, Hierarchy.of_trees([tree]), 1.0)
     S = column.detach()[:, :, None].expand(1, 1, n, n)
     P, rho = definition_both(S, tree)
     assert_close(out, P, 2e-4, "P")
@@ -88,8 +87,8 @@ def test_a_tree_as_deep_as_the_sequence_costs_no_square():
     tree = Tree.from_parents([n, n, *range(n + 1, 2 * n - 1), *range(n + 1, 2 * n - 1), -1])
     hierarchy = Hierarchy.of_trees([tree])
     q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for _ in range(3))
-    slots = slots_of(hierarchy, 1, q.device)
-    assert sum(g.families * g.width for g in slots.groups) == 2 * (n - 1)
+    layout = layout_of(hierarchy, 1, q.device)
+    assert sum(g.families * g.width for g in layout.groups) == 2 * (n - 1)
     with PeakMemory() as memory:
         both(q, k, v, hierarchy).sum().backward()
     assert memory.added < 30 * 2**20

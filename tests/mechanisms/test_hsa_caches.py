@@ -14,9 +14,9 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
-from hf_hyperattn.mechanisms.hsa.following import attend_following
-from hf_hyperattn.mechanisms.hsa.kept import attend_kept
-from hf_hyperattn.mechanisms.hsa.store import Keep, Store
+from hf_hyperattn.mechanisms.hsa.cache.evicting import gather
+from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_evicted
+from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep, MeanCache
 from tests.integration.models import llama, perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -50,7 +50,7 @@ def test_chunks_and_steps_with_any_cache_equal_the_full_pass(family, pads):
 @every_cached
 @pytest.mark.parametrize("pads", [0, 5])
 def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 4)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 4)
     config = HsaConfig(
         (2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0)
     )
@@ -62,7 +62,7 @@ def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), "padded row")
     if family != "mistral":  # its layers slide, and forget by themselves
         store = cache.layers[0].store
-        assert store.forgetful and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
+        assert store.has_evicted and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
         with pytest.raises(ValueError, match="cannot go back to 10 tokens"):
             cache.crop(-60)
 
@@ -135,13 +135,13 @@ def test_prompts_in_chunks_copies_and_longer_chats(evict):
 
 
 def test_beams_with_a_cache_that_forgets(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = {"input_ids": ids_of(model, length=20)}
     plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
     cache = HierarchicalCache(model, evict=True)
     assert torch.equal(generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain)
-    assert cache.layers[0].store.forgetful
+    assert cache.layers[0].store.has_evicted
 
 
 def test_blends_and_decoders_of_pairs_use_the_cache():
@@ -166,7 +166,7 @@ def test_the_cache_computes_no_mean_twice(monkeypatch):
     logits(model, input_ids=ids[:, :32], past_key_values=cache)
     store = cache.layers[0].store
     before = [mean.room.clone() for pair in store.means for mean in pair]
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.key.pool", None)  # nothing is pooled anew
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.windowed.key.pool", None)  # nothing is pooled anew
     logits(model, input_ids=ids[:, 32:], past_key_values=cache)
     after = [mean.room for pair in store.means for mean in pair]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and store.counts == [
@@ -237,7 +237,7 @@ def test_what_the_cache_refuses():
 
 def test_a_cache_that_forgets_wants_the_same_padding(monkeypatch):
     """Rows that are left when others go keep theirs."""
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.store.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = padded(ids_of(model), 5)
     part = lambda a, b, rows: {"input_ids": inputs["input_ids"][rows, a:b], "attention_mask": inputs["attention_mask"][
@@ -324,20 +324,21 @@ def test_one_token_after_another_sees_what_it_would_see_alone(heads):
     def new(heads, n):
         return torch.randn(2, heads, n, 8, generator=generator)
 
-    store = Store(new(2, 1), new(2, 1), Keep((4, 16), 12, 9))
-    store.append(new(2, 150), new(2, 150))
-    store.levels((4, 16), None)
+    cache = MeanCache(new(2, 1), new(2, 1), Keep((4, 16), 12, 9))
+    cache.append(new(2, 150), new(2, 150))
+    cache.levels((4, 16), None)
     for step in range(140):
         if step in (90, 115):
-            store.crop(store.exact[0].length - 3)
+            cache.crop(cache.exact[0].length - 3)
         if step == 100:
-            store.pick(torch.tensor([1, 0]))
+            cache.pick(torch.tensor([1, 0]))
         if step == 120 and heads == "each":
             rule["near"] = torch.tensor([1, 2, 3, 4])
-        store.append(new(2, 1), new(2, 1))
-        store.levels((4, 16), None)
-        query, asked = new(4, 1), dict(rule, offset=store.exact[0].length - 1, scale=0.3)
-        assert_close(
-            attend_following(query, store, **asked), attend_kept(query, store, **asked), 1e-6, f"{step}"
-        )
-    assert store.forgetful
+        cache.append(new(2, 1), new(2, 1))
+        cache.levels((4, 16), None)
+        query, offset = new(4, 1), cache.exact[0].length - 1
+        out = attend_evicted(query, cache, **rule, offset=offset, scale=0.3)
+        key, value, bias = gather(cache, offset, 1, *rule.values())
+        logits = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias
+        assert_close(out, logits.softmax(-1) @ value.repeat_interleave(2, 1), 1e-6, f"{step}")
+    assert cache.has_evicted

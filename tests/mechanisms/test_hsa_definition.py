@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Tree
-from hf_hyperattn.mechanisms.hsa.definition import definition_both, definition_key
+from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from tests.oracles import hsa
 from tests.oracles.cases import assert_close, tensor
 

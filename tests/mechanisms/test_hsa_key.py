@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
-from hf_hyperattn.mechanisms.hsa.definition import definition_key
-from hf_hyperattn.mechanisms.hsa.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.pairs import attended
+from hf_hyperattn.mechanisms.hsa.reference import definition_key
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 
@@ -64,8 +64,8 @@ def test_windows(seed, backend):
     stop = start + count
     q, k, v = inputs(stop + spare, seed=seed)
     k = k * 0 if seed % 5 == 0 else k
-    where = {"starts": torch.tensor([start]), "stops": torch.tensor([stop])}
-    out, _ = key_tied(q, k, v, sizes, **where, **rule, block_bias=BIAS, is_causal=causal, backend=backend)
+    there = Hierarchy(stop + spare, sizes=sizes, starts=torch.tensor([start]), stops=torch.tensor([stop]))
+    out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal, backend=backend)
     expected = brute(q[0], k[0], v[0], sizes, start, stop, causal, *rule.values())
     assert_close(out[0], expected, 1e-12, f"{count} tokens in {sizes}, {rule}")
 
@@ -153,16 +153,14 @@ def test_one_head_of_four_is_exact():
     assert ((out - expected)[:, [0, 2, 3]].abs().amax((0, 2, 3)) > 1e-3).all()
 
 
-def test_column_sink_and_scale():
-    """A key's own term, averaged like the logits; a logit without a value; per key head and per query head."""
+def test_sink_and_scale():
+    """A logit without a value."""
     q, k, v = inputs(21)
-    sink, column = tensor(4, seed=4), tensor(1, 2, 21, seed=5)
+    sink = tensor(4, seed=4)
     given = {"near": 3, "sinks": 1, "refine_top_k": 1, "scale": 0.3, "sink_logit": sink}
-    out, _ = key_tied(q, k, v, (4, 8), column=column, **given)
-    per_head, _ = key_tied(q, k, v, (4, 8), column=column.repeat_interleave(2, 1), **given)
-    assert_close(out, per_head, 1e-12, "per key head or per query head")
+    out, _ = key_tied(q, k, v, (4, 8), **given)
     for h in range(4):
-        S = 0.3 * q[0, h] @ k[0, h // 2].T + column[0, h // 2]
+        S = 0.3 * q[0, h] @ k[0, h // 2].T
         group = lambda i: key_tying.bottom_window(i, 0, 21, 4)
         P = key_tying.weights(S, key_tying.windows(0, 21, (4, 8)), group, near=3, sinks=1, top_k=1)
         tied = torch.full_like(

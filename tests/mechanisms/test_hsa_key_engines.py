@@ -8,8 +8,9 @@ import torch
 
 from hf_hyperattn.engines import native as build
 from hf_hyperattn.functional import hierarchical_attention
-from hf_hyperattn.mechanisms.hsa import native, windows
-from hf_hyperattn.mechanisms.hsa.key import Levels, attend, key_tied, pool
+from hf_hyperattn.hierarchy import Hierarchy
+from hf_hyperattn.mechanisms.hsa.windowed import native, tiles
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(
@@ -17,6 +18,11 @@ compiled = pytest.param(
 )
 every_way = pytest.mark.parametrize("backend", ["torch", compiled])
 BIAS = torch.tensor([0.0, 1.0, -2.0, float("-inf")])
+
+
+def tied(q, k, v, sizes, *, starts=None, stops=None, **rule):
+    """`key_tied` of windows with padding."""
+    return key_tied(q, k, v, Hierarchy(k.shape[2], sizes=sizes, starts=starts, stops=stops), **rule)
 
 
 def some_call(seed):
@@ -43,8 +49,6 @@ def some_call(seed):
         rule["refine_top_k"] = 0 if rng.random() < 0.7 else rule["refine_top_k"]
     if rng.random() < 0.3:
         rule["sink_logit"] = tensor(4, seed=seed + 3, dtype=torch.float32)
-    if rng.random() < 0.3:
-        rule["column"] = tensor(2, kv_heads, n, seed=seed + 4, dtype=torch.float32)
     if seed % 6 == 0:
         k = torch.zeros_like(k)
     sizes = [(16,), (16, 64), (16, 64, 256), (8, 32), (4, 8, 16), (32, 64), (20, 40), ()]
@@ -56,7 +60,7 @@ def settled(q, k, v, sizes, rule, exact):
     close = torch.ones(exact.shape[:3], dtype=torch.bool)
     for seed in range(4):
         moved = k * (1 + 3e-7 * tensor(*k.shape, seed=seed))
-        close &= (key_tied(q, moved, v, sizes, **rule)[0] - exact).abs().amax(-1) < 1e-5
+        close &= (tied(q, moved, v, sizes, **rule)[0] - exact).abs().amax(-1) < 1e-5
     assert close.float().mean() > 0.99 or not k.any()
     return close
 
@@ -66,12 +70,12 @@ def settled(q, k, v, sizes, rule, exact):
 def test_float32_near_float64(backend, seed):
     q, k, v, sizes, rule = some_call(seed)
     double = [t.double() for t in (q, k, v)]
-    exact, _ = key_tied(*double, sizes, **rule)
+    exact, _ = tied(*double, sizes, **rule)
     try:
-        out, _ = key_tied(q, k, v, sizes, **rule, backend=backend)
+        out, _ = tied(q, k, v, sizes, **rule, backend=backend)
     except ValueError as error:
         assert "single child" in str(error)
-        out, _ = key_tied(q, k, v, sizes, **rule)
+        out, _ = tied(q, k, v, sizes, **rule)
     assert out.dtype == torch.float32
     if (out - exact).abs().max() > 5e-6:
         same = settled(*double, sizes, rule, exact)[..., None]
@@ -89,10 +93,10 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
     rule = {"near": [3, 0, 9, 500], "sinks": [2, 0, 5, 0], "refine_top_k": top_k, "is_causal": True}
     rule |= {"block_bias": BIAS, "backend": backend}
     where = {"starts": torch.tensor([0, 6])}
-    full, _ = key_tied(q, k, v, sizes, **where, **rule)
+    full, _ = tied(q, k, v, sizes, **where, **rule)
     parts = []
     for a, b in ((0, 3), (3, 29), (29, 60)):
-        parts.append(key_tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0])
+        parts.append(tied(q[:, :, a:b], k[:, :, :b], v[:, :, :b], sizes, offset=a, **where, **rule)[0])
     for a in range(60, 71):
         fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
@@ -121,18 +125,18 @@ def test_ties_go_to_the_first_block(backend):
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top_k):
     """That way is differentiated by autograd, and itself checked against brute force."""
-    monkeypatch.setattr(windows, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
     leaves = [tensor(2, h, 47, e, seed=i) for i, (h, e) in enumerate(((4, 5), (2, 5), (2, 3)))]
-    leaves += [tensor(4, seed=4), tensor(4, seed=5), tensor(2, 2, 47, seed=6)]
-    q, k, v, bias, sink, column = (t.requires_grad_() for t in leaves)
+    leaves += [tensor(4, seed=4), tensor(4, seed=5)]
+    q, k, v, bias, sink = (t.requires_grad_() for t in leaves)
     rule = {"near": [3, 5, 3, 100], "sinks": [1, 0, 1, 2], "refine_top_k": [top_k, top_k, 0, top_k // 2]}
-    rule |= {"starts": torch.tensor([0, 1]), "is_causal": causal, "column": column}
+    rule |= {"starts": torch.tensor([0, 1]), "is_causal": causal}
     grad = tensor(2, 4, 47, 3, seed=7)
     found = []
     for backend in ("torch", "rows"):
-        out, _ = key_tied(q, k, v, (4, 8, 16), block_bias=bias, sink_logit=sink, **rule, backend=backend)
+        out, _ = tied(q, k, v, (4, 8, 16), block_bias=bias, sink_logit=sink, **rule, backend=backend)
         found.append((out, *torch.autograd.grad(out, leaves, grad)))
-    names = ("output", "query", "key", "value", "block bias", "sink", "column")
+    names = ("output", "query", "key", "value", "block bias", "sink")
     for name, a, b in zip(names, *found, strict=True):
         assert_close(a, b, 1e-11, name)
 
@@ -141,18 +145,15 @@ def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top
 @pytest.mark.parametrize("seed", range(12))
 def test_gradients_in_float32_near_float64(backend, seed):
     q, k, v, sizes, rule = some_call(seed)
-    rule |= {"sink_logit": tensor(4, seed=1), "column": tensor(2, *k.shape[1:3], seed=2), "refine_top_k": 0}
+    rule |= {"sink_logit": tensor(4, seed=1), "refine_top_k": 0}
     if rule["is_causal"]:
         rule["refine_top_k"] = [0, 1, 3, 16]
-    names = {
-        "block_bias": torch.tensor([0.0, 1.0, -2.0, 0.5]),
-        **{n: rule[n] for n in ("sink_logit", "column")},
-    }
+    names = {"block_bias": torch.tensor([0.0, 1.0, -2.0, 0.5]), "sink_logit": rule["sink_logit"]}
     grad, found = tensor(*q.shape[:3], v.shape[-1], seed=3), []
     for dtype, way in ((torch.float64, "torch"), (torch.float32, backend)):
         leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v, *names.values())]
         given = rule | dict(zip(names, leaves[3:], strict=True))
-        out, _ = key_tied(*leaves[:3], sizes, **given, backend=way)
+        out, _ = tied(*leaves[:3], sizes, **given, backend=way)
         found.append(torch.autograd.grad(out, leaves, grad.to(dtype)))
     for name, exact, own in zip(("query", "key", "value", *names), *found, strict=True):
         assert_close(own, exact, 1e-5 * (1 + float(exact.abs().max())), f"{name}: {sizes}, {rule}")

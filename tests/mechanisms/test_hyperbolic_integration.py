@@ -15,12 +15,11 @@ from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism
 from tests.integration import test_families as families
-from tests.integration.models import FAMILIES, State, bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import difference, llama, perturb, run
 from tests.oracles import hyperbolic as oracle
 from tests.oracles import softmax
 from tests.oracles.cases import DTYPES, assert_close, qkv, tensor
 from tests.zoo.inputs import words
-from tests.zoo.probe import counted
 
 CONFIGS = {
     "default": ha.HyperbolicConfig(),
@@ -174,70 +173,6 @@ def test_both_gates_learn_from_the_start_and_geometry_after():
 # Patched models.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_patching_learning_saving_and_unpatching(family, tmp_path):
-    """Identity at the start, every parameter learns, the checkpoint comes back exactly, and the patch comes off."""
-    make, inputs = FAMILIES[family]
-    model, inputs = make(), inputs()
-    model.save_pretrained(tmp_path / "plain")  # which fills in fields of the config
-    before, state = run(model, inputs), State(model)
-    ha.patch_model(model, ha.HyperbolicConfig(), include_cross_attention=True)
-    assert difference(before, run(model, inputs)) <= 1e-5
-    perturb(model)
-    learned = run(model, inputs)
-    assert difference(before, learned) > 0
-    loss = sum(t.float().square().mean() for t in model(**inputs).to_tuple()
-               if isinstance(t, torch.Tensor) and t.requires_grad)  # fmt: skip
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if ".hyper." in name:
-            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), (
-                name
-            )
-    model.zero_grad(set_to_none=True)
-    model.save_pretrained(tmp_path)
-    assert difference(learned, run(type(model).from_pretrained(tmp_path), inputs)) == 0
-    ha.unpatch_model(model)
-    assert difference(before, run(model, inputs)) == 0
-    assert state.differences(State(model)) == []
-
-
-@every_config
-@pytest.mark.parametrize("make", [llama, bert])
-@pytest.mark.parametrize("mode", ["blend", "replace"])
-def test_every_config_comes_back(name, make, mode, tmp_path):
-    model, inputs = make(), text_inputs()
-    before = run(model, inputs)
-    ha.patch_model(model, CONFIGS[name], mode=mode, layers="last-half", heads=[0, 3])
-    assert (difference(before, run(model, inputs)) <= 1e-5) == (mode == "blend")
-    perturb(model)
-    learned = run(model, inputs)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert difference(learned, run(again, inputs)) == 0
-    assert again.config.hyperattn["mechanisms"] == [CONFIGS[name].to_dict()]
-
-
-@every_config
-def test_a_patched_model_generates_as_it_reads(name):
-    model = llama()
-    ha.patch_model(model, CONFIGS[name])
-    perturb(model, 1.0)
-    inputs = text_inputs()
-    rest = {"max_new_tokens": 6, "do_sample": False}
-    plain = model.generate(**inputs, use_cache=False, **rest)
-    assert torch.equal(model.generate(**inputs, **rest), plain)
-    assert torch.equal(
-        model.generate(**inputs, cache_implementation="static", disable_compile=True, **rest), plain
-    )
-    ids = inputs["input_ids"][1:]
-    with torch.no_grad():
-        whole = model(ids).logits
-        first = model(ids[:, :4], use_cache=True)
-        rest = model(ids[:, 4:], past_key_values=first.past_key_values).logits
-    assert_close(torch.cat([first.logits, rest], 1), whole, 1e-5, "logits")
-
-
 def test_other_scores_and_aggregations_are_refused_beside_it():
     with pytest.raises(ValueError, match="cone.*hyperbolic.*score|hyperbolic.*cone.*score"):
         ha.patch_model(llama(), ha.ConeConfig(), ha.HyperbolicConfig())
@@ -281,37 +216,6 @@ def test_a_call_with_other_heads_is_refused():
 
 
 # By name.
-
-
-@pytest.mark.parametrize("family", families.AUTO)
-def test_loads_by_name_runs_and_generates(family):
-    model = families.model_of(family, "hyperbolic")
-    inputs = families.inputs_of(family, model)
-    with counted("hyperbolic") as modules:
-        out = model(**inputs)
-    assert modules
-    values = [v for v in out.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    assert values and all(v.isfinite().all() for v in values)
-    sum((v**2).mean() for v in values if v.requires_grad).backward()
-    touched = [p.grad for p in model.parameters() if p.grad is not None]
-    assert touched and all(g.isfinite().all() for g in touched)
-    stock = families.model_of(family, "eager")
-    with torch.no_grad():
-        assert not torch.equal(model(**inputs)[0], stock(**inputs)[0])
-    if family in (*families.CAUSAL, "bart", "t5", "whisper"):
-        plain = families.generate(model, inputs, use_cache=False)
-        assert torch.equal(families.generate(model, inputs, use_cache=True), plain)
-
-
-@pytest.mark.parametrize("family", ("llama", "mistral", "gpt2", "qwen3"))
-def test_left_padded_rows_equal_unpadded_ones(family):
-    model = families.model_of(family, "hyperbolic")
-    ids = words(model.config)
-    padded = torch.cat([torch.full((2, 3), model.config.pad_token_id or 0), ids], 1)
-    mask = (torch.arange(padded.shape[1]) >= 3).long().repeat(2, 1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    got = families.logits(model, input_ids=padded, attention_mask=mask, position_ids=positions)[:, 3:]
-    torch.testing.assert_close(got, families.logits(model, input_ids=ids), atol=1e-5, rtol=0)
 
 
 def test_the_name_takes_its_parameters_from_the_config():

@@ -2,23 +2,20 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import bidaf_scores, hype_bias
 from hf_hyperattn.integration.hyper import Hyper
-from hf_hyperattn.mechanisms.base import Host, HostCall, MechanismLayer
+from hf_hyperattn.mechanisms.base import Host, HostCall
 from hf_hyperattn.mechanisms.trilinear import TrilinearConfig
-from tests.integration.models import FAMILIES, State, difference, llama, perturb, run, train
-from tests.integration.test_families import CAUSAL, generate, inputs_of, logits, model_of
+from tests.integration.models import FAMILIES, State, difference, llama, perturb, run
+from tests.integration.test_families import generate, inputs_of, model_of
 from tests.oracles import trilinear as by_hand
 from tests.oracles.cases import assert_close, tensor
-from tests.oracles.marks import first_always
 from tests.oracles.softmax import attention
 
 from .hype_models import ids_of
-from .test_hype_caches import CHUNKS, fed
 
 CONFIGS = {
     "defaults": TrilinearConfig(),
@@ -43,56 +40,6 @@ def learned(family, config, mode="blend", **changes):
 
 
 # How it starts.
-
-
-@every_config
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_starts_as_the_identity(family, config, monkeypatch):
-    """To the bit where nothing is computed, to 1e-5 where everything is."""
-    if config not in SOME.values() and family not in (
-        "llama",
-        "gpt2",
-        "bert",
-        "vit",
-        "bart",
-        "mistral",
-        "qwen3",
-    ):
-        config = TrilinearConfig(windows=(4, 3), tensor=config.tensor)
-    model, inputs = FAMILIES[family][0](), FAMILIES[family][1]()
-    before = run(model, inputs)
-    ha.patch_model(model, config)
-    assert difference(before, run(model, inputs)) <= 1e-5
-    monkeypatch.setattr(MechanismLayer, "idle", lambda self: False)
-    # BERT's pooler reads the first token, which is padding here, and sees no k within three places
-    before, after = ({n: t for n, t in o.items() if "pooler" not in n} for o in (before, run(model, inputs)))
-    assert difference(before, after) <= 1e-5
-
-
-@every_config
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart"])
-def test_it_learns_is_saved_and_comes_back(family, config, tmp_path):
-    model, inputs = FAMILIES[family][0](), FAMILIES[family][1]()
-    model.save_pretrained(tmp_path)  # Transformers notes dtype and class in the config of what it saves
-    before, state = run(model, inputs), State(model)
-    ha.patch_model(model, config)
-    body = {n: p.detach().clone() for n, p in model.named_parameters() if ".hyper." not in n}
-    model.train()
-    train(model, inputs)
-    model.eval()
-    added = {n: p for n, p in model.named_parameters() if ".hyper." in n}
-    assert added and all(p.grad is not None and p.grad.isfinite().all() for p in added.values())
-    moved = [n for n, p in added.items() if p.any()]
-    assert any(n.endswith(("value_map", "w2", "gate")) for n in moved)
-    expected = run(model, inputs)
-    model.save_pretrained(tmp_path)
-    assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
-    with torch.no_grad():
-        model.load_state_dict(body, strict=False)
-    ha.unpatch_model(model)
-    changed = [f for f in state.differences(State(model)) if not f.startswith("model.config")]
-    assert [f for f in changed if not f.endswith(".training")] == []
-    assert difference(before, run(model, inputs)) == 0
 
 
 # What it computes in a host.
@@ -176,17 +123,6 @@ def test_hype_beside_it_is_a_bias_on_j():
     assert_close(hyper(call)[0], torch.from_numpy(expected), 1e-6)
 
 
-def test_chosen_heads_alone_are_changed():
-    for config in (CONFIGS["whole"], CONFIGS["short windows"], CONFIGS["bidaf"]):
-        hyper = Hyper(ha.HyperAttnConfig([config], heads=[1, 3]), Host("host", **FACTS)).double()
-        perturb(torch.nn.ModuleDict({"x": torch.nn.ModuleDict({"hyper": hyper})}), 0.5)
-        call = call_of()
-        pairs = 0.4 * torch.einsum("bhnd,bhmd->bhnm", call.query, call.key.repeat_interleave(2, 1))
-        plain = torch.from_numpy(attention(pairs, call.value, causal=True)[0])
-        moved = (hyper(call)[0] - plain).abs().amax((0, 2, 3)) > 1e-3
-        assert moved.tolist() == [False, True, False, True]
-
-
 def test_attention_weights_are_those_of_j():
     model = learned("llama", TrilinearConfig(windows=(4, 2)))
     ids = ids_of(model)
@@ -200,40 +136,6 @@ def test_attention_weights_are_those_of_j():
 
 
 @some_configs
-@pytest.mark.parametrize("family", CAUSAL)
-@first_always("static", [True, False], ["static", "dynamic"])
-def test_a_cache_gives_the_logits_of_the_full_pass(family, config, static):
-    model = learned(family, config)
-    ids = ids_of(model)
-    for pads in (0, 3):
-        mask = torch.ones_like(ids)
-        mask[0, :pads] = 0
-        where = (mask.cumsum(1) - 1).clamp(min=0)
-        exact = logits(model, input_ids=ids, attention_mask=mask, position_ids=where, use_cache=False)
-        if pads:
-            alone = logits(model, input_ids=ids[:1, pads:], use_cache=False)
-            torch.testing.assert_close(exact[:1, pads:], alone, atol=3e-5, rtol=0)
-        for how in CHUNKS.values():
-            cache = (
-                StaticCache(model.config, max_cache_len=14) if static else DynamicCache(config=model.config)
-            )
-            got = fed(model, ids, mask, cache, how)
-            torch.testing.assert_close(got[mask.bool()], exact[mask.bool()], atol=3e-5, rtol=0)
-
-
-@some_configs
-@pytest.mark.parametrize("family", ("mistral", "gpt_oss"))
-def test_sliding_caches_that_have_dropped_keys(family, config):
-    model = learned(family, config, sliding_window=4)
-    ids = ids_of(model)
-    exact = logits(model, input_ids=ids, use_cache=False)
-    for how in CHUNKS.values():
-        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=12)):
-            got = fed(model, ids, torch.ones_like(ids), cache, how)
-            torch.testing.assert_close(got, exact, atol=3e-5, rtol=0)
-
-
-@some_configs
 @pytest.mark.parametrize("family", ("llama", "bart", "t5"))
 def test_generation(family, config):
     model = learned(family, config)
@@ -244,59 +146,6 @@ def test_generation(family, config):
 
 
 # Precision, compilation, adapters.
-
-
-@some_configs
-def test_half_precision_autocast_and_checkpointing(config):
-    model = learned("llama", config)
-    ids = ids_of(model)
-    exact = logits(model, input_ids=ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(logits(model, input_ids=ids).float(), exact, atol=5e-2, rtol=0)
-    grads = []
-    for way in ("plain", "checkpointed"):
-        if way == "checkpointed":
-            model.gradient_checkpointing_enable()
-        model.train()
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        grads.append([p.grad.clone() for n, p in model.named_parameters() if ".hyper." in n])
-    assert all(map(torch.equal, *grads))
-    half = model.eval().to(torch.bfloat16)
-    got = logits(half, input_ids=ids)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), exact, atol=5e-2, rtol=0)
-
-
-@first_always("config", list(SOME.values()), list(SOME))
-def test_patched_models_compile_into_one_graph(config):
-    torch._dynamo.reset()
-    model = ha.patch_model(llama(num_hidden_layers=1), config)
-    perturb(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for inputs in (FAMILIES["llama"][1](), {"input_ids": ids_of(model, length=17)}):
-        inputs["use_cache"] = False
-        assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
-
-
-def test_lora_beside_it(tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    model = get_peft_model(
-        ha.patch_model(llama(), CONFIGS["short windows"]),
-        LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper"], r=2),
-    )
-    inputs = FAMILIES["llama"][1]()
-    train(model, inputs | {"labels": inputs["input_ids"]})
-    expected = run(model.eval(), inputs)
-    model.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    fresh = ha.patch_model(llama(), CONFIGS["short windows"])
-    fresh.load_state_dict({n.replace("base_layer.", ""): p for n, p in model.base_model.model.state_dict().items()
-                           if "lora" not in n and "modules_to_save" not in n and "original_module" not in n},
-                          strict=False)  # fmt: skip
-    again = PeftModel.from_pretrained(fresh, tmp_path).eval()
-    assert difference(expected, run(again, inputs)) <= 1e-6
 
 
 # Refusals.

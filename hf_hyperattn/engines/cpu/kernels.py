@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,7 +44,7 @@ def pack_call(
     table: int,
     vectors: tuple[Tensor, Tensor, Tensor],
     statistics: tuple[Sequence[Tensor], Sequence[Tensor], Sequence],
-    extras: dict[str, Tensor],
+    extras: Mapping[str, Tensor | None],
     options: Options,
     width: int,
     scale: float,
@@ -61,7 +61,7 @@ def pack_call(
     query, key, value = vectors
     (batch, heads, n, _), kv_heads, m = query.shape, key.shape[1], key.shape[2]
     alive: list = []
-    matrices = []
+    matrices: list[int] = []
     for t in vectors:
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             t = t.contiguous()
@@ -69,7 +69,7 @@ def pack_call(
         matrices += (t.data_ptr(), *t.stride()[:3])
     tables = []
     for tensors in statistics[:2]:
-        numbers = []
+        numbers: list[int] = []
         for t in tensors:
             if t.stride(-1) != 1 and t.shape[-1] != 1:
                 t = t.contiguous()
@@ -77,25 +77,26 @@ def pack_call(
             numbers += (t.data_ptr(), *t.stride()[:2], heads // t.shape[1])
         alive.append((ctypes.c_int64 * len(numbers))(*numbers))
         tables.append(ctypes.addressof(alive[-1]))
-    numbers = []
-    for t in statistics[2]:
-        if isinstance(t, Tensor):
-            t = t.contiguous()
-            alive.append(t)
-            t = t.data_ptr()
-        numbers.append(t)
-    alive.append((ctypes.c_void_p * len(numbers))(*numbers))
+    heads_at: list[int] = []
+    for number in statistics[2]:
+        if isinstance(number, Tensor):
+            number = number.contiguous()
+            alive.append(number)
+            number = number.data_ptr()
+        heads_at.append(number)
+    alive.append((ctypes.c_int64 * len(heads_at))(*heads_at))
     tables.append(ctypes.addressof(alive[-1]))
     addresses = []
     for name in LEARNED:
-        t = extras.get(name)
-        if t is not None:
-            t = t.contiguous()
-            alive.append(t)
-        addresses.append(0 if t is None else t.data_ptr())
-    pairs, mask = [], extras.get("mask")
-    for t in (mask, extras.get("bias")):
-        pairs += (0,) * 5 if t is None else (t.data_ptr(), *t.expand(batch, heads, n, m).stride())
+        extra = extras.get(name)
+        if extra is not None:
+            extra = extra.contiguous()
+            alive.append(extra)
+        addresses.append(0 if extra is None else extra.data_ptr())
+    pairs: list[int] = []
+    mask = extras.get("mask")
+    for extra in (mask, extras.get("bias")):
+        pairs += (0,) * 5 if extra is None else (extra.data_ptr(), *extra.expand(batch, heads, n, m).stride())
     drop, mask_is_bool = options.dropout_p, mask is not None and mask.dtype == torch.bool
     call = CALL.pack(
         table, batch, heads, kv_heads, n, m, width, value.shape[-1],
@@ -127,7 +128,7 @@ def forward(
     )
     out = a.query.new_empty(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *a.query.shape[:3])
-    loaded = library.TABLES.get((score_key, softcap is not None, "")) or library.load(
+    loaded = library.TABLES.get((score_key, softcap is not None, "")) or library.require(
         score_key, softcap is not None
     )
     statistics = a.row, a.column, a.head
@@ -167,14 +168,14 @@ def gradients(
     a = serialize.read(
         tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
     )
-    loaded = library.load(score_key, softcap is not None)
+    loaded = library.require(score_key, softcap is not None)
     statistics = a.row, a.column, a.head
     call, alive = pack_call(
         loaded.table, (a.query, a.key, a.value), statistics, a.extras, a.options, width, scale, out, lse
     )
-    found = backward(a, call, loaded.core, grad.float().contiguous(), lse)
+    all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
-    return found
+    return all_gradients
 
 
 @gradients.register_fake
@@ -276,11 +277,11 @@ class DecodeLayout:
 def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     """How the kernel for few queries computes this score; None where it does not."""
     terms = score.terms
-    readers = [i for i, t in enumerate(terms) if t.reader is not None]
-    reader = readers[0] if readers else None
+    readers = [(i, t.reader.cpp) for i, t in enumerate(terms) if t.reader is not None]
+    reader, cpp = readers[0] if readers else (None, "")
     if any(t.statistics is not None for i, t in enumerate(terms) if i != reader):
         return None  # they would be made of all keys
-    text = "" if reader is None else f"{reader} {terms[reader].reader.cpp}"
+    text = "" if reader is None else f"{reader} {cpp}"
     loaded = library.load(score.score_key, options.softcap is not None, text)
     if loaded is None:
         return None
@@ -289,19 +290,25 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
 
 
 def _places(counts: list[int], reader: int | None) -> ctypes.Array:
-    found, there = [], 0
+    places: list[int] = []
+    there = 0
     for i, n in enumerate(counts):
-        found += [-1] * n if i == reader else range(there, there + n)
+        places += [-1] * n if i == reader else range(there, there + n)
         there += n * (i != reader)
-    return (ctypes.c_int64 * len(found))(*found)
+    return (ctypes.c_int64 * len(places))(*places)
 
 
 def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """softmax(S)·V of a few queries in float32, [B, H, N, dv]; keys are read once, with all that scores need."""
     query, heads = score.raw_query, score.raw_query.shape[1]
-    rows, columns, numbers, parameters, alive = [], [], [], (), []
+    rows: list[Tensor] = []
+    columns: list[Tensor] = []
+    numbers: list = []
+    alive: list[Tensor] = []
+    parameters: Sequence[Tensor | float] = ()
     for i, term in enumerate(score.terms):
-        if i == layout.reader:
+        head: Sequence[Tensor | float]
+        if i == layout.reader and term.reader is not None:
             parameters, head = term.reader.parameters, term.reader.head
         else:
             rows += term.row
@@ -314,15 +321,15 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
             numbers.append(number)
         if term.gate is not None:
             numbers.append(term.gate)
-    flat = []
+    steps: list[int] = []
     for number in parameters:  # a number for each head, or one for all of them
         if isinstance(number, Tensor):
             number = number.float().contiguous()
             alive.append(number)
-            flat += (number.data_ptr(), int(number.numel() > 1))
+            steps += (number.data_ptr(), int(number.numel() > 1))
         else:
-            flat += (repeated(number, 1)[1], 0)
-    flat = (ctypes.c_int64 * len(flat))(*flat)
+            steps += (repeated(number, 1)[1], 0)
+    flat = (ctypes.c_int64 * len(steps))(*steps)
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(query.shape[:3])
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
@@ -330,9 +337,9 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
     call, kept = pack_call(
         layout.loaded.table, vectors, statistics, extras, options, query.shape[-1], score.scale, out, lse
     )
-    steps = ctypes.addressof(layout.rows), ctypes.addressof(layout.columns)
+    places = ctypes.addressof(layout.rows), ctypes.addressof(layout.columns)
     layout.loaded.core.hyper_decode(
-        call, DECODE.pack(ctypes.addressof(flat), len(parameters), layout.needs_dot, *steps)
+        call, DECODE.pack(ctypes.addressof(flat), len(parameters), layout.needs_dot, *places)
     )
     del kept, alive
     return out, None

@@ -60,9 +60,9 @@ def core() -> ctypes.CDLL | None:
     """The engine itself, or None where it cannot be built or compiled kernels are turned off."""
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
-        found = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
-        if found is not None:
-            found.hyper_padded.restype = found.hyper_tile_keys.restype = ctypes.c_int64
+        engine = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None
+        if engine is not None:
+            engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
     return CORES[setting]
 
 
@@ -83,16 +83,31 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
         return TABLES[kind]
-    if not has_functors(score_key) or core() is None:
+    engine = core() if has_functors(score_key) else None
+    if engine is None:
         return None
     text = text_of(score_key, capped, reader)
-    headers = sorted({term.cpp[0] for term, *_ in parse_score_key(score_key)} | {HERE / "score.h"})
+    headers = sorted(
+        {term.cpp[0] for term, *_ in parse_score_key(score_key) if term.cpp} | {HERE / "score.h"}
+    )
     library = native.load("cpu_score", text, *headers, *SHARED)
     if library is None:
         return None
     library.hyper_score.restype = ctypes.c_void_p
-    TABLES[kind] = Loaded(library, library.hyper_score(), core())
+    TABLES[kind] = Loaded(library, library.hyper_score(), engine)
     return TABLES[kind]
+
+
+def require(score_key: str, capped: bool) -> Loaded:
+    """A score's library.
+
+    Raises:
+        RuntimeError: it is not there, as in a program that was exported on another machine.
+    """
+    loaded = load(score_key, capped)
+    if loaded is None:
+        raise RuntimeError(f"hf_hyperattn: the compiled score {score_key} is not there; use backend='auto'")
+    return loaded
 
 
 def has_functors(score_key: str) -> bool:
@@ -111,6 +126,7 @@ def text_of(score_key: str, capped: bool, reader: str = "") -> str:
     boolean = lambda value: str(bool(value)).lower()
     pieces, headers = [], [HERE / "score.h"]
     for term, gated, caps in parse_score_key(score_key):
+        assert term.cpp is not None  # `has_functors` has said so
         header, functor = term.cpp
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")

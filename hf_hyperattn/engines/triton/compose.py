@@ -71,13 +71,13 @@ class Part:
     def gradients(self) -> tuple[list[str], list[str], list[str], list[str]]:
         """Of dot, rows, columns and head parameters: the expressions of their gradients."""
         counts = (int(self.dot), len(self.rows), len(self.columns), len(self.heads))
-        found, start = [], 0
+        gradients, start = [], 0
         for count in counts:
-            found.append([f"g{self.index}[{n}]" for n in range(start, start + count)])
+            gradients.append([f"g{self.index}[{n}]" for n in range(start, start + count)])
             start += count
         if self.gate is not None:
-            found[3].append(f"grad * x{self.index}")
-        return tuple(found)
+            gradients[3].append(f"grad * x{self.index}")
+        return tuple(gradients)
 
 
 @functools.cache

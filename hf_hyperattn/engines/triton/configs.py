@@ -127,8 +127,8 @@ def tuned(kind: Hashable, tried: Sequence[Config], run: Callable[[Config], None]
 
 def measurable(tried: Sequence[Config]) -> bool:
     """Whether there is a choice, and kernels may be timed here and now."""
-    wanted = os.environ.get("HF_HYPERATTN_TRITON_TUNE", "1") != "0"
-    return len(tried) > 1 and wanted and not torch.cuda.is_current_stream_capturing()
+    tunes = os.environ.get("HF_HYPERATTN_TRITON_TUNE", "1") != "0"
+    return len(tried) > 1 and tunes and not torch.cuda.is_current_stream_capturing()
 
 
 def seconds(run: Callable[[Config], None], config: Config) -> float:

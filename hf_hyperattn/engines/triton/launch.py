@@ -138,15 +138,15 @@ class Call:
         """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads; the lines that it
         walks over have so many numbers.
         """
-        given = (self.window, self.mask, self.bias, self.seed)
+        optional = (self.window, self.mask, self.bias, self.seed)
         kind = (
             *(name, self.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
-            *(self.is_causal, self.n >= 1024, *(x is None for x in given)),
+            *(self.is_causal, self.n >= 1024, *(x is None for x in optional)),
         )
 
         def launch(config: Config) -> None:
-            own, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
-            grid = (triton.cdiv(lines[2], own) * lines[0] * lines[1],)
+            walked, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
+            grid = (triton.cdiv(lines[2], walked) * lines[0] * lines[1],)
             kernel[grid](
                 **arguments,
                 PACK=pack(numbers, other, config.warps),
@@ -246,19 +246,23 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 
 
 def backward(
-    call: Call, grad: Tensor, out: Tensor, lse: Tensor, wanted: tuple[bool, bool, bool]
+    call: Call, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
+    """Gradients of query, key, value, row, column and head; of the last three as far as needs_grad, else empty."""
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     made, factors = call.functions, int(call.factored)
     new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
-    own = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
+    shared_dtype = (
+        None if call.heads == call.kv_heads else torch.float32
+    )  # for shared keys one sum of each query head
     d_query = torch.empty_like(call.query, memory_format=torch.contiguous_format)
-    d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=own) for t in (call.key, call.value))
-    d_row = new(*shape, (len(made.rows) + factors) * wanted[0])
-    d_column = new(*key_shape, (len(made.columns) + factors) * wanted[1])
-    d_head = new(len(made.heads) * wanted[2], *shape)
+    d_key, d_value = (
+        t.new_empty((*key_shape, t.shape[-1]), dtype=shared_dtype) for t in (call.key, call.value)
+    )
+    d_row = new(*shape, (len(made.rows) + factors) * needs_grad[0])
+    d_column = new(*key_shape, (len(made.columns) + factors) * needs_grad[1])
+    d_head = new(len(made.heads) * needs_grad[2], *shape)
     if call.empty:
         for t in (d_query, d_key, d_value, d_row, d_column, d_head):
             t.zero_()
@@ -268,10 +272,10 @@ def backward(
         record[..., :-2] = call.row
         shared = call.numbers() | {"GRAD": grad, "grad_strides": grad.stride()[:3], "PULL": made.pull}
         rows = {"ROW": call.row, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
-        rows |= {"D_ROWS": len(made.rows) * wanted[0], "D_FACTORS": factors * wanted[0]}
+        rows |= {"D_ROWS": len(made.rows) * needs_grad[0], "D_FACTORS": factors * needs_grad[0]}
         rows |= {"D_HEADS": d_head.shape[0], "row_step": lse.numel()}
         columns = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
-        columns |= {"D_COLUMNS": len(made.columns) * wanted[1], "D_FACTORS": factors * wanted[1]}
+        columns |= {"D_COLUMNS": len(made.columns) * needs_grad[1], "D_FACTORS": factors * needs_grad[1]}
         shared["RECORD"] = record
         with on(call.query.device):
             call.run("query", attention_backward_query, shape, shared | rows, call.column.shape[-1])
@@ -281,15 +285,15 @@ def backward(
         shared_sum(t, call.kv_heads).to(like.dtype) for t, like in ((d_key, call.key), (d_value, call.value))
     )
     d_column = shared_sum(d_column, call.column.shape[1])
-    if wanted[0]:
+    if needs_grad[0]:
         d_row = spread(d_row, made.rows, call.row)
-    if wanted[1]:
+    if needs_grad[1]:
         d_column = spread(d_column, made.columns, call.column)
     d_head = d_head.sum((1, 3))
-    if wanted[2]:
+    if needs_grad[2]:
         full = torch.zeros_like(call.head)
-        for place, found in zip(made.heads, d_head, strict=True):
-            full[place] = found
+        for place, gradient in zip(made.heads, d_head, strict=True):
+            full[place] = gradient
         d_head = full
     return d_query, d_key, d_value, d_row, d_column, d_head
 
@@ -299,11 +303,11 @@ def shared_sum(t: Tensor, heads: int) -> Tensor:
     return t if t.shape[1] == heads else t.unflatten(1, (heads, -1)).sum(2)
 
 
-def spread(found: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
+def spread(gradients: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
     """Gradients of the statistics that have one, and of a factor after them, among zeros for the others."""
-    if found.shape[-1] == like.shape[-1]:
-        return found
-    factor = [like.shape[-1] - 1] * (found.shape[-1] - len(moving))
+    if gradients.shape[-1] == like.shape[-1]:
+        return gradients
+    factor = [like.shape[-1] - 1] * (gradients.shape[-1] - len(moving))
     full = torch.zeros_like(like)
-    full[..., [*moving, *factor]] = found
+    full[..., [*moving, *factor]] = gradients
     return full

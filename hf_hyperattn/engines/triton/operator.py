@@ -88,9 +88,9 @@ def attention_backward(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    wanted_row: bool,
-    wanted_column: bool,
-    wanted_head: bool,
+    needs_row: bool,
+    needs_column: bool,
+    needs_head: bool,
     score_key: str,
     factored: bool,
     width: int,
@@ -101,7 +101,7 @@ def attention_backward(
     softcap: float | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
+    """Gradients of query, key, value, row, column and head; of the last three as far as needed, else empty."""
     from . import launch
 
     points = None if points_query is None else (points_query, points_key)
@@ -109,7 +109,7 @@ def attention_backward(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
         *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
-    return launch.backward(call, grad, out, lse, (wanted_row, wanted_column, wanted_head))
+    return launch.backward(call, grad, out, lse, (needs_row, needs_column, needs_head))
 
 
 @attention_backward.register_fake
@@ -134,10 +134,10 @@ def _(
     *_,
 ):
     nothing = (*row.shape[:3], 0), (*column.shape[:3], 0), (0, head.shape[1])
-    wanted = zip((row, column, head), (by_row, by_column, by_head), nothing, strict=True)
+    needs_grad = zip((row, column, head), (by_row, by_column, by_head), nothing, strict=True)
     return (
         *(t.new_empty(t.shape) for t in (query, key, value)),
-        *(t.new_empty(t.shape if w else nothing) for t, w, nothing in wanted),
+        *(t.new_empty(t.shape if w else nothing) for t, w, nothing in needs_grad),
     )
 
 
@@ -151,11 +151,11 @@ def _save(ctx, inputs, output):
 def _pullback(ctx, grad, _grad_lse):
     out, lse, *tensors, sinks = ctx.saved_tensors
     needs, d_sinks = ctx.needs_input_grad, None
-    found = attention_backward(grad, out, lse, *tensors, *needs[3:6], *ctx.rest)
+    gradients = attention_backward(grad, out, lse, *tensors, *needs[3:6], *ctx.rest)
     if needs[8]:
         weight = torch.exp(sinks[:, None] - lse)
         d_sinks = -(weight * (grad * out).sum(-1)).sum((0, 2))
-    main = [g if need else None for g, need in zip(found, needs)]
+    main = [g if need else None for g, need in zip(gradients, needs)]
     return *main, None, None, d_sinks, *[None] * (len(needs) - 9)
 
 

@@ -44,12 +44,16 @@ def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, 
     ):  # without gradient: it flows through the statistics that distances are functions of
         between = score.points()
         points = [t.detach().float().contiguous() for t in (between.query, between.key)]
-    query, key = score.raw_query, score.raw_key
+    numbers = [term.numbers() for term in score.terms]
+    factors = next((x.factors for x in numbers if x.factors is not None), None)
+    query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
+    if score.make_features is not None and factors is None:
+        (query, key), scale, width = score.features(), 1.0, None
     if query.dtype != key.dtype or query.dtype not in DTYPES:
         query, key = query.float(), key.float()
     (batch, heads, n, m), kv_heads, device = score.shape, key.shape[1], query.device
-    row, column, head = score.numbers()
-    factors = score.terms[0].numbers().factors if score.make_features else None
+    row, column = [t for x in numbers for t in x.row], [t for x in numbers for t in x.column]
+    head = [t for x, term in zip(numbers, score.terms) for t in (*x.head, term.gate) if t is not None]
     if factors is not None:
         row, column = [*row, factors[0]], [*column, factors[1]]
     if any(t.shape[1] != kv_heads for t in column):
@@ -68,8 +72,8 @@ def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, 
         *points,
         score.score_key,
         factors is not None,
-        query.shape[-1] if score.width is None else score.width,
-        float(score.scale),
+        query.shape[-1] if width is None else width,
+        scale,
         options.is_causal,
         options.window,
         options.offset,

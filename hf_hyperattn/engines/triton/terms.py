@@ -51,7 +51,8 @@ class TritonTerm:
         """The numbers of the row statistics, column statistics and head parameters that have a gradient."""
         counts = {"rows": term.rows, "columns": term.columns, "heads": term.heads}
         return tuple(
-            tuple(range(n)) if (own := getattr(self, name)) is None else own for name, n in counts.items()
+            tuple(range(n)) if (places := getattr(self, name)) is None else places
+            for name, n in counts.items()
         )
 
 

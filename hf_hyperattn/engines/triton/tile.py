@@ -49,10 +49,10 @@ def load_vectors(
 @triton.jit
 def load_statistics(pointers, there, COUNT: tl.constexpr):
     """A tuple of the COUNT numbers that lie side by side from each pointer on."""
-    found = ()
+    values = ()
     for index in tl.static_range(COUNT):
-        found = found + (tl.load(pointers + index, mask=there, other=0.0),)
-    return found
+        values = values + (tl.load(pointers + index, mask=there, other=0.0),)
+    return values
 
 
 @triton.jit
@@ -100,11 +100,11 @@ def load_records(
     """
     line = first + tl.arange(0, N)
     there = (line < lines) | INSIDE
-    found = ()
+    values = ()
     if PACK == 1:
         for index in tl.static_range(COUNT):
             number = tl.load(start + line.to(tl.int64) * COUNT + index, mask=there, other=0.0)
-            found = found + (number[None, :],)
+            values = values + (number[None, :],)
     else:
         place = tl.arange(0, PACK)[None, :]
         pointers = start + line.to(tl.int64)[:, None] * COUNT + place
@@ -118,35 +118,35 @@ def load_records(
         else:
             parts = split_in_16(tile, N)
         for index in tl.static_range(COUNT):
-            found = found + (parts[index][None, :],)
-    return found
+            values = values + (parts[index][None, :],)
+    return values
 
 
 @triton.jit
 def load_parameters(HEAD, h, heads, COUNT: tl.constexpr):
     """The parameters of head `h`, of [COUNT, heads]."""
-    found = ()
+    values = ()
     for index in tl.static_range(COUNT):
-        found = found + (tl.load(HEAD + index * heads + h),)
-    return found
+        values = values + (tl.load(HEAD + index * heads + h),)
+    return values
 
 
 @triton.jit
 def zeros(SIZE: tl.constexpr, COUNT: tl.constexpr):
     """A tuple of COUNT empty sums, [SIZE] each."""
-    found = ()
+    values = ()
     for _ in tl.static_range(COUNT):
-        found = found + (tl.zeros([SIZE], tl.float32),)
-    return found
+        values = values + (tl.zeros([SIZE], tl.float32),)
+    return values
 
 
 @triton.jit
 def sums(total, tiles, COUNT: tl.constexpr):
     """The totals with the sums of the tiles along their second axis added."""
-    found = ()
+    values = ()
     for index in tl.static_range(COUNT):
-        found = found + (total[index] + tl.sum(tiles[index], 1),)
-    return found
+        values = values + (total[index] + tl.sum(tiles[index], 1),)
+    return values
 
 
 @triton.jit

@@ -13,20 +13,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...config import HyperAttnConfig, MechanismConfig
+from ...config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import Decomposition, decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
-from ...overrides import mechanisms_of
-from ..attach import Found as Chosen
-from ..attach import attach, settle_overrides
+from ..attach import Selected, attach, resolve_overrides
+from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
-from ..patching import check_own_attention, choose_hosts, route, take_off
-from ..records import inner
-from ..refusal import check_parts
-from ..rollback import rollback_on_error
+from ..families import note_all
+from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
 from ..stock import PATCHED
+from ..unsupported import check_parts
 from .families import check_family
 from .moments import Moments, moments_of
 from .projections import Found, Shape, projections, shared_modules, shared_pair
@@ -65,6 +63,7 @@ def share(
 ) -> PreTrainedModel:
     """Run the conversion, see `hf_hyperattn.convert`."""
     config = as_whole(config)
+    note_all(model)
     with rollback_on_error(model):
         newly_routed = route(model)
         chosen, parts = plan(model, config)
@@ -81,12 +80,12 @@ def as_whole(config: MechanismConfig | HyperAttnConfig) -> HyperAttnConfig:
     return HyperAttnConfig((config,), mode="replace")
 
 
-def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Chosen], list[Part]]:
+def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[Part]]:
     """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
-    chosen = choose_hosts(model, config)
+    chosen = select_hosts(model, config)
     check_own_attention(chosen)
     check_parts(model, PATCHED, [module.config for module, _ in chosen])
-    config = settle_overrides(config, chosen, model)
+    config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
         own = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
@@ -194,14 +193,14 @@ def errors(result: Decomposition) -> str:
 def install(
     model: PreTrainedModel,
     config: HyperAttnConfig,
-    chosen: list[Chosen],
+    chosen: list[Selected],
     parts: list[Part],
     keep_original: bool,
     newly_routed: bool,
 ) -> None:
     """Put the shared projections in place, and with them a `hyper`."""
     built = [filled(part) for part in parts]
-    attach(model, settle_overrides(config, chosen, model), chosen, newly_routed)
+    attach(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
     for part, modules in zip(parts, built, strict=True):
         with torch.no_grad():
             inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
@@ -250,7 +249,7 @@ register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
         share,
-        asked=lambda config: config.rank is not None,
+        requested=lambda config: config.rank is not None,
         done=is_shared,
         in_place=True,
         composes=True,

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
+from ..checkpoint_config import inner, patched_hosts
 from ..conversions import REBUILDERS
-from ..records import inner, patched_hosts
 from .projections import Shape, projections, shared_modules
 
 

@@ -19,22 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 
 from ...hierarchy import Hierarchy
-from ...mechanisms.hsa.both import both
-from ...mechanisms.hsa.siblings import SiblingEmbeddings
+from ...mechanisms.hsa.tree.both import both
+from ...mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
 from .configuration import HsaEncoderConfig
 
-
-@cache
-def image_tree(side: int) -> Hierarchy:
-    """The quad-tree of side x side patches."""
-    return Hierarchy.quadtree(side, side)
-
-
-@cache
-def flat_tree(length: int) -> Hierarchy:
-    """One family of all tokens."""
-    return Hierarchy.windows(length, ())
-
+image_tree = cache(lambda side: Hierarchy.quadtree(side, side))
+flat_tree = cache(lambda length: Hierarchy.windows(length, ()))
 
 #: Joins of texts and images, while the text's hierarchy lives.
 _JOINED: WeakKeyDictionary[Hierarchy, dict[int, Hierarchy]] = WeakKeyDictionary()
@@ -67,10 +57,10 @@ class HsaAttention(nn.Module):
         """[B, N, width] to the same; `mask`, bool, broadcastable to [B, H, N, N], is read where `hierarchy` is None."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if hierarchy is None:
-            found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            found = both(q, k, v, hierarchy, keep_diagonal=self.keep_diagonal, siblings=self.siblings)
-        return self.out(found.to(x.dtype).transpose(1, 2).flatten(2))
+            out = both(q, k, v, hierarchy, keep_diagonal=self.keep_diagonal, siblings=self.siblings)
+        return self.out(out.to(x.dtype).transpose(1, 2).flatten(2))
 
 
 class HsaBlock(GradientCheckpointingLayer):
@@ -109,6 +99,11 @@ class HsaEncoderPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.ParameterList):
             for table in module:
                 init.normal_(table, std=self.config.initializer_range)
+
+    def _returned(self, output, return_dict: bool | None):
+        return (
+            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        )
 
 
 class HsaEncoder(HsaEncoderPreTrainedModel):
@@ -185,22 +180,19 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         starts = [0, parts[0][0].shape[1], x.shape[1]] if len(parts) == 2 else [0, x.shape[1]]
         means = [x[:, a:b].sum(1) / real[:, a:b].sum(1, keepdim=True) for a, b in zip(starts, starts[1:])]
         pooled = torch.stack(means).mean(0)
-        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        found = BaseModelOutputWithPooling(
-            last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if asked else None
+        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if shown else None
         )
-        return (
-            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
-        )
+        return self._returned(output, return_dict)
 
     def _check(self, input_ids, pixel_values, hierarchy) -> None:
         """Raise for signals that there are not, and a hierarchy that nothing would look at."""
-        for name, given, own in (
-            ("input_ids", input_ids, self.words),
-            ("pixel_values", pixel_values, self.patches),
+        for name, signal, module, field in (
+            ("input_ids", input_ids, self.words, "vocab_size"),
+            ("pixel_values", pixel_values, self.patches, "image_size"),
         ):
-            if given is not None and own is None:
-                field = "vocab_size" if name == "input_ids" else "image_size"
+            if signal is not None and module is None:
                 raise ValueError(
                     f"{name} was given to a model made with {field}=0; allowed: None, or another model"
                 )
@@ -222,6 +214,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
                 f"attention_mask has shape {tuple(real.shape)}; allowed: {tuple(input_ids.shape)} with a real token in "
                 "every row"
             )
+        assert self.words is not None  # _check saw to it
         x = self.words(input_ids) + self.signals.weight[0]
         if self.places is not None:
             most = int(real.sum(1).max())
@@ -239,6 +232,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             raise ValueError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; allowed: [B, {channels}, {size}, {size}]"
             )
+        assert self.patches is not None  # _check saw to it
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = x + self.signals.weight[1]
         if self.patch_places is not None:
@@ -253,30 +247,29 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         return text if pixel_values is None else joined_tree(text, self.side)
 
     def _text_tree(self, input_ids: Tensor, attention_mask: Tensor | None, hierarchy) -> Hierarchy:
-        length = input_ids.shape[1]
-        padded = attention_mask is not None and not bool((attention_mask != 0).all())
+        batch, length = input_ids.shape
+        real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
         if hierarchy is None:
-            return Hierarchy.windows(length, (), attention_mask) if padded else flat_tree(length)
+            return (
+                flat_tree(length)
+                if bool((real != 0).all())
+                else Hierarchy.windows(length, (), attention_mask)
+            )
         if isinstance(hierarchy, Tensor):
-            hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds)
-        if hierarchy.length != length or hierarchy.rows not in (1, len(input_ids)):
+            hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds or ("",))
+        if hierarchy.length != length or hierarchy.rows not in (1, batch):
             raise ValueError(
                 f"hierarchy is over {hierarchy.length} tokens in {hierarchy.rows} rows; allowed: the {length} tokens "
-                f"of the text, in 1 or {len(input_ids)} rows"
+                f"of the text, in 1 or {batch} rows"
             )
-        self._check_padding(hierarchy, attention_mask, length)
-        return hierarchy
-
-    def _check_padding(self, hierarchy: Hierarchy, attention_mask: Tensor | None, length: int) -> None:
-        """Raise where the tokens of the hierarchy are not those that the mask shows."""
-        found = torch.zeros(hierarchy.rows, length, dtype=torch.bool)
+        inside = torch.zeros(hierarchy.rows, length, dtype=torch.bool)
         for row in range(hierarchy.rows):
-            found[row, hierarchy.tokens_of(row)] = True
-        real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
-        if bool((found != (real != 0)).any()):
+            inside[row, hierarchy.tokens_of(row)] = True
+        if bool((inside != (real != 0)).any()):
             raise ValueError(
                 "hierarchy and attention_mask disagree about which tokens are padding; allowed: the same in both"
             )
+        return hierarchy
 
 
 class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
@@ -286,7 +279,7 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         super().__init__(config)
         self.encoder = HsaEncoder(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, int(config.num_labels or 0))
         self.post_init()
 
     def forward(
@@ -305,7 +298,5 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         )
         logits = self.classifier(self.dropout(encoded.pooler_output))
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        found = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
-        return (
-            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
-        )
+        output = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+        return self._returned(output, return_dict)

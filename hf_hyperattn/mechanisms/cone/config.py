@@ -51,8 +51,8 @@ def resolve_mapping(variant: str, mapping: str | None) -> str:
 
 def check_pairing(owner: str, variant: str, mapping: str, squared: bool, clamp_heights: bool) -> None:
     """Penumbral cones need heights below the radius, which only psi gives by itself; umbral ones have no choices."""
-    given = {"squared=False": not squared, "clamp_heights=True": clamp_heights}
-    for setting in (s for s, there in given.items() if there and variant == "umbral"):
+    settings = {"squared=False": not squared, "clamp_heights=True": clamp_heights}
+    for setting in (s for s, there in settings.items() if there and variant == "umbral"):
         raise ValueError(
             f"{owner}{setting} has no meaning for variant='umbral'; allowed: leave it out, or variant='penumbral'"
         )

@@ -149,7 +149,8 @@ class ConeVectors:
         head = [(gap_factor**2).expand(heads)]
         if space.variant != "umbral":
             head.insert(0, (rim[:, 0] ** 2).expand(heads))
-        return Numbers(*numbers, head, tuple(self.stretches) if scale is None else None)
+        query_factor, key_factor = self.stretches
+        return Numbers(numbers[0], numbers[1], head, (query_factor, key_factor) if scale is None else None)
 
     def features(self) -> tuple[Tensor, Tensor]:
         """The points' horizontal parts, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""

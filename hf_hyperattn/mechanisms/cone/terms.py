@@ -37,41 +37,42 @@ HEADER = Path(__file__).with_name("cone.h")
 class ConeTerm(Term):
     """What all cone terms share: the squared distance, and the gradients that flow through it."""
 
-    own = 1  # statistics of the score itself, before those of the distance
+    before = 1  # statistics of the score itself, before those of the distance
     heads = 1
 
     def __init__(self, name: str, on_product: bool):
         self.name, self.on_product = name, on_product
-        self.rows = self.columns = self.own + (3 if on_product else 1)
+        self.rows = self.columns = self.before + (3 if on_product else 1)
 
-    def distance(self, dot, row, column, weight, gap=None):
+    def distance(self, dot, row, column, weight, squared_distance=None):
         """|X_q - X_k|² [..., R, C], and which pairs it was taken from differences for, bool [..., R, C], or None."""
+        row, column = row[self.before :], column[self.before :]
         if not self.on_product:
-            square, size = torch.sub(column[self.own], dot, alpha=2).add_(row[self.own]), row[self.own]
+            square, size = torch.sub(column[0], dot, alpha=2).add_(row[0]), row[0]
         else:
-            (norm_q, stretch_q, last_q), (norm_k, stretch_k, last_k) = row[self.own :], column[self.own :]
+            (norm_q, stretch_q, last_q), (norm_k, stretch_k, last_k) = row, column
             square = torch.addcmul(dot, last_q, last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
             square = square.mul_(-2).add_(norm_k).add_(norm_q)
             size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(norm_q)
-        if gap is None:
+        if squared_distance is None:
             return square, None
         near = square < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
         if not near.any():
             return square, None
-        found = gap(near)
+        squares = squared_distance(near)
         blur = (BLUR * torch.finfo(dot.dtype).eps) ** 2
-        found = found.masked_fill_(found <= blur * size, 0.0)  # points that coincide but for rounding
-        near = ~found.isnan()
-        return torch.where(near, found, square), near
+        squares = squares.masked_fill_(squares <= blur * size, 0.0)  # points that coincide but for rounding
+        near = ~squares.isnan()
+        return torch.where(near, squares, square), near
 
-    def logits(self, dot, row, column, head, gap=None):
-        square, _ = self.distance(dot, row, column, head[-1], gap)
-        return self.score(square.mul_(head[-1]), row[: self.own], column[: self.own], head)[0]
+    def logits(self, dot, row, column, head, squared_distance=None):
+        square, _ = self.distance(dot, row, column, head[-1], squared_distance)
+        return self.score(square.mul_(head[-1]), row[: self.before], column[: self.before], head)[0]
 
-    def vjp(self, dot, row, column, head, gap=None):
+    def vjp(self, dot, row, column, head, squared_distance=None):
         weight = head[-1]
-        square, near = self.distance(dot, row, column, weight, gap)
-        logits, pull = self.score(square * weight, row[: self.own], column[: self.own], head)
+        square, near = self.distance(dot, row, column, weight, squared_distance)
+        logits, pull = self.score(square * weight, row[: self.before], column[: self.before], head)
 
         def pullback(grad):
             d_square, d_row, d_column, d_head = pull(grad)
@@ -92,8 +93,8 @@ class ConeTerm(Term):
         by_row, by_column = d_gap.sum(-1, keepdim=True), d_gap.sum(-2, keepdim=True)
         if not self.on_product:
             return d_gap.mul_(-2), (by_row,), (by_column,)
-        _, stretch_q, last_q = row[self.own :]
-        _, stretch_k, last_k = column[self.own :]
+        _, stretch_q, last_q = row[self.before :]
+        _, stretch_k, last_k = column[self.before :]
         inner = (
             torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_gap).mul_(-2)
         )  # d_gap · d gap / d(stretches)
@@ -133,7 +134,7 @@ class Umbral(ConeTerm):
 class Penumbral(ConeTerm):
     """S = -H² or -H from squared heights, half widths and r²; everything scaled so that gamma is 1."""
 
-    own = 2
+    before = 2
     heads = 2
 
     def __init__(self, name: str, on_product: bool, squared: bool):

@@ -8,17 +8,17 @@ form: Σ_i log Σ_j exp(S_ij) - N·ρ(root). The first term costs N² time, in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...engines.options import Options, position_mask
-from ...engines.score import repeat_heads, working_dtype
+from ...engines.score import repeat_heads
 from ...hierarchy import Hierarchy
-from .both import both_with_root
-from .key import key_tied
-from .programme import slots_of
+from .tree.both import both_with_root
+from .tree.layout import layout_of
+from .windowed.key import key_tied
 
 #: Logits that are formed at a time.
 BLOCK_ELEMENTS = 2**22
@@ -32,7 +32,6 @@ def loss_both(
     *,
     keep_diagonal: bool = True,
     position_bias: Tensor | None = None,
-    column: Tensor | None = None,
 ) -> Tensor:
     """The loss of `tying="both"`, [B, H], by the closed form; divided by the number of tokens it is a mean in nats.
 
@@ -41,11 +40,12 @@ def loss_both(
     sums is what is asked for.
     """
     query, key = query.double(), key.double()
-    rest = {"keep_diagonal": keep_diagonal, "position_bias": position_bias, "column": column}
-    _, root = both_with_root(query, key, key[..., :1], hierarchy, scale, **rest)
+    _, root = both_with_root(
+        query, key, key[..., :1], hierarchy, scale, keep_diagonal=keep_diagonal, position_bias=position_bias
+    )
     real = _real(hierarchy, query)
     total = torch.zeros_like(root)
-    for rows, logits in logit_blocks(query, key, scale, position_bias, column):
+    for rows, logits in _logit_blocks(query, key, scale, position_bias):
         logits = logits.masked_fill(~real[:, None, None], float("-inf"))
         if not keep_diagonal:
             logits.diagonal(offset=rows.start, dim1=-2, dim2=-1).fill_(float("-inf"))
@@ -63,7 +63,6 @@ def loss_key(
     window: int | None = None,
     mask: Tensor | None = None,
     position_bias: Tensor | None = None,
-    column: Tensor | None = None,
     **rules,
 ) -> Tensor:
     """The loss of `tying="key"`, [B, H], from the attention weights themselves, in blocks of rows.
@@ -73,75 +72,48 @@ def loss_key(
         hierarchy: of these tokens; what stands in no tree is padding.
         mask: bool, True = take part, [1 or B, 1 or H, N, N]; for what hides more than padding.
         rules: `near`, `sinks`, `refine_top_k`, `block_bias` as `key_tied` has them.
-        scale, is_causal, window, position_bias, column: as there.
+        scale, is_causal, window, position_bias: as there.
     """
     query, key = query.double(), key.double()
-    position_bias, column = (t if t is None else t.double() for t in (position_bias, column))
-    real, length = _real(hierarchy, query), query.shape[2]
-    options = Options(is_causal=is_causal, window=window)
-
-    def tied(rows: slice) -> Tensor:
-        part = lambda t: t if t is None else t[..., rows, :]
-        return key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
-                        scale=scale, column=column, window=window, mask=part(mask), bias=part(position_bias),
-                        weights=True, **rules)[1]  # fmt: skip
-
-    def hidden(rows: slice) -> Tensor:
-        unseen = ~real[:, None, None]
-        seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
-        unseen = unseen if seen is None else unseen | ~seen
-        return unseen if mask is None else unseen | ~mask[..., rows, :]
-
-    return loss_of(tied, query, key, scale, hidden, real, position_bias, column)
-
-
-def _real(hierarchy: Hierarchy, query: Tensor) -> Tensor:
-    """Bool [B, N]: the tokens that the hierarchy has."""
-    slots = slots_of(hierarchy, len(query), query.device)
-    ones = query.new_ones(len(query), 1, query.shape[2])
-    return slots.from_leaves(slots.to_leaves(ones))[:, 0] > 0
-
-
-def loss_of(
-    weights: Callable[[slice], Tensor],
-    query: Tensor,
-    key: Tensor,
-    scale: float | None,
-    hidden: Callable[[slice], Tensor],
-    real: Tensor,
-    position_bias: Tensor | None = None,
-    column: Tensor | None = None,
-) -> Tensor:
-    """Σ_i KL(P_i ‖ softmax(S_i)), [B, H], of any attention weights.
-
-    Args:
-        weights: P of some queries, [B, H, n, N].
-        hidden: for some queries, bool broadcastable to that: pairs that the softmax does not see.
-        real: bool [B, N]: queries that count.
-    """
+    bias = None if position_bias is None else position_bias.double()
+    real, length, options = (
+        _real(hierarchy, query),
+        query.shape[2],
+        Options(is_causal=is_causal, window=window),
+    )
     total = query.new_zeros(query.shape[:2])
-    for rows, logits in logit_blocks(query, key, scale, position_bias, column):
-        P = weights(rows).to(logits.dtype)
-        full = torch.log_softmax(logits.masked_fill(hidden(rows), float("-inf")), -1)
+    for rows, logits in _logit_blocks(query, key, scale, bias):
+        part = lambda t, rows=rows: t if t is None else t[..., rows, :]
+        _, P = key_tied(query[:, :, rows], key, key[..., :1], hierarchy, is_causal=is_causal, offset=rows.start,
+                        scale=scale, window=window, mask=part(mask), bias=part(bias), weights=True,
+                        **rules)  # fmt: skip
+        assert P is not None
+        hidden = ~real[:, None, None]
+        seen = position_mask(options, (rows.start, rows.stop), (0, length), query.device)
+        for t in (seen, part(mask)):
+            hidden = hidden if t is None else hidden | ~t
+        full = torch.log_softmax(logits.masked_fill(hidden, float("-inf")), -1)
         terms = torch.where(P > 0, torch.xlogy(P, P) - P * full, 0.0)
         total += terms.sum(-1).masked_fill(~real[:, None, rows], 0.0).sum(-1)
     return total
 
 
-def logit_blocks(
-    query: Tensor, key: Tensor, scale: float | None, position_bias: Tensor | None, column: Tensor | None
+def _real(hierarchy: Hierarchy, query: Tensor) -> Tensor:
+    """Bool [B, N]: the tokens that the hierarchy has."""
+    layout = layout_of(hierarchy, len(query), query.device)
+    ones = query.new_ones(len(query), 1, query.shape[2])
+    return layout.from_leaves(layout.to_leaves(ones))[:, 0] > 0
+
+
+def _logit_blocks(
+    query: Tensor, key: Tensor, scale: float | None, position_bias: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """The logits of some queries after the other: the rows, and S there, [B, H, n, N]."""
-    dtype = working_dtype(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     batch, heads, queries, _ = query.shape
     step = max(1, BLOCK_ELEMENTS // (batch * heads * key.shape[2]))
-    columns = repeat_heads(key.to(dtype), heads).transpose(-1, -2)
+    columns = repeat_heads(key, heads).transpose(-1, -2)
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
-        logits = scale * (query[:, :, rows].to(dtype) @ columns)
-        if position_bias is not None:
-            logits = logits + position_bias[..., rows, :].to(dtype)
-        if column is not None:
-            logits = logits + repeat_heads(column.to(dtype), heads)[:, :, None]
-        yield rows, logits
+        logits = scale * (query[:, :, rows] @ columns)
+        yield rows, logits if position_bias is None else logits + position_bias[..., rows, :]

@@ -17,6 +17,14 @@ TYINGS = get_args(Tying)
 DEFAULTS = {"near": (64, 0), "sinks": (4, 0), "refine_top_k": (16, 0), "block_bias": (0.0, 0.0)}
 
 
+#: An integer for all heads, or one for each query head; None: the default of the tying.
+Counts = int | tuple[int, ...] | None
+
+
+def _counts(help: str) -> Any:
+    return option(None, help, types=(int, tuple), least=0, optional=True)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a call is tied, with every default settled.
@@ -60,18 +68,9 @@ class HsaConfig(MechanismConfig):
     keep_diagonal: bool = option(
         True, "both: whether a token attends to itself; the paper's own setting is False"
     )
-    near: int | tuple[int, ...] | None = option(
-        None, "key: blocks less than so many tokens away are opened; None: 64", types=(int, tuple), least=0,
-        optional=True,
-    )  # fmt: skip
-    sinks: int | tuple[int, ...] | None = option(
-        None, "key: blocks of the first so many tokens are opened; None: 4", types=(int, tuple), least=0,
-        optional=True,
-    )  # fmt: skip
-    refine_top_k: int | tuple[int, ...] | None = option(
-        None, "key: so many blocks of every level are opened, chosen by query; None: 16", types=(int, tuple), least=0,
-        optional=True,
-    )  # fmt: skip
+    near: Counts = _counts("key: blocks less than so many tokens away are opened; None: 64")
+    sinks: Counts = _counts("key: blocks of the first so many tokens are opened; None: 4")
+    refine_top_k: Counts = _counts("key: so many blocks of every level are opened, chosen by query; None: 16")
     block_bias: float | tuple[float, ...] | None = option(
         None,
         "key: added to the logit of closed blocks; -inf (in JSON '-inf') drops them; None: 0; where it is learned, the "
@@ -105,11 +104,9 @@ class HsaConfig(MechanismConfig):
             if f.name != "block_bias" or self.block_bias != -math.inf:  # the one infinite number allowed
                 check_field("HsaConfig", f.name, getattr(self, f.name), f.metadata)
         object.__setattr__(self, "windows", checked_sizes(self.windows))
-        for name in ("near", "sinks", "refine_top_k", "block_bias"):
+        for name in DEFAULTS:
             self._check_numbers(name)
-        if self.tying == "both":
-            self._check_both()
-        elif not self.keep_diagonal and self.tying == "key":
+        if not self.keep_diagonal and self.tying == "key":
             self._refuse("keep_diagonal", "True with tying='key', where a token always sees itself")
 
     def _refuse(self, name: str, allowed: str):
@@ -117,7 +114,8 @@ class HsaConfig(MechanismConfig):
 
     def _check_numbers(self, name: str) -> None:
         values, whole = getattr(self, name), name != "block_bias"
-        for x in values if isinstance(values, tuple) else ():
+        several = values if isinstance(values, tuple) else (values or 0,)
+        for x in several:
             fine = isinstance(x, int | float) and not isinstance(x, bool)
             fine = fine and (isinstance(x, int) and x >= 0 if whole else not math.isnan(x) and x < math.inf)
             if not fine:
@@ -125,12 +123,8 @@ class HsaConfig(MechanismConfig):
                 self._refuse(name, f"{kind}, one for each query head")
         if values == ():
             self._refuse(name, "at least one number")
-
-    def _check_both(self) -> None:
-        for name in ("near", "sinks", "refine_top_k", "block_bias"):
-            values = getattr(self, name)
-            if values is not None and any(values if isinstance(values, tuple) else (values,)):
-                self._refuse(name, "0 or None with tying='both', which opens no blocks; or tying='key'")
+        if self.tying == "both" and any(several):
+            self._refuse(name, "0 or None with tying='both', which opens no blocks; or tying='key'")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; -inf, which JSON lacks, as text; without a `tuned_length` that is not known."""
@@ -153,7 +147,7 @@ class HsaConfig(MechanismConfig):
                 f"HsaConfig.tying='both' ties queries too, and {where} is causal: a block's mean query would carry "
                 "the future; allowed: tying='key' or None"
             )
-        found = {}
+        numbers = {}
         for name, (key, both) in DEFAULTS.items():
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != heads:
@@ -161,8 +155,8 @@ class HsaConfig(MechanismConfig):
                     f"HsaConfig.{name} has {len(value)} numbers; allowed: one, or one for each of the {heads} query "
                     f"heads of {where}"
                 )
-            found[name] = value if value is not None and tying == "key" else key if tying == "key" else both
-        return Rule(tying, self.keep_diagonal or tying == "key", **found)
+            numbers[name] = both if tying == "both" else key if value is None else value
+        return Rule(tying, self.keep_diagonal or tying == "key", **numbers)
 
 
 def _numbers(value):

@@ -14,9 +14,9 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
 from ...readable import can_read
 from ..checks import check_call, check_choice
-from .attention import hierarchical
 from .config import TYINGS, HsaConfig, Tying
-from .key import BACKENDS
+from .request import Request, hierarchical
+from .windowed.key import BACKENDS
 
 
 def hierarchical_attention(
@@ -76,32 +76,25 @@ def hierarchical_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
     check_choice("tying", tying, TYINGS)
     hierarchy = checked_hierarchy(hierarchy)
-    listed = lambda x: tuple(x) if isinstance(x, Sequence) else x
-    learned = isinstance(block_bias, Tensor)
-    config = HsaConfig(
-        (),
-        tying,
-        keep_diagonal,
-        listed(near),
-        listed(sinks),
-        listed(refine_top_k),
-        None if learned else block_bias,
+    near, sinks, refine_top_k = (
+        tuple(x) if isinstance(x, Sequence) else x for x in (near, sinks, refine_top_k)
     )
+    learned = isinstance(block_bias, Tensor)
+    bias = None if isinstance(block_bias, Tensor) else block_bias
+    config = HsaConfig((), tying, keep_diagonal, near, sinks, refine_top_k, bias)
     rule = config.rule(is_causal, query.shape[1], "this call")
     check_choice("backend", backend, BACKENDS)
     if tying == "both" and (learned or backend != "auto"):
-        given, allowed = (
-            ("block_bias=a tensor", "None") if learned else (f"backend={backend!r}", "backend='auto'")
-        )
-        raise ValueError(f"{given} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
-    if learned:
+        name, allowed = ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")
+        raise ValueError(f"{name} has no meaning with tying='both'; allowed: {allowed}, or tying='key'")
+    if isinstance(block_bias, Tensor):
         check_heads(block_bias, query.shape[1])
         rule = replace(rule, block_bias=block_bias)
     mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
-    asked = dict(hierarchy=hierarchy, rule=rule, is_causal=is_causal, backend=backend)
     with full_precision(query.device):
-        out, _ = hierarchical(dot_score(query, key, scale), value, options, **asked)
+        request = Request(hierarchy, rule, is_causal, backend)
+        out, _ = hierarchical(dot_score(query, key, scale), value, options, request)
     return out.to(query.dtype)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...engines import Options, PairScore
 from ..base import Host, HostCall, MechanismLayer, Plan
-from .attention import hierarchical
+from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
-from .store import STORE, Store
+from .request import Request, hierarchical
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -40,7 +40,7 @@ class HsaLayer(MechanismLayer):
         super().__init__(config, host, mode, heads)
         rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
-        if softcap is not None:
+        if host is not None and softcap is not None:
             raise ValueError(
                 f"hsa was given {host.name}, whose logits have a softcap (attn_logit_softcapping={softcap}), which is "
                 "not linear in the keys; allowed: hosts without softcap"
@@ -54,16 +54,9 @@ class HsaLayer(MechanismLayer):
         return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
 
     def attend(
-        self,
-        call: HostCall,
-        untied,
-        parameters: tuple[Tensor | None, Tensor | None],
-        score: PairScore,
-        value: Tensor,
-        options: Options,
-        backend="auto",
+        self, call: HostCall, untied, parameters, score: PairScore, value: Tensor, options: Options, backend="auto",
         weights=False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The tied attention, beside the untied one where both are wanted.
 
         Args:
@@ -73,28 +66,24 @@ class HsaLayer(MechanismLayer):
         """
         self.check_length(call)
         learned, block_bias = parameters
-        gate = self.weight(learned, call.query)
-        rule = self.rule(call, score.query, block_bias)
+        gate, rule = self.weight(learned, call.query), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
-        tied = hierarchical(
-            score,
-            value,
-            options,
-            hierarchy=hierarchy,
-            rule=rule,
-            is_causal=call.is_causal,
-            weights=weights,
-            store=store_of(call),
-            first=call.first,
+        request = Request(
+            hierarchy, rule, call.is_causal, weights=weights, cache=mean_cache_of(call), first=call.first
         )
+        tied = hierarchical(score, value, options, request)
         if gate is None:
             return tied
         gate = gate.to(score.query.dtype)[:, None, None]
-        whole = untied(score, value, options, backend=backend, weights=weights)
-        return tuple(None if a is None else a + gate * (b - a) for a, b in zip(whole, tied, strict=True))
+        (out, shares), (tied_out, tied_shares) = (
+            untied(score, value, options, backend=backend, weights=weights),
+            tied,
+        )
+        shares = None if shares is None else shares + gate * (tied_shares - shares)
+        return out + gate * (tied_out - out), shares
 
     def check_length(self, call: HostCall) -> None:
         """Warn, once a model, where a row is longer than what the settings were chosen for.
@@ -123,8 +112,8 @@ class HsaLayer(MechanismLayer):
 
     def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
-        chosen = self.chosen(query)
-        return chosen if gate is None else gate if chosen is None else gate * chosen
+        heads = self.chosen(query)
+        return heads if gate is None else gate if heads is None else gate * heads
 
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
@@ -137,25 +126,25 @@ class HsaLayer(MechanismLayer):
     def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""
         near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * heads
-        near = tuple(n if h in self.heads else EVERYTHING for h, n in enumerate(near))
+        near = tuple(n if h in (self.heads or ()) else EVERYTHING for h, n in enumerate(near))
         return replace(rule, near=near)
 
     def identical(self) -> bool:
-        return self.mode == "blend" and not bool(self.gate.any())
+        return self.gate is not None and not bool(self.gate.any())
 
 
-def store_of(call: HostCall) -> Store | None:
-    """The store of the cache that keys and values come from; None where there is none, or the host has changed them.
+def mean_cache_of(call: HostCall) -> MeanCache | None:
+    """The cache that keys and values come from; None where there is none, or the host has changed them.
 
     Raises:
         ValueError: changed values, of which the cache has not kept all.
     """
     if torch.compiler.is_compiling():
         return None
-    store, other = (getattr(t, STORE, None) for t in (call.key, call.value))
-    if store is other:
-        return store
-    if (store or other).keep is not None:
+    cache, other = MEAN_CACHES.get(call.key), MEAN_CACHES.get(call.value)
+    if cache is other:
+        return cache
+    if (cache or other).keep is not None:
         raise ValueError(
             "HierarchicalCache(evict=True) cannot serve a host that changes keys or values after they were cached; "
             "allowed: evict=False"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,11 +15,24 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import windows_tree
 from ..base import FirstKey
-from .key import trees_of
-from .padding import real_tokens
+from .tree.masked_tree import trees_of
 
-#: What was found out about masks that are alive, with their version: all layers of a model share one.
-_STOPS, _SEEN = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+#: What was read from masks that are alive: all layers of a model share one.
+_STOPS, _PADDING, _REAL = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
+
+
+def remembered(known: WeakIdKeyDictionary, mask: Tensor, about: tuple, read: Callable):
+    """`read()`, made once for a mask while it lives and is not changed; anew where a change could not be seen."""
+    key = about, None if mask.is_inference() else mask._version
+    entry = known.get(mask)
+    if entry is None or key[1] is None or entry[0] != key:
+        entry = known[mask] = (key, read())
+    return entry[1]
+
+
+def visible(mask: Tensor) -> Tensor:
+    """A mask as bool; an additive one hides where it adds the lowest number of its dtype, or -inf."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def hierarchy_for(
@@ -28,12 +42,10 @@ def hierarchy_for(
     if isinstance(hierarchy, tuple):
         make = Hierarchy.windows if torch.compiler.is_compiling() else windows
         return make(keys, hierarchy)
-    found = as_hierarchy(hierarchy)
-    if (
-        is_causal and not found.is_windows
-    ):  # in a prompt that comes in chunks, groups do not change as it grows
-        keys = max(keys, found.length)
-    return found.fitted(batch, keys, growing=is_causal)
+    hierarchy = as_hierarchy(hierarchy)
+    if is_causal and not hierarchy.is_windows:  # in a prompt that comes in chunks, groups stay as it grows
+        keys = max(keys, hierarchy.length)
+    return hierarchy.fitted(batch, keys, growing=is_causal)
 
 
 def cut(hierarchy: Hierarchy, keys: int) -> Hierarchy:
@@ -56,25 +68,19 @@ def last_seen(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> 
     """
     if mask is None or not is_causal or mask.shape[-1] != keys:
         return keys
-    asked, known = (queries, version_of(mask)), _STOPS.get(mask)
-    if known is None or None in asked or known[0] != asked:
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        seen = seen.flatten(0, 1).any(0).expand(queries, -1)
-        stop = keys
-        if not bool(seen[:, -1].any()) and bool(seen.any()):
-            ends = keys - seen.flip(-1).byte().argmax(-1)  # one past the last key that a query sees
-            ahead = ends.where(seen.any(-1), 0) - torch.arange(queries, device=mask.device)
-            stop = min(keys, int(ahead.max()) - 1 + queries)
-        known = _STOPS[mask] = (asked, stop)
-    return known[1]
+
+    def read() -> int:
+        seen = visible(mask).flatten(0, 1).any(0).expand(queries, -1)
+        if bool(seen[:, -1].any()) or not bool(seen.any()):
+            return keys
+        ends = keys - seen.flip(-1).byte().argmax(-1)  # one past the last key that a query sees
+        ahead = ends.where(seen.any(-1), 0) - torch.arange(queries, device=mask.device)
+        return min(keys, int(ahead.max()) - 1 + queries)
+
+    return remembered(_STOPS, mask, (queries,), read)
 
 
-def version_of(t: Tensor) -> int | None:
-    """Changes with the content of a tensor; None where that cannot be told."""
-    return None if t.is_inference() else t._version
-
-
-def says_all(options: Options, is_causal: bool) -> bool:
+def mask_is_causal(options: Options, is_causal: bool) -> bool:
     """Whether the mask alone says what causal queries see, which then are the last tokens: so Transformers calls."""
     return is_causal and not options.is_causal
 
@@ -88,18 +94,17 @@ def padding_of(mask: Tensor, queries: int, is_causal: bool, position_hides: bool
         is_causal: whether the mask itself hides from a query the tokens after it.
         position_hides: whether query i sees no token after i, whatever the mask says of them.
     """
-    asked, known = (queries, is_causal, position_hides, version_of(mask)), _SEEN.get(mask)
-    if known is not None and None not in asked and known[0] == asked:
-        return known[1]
-    try:
-        real = _real(mask, queries, is_causal, position_hides)
-    except ValueError:
-        real = None
-    _SEEN[mask] = (asked, real)
-    return real
+
+    def read() -> Tensor | None:
+        try:
+            return _padding(mask, queries, is_causal, position_hides)
+        except ValueError:
+            return None
+
+    return remembered(_PADDING, mask, (queries, is_causal, position_hides), read)
 
 
-def _real(mask: Tensor, queries: int, is_causal: bool, position_hides: bool) -> Tensor | None:
+def _padding(mask: Tensor, queries: int, is_causal: bool, position_hides: bool) -> Tensor | None:
     keys = mask.shape[-1]
     if position_hides and 1 < mask.shape[2] <= keys:  # tokens after the last query are seen by none
         later = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).triu(1)
@@ -108,6 +113,52 @@ def _real(mask: Tensor, queries: int, is_causal: bool, position_hides: bool) -> 
     if is_causal or queries == keys:
         return real_tokens(mask, queries, is_causal)
     return real_tokens(mask, keys) if mask.shape[2] == 1 else None
+
+
+def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
+    """Bool [B, M]: the keys that are no padding. The rows of padded queries are not looked at.
+
+    Args:
+        mask: bool (True = take part) or additive (0 or -inf, or the lowest numbers of the dtype),
+            [B, 1 or H, 1 or N, M]. With fewer queries than keys, queries are the last ones.
+        queries: N.
+        is_causal: whether the mask hides from a query the tokens after it.
+
+    Raises:
+        ValueError: the mask hides a real token from a real query, or adds other numbers.
+    """
+    seen, keys = visible(mask), mask.shape[-1]
+    odd = mask[seen & (mask != 0)] if mask.dtype != torch.bool else mask[:0]
+    if odd.numel():
+        raise ValueError(
+            f"the attention mask adds {float(odd[0]):g} to a logit; allowed: 0 where visible and -inf or the dtype's "
+            "lowest number elsewhere; terms of the logits come as position_bias"
+        )
+    real = seen.any(1).any(1)
+    place = torch.arange(keys, device=mask.device)
+    expected = real[:, None, None, :]
+    if is_causal:
+        expected = expected & (place <= place[keys - queries :, None])
+    wrong = ((seen != expected) & real[:, None, keys - queries :, None]).nonzero()[:1].tolist()
+    if wrong:
+        b, h, i, j = wrong[0]
+        shown = bool(seen.expand(-1, -1, queries, -1)[b, h, i, j])
+        raise ValueError(
+            f"the attention mask {'shows' if shown else 'hides'} token {j} {'to' if shown else 'from'} query {i} of "
+            f"row {b}; allowed: masks that hide padding{', and the tokens after a query,' if is_causal else ''} and "
+            "nothing else"
+        )
+    return real
+
+
+def real_of(first: FirstKey, keys: int) -> Tensor | None:
+    """Bool [B, keys]: the real ones of the first tokens of a row, by the model's attention_mask."""
+    mask = first.attention_mask
+    if mask is None:
+        return None
+    pad = torch.nn.functional.pad
+    read = lambda: pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
+    return remembered(_REAL, mask, (keys,), read)
 
 
 def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
@@ -119,29 +170,33 @@ def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> H
         is_causal: then rows may be padding so far, such as the first chunk of a prompt with more of it at its left.
     """
     last = hierarchy.__dict__.get("_last_restricted")
-    if last is not None and last[0] is real:
-        return last[1]
-    real_cpu = real.cpu()
-    if hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None:
-        laid = real_cpu | ~real_cpu.any(1, keepdim=True) if is_causal else real_cpu
-        whole = bool(real_cpu.all())
-        found = hierarchy if whole else Hierarchy.windows(hierarchy.length, hierarchy.sizes, laid)
-        if is_causal and found.starts is not None:  # windows of such a row begin after all that there is
-            found = replace(found, starts=found.starts.where(real_cpu.any(1), hierarchy.length))
-        found = found if found.is_windows or not is_causal else continued(found, hierarchy.sizes)
-    else:
-        ids = hierarchy.to_ids()
-        ids = ids.expand(len(real_cpu), -1, -1) if len(ids) == 1 else ids
-        real_cpu = torch.cat([real_cpu, ids[:, real_cpu.shape[1] :, 0] >= 0], 1)
-        padded = (ids[..., 0] < 0) != ~real_cpu
-        found = hierarchy
-        if bool(padded.any()):
-            found = Hierarchy.from_ids(ids.masked_fill(~real_cpu[..., None], -1), hierarchy.kind_names)
-    hierarchy.__dict__["_last_restricted"] = (real, found)
-    return found
+    if last is None or last[0] is not real:
+        plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
+        made = (_windows_over if plain else _trees_over)(hierarchy, real.cpu(), is_causal)
+        last = hierarchy.__dict__["_last_restricted"] = (real, made)
+    return last[1]
 
 
-def continued(hierarchy: Hierarchy, sizes: tuple[int, ...]) -> Hierarchy:
+def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+    if bool(real.all()):
+        return hierarchy
+    there = real.any(1, keepdim=True)
+    made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there if is_causal else real)
+    if is_causal and made.starts is not None:  # windows of a row of padding begin after all that there is
+        made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
+    return made if made.is_windows or not is_causal else _continued(made, hierarchy.sizes or ())
+
+
+def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
+    ids = hierarchy.to_ids()
+    ids = ids.expand(len(real), -1, -1) if len(ids) == 1 else ids
+    real = torch.cat([real, ids[:, real.shape[1] :, 0] >= 0], 1)
+    if bool(((ids[..., 0] < 0) == ~real).all()):
+        return hierarchy
+    return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
+
+
+def _continued(hierarchy: Hierarchy, sizes: tuple[int, ...]) -> Hierarchy:
     """Windows over tokens with padding between them, continued to the right until all of them are complete."""
     trees, tokens = [], []
     for places in hierarchy.tokens:
@@ -149,19 +204,6 @@ def continued(hierarchy: Hierarchy, sizes: tuple[int, ...]) -> Hierarchy:
         trees.append(windows_tree(len(places) + more, sizes))
         tokens.append(torch.nn.functional.pad(places, (0, more), value=hierarchy.length))
     return Hierarchy(hierarchy.length, tuple(trees), tuple(tokens))
-
-
-def real_of(first: FirstKey, keys: int) -> Tensor | None:
-    """Bool [B, keys]: the real ones of the first tokens of a row, by the model's attention_mask."""
-    if first.attention_mask is None:
-        return None
-    known, version = _SEEN.get(first.attention_mask), version_of(first.attention_mask)
-    if known is not None and version is not None and known[0] == (keys, version):
-        return known[1]
-    real = first.attention_mask[:, :keys].bool()
-    real = torch.nn.functional.pad(real, (0, keys - real.shape[1]), value=True)
-    _SEEN[first.attention_mask] = ((keys, version), real)
-    return real
 
 
 def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...engines import Options, attention, dot_score
 from ...readable import can_read
 from ..checks import check_call, check_choice, check_parameter
-from .positions import from_first, given
+from .positions import checked_positions, from_first
 from .reference import FORMS, Form, definition
 from .score import with_hype
 
@@ -64,11 +64,11 @@ def hype_attention(
     mu = check_parameter("mu", mu, heads, query).to(score.dtype)
     tau = check_parameter("tau", tau, heads, query, least=0.0).to(score.dtype)
     positions = (
-        given("query_positions", query_positions, n, batch, query.device),
-        given("key_positions", key_positions, m, batch, query.device),
+        checked_positions("query_positions", query_positions, n, batch, query.device),
+        checked_positions("key_positions", key_positions, m, batch, query.device),
     )
-    asked = query_positions is not None or key_positions is not None
-    reach = reach_of(*positions) if asked else max(n, m)
+    has_positions = query_positions is not None or key_positions is not None
+    reach = reach_of(*positions) if has_positions else max(n, m)
     score = with_hype(score, positions, mu, tau, form, reach)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(score, value, options, backend=backend)
@@ -103,7 +103,7 @@ def hype_bias(
     lengths = [torch.as_tensor(p).shape for p in (query_positions, key_positions)]
     batch = max([shape[0] for shape in lengths if len(shape) == 2], default=1)
     queries, keys = (
-        given(name, p, shape[-1] if shape else 1, batch, like.device)
+        checked_positions(name, p, shape[-1] if shape else 1, batch, like.device)
         for name, p, shape in zip(
             ("query_positions", "key_positions"), (query_positions, key_positions), lengths, strict=True
         )

@@ -57,7 +57,7 @@ def of_mask(mask: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     return keys.gather(-1, last)[:, None], keys[:, None]
 
 
-def given(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
+def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:
     """A caller's positions, checked, as [B|1, 1, length]; 0, 1, 2, ... where there are none.
 
     Raises:

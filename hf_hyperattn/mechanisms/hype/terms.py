@@ -19,14 +19,14 @@ class Hype(Term):
         self.name, self.form = f"hype_{form}", form
         self.cpp = Path(__file__).with_name("hype.h"), f"hype::Hype<{form == 'cosh':d}>"
 
-    def logits(self, dot, row, column, head, gap=None):
+    def logits(self, dot, row, column, head, squared_distance=None):
         mu, tau = head
         x = torch.sub(column[0], row[0]).mul(mu).clamp_(-FARTHEST, FARTHEST)
         if self.form == "sinh":
             return x.sinh_().mul_(tau)
         return x.mul_(0.5).sinh_().square_().mul_(-2 * tau)
 
-    def vjp(self, dot, row, column, head, gap=None):
+    def vjp(self, dot, row, column, head, squared_distance=None):
         mu, tau = head
         distance = torch.sub(column[0], row[0])
         x = (distance * mu).clamp_(-FARTHEST, FARTHEST)

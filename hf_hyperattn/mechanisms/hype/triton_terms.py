@@ -45,12 +45,12 @@ def _most(x):
 @triton.jit
 def _sinh(x, far):
     y = x * x
-    found = x * (1 + y * (C1 + y * (C2 + y * C3)))
+    sinh = x * (1 + y * (C1 + y * (C2 + y * C3)))
     if far:
         e = _exp(tl.abs(x))
         large = 0.5 * (e - 1 / e)
-        found = tl.where(y <= 1, found, tl.where(x < 0, -large, large))
-    return found
+        sinh = tl.where(y <= 1, sinh, tl.where(x < 0, -large, large))
+    return sinh
 
 
 @triton.jit

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import norms
-from ...engines.score import TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, repeat_heads, working_dtype
+from ...engines.score import (
+    TERMS,
+    Numbers,
+    PairScore,
+    Points,
+    Reader,
+    ScoreTerm,
+    dot_score,
+    repeat_heads,
+    working_dtype,
+)
 from ..base import Host, Plan
 from ..score_layer import ScoreLayer
 from .config import HyperbolicConfig
@@ -104,17 +114,18 @@ class HyperbolicVectors:
         """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms; of heads β."""
         lengths, heads = self.norms(), self.query.shape[1]
         c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
-        found = []
+        sides = []
         for norm in lengths:
             a = half_radius(repeat_heads(norm, heads) if len(c) > 1 else norm, c[:, None])
-            found.append([torch.sinh(a), torch.cosh(a)])
+            sides.append([torch.sinh(a), torch.cosh(a)])
         if self.product_scale is not None:
-            found[0].append(self.space.scale_of(self.query) ** 2 / self.product_scale / lengths[0])
-            found[1].append(1 / lengths[1])
+            sides[0].append(self.space.scale_of(self.query) ** 2 / self.product_scale / lengths[0])
+            sides[1].append(1 / lengths[1])
             factors = None
         else:
             factors = 1 / lengths[0], self.space.scale_of(self.query) / lengths[1]
-        return Numbers(*found, [beta(self.space.distance, c, tau).expand(heads)], factors)
+        weight = torch.as_tensor(beta(self.space.distance, c, tau)).expand(heads)
+        return Numbers(sides[0], sides[1], [weight], factors)
 
     def directions(self) -> tuple[Tensor, Tensor]:
         """The features: unit vectors, [B, H, N, d] and [B, Hkv, M, d]."""
@@ -186,9 +197,16 @@ class HyperbolicLayer(ScoreLayer):
         return ("gate", "midpoint_gate") if self.config.aggregation == "einstein" else ("gate",)
 
     def forward(self, plan: Plan) -> Plan:
+        if self.config.aggregation != "einstein":
+            return super().forward(plan)
+        if self.idle():
+            return plan
+        host_call, heads = plan.call, plan.call.query.shape[1]
+        if self.log_curvature is not None and host_call.key.shape[1] != heads:
+            # values will differ by query head
+            call = replace(host_call, key=repeat_heads(host_call.key, heads))
+            plan = replace(plan, call=call, score=dot_score(call.query, call.key, call.scale))
         changed = super().forward(plan)
-        if changed is plan or self.config.aggregation != "einstein":
-            return changed
         dtype = working_dtype(plan.call.query, plan.call.key)
         (curvature, _), scale = self.numbers(dtype), float(plan.call.query.shape[-1]) ** -0.5
         curvature = torch.as_tensor(curvature, dtype=dtype, device=plan.value.device).reshape(-1)
@@ -205,6 +223,4 @@ class HyperbolicLayer(ScoreLayer):
             mean = out[..., :width]
             return mean + gate * (midpoint(out[..., width:], curvature, scale, sinks) - mean)
 
-        return replace(
-            changed, score=changed.score.with_own_keys(heads), value=columns, after=(*changed.after, after)
-        )
+        return replace(changed, call=host_call, value=columns, after=(*changed.after, after))

@@ -81,18 +81,18 @@ class HyperbolicTerm(Term):
         """Where an error of `noise` in w matters; no less likely for smaller w or larger noise."""
         raise NotImplementedError
 
-    def logits(self, dot, row, column, head, gap=None):
-        return self.vjp(dot, row, column, head, gap)[0]
+    def logits(self, dot, row, column, head, squared_distance=None):
+        return self.vjp(dot, row, column, head, squared_distance)[0]
 
-    def vjp(self, dot, row, column, head, gap=None):
+    def vjp(self, dot, row, column, head, squared_distance=None):
         opening, near = self.opening(dot, row, column), None
-        if gap is not None:
+        if squared_distance is not None:
             exact = dot.dtype == torch.float64  # accuracy is what the caller wants
             pairs = None if exact else self.inexact(dot, row, column, head)
             if exact or pairs is not None:
-                found = gap(pairs)
-                near = ~found.isnan()
-                opening = torch.where(near, found, opening)
+                squares = squared_distance(pairs)
+                near = ~squares.isnan()
+                opening = torch.where(near, squares, opening)
         w, x = self.separation(opening, row, column)
         logits, pull = self.score(w, head)
 

@@ -129,14 +129,14 @@ def _squared_inexact(cosine, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
 
 def hyperbolic_terms(name: str, function: str) -> dict:
     """The forms of a distance: from the product of directions, and from the host's."""
-    found, own = {}, "sinh_q, cosh_q, sinh_k, cosh_k, beta"
+    forms, arguments = {}, "sinh_q, cosh_q, sinh_k, cosh_k, beta"
     for on_product in (False, True):
         inverse = ("inverse_q",), ("inverse_k",)
         query, key = inverse if on_product else ((), ())
         cosine = "dot * inverse_k * inverse_q" if on_product else "dot"
         pull = [
             f"cosine = {cosine}",
-            f"d_dot, d_sq, d_cq, d_sk, d_ck, d_beta = {function}_pull(grad, cosine, gap, near, noise, {own})",
+            f"d_dot, d_sq, d_cq, d_sk, d_ck, d_beta = {function}_pull(grad, cosine, gap, near, noise, {arguments})",
         ]
         if on_product:
             pull += [
@@ -151,11 +151,11 @@ def hyperbolic_terms(name: str, function: str) -> dict:
             ("sinh_q", "cosh_q", *query, "sinh_k", "cosh_k", *key, "beta"),
         )
         value, inexact = (
-            f"{function}_value({cosine}, gap, near, {own})",
-            f"{function}_inexact({cosine}, noise, {own})",
+            f"{function}_value({cosine}, gap, near, {arguments})",
+            f"{function}_inexact({cosine}, noise, {arguments})",
         )
-        found[full] = term_of(full, globals(), numbers, value, pull, inexact)
-    return found
+        forms[full] = term_of(full, globals(), numbers, value, pull, inexact)
+    return forms
 
 
 TRITON_TERMS = {

@@ -1,0 +1,189 @@
+"""What the configs of a patched model say, so that config.json brings it back: the record and two names.
+
+`config.hyperattn` is the record: what was done, and to which hosts. `attn_implementation`, which Transformers reads on
+the next load, is written from what runs (config_hooks.py); `config.hyperattn_stock` is the implementation that runs
+beneath the mechanism: the one from before, unless another was set. The modules are the truth, and the
+records are written from them: into the model's config, and into that of every part that has one of its own (the text
+model of a vision-language model), so that a part can be saved, or loaded out of the whole, by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .hyper import Hyper
+from .stock import OURS, PATCHED, RUNNING, STOCK, marked, stock_name
+
+RECORD = "hyperattn"
+#: Where a config keeps the name that it runs.
+INTERNAL = "_attn_implementation_internal"
+#: Whether a model is being built or loaded: what its loader asks for is checked then, and resolved by `resolve_stock`.
+LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
+
+
+def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of every host that has a `hyper`."""
+    hosts = []
+    for name, module in model.named_modules():
+        hyper = module._modules.get("hyper")
+        if isinstance(getattr(hyper, "original_module", hyper), Hyper):
+            hosts.append((name, module))
+    return iter(hosts)
+
+
+def inner(module: Any) -> Any:
+    """The `Hyper` inside PEFT's wrapper, where there is one."""
+    return getattr(module, "original_module", module)
+
+
+def recorded_hosts(config: Any) -> list[str] | None:
+    """The hosts that the config's record lists; None where it lists none (or holds parameters used by name)."""
+    record = getattr(config, RECORD, None)
+    return record.get("hosts") if isinstance(record, dict) else None
+
+
+def is_recorded(config: Any) -> bool:
+    """Whether a config, or one below it, says of hosts that they are patched."""
+    return any(recorded_hosts(part) is not None for part in tree(config))
+
+
+def write_records(model: PreTrainedModel) -> None:
+    """Write the configs of a model and of its parts from what is patched now.
+
+    Raises:
+        ValueError: hosts that share a config are patched in different ways, which one record cannot say.
+    """
+    hosts = dict(patched_hosts(model))
+    if not hosts:
+        return erase_records(model)
+    configs = {id(host.config): host.config for host in hosts.values()}
+    if not configs.keys() <= set(map(id, tree(model.config))):
+        configs[id(model.config)] = (
+            model.config
+        )  # T5's encoder and decoder run on copies, made anew at every load
+    for config in configs.values():
+        _mark(config)
+    recorded: set[int] = set()
+    for part in parts(model):
+        recorded |= _write(part)
+    missing = [name for name, host in hosts.items() if id(host) not in recorded]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is patched otherwise than other parts of {type(model).__name__} that share its config, "
+            "which config.json cannot say; patch the whole model with one call"
+        )
+
+
+def _write(part: PreTrainedModel) -> set[int]:
+    """The record of one part; returns the ids of the hosts that it speaks of."""
+    hosts, hypers = dict(patched_hosts(part)), []
+    for host in hosts.values():
+        hypers.append(getattr(host.hyper, "original_module", host.hyper))
+    configs = list(map(attrgetter("config"), hypers))
+    if not configs or configs.count(configs[0]) < len(configs):
+        if recorded_hosts(part.config) is not None:
+            del part.config.hyperattn
+        return set()
+    overrides = {}
+    for name, hyper in zip(hosts, hypers, strict=True):
+        if hyper.own:
+            overrides[name] = [mechanism.to_dict() for mechanism in hyper.own]
+    record = hypers[0].config.to_dict() | {"hosts": list(hosts)}
+    part.config.hyperattn = record | ({"overrides": overrides} if overrides else {})
+    return set(map(id, hosts.values()))
+
+
+def erase_records(model: PreTrainedModel) -> None:
+    """Take out of every config what `write_records` put there."""
+    _erase(all_configs(model))
+
+
+@contextmanager
+def without_records(model: PreTrainedModel) -> Iterator[None]:
+    """For a while the model has a copy of its config that says nothing of patches."""
+    config = model.config
+    model.config = copy.deepcopy(config)
+    try:
+        _erase(tree(model.config))
+        yield
+    finally:
+        model.config = config
+
+
+def _erase(configs: Iterable[PreTrainedConfig]) -> None:
+    for config in configs:
+        if config.__dict__.get(INTERNAL) == RUNNING and STOCK in config.__dict__:
+            setattr(config, INTERNAL, name_before(config))
+        if recorded_hosts(config) is not None:
+            del config.hyperattn
+        config.__dict__.pop(STOCK, None)
+
+
+def name_before(config: PreTrainedConfig) -> str | None:
+    """The implementation from before the patch; None where the config had none."""
+    return None if config.__dict__.get(STOCK, "") is None else stock_name(config)
+
+
+def _mark(config: PreTrainedConfig) -> None:
+    """Set our implementation and note the one from before; on a reload the note is there already."""
+    if not marked(config):
+        setattr(config, STOCK, config._attn_implementation)
+        setattr(config, INTERNAL, RUNNING)
+
+
+def saved_name(config: PreTrainedConfig) -> str | dict | None:
+    """What `attn_implementation` must say in config.json for the next load to run the names of ours that run now."""
+    name: str | None = config._attn_implementation
+    name = PATCHED if STOCK in config.__dict__ or name == RUNNING else name if name in OURS else None
+    if not getattr(config, "sub_configs", None):
+        return name
+    below = {key: saved_name(part) for key, part in sub_configs(config)}
+    if all(other == name for other in below.values()):
+        return name
+    return {key: name for key, name in {"": name, **below}.items() if name}
+
+
+def sub_configs(config: Any) -> list[tuple[str, PreTrainedConfig]]:
+    """The configs that Transformers passes an implementation on to, by their keys."""
+    parts = []
+    for key in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, key, None)) is not None:
+            parts.append((key, part))
+    return parts
+
+
+def tree(config: Any) -> list[PreTrainedConfig]:
+    """A config and all configs below it."""
+    configs = [config]
+    for part in configs:  # it grows
+        for key in getattr(part, "sub_configs", ()):
+            if (below := getattr(part, key, None)) is not None:
+                configs.append(below)
+    return configs
+
+
+def all_configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config that a part of the model, or a module in it, runs on, and those below them."""
+    configs: dict[int, PreTrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs |= {id(part): part for part in tree(config)}
+    return list(configs.values())
+
+
+def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and every model inside it that has a config of its own, the outermost of each first."""
+    models: dict[int, PreTrainedModel] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            models.setdefault(id(module.config), module)
+    return list(models.values())

@@ -1,0 +1,239 @@
+"""Keys and values as they come, and the means of their windows, each computed once: what decoding reads.
+
+A generated token completes one window in w_1, of which one in w_2/w_1 completes one of the next level, so keeping all
+means up to date costs O(1) a token, and no tensor is copied whole for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ....engines import working_dtype
+from ..windowed.means import Levels
+
+#: The `MeanCache` that keys and values come from, while they live.
+MEAN_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+#: How many tokens can be taken back from a cache that evicts, as assisted decoding does.
+TAKEN_BACK = 64
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a cache that evicts has to keep, for heads that refine nothing.
+
+    Args:
+        sizes: windows, bottom first, at least one.
+        near, sinks: the most that a head asks for.
+    """
+
+    sizes: tuple[int, ...]
+    near: int
+    sinks: int
+
+
+class GrowingTensor:
+    """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token.
+
+    Once some are evicted it holds the first few, `head`, and those from `base` on.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
+        self.length = self.base = 0
+        self.room = like.new_empty((*like.shape[:2], 0, like.shape[3]), dtype=dtype or like.dtype)
+        self.head = self.room
+
+    def view(self) -> Tensor:
+        """What there is so far, from `base` on."""
+        return self.room[:, :, : self.length - self.base]
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """All that is held [B, H, n, e], and the place of each, int64 [n]."""
+        first = torch.arange(self.head.shape[2], device=self.room.device)
+        rest = torch.arange(self.base, self.length, device=self.room.device)
+        return torch.cat([self.head, self.view()], 2), torch.cat([first, rest])
+
+    def extend(self, length: int) -> None:
+        """Make it so long; what is new holds nothing in particular."""
+        now, needed = self.view(), length - self.base
+        if needed > self.room.shape[2]:
+            self.room = now.new_empty((*now.shape[:2], max(needed, 2 * now.shape[2]), now.shape[3]))
+            self.room[:, :, : now.shape[2]] = now
+        self.length = length
+
+    def append(self, new: Tensor) -> None:
+        """Add tokens [B, H, n, e]."""
+        start = self.length - self.base
+        self.extend(self.length + new.shape[2])
+        self.room[:, :, start : start + new.shape[2]] = new
+
+    def evict(self, first: int, head: int) -> None:
+        """Forget those before `first` but the first `head`, if that frees half of the room or more."""
+        gone = first - self.base
+        if 2 * gone < self.length - self.base:
+            return
+        keep = max(0, min(head, first) - self.base)
+        if keep:
+            self.head = torch.cat([self.head, self.room[:, :, :keep]], 2)
+        self.room = self.room[:, :, gone : self.length - self.base].clone()
+        self.base = first
+
+    def pick(self, rows: Tensor) -> None:
+        """Take these rows of the batch."""
+        rows = rows.to(self.room.device)
+        self.room, self.head = self.view()[rows], self.head[rows]
+
+
+#: Keys and values of one level.
+Pair = tuple[GrowingTensor, GrowingTensor]
+
+
+class MeanCache:
+    """The keys and values of one layer, and their means over complete windows of every level.
+
+    Args:
+        key: [B, Hkv, n, d] and
+        value: [B, Hkv, n, dv]: what the first tokens look like; nothing is added yet.
+        keep: what to keep where the rest may be evicted; None: all.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, keep: Keep | None = None):
+        self.keep, self.least = keep, 0  # tokens that must be left when some are taken back
+        half = working_dtype(key) != key.dtype
+        dtype = working_dtype(key) if keep is not None else None
+        self.tokens: Pair = GrowingTensor(key, dtype), GrowingTensor(value, dtype)
+        # means and logits are float32: half precision is kept in both, so that no step converts what it has converted
+        both = half and keep is None
+        self.exact = (
+            (GrowingTensor(key, torch.float32), GrowingTensor(value, torch.float32)) if both else self.tokens
+        )
+        self.sizes: tuple[int, ...] = ()
+        self.starts: Tensor | None = None
+        self.means: list[Pair] = []
+        self.counts: list[list[int]] = []  # complete windows of every level and row
+        self.gathered: Any = None  # what the last query saw, while it holds for the next one (incremental.py)
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether something is gone already."""
+        return any(t.base for pair in (self.tokens, *self.means) for t in pair)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add tokens."""
+        if self.keep is not None and self.counts:
+            self._evict(self.keep)
+        for pair in {id(p): p for p in (self.tokens, self.exact)}.values():
+            for tensor, new in zip(pair, (key, value), strict=True):
+                tensor.append(new)
+
+    def levels(self, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
+        """The tokens, and the means of all windows that are complete.
+
+        Args:
+            sizes: window sizes, bottom first.
+            starts: int64 [B], the first real token of every row, where windows start; None: 0.
+        """
+        starts = _none_if_zero(starts)
+        same = starts is self.starts
+        if starts is not None and self.starts is not None:
+            same = torch.equal(starts, self.starts)
+        if not (same and sizes == self.sizes and len(self.means) == len(sizes)):
+            if self.has_evicted:
+                raise ValueError(
+                    "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
+                    "attention_mask of the earlier calls, continued"
+                )
+            self.sizes, self.starts, self.gathered = sizes, starts, None
+            key, value = self.exact
+            self.means = [
+                (GrowingTensor(key.room, key.room.dtype), GrowingTensor(value.room, value.room.dtype))
+                for _ in sizes
+            ]
+            self.counts = [[0] * len(key.room) for _ in sizes]
+        below, width = self.exact, 1
+        for level, size in enumerate(sizes):
+            self._complete(level, below, width)
+            below, width = self.means[level], size
+        keys, values = ((t.view(), *(m[i].view() for m in self.means)) for i, t in enumerate(self.exact))
+        return Levels(sizes, keys, values, starts)
+
+    def first_tokens(self) -> list[int]:
+        """Where every row starts."""
+        return [0] * len(self.exact[0].room) if self.starts is None else self.starts.tolist()
+
+    def _evict(self, keep: Keep) -> None:
+        """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
+
+        What such a query sees below the top level has a parent that is open, which is a range round it, or holds one
+        of the first tokens.
+        """
+        safe, starts = self.exact[0].length - TAKEN_BACK, self.first_tokens()
+        if safe <= max(starts):
+            return
+        self.least = max(self.least, safe)
+        for pair, width, parent in zip((self.exact, *self.means), (1, *self.sizes), self.sizes):
+            first, head = [], []
+            for start in starts:
+                window = (safe - start) // self.sizes[0] * self.sizes[0]
+                open_from = max(0, window - max(keep.near, 1) + 1) // parent * parent
+                front, shift = -(-keep.sinks // parent) * parent, start if width == 1 else 0
+                first.append(shift + open_from // width)
+                head.append(shift + front // width)
+            for tensor in pair:
+                tensor.evict(min(first), max(head))
+
+    def _complete(self, level: int, below: Pair, width: int) -> None:
+        """Add the means of windows that became complete, from what they consist of."""
+        counts = self._counts(self.sizes[level])
+        before, self.counts[level] = self.counts[level], counts
+        if counts == before:
+            return
+        branching, base = self.sizes[level] // width, below[0].base
+        first = [0] * len(counts) if width > 1 else self.first_tokens()
+        for mean, parts in zip(self.means[level], below, strict=True):
+            mean.extend(max(counts))
+            for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
+                inside = slice(start + done * branching - base, start + count * branching - base)
+                if count > done:
+                    new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
+                    mean.room[row, :, done - mean.base : count - mean.base] = new.mean(2)
+
+    def _counts(self, size: int) -> list[int]:
+        return [max(0, self.exact[0].length - start) // size for start in self.first_tokens()]
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first `length`.
+
+        Raises:
+            ValueError: more is to be taken back than a cache that evicts can.
+        """
+        if length < self.least:
+            raise ValueError(
+                f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.least}; allowed: at "
+                f"most {TAKEN_BACK} tokens at once, or evict=False"
+            )
+        self.gathered = None
+        for tensor in (*self.tokens, *self.exact):
+            tensor.length = min(tensor.length, length)
+        for level, size in enumerate(self.sizes):
+            self.counts[level] = [*map(min, self.counts[level], self._counts(size))]
+            for mean in self.means[level]:
+                mean.length = max(self.counts[level])
+
+    def pick(self, rows: Tensor) -> None:
+        """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
+        self.gathered = None
+        for tensor in {id(t): t for pair in (self.tokens, self.exact, *self.means) for t in pair}.values():
+            tensor.pick(rows)
+        self.starts = None if self.starts is None else _none_if_zero(self.starts[rows.to(self.starts.device)])
+        self.counts = [[counts[r] for r in rows.tolist()] for counts in self.counts]
+
+
+def _none_if_zero(starts: Tensor | None) -> Tensor | None:
+    """Where rows start, None where all do at 0."""
+    return starts if starts is not None and bool(starts.any()) else None

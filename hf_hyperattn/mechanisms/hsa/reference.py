@@ -1,0 +1,210 @@
+"""Hierarchical Self-Attention: the definition (arXiv 2509.15448; math in docs/hsa.md), dense and in float64.
+
+The leaves of a rooted tree are the tokens; |A| is the number of leaves under node A. For tokens i and j, A and B are
+the children of their lowest common ancestor that hold i and j. S are the model's logits, S̄_BC their mean over i in B
+and j in C.
+
+`tying="both"`: attention is one number for every pair of siblings.
+
+    bottom-up:   ρ(leaf i) = S_ii, or -inf where the diagonal is masked
+                 Z_B  = exp ρ(B) + Σ over siblings C of B of |C| · exp S̄_BC
+                 ρ(A) = Σ over children B of A of |B|/|A| · log Z_B
+    top-down:    inside(B) = exp ρ(B) / Z_B,   weight(B, C) = exp S̄_BC / Z_B
+    attention:   P_ij = weight(A, B) · Π inside(C) over i's path strictly between the root and A
+                 P_ii = Π inside(C) over i's whole path without the root
+
+`tying="key"`: only keys are tied, and what a query sees finely depends on the query. Both functions loop over nodes
+and queries and are meant for reading, and for short sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ...hierarchy.tree import Tree
+
+INF = float("inf")
+
+
+def kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
+    """For every node its children, in the order of their first leaf, and the leaves under it in token order."""
+    parents = tree.parents.tolist()
+    leaves = [[i] if i < tree.leaves else [] for i in range(len(parents))]
+    for node, parent in enumerate(parents[:-1]):  # a child stands before its parent
+        leaves[parent] = sorted(leaves[parent] + leaves[node])
+    children = [
+        sorted((c for c, p in enumerate(parents) if p == a), key=leaves.__getitem__)
+        for a in range(len(parents))
+    ]
+    return children, leaves
+
+
+def definition_both(
+    logits: Tensor, tree: Tree, keep_diagonal: bool = True, embedding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention tied on both sides.
+
+    Args:
+        logits: S, [..., N, N], N the number of leaves; row and column i belong to leaf i.
+        keep_diagonal: whether a token attends to itself; False is the paper's own setting.
+        embedding: e, [..., nodes, w]: S̄_BC + e_B·e_C takes the place of S̄_BC for siblings B and C.
+
+    Returns:
+        P, float64 [..., N, N], and ρ(root), float64 [...]. Of a tree of one leaf without its diagonal, P is 0.
+    """
+    S = logits.double()
+    children, leaves = kin(tree)
+    size = [len(under) for under in leaves]
+
+    def mean(B: int, C: int) -> Tensor:
+        mean = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
+        return (
+            mean
+            if embedding is None
+            else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
+        )
+
+    nothing = torch.full_like(S[..., 0, 0], -INF)
+    rho = {i: S[..., i, i] if keep_diagonal else nothing for i in range(tree.leaves)}
+    log_z = {}
+    for A in range(tree.leaves, tree.nodes):
+        for B in children[A]:
+            beside = [mean(B, C) + torch.tensor(size[C]).double().log() for C in children[A] if C != B]
+            log_z[B] = torch.logsumexp(torch.stack([rho[B], *beside]), 0)
+        rho[A] = torch.stack([size[B] / size[A] * log_z[B] for B in children[A]]).sum(0)
+
+    root = tree.nodes - 1
+    within = {root: torch.ones_like(nothing)}
+    P = torch.zeros_like(S)
+    for A in range(root, tree.leaves - 1, -1):
+        for B in children[A]:
+            alone = log_z[B].isneginf()
+            inside = torch.where(alone, 0.0, torch.exp(rho[B] - torch.where(alone, 0.0, log_z[B])))
+            within[B] = within[A] * inside
+            for C in children[A]:
+                if C != B:
+                    weight = within[A] * torch.exp(mean(B, C) - log_z[B])
+                    P[..., torch.tensor(leaves[B])[:, None], leaves[C]] = weight[..., None, None]
+    for i in range(tree.leaves):
+        P[..., i, i] = within[i]
+    return P, rho[root]
+
+
+def definition_key(
+    logits: Tensor,
+    tree: Tree,
+    *,
+    near: int | Sequence[int] = 0,
+    sinks: int | Sequence[int] = 0,
+    refine_top_k: int | Sequence[int] = 0,
+    block_bias: float | Sequence[float] = 0.0,
+    is_causal: bool = False,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Attention with tied keys: a softmax over what `cover` leaves, tokens and closed blocks.
+
+    S'_ij is the mean of S_ij' over the j' of the closed block that holds j, plus the block bias, and S_ij where j
+    is a token of its own; P = softmax(S').
+
+    Args:
+        logits: S, [batch, heads, N, N] (or [heads, N, N], or [N, N]), N the number of leaves.
+        near, sinks, refine_top_k, block_bias: the rules of `cover`; one value, or one per head. A bias of -inf drops
+            the closed blocks.
+        is_causal: query i sees tokens 0 ... i.
+        visible: bool, broadcastable to the logits: which tokens a query sees besides.
+
+    Returns:
+        P, float64, shaped as the logits. A query that sees nothing gets zeros.
+    """
+    S = logits.double().reshape((1,) * (4 - logits.dim()) + tuple(logits.shape))
+    seen = torch.ones(logits.shape[-2:], dtype=torch.bool)
+    seen = (seen.tril() if is_causal else seen).expand(S.shape)
+    seen = seen if visible is None else seen & visible
+    batch, heads, queries, _ = S.shape
+    facts = kin(tree)
+    near, sinks, refine_top_k, block_bias = (
+        _per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias)
+    )
+    P = torch.zeros_like(S)
+    for b, h, i in product(range(batch), range(heads), range(queries)):
+        row = S[b, h, i]
+        tokens, blocks = cover(row, i, tree, facts, seen[b, h, i], near[h], sinks[h], refine_top_k[h])
+        tied = torch.full_like(row, -INF)
+        tied[tokens] = row[tokens]
+        for under in (facts[1][B] for B in blocks):
+            tied[under] = row[under].mean() + block_bias[h]
+        if not tied.isneginf().all():
+            P[b, h, i] = torch.softmax(tied, -1)
+    return P.reshape(logits.shape)
+
+
+def cover(
+    row: Tensor,
+    i: int,
+    tree: Tree,
+    facts: tuple[list[list[int]], list[list[int]]],
+    seen: Tensor,
+    near: int,
+    sinks: int,
+    refine_top_k: int,
+) -> tuple[list[int], list[int]]:
+    """What query i attends to: tokens (leaves), and closed blocks (inner nodes).
+
+    At first its own leaf, and on every level the sibling blocks of its ancestors; of these what it cannot see at all
+    is left out. To open a block is to put its children in its place. A block is opened, again and again, while
+
+    - the query sees some of its tokens but not all, or
+    - it holds one of the first `sinks` tokens of the sequence, or
+    - its nearest token lies less than `near` tokens from the query's own window, that is, from the query and the
+      leaves beside it.
+
+    Then, level by level from the top (a node's level is its depth): of the closed blocks of that level, those with
+    the `refine_top_k` largest `mean of S_ij over B + log|B|` are opened.
+
+    Args:
+        row: S_i, [N]. `seen`: bool [N]. `facts`: what `kin` returns.
+    """
+    children, leaves = facts
+    parents, level = tree.parents.tolist(), tree.depth.tolist()
+    row, sees = row.detach(), seen.tolist()
+    beside = [c for c in children[parents[i]] if c < tree.leaves]
+    distance = [min(abs(j - k) for k in beside) for j in range(tree.leaves)]
+
+    def must_open(B: int) -> bool:
+        under = leaves[B]
+        return min(under) < sinks or min(distance[j] for j in under) < near or not all(sees[j] for j in under)
+
+    def score(B: int) -> float:
+        return float(row[leaves[B]].double().mean()) + math.log(len(leaves[B]))
+
+    standing: list[int] = []
+
+    def place(B: int) -> None:
+        if B >= tree.leaves and any(sees[j] for j in leaves[B]) and must_open(B):
+            for C in children[B]:
+                place(C)
+        elif any(sees[j] for j in leaves[B]):
+            standing.append(B)
+
+    place(i)
+    node = i
+    while parents[node] >= 0:
+        for B in children[parents[node]]:
+            if B != node:
+                place(B)
+        node = parents[node]
+    for depth in range(1, max(level) + 1):
+        closed = [B for B in standing if B >= tree.leaves and level[B] == depth]
+        for B in sorted(closed, key=score, reverse=True)[:refine_top_k]:  # of equal ones the first
+            standing.remove(B)
+            standing += children[B]
+    return [x for x in standing if x < tree.leaves], [x for x in standing if x >= tree.leaves]
+
+
+def _per_head(value, heads: int) -> list:
+    return list(value) if isinstance(value, Sequence | Tensor) else [value] * heads

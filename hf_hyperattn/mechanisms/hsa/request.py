@@ -1,0 +1,326 @@
+"""Attention tied over a hierarchy: one call, whatever its tying, score and masks (arXiv 2509.15448; docs/hsa.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
+from ...hierarchy import Hierarchy
+from ...readable import can_read
+from ..base import START, FirstKey
+from . import operator
+from .cache.incremental import attend_evicted
+from .cache.mean_cache import MeanCache
+from .config import Rule
+from .masks import (
+    cut,
+    hierarchy_for,
+    last_seen,
+    mask_is_causal,
+    padding_of,
+    real_of,
+    restricted,
+    without_first,
+)
+from .tree.both import both
+from .windowed.key import attend, key_tied
+from .windowed.means import Levels
+
+Result = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call asks besides its score, values and masks.
+
+    Args:
+        hierarchy: of the M keys, as a `Hierarchy`, as group ids, or as window sizes; where attention is causal, of the
+            first keys, whose groups the others continue.
+        rule: how the call is tied.
+        is_causal: whether queries see only earlier keys, also where a mask says it.
+        backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
+        weights: also return the attention weights [B, H, N, M].
+        cache: where keys and values come from one that keeps means; they are used where the call allows it.
+        first: which token key 0 is, where the cache of a sliding window has dropped some.
+        evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
+            placeholders.
+    """
+
+    hierarchy: Hierarchy | Tensor | tuple[int, ...]
+    rule: Rule
+    is_causal: bool
+    backend: str = "auto"
+    weights: bool = False
+    cache: MeanCache | None = None
+    first: FirstKey = field(default_factory=lambda: START)
+    evicted: bool = False
+
+
+def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
+    """softmax(S')·V with logits tied over blocks of the hierarchy.
+
+    Args:
+        score: must be linear in key features: a dot product, also with HyPE, or the squared Lorentz distance.
+        value: [B, Hkv, M, dv].
+        options: masks and the rest. With tying="both" a mask may hide padding only.
+        request: the hierarchy, and how the call is tied over it.
+
+    Returns:
+        The output [B, H, N, dv], and the weights or None, in the working dtype.
+
+    Raises:
+        ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
+    """
+    query, key = linear_features(score)
+    value = repeat_heads(value, key.shape[1])  # a term may have keys of its own for every query head
+    if options.softcap is not None:
+        raise ValueError(
+            "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
+        )
+    if request.first.index is None:
+        raise ValueError(
+            "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
+            "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
+        )
+    if not can_read(query, options.mask) and _needs_operator(options, request):
+        return compiled(query, key, value, options, request)
+    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    if request.cache is not None and not plain:  # its means are those of the host's keys
+        request = replace(request, cache=None, evicted=request.cache.keep is not None)
+    return tied(query, key, value, options, request)
+
+
+def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
+    """`hierarchical` for features whose plain product is the score."""
+    rule, n, is_causal, dropped = request.rule, query.shape[2], request.is_causal, request.first.index or 0
+    by_mask = mask_is_causal(options, is_causal)
+    stop = request.first.keys if by_mask else None
+    if stop is None:
+        stop = max(n, last_seen(options.mask, n, key.shape[2], is_causal))
+    stop, spare = min(stop, key.shape[2]), max(0, key.shape[2] - stop)
+    key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
+    mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
+    hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
+    real = None
+    if mask is not None:
+        outside = real_of(request.first, dropped + stop)
+        if not dropped:
+            real = padding_of(mask, n, by_mask, options.is_causal and not options.offset)
+        if real is not None and n < stop and request.first.stop is not None and not _same(real, outside):
+            real = None  # hidden by a sliding window, or by an indexer
+        there = outside if real is None else real
+        if there is not None:
+            hierarchy = restricted(hierarchy, there, is_causal)
+    hierarchy = cut(hierarchy, dropped + stop)
+    if rule.tying == "both":
+        out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
+    else:
+        if options.mask is not None:
+            options = replace(options, mask=mask if real is None else None)
+        out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask)
+    return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
+
+
+def _tied_keys(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    hierarchy: Hierarchy,
+    request: Request,
+    by_mask: bool,
+) -> Result:
+    """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
+    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index or 0
+    if mask is not None and by_mask:
+        most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
+        hierarchy, without_sinks = without_first(hierarchy, dropped, most)
+        rule = replace(rule, sinks=0) if without_sinks else rule
+    ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
+               offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
+    refined = dict(refine_top_k=rule.refine_top_k, backend=request.backend)
+    plain = mask is None and not dropped and not request.weights and request.backend != "rows"
+    if request.cache is not None and plain:
+        levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
+        if levels is not None and request.cache.has_evicted:
+            return attend_evicted(query, request.cache, **ask), None
+        if levels is not None:
+            return attend(query, levels, is_causal=True, **ask, **refined), None
+    if request.evicted or (request.cache is not None and request.cache.keep is not None):
+        raise ValueError(
+            "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
+            "mask, no gradients, no attention weights; or evict=False"
+        )
+    return key_tied(
+        query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
+        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask, **refined,
+        bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
+    )  # fmt: skip
+
+
+def _same(real: Tensor, outside: Tensor | None) -> bool:
+    """Whether what a mask shows of the keys are all real tokens that there are."""
+    return (
+        bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
+    )
+
+
+def cached_levels(
+    cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
+) -> Levels | None:
+    """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
+    everything that windows do not know.
+
+    Args:
+        end: one past the last query's token.
+    """
+    length = cache.exact[0].length
+    windowed = options.window is not None and options.window < length
+    if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
+        return None
+    if key.shape[2] != length or end != length or torch.is_grad_enabled():
+        return None
+    if cache.keep is not None and cache.keep.sizes != hierarchy.sizes:
+        return None
+    starts, stops = hierarchy.starts, hierarchy.stops
+    if stops is not None and bool((stops != length).any()):
+        return None
+    return cache.levels(hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0]))
+
+
+def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real) -> Result:
+    """`both`, after refusing what it has no meaning for."""
+    refused = {
+        "causal attention": options.is_causal,
+        "a sliding window": options.window is not None,
+        "attention sinks": options.sinks is not None,
+        "attention dropout": bool(options.dropout_p),
+        "a mask that hides more than padding": options.mask is not None and real is None,
+    }
+    for name, there in refused.items():
+        if there:
+            raise ValueError(
+                f"hsa with tying='both' was called with {name}, under which queries of a block differ; allowed: "
+                "tying='key', or a call without it"
+            )
+    settings = dict(keep_diagonal=request.rule.keep_diagonal, position_bias=options.bias)
+    out = both(query, key, value, hierarchy, 1.0, **settings)
+    if not request.weights:
+        return out, None
+    every = torch.eye(key.shape[2], dtype=out.dtype, device=out.device).expand(*key.shape[:2], -1, -1)
+    return out, both(query, key, every, hierarchy, 1.0, **settings)
+
+
+def linear_features(score: PairScore) -> tuple[Tensor, Tensor]:
+    """Features [B, H, N, e] and [B, H or Hkv, M, e] whose plain product is the score.
+
+    Raises:
+        ValueError: a term of the score is not linear in features of the key.
+    """
+    features = [_linear(score, term) for term in score.terms]
+    if len(features) == 1:
+        return features[0]
+    queries, keys = zip(*features, strict=True)
+    heads = max(k.shape[1] for k in keys)
+    batch = max(t.shape[0] for t in (*queries, *keys))
+    keys = tuple(repeat_heads(k, heads) if k.shape[1] > 1 else k.expand(-1, heads, -1, -1) for k in keys)
+    joined = lambda side: torch.cat([t.expand(batch, *t.shape[1:]) for t in side], -1)
+    return joined(queries), joined(keys)
+
+
+def _linear(score: PairScore, term: ScoreTerm) -> tuple[Tensor, Tensor]:
+    dtype, heads = score.query.dtype, score.query.shape[1]
+    if term.term is DOT:
+        left, right = score.query, score.key
+    elif term.linear_features is not None:
+        left, right = term.linear_features()
+    elif term.low_rank_factors is not None:
+        left, right, row = term.low_rank_factors()
+        left = torch.cat([left, row[..., None]], -1)
+        right = torch.cat([right, right.new_ones(*right.shape[:-1], 1)], -1)
+    else:
+        raise ValueError(
+            f"hsa cannot be composed with the score {term.term.name!r}, which is not linear in features of the key; "
+            "allowed: the dot product, HyPE within the range of its columns, and the squared Lorentz distance"
+        )
+    if term.gate is not None:
+        left = left * term.gate.to(left.dtype)[:, None, None]
+    return left.to(dtype).expand(-1, heads, -1, -1), right.to(dtype)
+
+
+def _needs_operator(options: Options, request: Request) -> bool:
+    """Whether a call that is being compiled has masks, biases or trees that the compiler cannot look into."""
+    rule, hierarchy = request.rule, request.hierarchy
+    if options.mask is not None or isinstance(hierarchy, Tensor):
+        return True
+    if rule.tying == "both":
+        return False
+    windows = isinstance(hierarchy, tuple) or hierarchy.is_windows
+    top_k = rule.refine_top_k
+    chains = not request.is_causal and any(top_k if isinstance(top_k, tuple) else (top_k,))
+    return not windows or chains or request.weights or options.window is not None or options.bias is not None
+
+
+def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
+    """As `tied`, as one operator.
+
+    Raises:
+        ValueError: dropout, or a mask with a gradient.
+    """
+    if options.dropout_p:
+        raise ValueError(
+            "hsa with a mask and attention dropout cannot be compiled; allowed: attention_dropout=0, or no compiling"
+        )
+    if options.mask is not None and options.mask.requires_grad:
+        raise ValueError(
+            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
+        )
+    rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
+    block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(heads)
+    extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
+    sizes: list[int] | None = None
+    parts: operator.Named = []
+    length = -1
+    if isinstance(hierarchy, Tensor):
+        parts = [("ids", hierarchy)]
+    elif isinstance(hierarchy, tuple):
+        sizes = list(hierarchy)
+    else:
+        (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
+    counts = [
+        list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)
+    ]
+    numbers = [
+        length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
+        rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, *counts[0], *counts[1], *counts[2],
+    ]  # fmt: skip
+    parts = [(name, t) for name, t in extras.items() if t is not None] + parts
+    out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
+    return out, weights if request.weights else None
+
+
+def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tuple[int, ...]:
+    return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
+
+
+@operator.computes("tied", _shape_of_weights)
+def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+    length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
+    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
+    near, sinks, top_k = (
+        0 if is_both else tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3)
+    )
+    rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
+    options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
+                      window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip
+    hierarchy = extras.get("ids")
+    if hierarchy is None:
+        hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
+    # weights have no gradient inside the operator
+    request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights))
+    out, shown = tied(query, key, value, options, request)
+    return out, out.new_empty(0) if shown is None else shown.detach()

@@ -1,0 +1,127 @@
+"""`tying="both"`: softmax(S)·V tied over sibling blocks, O(nodes · branching) (arXiv 2509.15448; math in docs/hsa.md).
+
+Agrees with `reference.definition_both`; how it is computed says `up_down`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ....engines.score import working_dtype
+from ....hierarchy import Hierarchy
+from ....readable import can_read
+from .. import operator
+from .layout import layout_of
+from .pair_terms import SiblingEmbeddings, pair_terms
+from .up_down import UpDown
+
+
+def both(
+    query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, scale: float | None = None, **rest
+) -> Tensor:
+    """The output of `both_with_root` alone."""
+    return both_with_root(query, key, value, hierarchy, scale, **rest)[0]
+
+
+def both_with_root(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    scale: float | None = None,
+    *,
+    keep_diagonal: bool = True,
+    position_bias: Tensor | None = None,
+    siblings: SiblingEmbeddings | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Bidirectional attention tied over sibling blocks, for logits that are linear in features of the key.
+
+    S_ij = scale · q_i·k_j + position_bias_ij, of which P takes means over pairs of blocks.
+
+    Args:
+        query: [B, H, N, d]. key: [B, Hkv, N, d], Hkv dividing H. value: [B, Hkv, N, dv]. Any floating dtype; the
+            arithmetic is float64 where an input is, else float32.
+        hierarchy: trees over the N tokens, one or one a row. Tokens in no tree are padding: nobody sees them, and
+            their output is 0.
+        scale: None for 1/sqrt(d).
+        keep_diagonal: whether a token attends to itself.
+        position_bias: [1 or B, 1 or H, N, N], finite at real tokens; costs its N² numbers.
+        siblings: learned positions of the children of a family.
+
+    Returns:
+        The output [B, H, N, dv] and ρ(root) [B, H], both in the working dtype.
+
+    Raises:
+        ValueError: numbers of queries, keys and the hierarchy's tokens differ.
+    """
+    lengths = query.shape[2], key.shape[2], hierarchy.length
+    if not lengths[0] == lengths[1] == lengths[2]:  # traced lengths are tensors
+        raise ValueError(
+            f"hsa with tying='both' was called with {lengths[0]} queries, {lengths[1]} keys and a hierarchy "
+            f"over {lengths[2]} tokens; allowed: the same tokens as queries and as keys, all in the hierarchy"
+        )
+    dtype = working_dtype(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v = (x.to(dtype) for x in (query, key, value))
+    tables = None if siblings is None else siblings.by_kind()
+    if can_read(q, k, v):
+        return run(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
+    return compiled(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hierarchy: Hierarchy,
+    scale: float,
+    keep_diagonal: bool,
+    position_bias: Tensor | None = None,
+    tables: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and ρ(root) [B, H] of features of one dtype; `tables`: sibling embeddings by kind."""
+    layout, kv_heads = layout_of(hierarchy, len(query), query.device), key.shape[1]
+    query = query.unflatten(1, (kv_heads, query.shape[1] // kv_heads)).transpose(2, 3)
+    leaves = [layout.to_leaves(x) for x in (query, key, value)]
+    terms = pair_terms(layout, kv_heads, position_bias, tables, query.dtype)
+    out, root = _Both.apply(layout, scale, keep_diagonal, *leaves, *terms)
+    return layout.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
+
+
+class _Both(torch.autograd.Function):
+    """`UpDown` with its own backward: it needs O(nodes · d) memory however wide the families."""
+
+    @staticmethod
+    def forward(ctx, layout, scale, keep_diagonal, query, key, value, *terms):
+        up_down = UpDown(layout, scale, keep_diagonal, query, key, value, terms)
+        out = up_down.run()
+        if any(ctx.needs_input_grad):
+            ctx.up_down = up_down
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, grad_root):
+        query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
+        return None, None, None, query, key, value, *terms
+
+
+def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, tables):
+    """As `run`, as one operator."""
+    more = [] if position_bias is None else [("position_bias", position_bias)]
+    more += [] if tables is None else [(f"table {kind}", table) for kind, table in tables.items()]
+    sizes, parts = operator.flatten(hierarchy)
+    numbers = [hierarchy.length, keep_diagonal, tables is not None]
+    return operator.call("both", [query, key, value], more + parts, sizes, numbers, scale)
+
+
+@operator.computes("both", lambda query, key, numbers: query.shape[:2])
+def _compute_both(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
+    length, keep_diagonal, siblings = numbers
+    tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None
+    hierarchy = operator.unflatten(named, sizes, length)
+    (query, key, value), bias = tensors, dict(named).get("position_bias")
+    return run(query, key, value, hierarchy, scale, bool(keep_diagonal), bias, tables)

@@ -1,0 +1,218 @@
+"""`tying="both"` in one pass up the hierarchy and one down, forward and backward: O(nodes · branching) time.
+
+For child B of a family, with the means q̄, k̄, v̄ of its members and L_BC = S̄_BC + log|C|, L_BB = ρ(B):
+
+    log Z_B = logsumexp over C of L_BC,   W_BC = exp(L_BC - log Z_B)     (so W_BB is `inside`, W_BC is |C|·weight)
+    m_B     = Σ over C of W_BC v̄_C, the term C = B only where B is a leaf
+    ρ(A)    = Σ |B|/|A| log Z_B                                           going up
+
+    a_B = a_A + exp(p_A) · m_B,   p_B = p_A + log W_BB                    going down, a = p = 0 at the root
+
+The output of a leaf is its a. Products of `inside` are kept as the logarithms p: in deep trees they underflow. No
+matrix W is stored: the backward pass forms it again. In it, g_x is the gradient of x, and for a child B
+
+    t_B = exp(p_A) g_a_B · m_B + g_p_B,   g_a_A = Σ g_a_B,   g_p_A = Σ t_B                          going up
+    g_L_BC = W_BC (exp(p_A) g_a_B · v̄_C - t_B + |B|/|A| g_ρ_A)  for the terms of m_B,
+    g_L_BB = g_p_B - W_BB (t_B - |B|/|A| g_ρ_A)                 where B is an inner node            going down
+
+Tensors of queries are [R, K, nodes, G, ...] with G query heads to a key head, those of keys [R, K, nodes, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import Group, Layout
+
+#: Numbers of a family's matrix that are formed at a time, where a family is wide.
+BLOCK_ELEMENTS = 2**22
+
+#: A term of every group's mean logits, broadcastable to [R, K, F, b, G, b], or None.
+Terms = Sequence[Tensor | None]
+
+
+class UpDown:
+    """One call: buffers of what was found for the nodes, read again by the backward pass.
+
+    Args:
+        layout: of the hierarchy's nodes.
+        scale: of the logits.
+        keep_diagonal: whether a token attends to itself.
+        query: leaves [R, K, leaves, G, d]. key, value: [R, K, leaves, ...].
+        terms: added to the means of logits.
+    """
+
+    def __init__(self, layout: Layout, scale: float, keep_diagonal: bool, query, key, value, terms: Terms):
+        self.layout, self.scale, self.keep_diagonal, self.terms = layout, scale, keep_diagonal, list(terms)
+        self.query, self.key, self.value = (layout.buffer(x) for x in (query, key, value))
+        self.rho = layout.buffer(query.new_zeros(()).expand(query.shape[:4]))
+        self.log_z = layout.blank(query[..., 0])
+        self.message = layout.blank(query.new_empty(()).expand(*query.shape[:4], value.shape[-1]))
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """The output of the leaves [R, K, leaves, G, dv] and ρ(root) [batch, K, G]."""
+        self._up()
+        return self.layout.leaves(self._down()), self.layout.roots(self.rho)
+
+    def _up(self) -> None:
+        """Means, ρ, log Z and messages of all nodes."""
+        layout = self.layout
+        for group, term in zip(layout.groups, self.terms, strict=True):
+            means = (self.query, self.key, self.value)
+            q, k, v, rho = (layout.children(x, group) for x in (*means, self.rho))
+            log_z, message = self._family(group, q, k, v, rho, term)
+            layout.put_children(self.log_z, group, log_z)
+            layout.put_children(self.message, group, message)
+            share = group.share.to(q.dtype)
+            layout.put_parents(self.rho, group, (share[..., None] * log_z).sum(3))
+            if group is not layout.groups[-1]:
+                for buffer, x in zip(means, (q, k, v)):
+                    layout.put_parents(buffer, group, mean(group, x))
+
+    def _family(self, group: Group, q, k, v, rho, term: Tensor | None) -> tuple[Tensor, Tensor]:
+        """log Z [R, K, F, b, G] and m [R, K, F, b, G, dv] of all children."""
+        log_z, message = [], []
+        for rows in row_blocks(group, q):
+            L = self._logits(group, q[:, :, :, rows], k, rho[:, :, :, rows], term, rows)
+            top = L.amax(-1, keepdim=True)
+            top = top.masked_fill_(top.isneginf(), 0.0)  # a leaf alone, without its diagonal
+            e = L.sub_(top).exp_()
+            total = e.sum(-1, keepdim=True)
+            log_z.append((total.log() + top)[..., 0])
+            m = (zero_fixed(e, group, rows).flatten(3, 4) @ v).unflatten(3, e.shape[3:5])
+            message.append(m.div_(total.clamp_min(torch.finfo(total.dtype).tiny)))
+        return _joined(log_z), _joined(message)
+
+    def _logits(self, group: Group, query, key, rho, term: Tensor | None, rows: slice) -> Tensor:
+        """L of some rows, [R, K, F, r, G, b]; q̄ [R, K, F, r, G, d] and ρ [R, K, F, r, G] are theirs, k̄ all of them."""
+        L = (query.flatten(3, 4) @ key.transpose(-1, -2)).unflatten(3, query.shape[3:5]).mul_(self.scale)
+        if term is not None:
+            L += term if term.shape[3] == 1 else term[:, :, :, rows]
+        on_diagonal, rho = diagonal(L, rows), rho.transpose(-1, -2)
+        inner = group.fixed is not None or group.all_fixed
+        if not inner and self.keep_diagonal:
+            return L
+        value = rho
+        if not group.all_fixed:
+            value = on_diagonal.clone() if self.keep_diagonal else torch.full_like(on_diagonal, float("-inf"))
+        if group.fixed is not None and not group.all_fixed:
+            value = torch.where(group.fixed[:, :, :, None, rows], rho, value)
+        if inner:
+            L += group.log_size.to(L.dtype)[:, :, :, None, None]
+        on_diagonal.copy_(value)  # ρ has no log|B|
+        return L
+
+    def _down(self):
+        """The buffer of a; that of p is kept."""
+        layout, message = self.layout, self.layout.leaves(self.message)
+        a, self.p = layout.blank(message), layout.blank(message[..., 0])
+        for group in reversed(layout.groups):
+            above, p = layout.parents(a, group), layout.parents(self.p, group)
+            m = layout.children(self.message, group)
+            layout.put_children(
+                a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m)
+            )
+            if group.fixed is None:
+                continue
+            log_z = layout.children(self.log_z, group)
+            inside = (layout.children(self.rho, group) - log_z).masked_fill(log_z.isneginf(), float("-inf"))
+            layout.put_children(self.p, group, p[:, :, :, None] + inside)
+        return a
+
+    def back(self, grad_out: Tensor, grad_root: Tensor) -> tuple[Tensor, Tensor, Tensor, Terms]:
+        """Gradients of queries, keys, values and terms, from those of what `run` returns."""
+        layout = self.layout
+        self._deltas(grad_out)
+        buffers = [layout.blank(layout.leaves(x)) for x in (self.query, self.key, self.value, self.rho)]
+        layout.put_roots(buffers[3], grad_root.to(grad_out.dtype))
+        grad_terms: list[Tensor | None] = []
+        for group, term in zip(reversed(layout.groups), reversed(self.terms), strict=True):
+            *grads, g_rho, g_term = self._family_back(group, layout.parents(buffers[3], group), term)
+            grad_terms.append(g_term)
+            share = group.share.to(grad_out.dtype)
+            for buffer, x in zip(buffers, grads):
+                if group is not layout.groups[-1]:  # a child's share of the mean above
+                    above = layout.parents(buffer, group).unsqueeze(3)
+                    x = x + share.reshape(*share.shape, *[1] * (x.dim() - 4)) * above
+                layout.put_children(buffer, group, x)
+            layout.put_children(buffers[3], group, g_rho)
+        query, key, value = (layout.leaves(x) for x in buffers[:3])
+        return query, key, value, grad_terms[::-1]
+
+    def _deltas(self, grad_out: Tensor) -> None:
+        """The way up of the backward pass: buffers of g_a [R, K, nodes, G, dv], t and g_p [R, K, nodes, G]."""
+        layout = self.layout
+        self.g_a, self.t = layout.buffer(grad_out), layout.blank(grad_out[..., 0])
+        self.g_p = layout.buffer(grad_out.new_zeros(()).expand(grad_out.shape[:4]))
+        for group in layout.groups:
+            g_a = layout.children(self.g_a, group)
+            share = layout.parents(self.p, group).exp()[:, :, :, None]
+            t = share * (g_a * layout.children(self.message, group)).sum(-1)
+            t = t + layout.children(self.g_p, group)
+            layout.put_children(self.t, group, t)
+            layout.put_parents(self.g_a, group, g_a.sum(3))
+            layout.put_parents(self.g_p, group, t.sum(3))
+
+    def _family_back(self, group: Group, g_rho_above: Tensor, term: Tensor | None):
+        """Gradients of the children's q̄, k̄, v̄, ρ from their own family, and of its term."""
+        children = lambda buffer: self.layout.children(buffer, group)
+        q, k, v, rho, log_z = map(children, (self.query, self.key, self.value, self.rho, self.log_z))
+        log_z = log_z.masked_fill(log_z.isneginf(), 0.0)
+        g_m = children(self.g_a) * self.layout.parents(self.p, group).exp()[:, :, :, None, :, None]
+        pull = children(self.t) - group.share.to(q.dtype)[..., None] * g_rho_above[:, :, :, None]
+        g_p, g_q, g_rho = children(self.g_p), torch.empty_like(q), torch.zeros_like(rho)
+        g_k, g_v = torch.zeros_like(k), torch.zeros_like(v)
+        g_term = None if term is None else torch.zeros_like(term)
+        for rows in row_blocks(group, q):
+            pick = lambda x, rows=rows: x[:, :, :, rows]
+            W = self._logits(group, pick(q), k, pick(rho), term, rows).sub_(pick(log_z)[..., None]).exp_()
+            g = (pick(g_m).flatten(3, 4) @ v.transpose(-1, -2)).unflatten(3, W.shape[3:5])
+            inside = diagonal(W, rows).transpose(-1, -2).clone()
+            g_L = g.sub_(pick(pull)[..., None]).mul_(W)
+            if group.fixed is not None or group.all_fixed:
+                g_rho[:, :, :, rows] = pick(g_p) - inside * pick(pull)
+                g_L, W = zero_fixed(g_L, group, rows), zero_fixed(W, group, rows)
+            g_v += W.flatten(3, 4).transpose(-1, -2) @ pick(g_m).flatten(3, 4)
+            flat = g_L.flatten(3, 4)
+            g_q[:, :, :, rows] = (flat @ k).unflatten(3, g_L.shape[3:5]).mul_(self.scale)
+            g_k += (flat.transpose(-1, -2) @ pick(q).flatten(3, 4)).mul_(self.scale)
+            if g_term is not None:
+                target = g_term if g_term.shape[3] == 1 else g_term[:, :, :, rows]
+                target += g_L.sum_to_size(target.shape)
+        return g_q, g_k, g_v, g_rho, g_term
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return torch.cat(rows, 3) if len(rows) > 1 else rows[0]
+
+
+def row_blocks(group: Group, query: Tensor) -> Iterator[slice]:
+    """Rows of the families' matrices to be formed together: all of them but in wide families."""
+    rows, each = group.width, query.numel() // query.shape[-1]
+    step = rows if each * rows <= BLOCK_ELEMENTS or rows <= 256 else max(16, BLOCK_ELEMENTS // each)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def diagonal(matrix: Tensor, rows: slice) -> Tensor:
+    """The entries (B, B) of [R, K, F, r, G, b] as a view [R, K, F, G, r]."""
+    return matrix.diagonal(offset=rows.start, dim1=3, dim2=5)
+
+
+def zero_fixed(matrix: Tensor, group: Group, rows: slice) -> Tensor:
+    """The same tensor with 0 at (B, B) for the children whose own logit is ρ."""
+    if group.all_fixed:
+        diagonal(matrix, rows).zero_()
+    elif group.fixed is not None:
+        diagonal(matrix, rows).masked_fill_(group.fixed[:, :, :, None, rows], 0.0)
+    return matrix
+
+
+def mean(group: Group, children: Tensor) -> Tensor:
+    """Means of parents from those of their children, [R, K, F, b, ...] to [R, K, F, ...]."""
+    share = group.share.to(children.dtype)
+    x = children.flatten(4) if children.dim() > 5 else children
+    means = (share.expand(*x.shape[:3], -1)[..., None, :] @ x)[..., 0, :]
+    return means.unflatten(-1, children.shape[4:]) if children.dim() > 5 else means

@@ -1,0 +1,163 @@
+"""The compiled kernel of key-tied attention (key.cpp): float32 on the CPU, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....engines import native
+from ....readable import can_read
+
+#: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
+LANES = 16
+
+#: What the kernel is built from.
+SOURCES = [
+    Path(__file__).parent / name
+    for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_vectors.h")
+]
+
+
+def _fields(kind, names: str) -> list:
+    return [(name, kind) for name in names.split()]
+
+
+class KernelCall(ctypes.Structure):
+    """`struct Call` of key_tile.h."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "out lse query"),
+        ("query_steps", ctypes.c_int64 * 3),
+        ("levels", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths"),
+        *_fields(ctypes.c_int64, "batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
+        *_fields(ctypes.c_int64, "is_causal offset threads"),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class KernelGradients(ctypes.Structure):
+    """`struct Gradients` of key_backward.h."""
+
+    _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None where there is no compiler or it is turned off."""
+    return native.load("hsa_key", *SOURCES)
+
+
+def _kernel() -> ctypes.CDLL:
+    """`library`, where `serves` said that it is there."""
+    kernel = library()
+    assert kernel is not None
+    return kernel
+
+
+def serves(t: Tensor) -> bool:
+    """Whether the kernel can compute a call with this query."""
+    suitable = t.dtype == torch.float32 and t.device.type == "cpu" and can_read(t)
+    return suitable and native.enabled() and library() is not None
+
+
+def longs(values: Sequence[int]):
+    """An array of int64."""
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+
+def pointers(tensors: Sequence[Tensor]):
+    """An array of their addresses."""
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+def steps(tensors: Sequence[Tensor]):
+    """Strides of batch, head and row of each."""
+    return longs([s for t in tensors for s in t.stride()[:3]])
+
+
+def whole_vectors(t: Tensor) -> Tensor:
+    """The tensor with rows that are whole vectors and contiguous; itself where they are."""
+    spare = -t.shape[-1] % LANES
+    t = torch.nn.functional.pad(t, (0, spare)) if spare else t
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def call_of(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
+    block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
+    near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
+) -> tuple[KernelCall, list]:  # fmt: skip
+    """The structure that the kernel reads, and what must live as long as it."""
+    extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
+    arrays = [longs(v) for v in ([1, *sizes], near, sinks, top_k, *spans)]
+    tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
+    address = ctypes.addressof
+    call = KernelCall(
+        out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
+        *map(address, tables), address(arrays[0]), query.shape[0], query.shape[1], keys[0].shape[1],
+        query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
+        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[4:]), is_causal, offset,
+        torch.get_num_threads(), scale,
+    )  # fmt: skip
+    return call, [extras, arrays, tables]
+
+
+def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N]; `rest` as in `call_of`."""
+    width = values[0].shape[-1]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
+    out = query.new_empty(*query.shape[:3], values[0].shape[-1])
+    lse = query.new_empty(query.shape[:3])
+    call, alive = call_of(query, keys, values, out, lse, *rest)
+    _kernel().hsa_key_forward(ctypes.byref(call))
+    del alive
+    return _cut(out, width), lse
+
+
+def _cut(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width].contiguous()
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *rest,
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Gradients of query, keys, values, block bias [H] and sink [H] (0 where there is none)."""
+    width, value_width = query.shape[-1], values[0].shape[-1]
+    query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
+    grad, out, lse = whole_vectors(grad).contiguous(), whole_vectors(out).contiguous(), lse.contiguous()
+    call, alive = call_of(query, keys, values, out, lse, *rest)
+    zeros = lambda t: query.new_zeros(t.shape)
+    g_query, g_keys, g_values = zeros(query), [*map(zeros, keys)], [*map(zeros, values)]
+    heads = query.new_zeros(2, *query.shape[:2])
+    tables = [pointers(g_keys), pointers(g_values), longs([t.shape[2] for t in keys])]
+    gradients = KernelGradients(
+        grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
+    )
+    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(gradients))
+    del alive
+    g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
+    return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)
+
+
+def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:
+    """Means of [B, H, M, e] over windows of every size, [B, H, ceil(M / w), e] each."""
+    t = t if t.stride(-1) == 1 else t.contiguous()
+    counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
+    tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
+    _kernel().hsa_pool(
+        ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
+        longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
+        ctypes.c_int64(torch.get_num_threads()),
+    )  # fmt: skip
+    return tables[1:]

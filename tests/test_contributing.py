@@ -1,0 +1,74 @@
+"""CONTRIBUTING.md does what it says: its mechanism, its engine and its family are built from the page, as written."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_hyperattn as ha
+import model_patches
+from hf_hyperattn.engines import ENGINES, TERMS
+from hf_hyperattn.integration.stock import OURS
+from hf_hyperattn.registry import MECHANISMS
+from hf_hyperattn.testing import CONTRACTS, check_engine, check_mechanism
+from tests.integration.models import FAMILIES, difference, run
+
+PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a block of the page into a file of its name and imports it as a module."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def written(name: str):
+        (source,) = re.findall(rf"```python\n# file: \S*?{name}\.py\n(.*?)```", PAGE, re.DOTALL)
+        (tmp_path / f"{name}.py").write_text(source)
+        return importlib.import_module(name)
+
+    before = set(MECHANISMS), set(TERMS), set(ENGINES), set(sys.modules)
+    yield written
+    for table, known in zip((MECHANISMS, TERMS, ENGINES, sys.modules), before, strict=True):
+        for name in set(table) - known:
+            if table is not sys.modules or name in ("dot_and_cosine", "whole_matrix", "mpnet_again"):
+                del table[name]
+    OURS.discard("dot_and_cosine")
+
+
+def test_a_mechanism(write):
+    module = write("dot_and_cosine")
+    lines = Path(module.__file__).read_text().count("\n")
+    assert lines <= 80
+    quick = [name for name in CONTRACTS if name != "compiled"]
+    done = check_mechanism("dot_and_cosine", contracts=quick, families=["llama", "bert", "bart"])
+    assert done["held"] >= 40, done
+
+
+@pytest.mark.slow
+def test_a_mechanism_everywhere(write):
+    write("dot_and_cosine")
+    assert check_mechanism("dot_and_cosine")["held"] >= 100
+
+
+def test_an_engine(write):
+    write("whole_matrix")
+    assert check_engine("whole_matrix", [torch.float64]) == 10  # the dot product and HyPE
+
+
+def test_a_family(write, monkeypatch):
+    """The stock model's numbers, and a cone in it."""
+    module = write("mpnet_again")
+    monkeypatch.setitem(model_patches.FAMILIES, "mpnet", ("mpnet", "mpnet_again"))
+    monkeypatch.setitem(model_patches.FILES, "mpnet", "mpnet_again")
+    monkeypatch.setitem(sys.modules, "model_patches.mpnet_again", module)
+    model, inputs = FAMILIES["mpnet"][0](), FAMILIES["mpnet"][1]()
+    before = run(model, inputs)
+    ha.patch_model(model, ha.ConeConfig(), mode="replace")
+    assert any(isinstance(m, module.MPNetRoute) for m in model.modules())
+    assert difference(before, run(model, inputs)) > 1e-4
+    model.set_attn_implementation("eager")
+    ha.unpatch_model(model)
+    assert difference(before, run(model, inputs)) == 0
