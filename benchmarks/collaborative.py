@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_hyperattn.engines import attention
 from hf_hyperattn.mechanisms.collaborative import decomposition
 from hf_hyperattn.mechanisms.collaborative.layer import shared_score
-from hf_hyperattn.mechanisms.collaborative.score import definition
+from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores
 
 
 def score_cost(args) -> list[dict]:
@@ -51,7 +51,7 @@ def one_cost(args, length: int, rank: int) -> dict:
     def shared():
         return attention(shared_score(query, key, mixing, d**-0.5, content, heads), value)[0]
 
-    exact = definition(*(t.double() for t in (query, key, mixing)), d**-0.5, content.double()).softmax(-1)
+    exact = collaborative_scores(*(t.double() for t in (query, key, mixing)), d**-0.5, content.double()).softmax(-1)
     error = (shared() - exact @ value.double()).abs().max().item()
     calls = {"sdpa": lambda: scaled_dot_product_attention(*ordinary), "shared": shared}
     return {"error": error, **ratios(interleaved(calls, args.rounds), "sdpa")["shared"]}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..integration.checkpoint_config import patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
-from ..mechanisms.head_fusion.weights import entropy, largest_entropy
+from ..mechanisms.head_fusion.reference import entropy, largest_entropy
 
 #: For beta [B, N, M], 1 at heads that take part and 0 at others.
 Keep = Callable[[Tensor], Tensor]

@@ -57,8 +57,15 @@ def position_mask(options: Options, rows: tuple[int, int], columns: tuple[int, i
     """Bool of what causality and the window leave visible of rows and columns [start, stop); None if everything is."""
     if not options.is_causal and options.window is None:
         return None
-    i = torch.arange(*rows, device=device)[:, None] + options.offset
-    j = torch.arange(*columns, device=device)[None, :]
+    i = torch.arange(*rows, device=device)[:, None]
+    return visible_pairs(options, i, torch.arange(*columns, device=device)[None, :])
+
+
+def visible_pairs(options: Options, i: Tensor, j: Tensor) -> Tensor | None:
+    """The same of queries i and keys j, int64 that broadcast; None if everything is visible."""
+    if not options.is_causal and options.window is None:
+        return None
+    i = i + options.offset
     visible = (j <= i) if options.is_causal else torch.ones_like(i - j, dtype=torch.bool)
     if options.window is not None:
         visible = visible & (i - j < options.window)

@@ -22,21 +22,36 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, T
         sees no key gets zeros.
     """
     weights = softmax(visible_logits(score, options), options.sinks)
-    dropped = torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
-    return dropped @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
+    return dropout(weights, options) @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
 
 
 def visible_logits(score: PairScore, options: Options) -> Tensor:
     """[B, H, N, M]: the score's logits, plus bias, hidden pairs at -inf."""
     logits = total_logits(score, options.softcap)
-    if options.bias is not None:
-        logits = logits + options.bias
-    if options.mask is not None and options.mask.dtype != torch.bool:
-        logits = logits + options.mask
-    elif options.mask is not None:
-        logits = logits.masked_fill(~options.mask, float("-inf"))
-    visible = position_mask(options, (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device)
+    return hide(logits if options.bias is None else logits + options.bias, options)
+
+
+def hide(logits: Tensor, options: Options, rows: tuple[int, int] | None = None) -> Tensor:
+    """Logits [B, H, R, M] with masks added, hidden pairs at -inf.
+
+    Args:
+        rows: the queries [start, stop) that these logits are of; None for all.
+    """
+    mask = options.mask if rows is None else of_rows(options.mask, rows)
+    if mask is not None:
+        logits = logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, float("-inf"))
+    visible = position_mask(options, rows or (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device)
     return logits if visible is None else logits.masked_fill(~visible, float("-inf"))
+
+
+def of_rows(t: Tensor | None, rows: tuple[int, int]) -> Tensor | None:
+    """What a mask or bias [..., N|1, M] has for these rows."""
+    return t if t is None or t.dim() < 2 or t.shape[-2] == 1 else t[..., slice(*rows), :]
+
+
+def dropout(weights: Tensor, options: Options) -> Tensor:
+    """The weights after dropout."""
+    return torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
 
 
 def total_logits(score: PairScore, softcap: float | None = None) -> Tensor:

@@ -136,7 +136,7 @@ DOT = register_term(DotTerm())
 
 
 @dataclass(frozen=True, eq=False)
-class Reader:
+class VectorReader:
     """How an engine that reads each key once, for one query or a few, makes a term's statistics itself.
 
     Args:
@@ -191,7 +191,7 @@ class ScoreTerm:
     low_rank_factors: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
     linear_features: Callable[[], tuple[Tensor, Tensor]] | None = None
     capped: bool = False
-    reader: Reader | None = None
+    reader: VectorReader | None = None
     points: Callable[[], Points] | None = None
 
     def numbers(self) -> Numbers:

@@ -22,6 +22,12 @@ from .flops import count_flops
 from .options import Options
 from .score import PairScore, Term, parse_score_key
 
+#: The schema of what follows the tensors, for `torch.library.custom_op`.
+SETTINGS = (
+    "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
+    "float? softcap, float dropout_p"
+)
+
 #: What kernels that take vectors as they are take them in.
 RAW_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -130,13 +136,14 @@ def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool
     return full[:main] + [s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)]
 
 
-def differentiable(forward, backward) -> None:
+def differentiable(forward, backward, pairwise: bool = True) -> None:
     """Give an operator its gradient, and let FLOP counters know both.
 
     Args:
         forward: the operator, which returns an output and what its gradients need beside it.
         backward: the operator of its gradients, called with the output's gradient, what `forward` returned, its
             tensors, which of them want a gradient, and its further arguments.
+        pairwise: whether it does the products of pairwise attention, whose FLOPs are counted.
     """
 
     def save(ctx, inputs, output):
@@ -151,5 +158,6 @@ def differentiable(forward, backward) -> None:
         return grads, *[None] * len(ctx.rest)
 
     forward.register_autograd(pullback, setup_context=save)
-    count_flops(forward)
-    count_flops(backward, at=3, backward=True)
+    if pairwise:
+        count_flops(forward)
+        count_flops(backward, at=3, backward=True)

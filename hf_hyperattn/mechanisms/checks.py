@@ -7,11 +7,16 @@ layers learn are kept in range by how they are parametrised, and are not looked 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from ..fields import LARGEST, SMALLEST, short
 from ..readable import can_read
+
+if TYPE_CHECKING:
+    from .base import Host
 
 #: What is allowed of a number, by the least that it may be.
 ALLOWED = {
@@ -115,6 +120,23 @@ def check_choice(name: str, value: object, choices: tuple) -> None:
     """`value` is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"{name}={short(value)} is unknown; allowed: {', '.join(map(repr, choices))}")
+
+
+def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
+    """The host that a layer with parameters is built for, which knows these of its dims: `head_dim`, `value_dim`.
+
+    Raises:
+        ValueError: the mechanism is used by name, or nothing tells a dim.
+    """
+    if host is None:
+        raise ValueError(f"{mechanism} has parameters to learn; allowed: patch_model or convert, not a name")
+    for dim in dims:
+        if getattr(host, dim) is None:
+            raise ValueError(
+                f"{mechanism} needs the {dim.replace('_dim', ' dimension')} of {host.name}, and nothing tells it; "
+                "allowed: attention layers with projections of queries, keys and values, choose them with layers=..."
+            )
+    return host
 
 
 def check_parameter(

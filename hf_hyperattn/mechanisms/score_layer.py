@@ -69,7 +69,9 @@ class ScoreLayer(MechanismLayer):
         space = self.space(*numbers)
         if gate is None and self.heads is None:
             return replace(plan, score=space.score(query, key))
-        weight = gate.to(dtype) if self.heads is None else self.weight(gate, call.query, dtype)
+        whole = gate is not None and self.heads is None
+        weight = gate.to(dtype) if whole else self.weight(gate, call.query, dtype)  # type: ignore[union-attr]
+        assert weight is not None
         added = space.score(query, key, call.scale, weight, self.mode == "replace")
         if self.mode == "replace":
             score = score.weighted(1 - weight)

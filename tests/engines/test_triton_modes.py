@@ -72,23 +72,23 @@ def test_it_refuses_tensors_on_the_cpu():
         attention(dot_score(q, k), v, backend="triton")
 
 
-def hindrance(monkeypatch, score, v, **options):
+def reason_of(monkeypatch, score, v, **options):
     monkeypatch.setattr(engine, "interpreted", lambda: True)  # as if the device were no matter
     return engine.unsupported_reason(score, v, Options(**options))
 
 
 def test_what_it_cannot_serve_is_named(monkeypatch):
     q, k, v = qkv(d=4, dtype=torch.float32)
-    assert hindrance(monkeypatch, dot_score(q, k), v) is None
-    assert "float64" in hindrance(monkeypatch, dot_score(q.double(), k.double()), v.double())
+    assert reason_of(monkeypatch, dot_score(q, k), v) is None
+    assert "float64" in reason_of(monkeypatch, dot_score(q.double(), k.double()), v.double())
     other = PairScore(q, k, (ScoreTerm(DISTANT, lambda: -q @ k.mT),))
-    assert "toy_without_triton has no Triton form" == hindrance(monkeypatch, other, v)
+    assert "toy_without_triton has no Triton form" == reason_of(monkeypatch, other, v)
     wide = torch.zeros(1, 1, 2, 257)
-    assert "wider than 256" in hindrance(monkeypatch, dot_score(wide, wide), wide)
+    assert "wider than 256" in reason_of(monkeypatch, dot_score(wide, wide), wide)
     bias = torch.zeros(1, 1, 5, 5, requires_grad=True)
-    assert "no gradient" in hindrance(monkeypatch, dot_score(q, k), v, bias=bias)
+    assert "no gradient" in reason_of(monkeypatch, dot_score(q, k), v, bias=bias)
     with torch.no_grad():
-        assert hindrance(monkeypatch, dot_score(q, k), v, bias=bias) is None
+        assert reason_of(monkeypatch, dot_score(q, k), v, bias=bias) is None
 
 
 class Elsewhere:

@@ -47,7 +47,7 @@ def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=
         "softcap": None,
     }
     plain |= {"dropout_p": 0.0, "is_causal": True, "width": d - ("umbral" in spec and factored)}
-    return launch.Call(
+    return launch.TritonCall(
         query=new(1, heads, given.get("queries", length), d, dtype=dtype),
         key=new(1, kv_heads, length, d, dtype=dtype),
         value=new(1, kv_heads, length, dv, dtype=dtype),

@@ -13,7 +13,7 @@ from hf_hyperattn.config import HyperAttnConfig
 from hf_hyperattn.integration import convert
 from hf_hyperattn.integration.attach import all_hosts
 from hf_hyperattn.integration.checkpoint_config import patched_hosts
-from hf_hyperattn.integration.collaborative.families import SHAREABLE
+from hf_hyperattn.integration.collaborative.conversion import SHAREABLE
 from hf_hyperattn.integration.collaborative.projections import projections
 from hf_hyperattn.integration.patching import route
 from tests.integration.collaborative import quiet

@@ -18,7 +18,7 @@ from hf_hyperattn.integration.hat import (
     HatForTokenClassification,
     HatModel,
 )
-from hf_hyperattn.mechanisms.hat.layouts import LAYOUTS
+from hf_hyperattn.mechanisms.hat.config import LAYOUTS
 
 from .hat_models import batch, encoder, hat
 

@@ -7,7 +7,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.mechanisms.collaborative.layer import FullLayer, SharedLayer, own_dimensions, shared_score
-from hf_hyperattn.mechanisms.collaborative.score import concatenated, definition
+from hf_hyperattn.mechanisms.collaborative.reference import collaborative_scores, concatenated
 
 HEADS, D = 4, 3
 
@@ -45,7 +45,7 @@ def loops(query, key, mixing, scale, content=None):
 def test_definition_is_the_formula(rank, with_content):
     query, key, mixing, content = tensors((2, 5, rank), (2, 6, rank), (HEADS, rank), (2, 6, HEADS))
     content = content if with_content else None
-    got = definition(query, key, mixing, 0.3, content)
+    got = collaborative_scores(query, key, mixing, 0.3, content)
     torch.testing.assert_close(got, loops(query, key, mixing, 0.3, content), atol=1e-13, rtol=1e-12)
 
 
@@ -151,7 +151,7 @@ def test_half_precision_computes_in_float32():
 
 def test_layers_start_as_ordinary_heads():
     layer = SharedLayer(ha.CollaborativeConfig(rank=6), host())
-    assert torch.equal(layer.mixing.data, own_dimensions(HEADS, 6, torch.ones(())))
+    assert torch.equal(layer.mixing.data, own_dimensions(torch.ones(HEADS, 6)))
     assert layer.mixing.sum().item() == 6 and not layer.identical()
 
 

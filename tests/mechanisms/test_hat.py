@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.hat.layouts import LAYOUTS, PUBLISHED, counts
+from hf_hyperattn.mechanisms.hat.config import LAYOUTS, PUBLISHED, counts
 from hf_hyperattn.mechanisms.hat.segments import segment, segments_of
 
 from ..oracles.hat import cut

@@ -10,7 +10,7 @@ from hf_hyperattn.analysis import dropped_heads, head_usage, record_heads
 from hf_hyperattn.engines import Options
 from hf_hyperattn.integration.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
-from hf_hyperattn.mechanisms.head_fusion.weights import entropy, head_weights
+from hf_hyperattn.mechanisms.head_fusion.reference import entropy, head_weights
 from tests.integration.models import FAMILIES, difference, llama, perturb, run, text_inputs
 from tests.oracles import head_fusion as by_hand
 from tests.oracles.cases import assert_close, tensor

@@ -9,8 +9,8 @@ from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_scores, hype_bias, mkl_attention
 from hf_hyperattn.integration.hyper import Hyper
 from hf_hyperattn.mechanisms.base import FirstKey, Host, HostCall
-from hf_hyperattn.mechanisms.mkl import MklConfig, combine
-from hf_hyperattn.mechanisms.mkl.score import head_weights
+from hf_hyperattn.mechanisms.mkl import MklConfig
+from hf_hyperattn.mechanisms.mkl.reference import head_weights
 from tests.integration.models import perturb
 from tests.oracles import mkl as by_hand
 from tests.oracles.cases import BACKENDS, assert_close, qkv, tensor
@@ -165,7 +165,8 @@ def small_or_tiles(request, monkeypatch):
         monkeypatch.setattr("hf_hyperattn.engines.dispatch.RESOLVED", {})
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.FORWARD_ELEMENTS", 60)
         monkeypatch.setattr("hf_hyperattn.engines.blockwise.BACKWARD_ELEMENTS", 40)
-        monkeypatch.setattr(combine, "ELEMENTS", 60)
+        monkeypatch.setattr("hf_hyperattn.mechanisms.talking_heads.operator.small", lambda score: False)
+        monkeypatch.setattr("hf_hyperattn.mechanisms.talking_heads.operator.rows_of", lambda n, *_: min(2, n))
 
 
 @every_form

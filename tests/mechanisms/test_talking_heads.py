@@ -12,7 +12,7 @@ from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.score import HypeLayer
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 from hf_hyperattn.mechanisms.talking_heads import operator
-from hf_hyperattn.mechanisms.talking_heads.attention import talking_heads
+from hf_hyperattn.mechanisms.talking_heads.operator import talking_heads
 from tests.oracles.cases import assert_close, qkv, tensor
 from tests.oracles.talking_heads import talking_heads as by_hand
 
@@ -283,7 +283,7 @@ def test_it_is_one_node_for_the_compiler():
 def test_the_operator_is_well_formed():
     q, k, v = (t.requires_grad_() for t in qkv(heads=2, lq=4))
     before, after = (m.requires_grad_() for m in matrices(2))
-    given = ([q, k, v], before, after, "dot", "", 8, 1.0, True, None, 0, None, 0.0)
+    given = ([q, k, v, before, after], "dot", "before after", 8, 1.0, True, None, 0, None, 0.0)
     torch.library.opcheck(operator.forward, given)
 
 

@@ -7,9 +7,9 @@ import torch
 
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import trilinear_attention
-from hf_hyperattn.mechanisms.trilinear import tile
+from hf_hyperattn.mechanisms.trilinear import tiles as cut
 from hf_hyperattn.mechanisms.trilinear.attention import attend
-from hf_hyperattn.mechanisms.trilinear.pairs import Windows
+from hf_hyperattn.mechanisms.trilinear.reference import Windows
 from tests.oracles import trilinear as by_hand
 from tests.oracles.cases import assert_close, tensor
 from tests.test_functional_memory import allocations
@@ -27,7 +27,7 @@ def qkvkv(batch=2, heads=4, kv_heads=2, n=5, m=None, d=4, dv=3, seed=0, dtype=to
 
 @pytest.fixture(params=[2**18, 40], ids=["one tile", "many tiles"])
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(tile, "ELEMENTS", request.param)
+    monkeypatch.setattr(cut, "ELEMENTS", request.param)
 
 
 @every_backend
@@ -237,7 +237,7 @@ def test_memory_is_that_of_tiles():
         trilinear_attention(*inputs, windows=(64, 4), is_causal=True).sum().backward()
 
     _, largest, peak = allocations(run)
-    assert largest <= 4.4 * tile.ELEMENTS and peak <= 10 * 4 * tile.ELEMENTS
+    assert largest <= 4.4 * cut.ELEMENTS and peak <= 10 * 4 * cut.ELEMENTS
 
 
 REFUSED = [

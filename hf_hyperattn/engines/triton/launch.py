@@ -26,7 +26,7 @@ PART, MOST_PARTS = 256, 64
 
 
 @dataclass
-class Call:
+class TritonCall:
     """The arguments of the operators (see operator.py), and what follows from them."""
 
     query: Tensor
@@ -189,7 +189,7 @@ def on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
+def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32; rows that see nothing are 0 and +inf."""
     like, shape = call.query, (call.batch, call.heads, call.n)
     out = like.new_empty(*shape, call.dv, dtype=torch.float32)
@@ -208,7 +208,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def split(call: Call, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> None:
+def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> None:
     """The forward kernel with rows together and keys in parts, and the sum of the parts."""
     rows = 16 if lines <= 16 else 32
     blocks = call.batch * call.kv_heads * triton.cdiv(lines, rows)
@@ -246,7 +246,7 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 
 
 def backward(
-    call: Call, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
+    call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, row, column and head; of the last three as far as needs_grad, else empty."""
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype

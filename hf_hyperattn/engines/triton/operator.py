@@ -56,7 +56,7 @@ def attention(
     from . import launch
 
     points = None if points_query is None else (points_query, points_key)
-    call = launch.Call(
+    call = launch.TritonCall(
         *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
         *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )
@@ -105,7 +105,7 @@ def attention_backward(
     from . import launch
 
     points = None if points_query is None else (points_query, points_key)
-    call = launch.Call(
+    call = launch.TritonCall(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
         *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
     )

@@ -5,8 +5,10 @@ All layers are decomposed, and their errors reported, before anything is replace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from transformers.utils import logging
 from ...config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
-from ...mechanisms.collaborative.decomposition import Decomposition, decompose
+from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ..attach import Selected, attach, resolve_overrides
 from ..checkpoint_config import inner
@@ -25,33 +27,46 @@ from ..families import note_all
 from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
 from ..stock import PATCHED
 from ..unsupported import check_parts
-from .families import check_family
 from .moments import Moments, moments_of
-from .projections import Found, Shape, projections, shared_modules, shared_pair
+from .projections import FUSED, Projections, SharedShape, projections, shared_modules
 from .rebuilding import is_shared
 
 logger = logging.get_logger(__name__)
 
 
+#: Model types whose hosts' queries and keys are the outputs of their projections, reshaped into heads and nothing else:
+#: no rotation, no norm, no second use. `tests/integration/test_collaborative_families.py` holds each of them to that.
+SHAREABLE = frozenset(
+    """
+    albert bart beit bert bert-generation biogpt blenderbot blenderbot-small blip_text_model camembert
+    clip_text_model clip_vision_model data2vec-text decision_transformer deit dinov2 distilbert dpr electra
+    ernie gpt2 gpt_neo hubert ijepa layoutlm m2m_100 marian mbart megatron-bert mpnet mt5 openai-gpt opt
+    pegasus plbart rembert roberta roberta-prelayernorm siglip_text_model siglip_vision_model speech_to_text
+    splinter switch_transformers t5 umt5 videomae vit vit_mae vit_msn vivit wav2vec2 whisper xglm xlm-roberta
+    xlm-roberta-xl
+    """.split()
+)
+
+
 @dataclass(frozen=True)
-class Part:
-    """One host, its projections, and the shared ones that were found for them."""
+class SharedHost:
+    """One host, its projections, and the shared ones that take their place."""
 
     host: Host
-    module: nn.Module
-    found: Found
-    shape: Shape
+    module: Any
+    projections: Projections
+    shape: SharedShape
     config: CollaborativeConfig
-    result: Decomposition | None = None
+    result: Any = None  # a `Decomposition`, once it is solved
 
     @property
     def parameters(self) -> tuple[int, int]:
         """Parameters of the two projections before and after, mixing and content bias included."""
-        found, shape = self.found, self.shape
-        biases = (b for b in (found.query_bias, found.key_bias) if b is not None)
-        before = found.query.numel() + found.key.numel() + sum(b.numel() for b in biases)
-        inputs = found.query.shape[1] + found.key.shape[1]
-        content = shape.heads * found.key.shape[1] if shape.content else 0
+        old, shape = self.projections, self.shape
+        tensors = (old.query, old.key, old.query_bias, old.key_bias)
+        before = sum(t.numel() for t in tensors if t is not None)
+        inputs = old.query.shape[1] + old.key.shape[1]
+        content = shape.heads * old.key.shape[1] if shape.content else 0
         return before, shape.rank * (inputs + shape.heads + shape.bias) + content
 
 
@@ -80,7 +95,7 @@ def as_whole(config: MechanismConfig | HyperAttnConfig) -> HyperAttnConfig:
     return HyperAttnConfig((config,), mode="replace")
 
 
-def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[Part]]:
+def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[SharedHost]]:
     """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
     chosen = select_hosts(model, config)
     check_own_attention(chosen)
@@ -88,14 +103,14 @@ def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected
     config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
-        own = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
-        mechanism = next(m for m in own if m.mechanism == CollaborativeConfig.mechanism)
+        mechanisms = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
+        mechanism = next(m for m in mechanisms if isinstance(m, CollaborativeConfig))
         if mechanism.rank is not None:
             parts.append(check_part(module, host, mechanism, config.heads))
     return chosen, parts
 
 
-def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads) -> Part:
+def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads) -> SharedHost:
     """A host that is to be converted.
 
     Raises:
@@ -103,65 +118,50 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
             maps, grouped keys, weights that are not in memory, or a rank that is not allowed.
     """
     check_host(host)
-    check_family(host)
+    model_type = getattr(host.config, "model_type", "")
+    if model_type not in SHAREABLE:
+        raise ValueError(
+            f"collaborative cannot replace the projections of {host.name}: model type {model_type!r} is not known to "
+            f"use them as they are; allowed: {', '.join(sorted(SHAREABLE))}, or patch_model with "
+            "CollaborativeConfig(), which replaces nothing"
+        )
     if heads is not None:
         raise ValueError(f"heads={heads} cannot be chosen where all heads share; allowed: heads=None")
-    found = projections(module)
-    if found is None or found.query.shape[0] != found.key.shape[0]:
+    old = projections(module)
+    if old is None or old.query.shape[0] != old.key.shape[0]:
         raise ValueError(
             f"collaborative finds no plain projections of queries and keys of one width in {host.name} "
             f"({type(module).__name__}); allowed: linear maps, neither quantised nor with adapters (merge these first)"
         )
-    if found.query.is_meta:
+    if old.query.is_meta:
         raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
     check_rank(config.rank, host)
-    shape = Shape.of(found, config.rank, host.heads)
-    if shape.content and config.rank + host.heads > shape.width:
+    shape = SharedShape.of(old, config.rank or 0, host.heads)
+    if shape.content and shape.rank + host.heads > shape.width:
         raise ValueError(
             f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "
             f"save nothing; allowed: 1 to {shape.width - host.heads}, or {shape.width}, which is exact"
         )
-    return Part(host, module, found, shape, config)
+    return SharedHost(host, module, old, shape, config)
 
 
-def solve(parts: list[Part], moments: list[Moments] | None = None) -> list[Part]:
+def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list[SharedHost]:
     """Every part with its decomposition, under a progress bar."""
     solved = []
-    with logging.tqdm(total=sum(p.config.steps for p in parts), desc="Sharing heads", leave=False) as bar:
-        for number, part in enumerate(parts):
+    with logging.tqdm(total=len(parts), desc="Sharing heads", leave=False) as bar:
+        for part, moment in zip(parts, repeat(None) if moments is None else moments):
             bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
-            left = Countdown(part.config.steps, bar.update)
-            result = decompose(
-                *(by_head(weight, part.host.heads) for weight in (part.found.query, part.found.key)),
-                part.config.rank,
-                part.config.steps,
-                part.config.seed,
-                None if moments is None else moments[number],
-                left.step,
-            )
-            left.skip()
+            query, key = (by_head(w, part.host.heads) for w in (part.projections.query, part.projections.key))
+            result = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
             solved.append(replace(part, result=result))
+            bar.update(1)
     return solved
 
 
-def sizes(model: PreTrainedModel, parts: list[Part]) -> tuple[int, int]:
+def sizes(model: PreTrainedModel, parts: list[SharedHost]) -> tuple[int, int]:
     """Parameters of the model before and after."""
     total = sum(p.numel() for p in model.parameters())
     return total, total - sum(before - after for before, after in (p.parameters for p in parts))
-
-
-class Countdown:
-    """Steps of one layer on the bar; those that were not needed are skipped."""
-
-    def __init__(self, steps: int, update: Callable[[int], None]):
-        self.steps, self.update = steps, update
-
-    def step(self) -> None:
-        self.steps -= 1
-        self.update(1)
-
-    def skip(self) -> None:
-        self.update(self.steps)
 
 
 def by_head(weight: Tensor, heads: int) -> Tensor:
@@ -169,32 +169,27 @@ def by_head(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().cpu().double().unflatten(0, (heads, -1))
 
 
-def report(model: PreTrainedModel, parts: list[Part]) -> str:
-    """What is about to be replaced, a line a layer: rank, relative error, parameters."""
+def report(model: PreTrainedModel, parts: list[SharedHost]) -> str:
+    """What is about to be replaced, a line a layer: rank, relative errors, parameters."""
     lines = [f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"]
     names = max((len(p.host.name) for p in parts), default=0)
     for part in parts:
-        before, after = part.parameters
+        (before, after), result = part.parameters, part.result
+        logits = "" if result.logit_error is None else f", of logits on the examples {result.logit_error:.4f}"
         lines.append(
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
-            f"{errors(part.result)}  parameters {before:,} -> {after:,}"
+            f"error of weights {result.error:.4f}{logits}  parameters {before:,} -> {after:,}"
         )
     (total, left), size = sizes(model, parts), model.dtype.itemsize / 1e6
     lines.append(f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB")
     return "\n".join(lines)
 
 
-def errors(result: Decomposition) -> str:
-    """Relative errors in words."""
-    logits = "" if result.logit_error is None else f", of logits on the examples {result.logit_error:.4f}"
-    return f"error of weights {result.error:.4f}{logits}"
-
-
 def install(
     model: PreTrainedModel,
     config: HyperAttnConfig,
     chosen: list[Selected],
-    parts: list[Part],
+    parts: list[SharedHost],
     keep_original: bool,
     newly_routed: bool,
 ) -> None:
@@ -202,35 +197,35 @@ def install(
     built = [filled(part) for part in parts]
     attach(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
     for part, modules in zip(parts, built, strict=True):
+        hyper: Any = inner(part.module.hyper)
         with torch.no_grad():
-            inner(part.module.hyper).collaborative.mixing.copy_(part.result.mixing)
+            hyper.collaborative.mixing.copy_(part.result.mixing)
         for name, module in modules.items():
             setattr(part.module, name, module)
     if keep_original:
-        keep(model, bring_back_original, {p.host.name: p.found.children for p in parts})
+        keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
-def filled(part: Part) -> dict[str, nn.Module]:
+def filled(part: SharedHost) -> dict[str, nn.Module]:
     """The new modules of a host with their weights."""
-    found, result = part.found, part.result
-    modules = shared_modules(found, part.shape)
-    query, key = shared_pair(modules)
+    old: Any = part.projections
+    heads = part.host.heads
+    modules = shared_modules(old, part.shape)
+    fused: Any = modules.get(FUSED)
+    shared: Any = modules.values() if fused is None else (fused.query, fused.key)
+    query, key = shared
     with torch.no_grad():
-        query.shared.weight.copy_(result.query)
-        key.shared.weight.copy_(result.key)
+        query.shared.weight.copy_(part.result.query)
+        key.shared.weight.copy_(part.result.key)
         if part.shape.bias:
-            query.shared.bias.copy_(found.query_bias)
+            query.shared.bias.copy_(old.query_bias)
         if part.shape.content:
-            key.content.weight.copy_(content_bias(found, part.host.heads))
+            # c_h = W_K^h^T b^h, [H, D]: what a key adds to a head's logits because queries have a bias
+            bias = old.query_bias.detach().cpu().double().unflatten(0, (heads, 1, -1))
+            key.content.weight.copy_((bias @ by_head(old.key, heads))[:, 0])
     for module in modules.values():
-        module.requires_grad_(found.query.requires_grad)
+        module.requires_grad_(old.query.requires_grad)
     return modules
-
-
-def content_bias(found: Found, heads: int) -> Tensor:
-    """c_h = W_K^h^T b^h, [H, D]: what a key adds to a head's logits because queries have a bias."""
-    bias = found.query_bias.detach().cpu().double().unflatten(0, (heads, -1))
-    return (bias[:, None] @ by_head(found.key, heads))[:, 0]
 
 
 def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Module]]) -> PreTrainedModel:
@@ -249,7 +244,7 @@ register_conversion(
     CollaborativeConfig.mechanism,
     Conversion(
         share,
-        requested=lambda config: config.rank is not None,
+        requested=lambda config: isinstance(config, CollaborativeConfig) and config.rank is not None,
         done=is_shared,
         in_place=True,
         composes=True,

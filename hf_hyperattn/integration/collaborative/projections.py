@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ FUSED = "c_attn"
 
 
 @dataclass(frozen=True)
-class Found:
+class Projections:
     """The projections of a host.
 
     Args:
@@ -32,18 +33,16 @@ class Found:
     key_bias: Tensor | None
 
 
-def projections(host: nn.Module) -> Found | None:
+def projections(host: nn.Module) -> Projections | None:
     """The projections of a host, None where they are not of a kind that can be shared."""
     for names in PAIRS:
-        pair = [host._modules.get(name) for name in names]
-        if all(type(module) is nn.Linear for module in pair):
-            query, key = pair
-            return Found(dict(zip(names, pair)), query.weight, key.weight, query.bias, key.bias)
+        query, key = (host._modules.get(name) for name in names)
+        if type(query) is nn.Linear and type(key) is nn.Linear:
+            return Projections(dict(zip(names, (query, key))), query.weight, key.weight, query.bias, key.bias)
     fused = host._modules.get(FUSED)
     if type(fused) is Conv1D and fused.nf == 3 * fused.nx:
-        query, key, _ = fused.weight.mT.chunk(3)
-        biases = fused.bias.chunk(3)
-        return Found({FUSED: fused}, query, key, biases[0], biases[1])
+        (query, key, _), (query_bias, key_bias, _) = fused.weight.mT.chunk(3), fused.bias.chunk(3)
+        return Projections({FUSED: fused}, query, key, query_bias, key_bias)
     return None
 
 
@@ -69,7 +68,7 @@ class SharedProjection(nn.Module):
         self.content = nn.Linear(inputs, heads, bias=False) if heads else None
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The shared weight, which some families initialise by this name."""
         return self.shared.weight
 
@@ -85,70 +84,60 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Shared queries and keys, and the values as they were, side by side: for hosts with one projection for all."""
+    """Shared queries and keys, and the values as they were, side by side, [..., 3·H·d]; `fused` is copied from."""
 
-    def __init__(self, query: SharedProjection, key: SharedProjection, value: Conv1D):
+    def __init__(self, query: SharedProjection, key: SharedProjection, fused: Any):
         super().__init__()
-        self.query, self.key, self.value = query, key, value
+        width = fused.nf // 3
+        self.query, self.key, self.value = query, key, Conv1D(width, fused.nx)
+        with torch.no_grad():
+            self.value.weight.copy_(fused.weight[:, 2 * width :])
+            self.value.bias.copy_(fused.bias[2 * width :])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., 3·H·d]."""
         return torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], -1)
 
 
 @dataclass(frozen=True)
-class Shape:
+class SharedShape:
     """Which shared projections a host gets.
 
     Args:
         rank: R. width: H·d. heads: H.
-        bias: whether the shared queries keep a bias, as they do at full rank.
-        content: whether keys carry the content bias, as they do below full rank where queries had a bias.
+        biased: whether the queries had a bias: at full rank the shared ones keep it, below that it becomes the content
+            bias, which keys carry.
     """
 
     rank: int
     width: int
     heads: int
-    bias: bool
-    content: bool
+    biased: bool
 
     @classmethod
-    def of(cls, found: Found, rank: int, heads: int) -> Shape:
-        """The shape for a host's projections and a rank that `check_room` allows."""
-        width, biased = found.query.shape[0], found.query_bias is not None
-        return cls(rank, width, heads, biased and rank == width, biased and rank < width)
+    def of(cls, projections: Projections, rank: int, heads: int) -> SharedShape:
+        """The shape for a host's projections and a rank that is allowed."""
+        return cls(rank, projections.query.shape[0], heads, projections.query_bias is not None)
+
+    @property
+    def bias(self) -> bool:
+        return self.biased and self.rank == self.width
+
+    @property
+    def content(self) -> bool:
+        return self.biased and self.rank < self.width
 
 
-def shared_modules(found: Found, shape: Shape) -> dict[str, nn.Module]:
+def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]:
     """New modules by the names of those that they replace, with weights that are to be filled; values are copied."""
-    sizes, biased = (shape.rank, shape.width), shape.bias
-    with torch.device(found.query.device):
-        query = SharedProjection(found.query.shape[1], *sizes, biased)
-        key = SharedProjection(found.key.shape[1], *sizes, heads=shape.heads if shape.content else 0)
-        modules = dict(zip(found.children, (query, key)))
-        if FUSED in found.children:
-            value = values_alone(found.children[FUSED])
-            modules = {FUSED: FusedProjection(query, key, value)}
+    sizes, dtype = (shape.rank, shape.width), old.query.dtype
+    with torch.device(old.query.device):
+        query = SharedProjection(old.query.shape[1], *sizes, shape.bias)
+        key = SharedProjection(old.key.shape[1], *sizes, heads=shape.heads if shape.content else 0)
+        modules: dict[str, nn.Module] = dict(zip(old.children, (query, key)))
+        if FUSED in old.children:
+            modules = {FUSED: FusedProjection(query, key, old.children[FUSED])}
     for name, module in modules.items():
-        module.train(found.children[name].training)
-        if any(p.dtype != found.query.dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
-            module.to(found.query.dtype)
+        module.train(old.children[name].training)
+        if any(p.dtype != dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
+            module.to(dtype)
     return modules
-
-
-def values_alone(fused: Conv1D) -> Conv1D:
-    """The part of a projection for queries, keys and values that makes the values."""
-    width = fused.nf // 3
-    value = Conv1D(width, fused.nx)
-    with torch.no_grad():
-        value.weight.copy_(fused.weight[:, 2 * width :])
-        value.bias.copy_(fused.bias[2 * width :])
-    return value
-
-
-def shared_pair(modules: dict[str, nn.Module]) -> tuple[SharedProjection, SharedProjection]:
-    """The shared queries and keys out of what `shared_modules` made, or what a converted host holds."""
-    if FUSED in modules:
-        return modules[FUSED].query, modules[FUSED].key
-    query, key = modules.values()
-    return query, key

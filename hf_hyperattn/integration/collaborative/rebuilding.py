@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.layer import SharedLayer
 from ..checkpoint_config import inner, patched_hosts
 from ..conversions import REBUILDERS
-from .projections import Shape, projections, shared_modules
+from .projections import SharedShape, projections, shared_modules
 
 
-def shared_layer(host: nn.Module) -> SharedLayer | None:
+def shared_layer(host: Any) -> SharedLayer | None:
     """The layer of a converted host."""
-    layer = inner(host.hyper)._modules.get(CollaborativeConfig.mechanism)
+    layer = getattr(inner(host.hyper), CollaborativeConfig.mechanism, None)
     return layer if isinstance(layer, SharedLayer) else None
 
 
@@ -33,13 +34,13 @@ def rebuild(model: PreTrainedModel) -> None:
         layer = shared_layer(host)
         if layer is None:
             continue
-        found = projections(host)
-        if found is None:
+        old = projections(host)
+        if old is None:
             raise ValueError(
                 f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
                 "allowed: the config that was saved with the model"
             )
-        for child, module in shared_modules(found, Shape.of(found, *layer.mixing.shape[::-1])).items():
+        for child, module in shared_modules(old, SharedShape.of(old, *layer.mixing.shape[::-1])).items():
             setattr(host, child, module)
 
 

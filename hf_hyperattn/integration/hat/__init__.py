@@ -12,8 +12,7 @@ from ..conversions import Conversion, register_conversion
 from .configuration import HatEncoderConfig
 from .conversion import to_hat
 from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification
-from .modeling import HatModel, HatPreTrainedModel
-from .outputs import HatModelOutput
+from .modeling import HatModel, HatModelOutput, HatPreTrainedModel
 
 AutoConfig.register(HatEncoderConfig.model_type, HatEncoderConfig, exist_ok=True)
 for auto, model in (

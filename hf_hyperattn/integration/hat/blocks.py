@@ -16,7 +16,7 @@ class HatEmbeddings(nn.Module):
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__()
-        width, kinds = config.embedding_size, config.type_vocab_size
+        width, kinds = config.embedding_size or config.hidden_size, config.type_vocab_size
         self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id)
         self.positions = nn.Embedding(config.segment_length, width)
         self.kinds = nn.Embedding(kinds, width) if kinds else None
@@ -77,10 +77,10 @@ class HatAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.dropout if self.training else 0.0
-        found, weights = attend(
+        out, weights = attend(
             self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords
         )
-        return self.out(found.flatten(2)), weights
+        return self.out(out.flatten(2)), weights
 
 
 class HatBlock(GradientCheckpointingLayer):
@@ -99,8 +99,8 @@ class HatBlock(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, mask: Tensor | None, **keywords) -> tuple[Tensor, Tensor | None]:
         """[B, N, width] to the same, and the attention's weights."""
-        found, weights = self.attention(x, mask, **keywords)
-        x = self.attention_norm(x + self.dropout(found))
+        attended, weights = self.attention(x, mask, **keywords)
+        x = self.attention_norm(x + self.dropout(attended))
         return self.norm(x + self.dropout(self.down(self.act(self.up(x))))), weights
 
 
@@ -111,7 +111,7 @@ class HatCrossBlock(HatBlock):
         super().__init__(config)
         self.gate = nn.Parameter(torch.zeros(1)) if config.gated else None
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, rows: Tensor, positions: Tensor, mask: Tensor | None, **keywords
     ) -> tuple[Tensor, Tensor | None]:
         """CLS rows [B, S, width] to the same, and the attention's weights.
@@ -119,5 +119,5 @@ class HatCrossBlock(HatBlock):
         Args:
             positions: [S, width], added to what the block reads, its residual path included.
         """
-        found, weights = super().forward(rows + positions, mask, **keywords)
-        return found if self.gate is None else rows + self.gate * (found - rows), weights
+        out, weights = super().forward(rows + positions, mask, **keywords)
+        return out if self.gate is None else rows + self.gate * (out - rows), weights

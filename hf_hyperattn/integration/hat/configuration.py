@@ -5,8 +5,7 @@ from __future__ import annotations
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ...mechanisms.hat.config import HatConfig
-from ...mechanisms.hat.layouts import counts
+from ...mechanisms.hat.config import HatConfig, counts
 from ...mechanisms.hat.segments import segments_of
 
 #: Fields that mean here what they mean in `HatConfig`, which checks them.

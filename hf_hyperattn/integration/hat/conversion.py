@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,22 +15,22 @@ from ..conversions import keep
 from .configuration import SHARED, HatEncoderConfig
 from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification
 from .modeling import HatModel, HatPreTrainedModel
-from .pretrained import FAMILIES, Family, pooler_of
+from .pretrained import BLOCK, FAMILIES, EncoderFamily
 
 #: Our classes by the end of their names.
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "Model": HatModel,
     "SequenceClassification": HatForSequenceClassification,
     "TokenClassification": HatForTokenClassification,
     "MaskedLM": HatForMaskedLM,
 }
 #: Fields that both configs may have, under the same name.
-SAME = (
-    "vocab_size", "hidden_size", "embedding_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "type_vocab_size",
-    "initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-    "id2label", "label2id", "problem_type", "output_hidden_states", "return_dict",
-)  # fmt: skip
+SAME = """
+    vocab_size hidden_size embedding_size num_hidden_layers num_attention_heads intermediate_size hidden_act
+    hidden_dropout_prob attention_probs_dropout_prob classifier_dropout type_vocab_size initializer_range
+    layer_norm_eps pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id problem_type
+    output_hidden_states return_dict
+""".split()
 
 
 def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = False) -> HatPreTrainedModel:
@@ -49,7 +51,7 @@ def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = Fals
     made = made.to(device=model.device, dtype=model.dtype)
     with torch.no_grad():
         _copy_body(made, model, family, config.cross_blocks == "copy")
-        for mine, theirs in family.heads.get(kind, {}).items():
+        for mine, theirs in family.head(kind).items():
             _copy(made, mine, model.get_submodule(theirs))
     made.tie_weights()
     made.train(model.training)
@@ -58,15 +60,15 @@ def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = Fals
     return made
 
 
-def _checked(model: PreTrainedModel) -> tuple[Family, str]:
+def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
     """The model's family, and which of our classes it becomes."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in FAMILIES:
         raise ValueError(
             f"{name} has model type {kind!r}, which cannot be converted to HAT; allowed: {', '.join(sorted(FAMILIES))}"
         )
-    found = [end for end in CLASSES if name.endswith(end)]
-    if not found:
+    ends = [end for end in CLASSES if name.endswith(end)]
+    if not ends:
         raise ValueError(
             f"{name} has a head that HAT lacks; allowed: its body, model.{model.base_model_prefix}, or one for "
             "sequence classification, token classification or masked language modelling"
@@ -77,14 +79,15 @@ def _checked(model: PreTrainedModel) -> tuple[Family, str]:
         raise ValueError(
             f"{name} is quantised or on the meta device; allowed: the model as it was trained, loaded"
         )
-    return FAMILIES[kind], found[0]
+    return FAMILIES[kind], ends[0]
 
 
-def _config(model: PreTrainedModel, family: Family, kind: str, config: HatConfig) -> HatEncoderConfig:
+def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: HatConfig) -> HatEncoderConfig:
     """The config of the result."""
-    source, body = model.config, model.base_model
-    found = {name: getattr(source, family.fields.get(name, name)) for name in SAME
-             if hasattr(source, family.fields.get(name, name))}  # fmt: skip
+    source: Any = model.config
+    body: Any = model.base_model
+    theirs = {name: family.fields.get(name, name) for name in SAME}
+    fields = {name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)}
     rows = _positions(body, family).shape[0]
     if config.segment_length > rows:
         raise ValueError(
@@ -97,38 +100,42 @@ def _config(model: PreTrainedModel, family: Family, kind: str, config: HatConfig
             f"vocab_size={source.vocab_size}"
         )
     if not hasattr(body.embeddings, "token_type_embeddings"):
-        found["type_vocab_size"] = 0
-    found["layer_norm_eps"] = body.embeddings.LayerNorm.eps
-    if kind == "Model" and pooler_of(body) is None:
-        found["pooler_act"] = None
+        fields["type_vocab_size"] = 0
+    fields["layer_norm_eps"] = body.embeddings.LayerNorm.eps
+    if kind == "Model" and _pooler(body) is None:
+        fields["pooler_act"] = None
     if kind == "SequenceClassification" and source.model_type == "distilbert":
-        found["classifier_dropout"] = source.seq_classif_dropout
+        fields["classifier_dropout"] = source.seq_classif_dropout
     for end in ("", kind):
         for name, act in family.acts.get(end, {}).items():
-            found[name] = getattr(source, act[1:]) if act.startswith("@") else act
-    found |= {name: getattr(config, name) for name in SHARED}
-    return HatEncoderConfig(max_position_embeddings=config.max_length, **found)
+            fields[name] = getattr(source, act[1:]) if act.startswith("@") else act
+    fields |= {name: getattr(config, name) for name in SHARED}
+    return HatEncoderConfig(max_position_embeddings=config.max_length, **fields)
 
 
-def _copy_body(made: HatPreTrainedModel, model: PreTrainedModel, family: Family, crossed: bool) -> None:
-    body, theirs = made.base_model, model.base_model
-    _copy(body, "embeddings.words", theirs.embeddings.word_embeddings)
-    _copy(body, "embeddings.norm", theirs.embeddings.LayerNorm)
-    if body.embeddings.kinds is not None:
-        _copy(body, "embeddings.kinds", theirs.embeddings.token_type_embeddings)
-    if body.embeddings.project is not None:
-        _copy(body, "embeddings.project", theirs.embeddings_project)
-    positions = _positions(theirs, family)
+def _copy_body(
+    made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool
+) -> None:
+    body: Any = made.base_model
+    theirs: Any = model.base_model
+    tables, positions = theirs.embeddings, _positions(theirs, family)
+    for name, source in (
+        ("embeddings.words", tables.word_embeddings),
+        ("embeddings.norm", tables.LayerNorm),
+        ("embeddings.kinds", getattr(tables, "token_type_embeddings", None)),
+        ("embeddings.project", getattr(theirs, "embeddings_project", None)),
+        ("pooler", _pooler(theirs)),
+    ):
+        if source is not None and name in dict(body.named_modules()):
+            _copy(body, name, source)
     body.embeddings.positions.weight.copy_(positions[: made.config.segment_length])
     if body.segment_positions is not None:
         body.segment_positions.weight.copy_(_segment_positions(positions, body.segment_positions.weight))
-    if body.pooler is not None and pooler_of(theirs) is not None:
-        _copy(body, "pooler", pooler_of(theirs))
     cross = iter(body.cross_blocks)
     layers = theirs.get_submodule(family.layers)
     for mine, layer, number in zip(body.segment_blocks, layers, made.config.cross_blocks, strict=True):
         for block in [mine, *(next(cross) for _ in range(number) if crossed)]:
-            for name, source in family.layer.items():
+            for name, source in zip(BLOCK, family.layer, strict=True):
                 _copy(block, name, layer.get_submodule(source))
 
 
@@ -142,9 +149,16 @@ def _copy(ours: nn.Module, name: str, theirs: nn.Module) -> None:
     ours.get_submodule(name).load_state_dict(theirs.state_dict())
 
 
-def _positions(body: nn.Module, family: Family) -> Tensor:
+def _positions(body: Any, family: EncoderFamily) -> Tensor:
     """Their rows of positions, that of a text's first token first."""
-    return body.embeddings.position_embeddings.weight[family.first_position(body.config) :]
+    first = body.config.pad_token_id + 1 if family.offset is None else family.offset
+    return body.embeddings.position_embeddings.weight[first:]
+
+
+def _pooler(body: nn.Module) -> nn.Linear | None:
+    """The linear map of the body's pooler, where it has one."""
+    pooler = getattr(body, "pooler", None)
+    return None if pooler is None else pooler.dense
 
 
 def _segment_positions(positions: Tensor, like: Tensor) -> Tensor:
@@ -152,10 +166,10 @@ def _segment_positions(positions: Tensor, like: Tensor) -> Tensor:
 
     Where there are more segments than positions, these are stretched; where their width is another, zeros.
     """
-    wanted, width = like.shape
+    segments, width = like.shape
     if positions.shape[1] != width:
         return torch.zeros_like(like)
-    if wanted <= positions.shape[0]:
-        return positions[:wanted]
-    rows = F.interpolate(positions.float().T[None], size=wanted, mode="linear", align_corners=True)
+    if segments <= positions.shape[0]:
+        return positions[:segments]
+    rows = F.interpolate(positions.float().T[None], size=segments, mode="linear", align_corners=True)
     return rows[0].T

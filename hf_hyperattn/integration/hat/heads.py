@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.utils import ModelOutput, can_return_tuple
 
 from .configuration import HatEncoderConfig
-from .modeling import HatModel, HatPreTrainedModel
-from .outputs import HatModelOutput
+from .modeling import HatModel, HatModelOutput, HatPreTrainedModel
 
 
 class _HatWithHead(HatPreTrainedModel):
-    """What the heads share: a body, and a call."""
+    """What the heads share: a body, a call, and here what classifies tokens."""
 
     pooled = False
-    output = TokenClassifierOutput
+    output: type[ModelOutput] = TokenClassifierOutput
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.hat = HatModel(config, add_pooling_layer=self.pooled)
         self.add_head(config)
         self.post_init()
@@ -28,7 +30,7 @@ class _HatWithHead(HatPreTrainedModel):
         """Make the head's modules."""
         dropout = config.classifier_dropout
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
 
     def logits(self, body: HatModelOutput) -> Tensor:
         """What the head makes of the body's output."""
@@ -38,6 +40,7 @@ class _HatWithHead(HatPreTrainedModel):
         """The loss, a scalar; `keywords` as the Trainer gives them."""
         return self.loss_function(logits, labels, self.config, **keywords)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -48,7 +51,6 @@ class _HatWithHead(HatPreTrainedModel):
         labels: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs,
     ):
         """The head's output on a batch: `loss` where there are labels, and `logits`.
@@ -56,43 +58,31 @@ class _HatWithHead(HatPreTrainedModel):
         Args:
             labels: for sequence classification int64 [B], or numbers [B, num_labels]; for the others int64 [B, N],
                 -100 where none counts.
-            kwargs: num_items_in_batch for the loss; the rest, and all other arguments, are those of
+            kwargs: num_items_in_batch for the loss, and return_dict; the rest, and all other arguments, are those of
                 `HatModel.forward`.
         """
         counted = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         body = self.hat(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-            segment_ids=segment_ids,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            **kwargs,
-        )
+            input_ids, attention_mask, token_type_ids, inputs_embeds, segment_ids, output_attentions,
+            output_hidden_states, return_dict=True, **kwargs,
+        )  # fmt: skip
         logits = self.logits(body)
         loss = None if labels is None else self.loss(logits, labels, **counted)
-        found = self.output(
+        return self.output(
             loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions
-        )
-        return (
-            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
         )
 
 
 class HatForSequenceClassification(_HatWithHead):
-    """`HatModel` with a linear head on `pooler_output`: `logits` [B, num_labels]."""
+    """`HatModel` with a linear head on `pooler_output`: `logits` [B, num_labels], the loss by `config.problem_type`."""
 
     pooled = True
     output = SequenceClassifierOutput
 
     def logits(self, body: HatModelOutput) -> Tensor:
-        """[B, num_labels]."""
         return self.classifier(self.dropout(body.pooler_output))
 
     def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
-        """By `config.problem_type`, as in all models of Transformers."""
         return self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **keywords)
 
 
@@ -107,7 +97,6 @@ class HatForMaskedLM(_HatWithHead):
     output = MaskedLMOutput
 
     def add_head(self, config: HatEncoderConfig) -> None:
-        """Make the head's modules."""
         self.lm_head = HatLMHead(config)
 
     def get_output_embeddings(self):
@@ -119,26 +108,21 @@ class HatForMaskedLM(_HatWithHead):
         self.lm_head.decoder = value
 
     def logits(self, body: HatModelOutput) -> Tensor:
-        """[B, N, vocab_size]."""
         return self.lm_head(body.last_hidden_state)
 
     def loss(self, logits: Tensor, labels: Tensor, **keywords) -> Tensor:
-        """Cross-entropy over the labels that count."""
         return self.loss_function(logits, labels, self.config.vocab_size, **keywords)
 
 
 class HatLMHead(nn.Module):
-    """[..., hidden_size] to [..., vocab_size]."""
+    """Logits of all words, [..., hidden_size] to [..., vocab_size]."""
 
     def __init__(self, config: HatEncoderConfig):
         super().__init__()
-        width = config.embedding_size
+        width = config.embedding_size or config.hidden_size
         self.dense, self.act = nn.Linear(config.hidden_size, width), ACT2FN[config.lm_act]
-        self.norm, self.decoder = (
-            nn.LayerNorm(width, config.layer_norm_eps),
-            nn.Linear(width, config.vocab_size),
-        )
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.decoder = nn.Linear(width, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of all words."""
         return self.decoder(self.norm(self.act(self.dense(x))))

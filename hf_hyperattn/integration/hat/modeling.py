@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
+from transformers.utils import ModelOutput, can_return_tuple
 
 from ...mechanisms.hat.segments import Segments, segment
 from ...readable import can_read
 from .blocks import HatBlock, HatCrossBlock, HatEmbeddings
 from .configuration import HatEncoderConfig
-from .outputs import HatModelOutput, Seen
+
+
+@dataclass
+class HatModelOutput(ModelOutput):
+    """What `HatModel` returns, with N tokens in S segments of W places.
+
+    Args:
+        last_hidden_state: [B, N, width], in the places of the tokens that came in; 0 at padding.
+        pooler_output: [B, width].
+        segment_states: [B, S, width], the segments' CLS rows at the end.
+        segment_mask: bool [B, S], whether the text has so many segments.
+        hidden_states: the embeddings, and the states after each segment-wise block and the cross-segment blocks behind
+            it, each [B, N, width]; with output_hidden_states=True.
+        attentions: of each segment-wise block, [B, S, H, W, W]; with output_attentions=True.
+        cross_segment_attentions: of each cross-segment block, [B, H, S, S]; with output_attentions=True.
+    """
+
+    last_hidden_state: Tensor | None = None
+    pooler_output: Tensor | None = None
+    segment_states: Tensor | None = None
+    segment_mask: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_segment_attentions: tuple[Tensor, ...] | None = None
 
 
 class HatPreTrainedModel(PreTrainedModel):
@@ -24,6 +51,7 @@ class HatPreTrainedModel(PreTrainedModel):
     base_model_prefix = "hat"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "words"
     _no_split_modules = ["HatEmbeddings", "HatBlock", "HatCrossBlock"]
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -44,23 +72,16 @@ class HatModel(HatPreTrainedModel):
 
     def __init__(self, config: HatEncoderConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        width, crossed = config.hidden_size, sum(config.cross_blocks)
         self.embeddings = HatEmbeddings(config)
         self.segment_blocks = nn.ModuleList([HatBlock(config) for _ in range(config.num_hidden_layers)])
-        self.cross_blocks = nn.ModuleList([HatCrossBlock(config) for _ in range(sum(config.cross_blocks))])
-        crossed = len(self.cross_blocks) > 0
-        self.segment_positions = nn.Embedding(config.max_segments, config.hidden_size) if crossed else None
+        self.cross_blocks = nn.ModuleList([HatCrossBlock(config) for _ in range(crossed)])
+        self.segment_positions: Any = nn.Embedding(config.max_segments, width) if crossed else None
         pooled = add_pooling_layer and config.pooler_act is not None
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if pooled else None
+        self.pooler = nn.Linear(width, width) if pooled else None
         self.post_init()
 
-    def get_input_embeddings(self):
-        """The table of words."""
-        return self.embeddings.words
-
-    def set_input_embeddings(self, value):
-        """Put another table of words in its place."""
-        self.embeddings.words = value
-
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -70,9 +91,8 @@ class HatModel(HatPreTrainedModel):
         segment_ids: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs,
-    ) -> HatModelOutput | tuple:
+    ) -> HatModelOutput:
         """Encode a batch of texts as their tokenizer made them, [CLS] or <s> first.
 
         Args:
@@ -84,8 +104,7 @@ class HatModel(HatPreTrainedModel):
                 segment begins, and also where one is full. None: only the latter. Not in a compiled graph.
             output_attentions: whether to return attention weights, which attn_implementation='eager' has.
             output_hidden_states: whether to return the states between the blocks.
-            return_dict: False for a tuple.
-            kwargs: for the attention function.
+            kwargs: return_dict=False for a tuple; the rest is for the attention function.
 
         Raises:
             ValueError: texts that are too long or empty, and arguments that nothing would look at.
@@ -96,30 +115,30 @@ class HatModel(HatPreTrainedModel):
         x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        seen = Seen(segments, states, attentions)
-        x = self._encode(x, segments, seen, kwargs | ({"output_attentions": True} if attentions else {}))
+        names = ("hidden_states",) * bool(states) + ("attentions", "cross_segment_attentions") * bool(
+            attentions
+        )
+        recorded: dict[str, list[Tensor]] = {name: [] for name in names}
+        x = self._encode(x, segments, recorded, kwargs | ({"output_attentions": True} if attentions else {}))
         last, rows = segments.to_tokens(x), segments.cls_rows(x)
-        found = HatModelOutput(
+        return HatModelOutput(
             last_hidden_state=last,
             pooler_output=self._pool(last, rows, segments),
             segment_states=rows * segments.present[..., None],
             segment_mask=segments.present,
-            **seen.found(),
-        )
-        return (
-            found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+            **{name: tuple(tensors) for name, tensors in recorded.items()},
         )
 
     def _real(self, input_ids, inputs_embeds, attention_mask) -> Tensor:
         """Which tokens are no padding, bool [B, N]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("HatModel needs input_ids or inputs_embeds; allowed: one of the two")
-        given = input_ids if input_ids is not None else inputs_embeds
+        tokens = input_ids if input_ids is not None else inputs_embeds
         if attention_mask is None:
-            return torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
-        if attention_mask.shape != given.shape[:2]:
+            return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        if attention_mask.shape != tokens.shape[:2]:
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {tuple(given.shape[:2])}, since "
+                f"attention_mask has shape {tuple(attention_mask.shape)}; allowed: {tuple(tokens.shape[:2])}, since "
                 "segments are cut by it"
             )
         return attention_mask != 0
@@ -129,19 +148,17 @@ class HatModel(HatPreTrainedModel):
         for name in ("position_ids", "hierarchy", "encoder_hidden_states", "past_key_values"):
             if keywords.get(name) is not None:
                 raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
-        longest = self.config.max_position_embeddings
-        if not can_read(real):
-            fine, tokens = real.shape[1] <= longest, f"{real.shape[1]} tokens with its padding"
-        else:
-            number = real.sum(1)
-            if not bool(number.all()):
+        tokens, padded, longest = real.shape[1], " with its padding", self.config.max_position_embeddings
+        if can_read(real):
+            lengths = real.sum(1)
+            if not bool(lengths.all()):
                 raise ValueError(
                     "a text has no tokens; allowed: at least one 1 in each row of attention_mask"
                 )
-            fine, tokens = int(number.max()) <= longest, f"{int(number.max())} tokens"
-        if not fine:
+            tokens, padded = int(lengths.max()), ""
+        if tokens > longest:
             raise ValueError(
-                f"a text has {tokens}; allowed: at most max_position_embeddings={longest}, which "
+                f"a text has {tokens} tokens{padded}; allowed: at most max_position_embeddings={longest}, which "
                 "HatConfig(max_length=...) sets"
             )
 
@@ -154,14 +171,14 @@ class HatModel(HatPreTrainedModel):
                 f"segment_ids has shape {tuple(groups.shape)}; allowed: {tuple(real.shape)}, and None in a compiled "
                 "graph, whose shapes cannot depend on it"
             )
-        found = segment(real, self.config.segment_length, led, packed=readable, groups=groups)
-        number, most = found.present.shape[1], self.config.max_segments
+        segments = segment(real, self.config.segment_length, led, packed=readable, groups=groups)
+        number, most = segments.present.shape[1], self.config.max_segments
         if groups is not None and number > most:
             raise ValueError(
                 f"segment_ids makes {number} segments; allowed: at most {most}, for max_position_embeddings="
                 f"{self.config.max_position_embeddings} and segment_length={self.config.segment_length}"
             )
-        return found
+        return segments
 
     def _embed(self, segments: Segments, input_ids, inputs_embeds, token_type_ids) -> Tensor:
         if inputs_embeds is None:
@@ -171,30 +188,35 @@ class HatModel(HatPreTrainedModel):
             words = self.embeddings.words(ids)
         else:
             words = segments.to_segments(inputs_embeds)
-        return self.embeddings(
-            words, None if token_type_ids is None else segments.to_segments(token_type_ids)
-        )
+        kinds = None if token_type_ids is None else segments.to_segments(token_type_ids)
+        return self.embeddings(words, kinds)
 
-    def _encode(self, x: Tensor, segments: Segments, seen: Seen, keywords: dict) -> Tensor:
-        """The blocks, in the order of the layout."""
+    def _encode(self, x: Tensor, segments: Segments, recorded: dict[str, list], keywords: dict) -> Tensor:
+        """The blocks, in the order of the layout; what is to be returned beside the result is added to `recorded`."""
         rows = segments.cls_rows(x)
-        filled, present = (
-            None if m.is_meta else m for m in (segments.filled, segments.present)
-        )  # they are read
+        # the masks' values are read, which the meta device has none of
+        filled, present = (None if m.is_meta else m for m in (segments.filled, segments.present))
         mask = create_bidirectional_mask(self.config, x, filled)
         cross_mask = create_bidirectional_mask(self.config, rows, present)
-        cross = iter(self.cross_blocks)
-        seen.states(x)
+        there, cross = segments.present[..., None, None, None], iter(self.cross_blocks)
+        states, within, across = map(
+            recorded.get, ("hidden_states", "attentions", "cross_segment_attentions")
+        )
+        if states is not None:
+            states.append(segments.to_tokens(x))
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):
             x, weights = block(x, mask, **keywords)
-            seen.within(weights)
+            if within is not None:
+                within.append(_returned(weights)[segments.members] * there)
             for _ in range(number):
                 rows = segments.cls_rows(x)
                 positions = self.segment_positions(torch.arange(rows.shape[1], device=rows.device))
                 rows, weights = next(cross)(rows, positions, cross_mask, **keywords)
-                seen.across(weights)
+                if across is not None:
+                    across.append(_returned(weights))
                 x = segments.with_cls_rows(x, rows)
-            seen.states(x)
+            if states is not None:
+                states.append(segments.to_tokens(x))
         return x
 
     def _pool(self, last: Tensor, rows: Tensor, segments: Segments) -> Tensor:
@@ -206,3 +228,13 @@ class HatModel(HatPreTrainedModel):
         else:
             pooled = last.sum(1) / segments.real.sum(1, keepdim=True)
         return pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
+
+
+def _returned(weights: Tensor | None) -> Tensor:
+    """The weights of an attention function, which output_attentions=True needs."""
+    if weights is None:
+        raise ValueError(
+            "output_attentions=True needs an attention function that returns its weights; allowed: "
+            "model.set_attn_implementation('eager')"
+        )
+    return weights

@@ -4,105 +4,83 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
-from transformers import PreTrainedConfig
-
-BERT_LAYER = {
-    "attention.query": "attention.self.query",
-    "attention.key": "attention.self.key",
-    "attention.value": "attention.self.value",
-    "attention.out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "norm": "output.LayerNorm",
-}
-DISTILBERT_LAYER = {
-    "attention.query": "attention.q_lin",
-    "attention.key": "attention.k_lin",
-    "attention.value": "attention.v_lin",
-    "attention.out": "attention.out_lin",
-    "attention_norm": "sa_layer_norm",
-    "up": "ffn.lin1",
-    "down": "ffn.lin2",
-    "norm": "output_layer_norm",
-}
-ROBERTA_HEADS = {
-    "SequenceClassification": {"hat.pooler": "classifier.dense", "classifier": "classifier.out_proj"},
-    "TokenClassification": {"classifier": "classifier"},
-    "MaskedLM": {
-        "lm_head.dense": "lm_head.dense",
-        "lm_head.norm": "lm_head.layer_norm",
-        "lm_head.decoder": "lm_head.decoder",
-    },
-}
+#: The modules of one of our blocks.
+BLOCK = (
+    "attention.query", "attention.key", "attention.value", "attention.out", "attention_norm", "up", "down", "norm",
+)  # fmt: skip
+BERT_LAYER = (
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+)  # fmt: skip
+DISTILBERT_LAYER = (
+    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm", "ffn.lin1",
+    "ffn.lin2", "output_layer_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Family:
+class EncoderFamily:
     """A family of pretrained encoders.
 
     Args:
-        heads: by the end of the class name, the modules of the head, ours and theirs.
+        pooler, classifier: modules of the head for sequence classification.
+        lm_head: of the head for masked language modelling, the linear map, the norm and the map to words.
         layers: their stack of layers.
-        layer: the modules of a layer, ours and theirs.
+        layer: the modules of a layer, in the order of `BLOCK`.
         offset: the row of their table of positions that a text's first token has; None: behind the padding's.
         fields: fields of our config, and of theirs where the name is another; a field that theirs lacks is left out.
         acts: activations, by the end of the class name ("" for all): fields of our config, and either the name of an
             activation, or, with an @, of their field.
     """
 
-    heads: dict[str, dict[str, str]]
+    pooler: str
+    classifier: str
+    lm_head: tuple[str, str, str]
     layers: str = "encoder.layer"
-    layer: dict[str, str] = field(default_factory=lambda: BERT_LAYER)
+    layer: tuple[str, ...] = BERT_LAYER
     offset: int | None = 0
     fields: dict[str, str] = field(default_factory=dict)
     acts: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def first_position(self, config: PreTrainedConfig) -> int:
-        """The row of their table of positions that a text's first token has."""
-        return config.pad_token_id + 1 if self.offset is None else self.offset
-
-
-ROBERTA = Family(ROBERTA_HEADS, offset=None, acts={"": {"lm_act": "gelu"}})
-FAMILIES = {
-    "bert": Family(
-        {
-            "SequenceClassification": {"hat.pooler": "bert.pooler.dense", "classifier": "classifier"},
+    def head(self, end: str) -> dict[str, str]:
+        """The modules of the head of a class whose name ends so, ours and theirs."""
+        heads = {
+            "SequenceClassification": {"hat.pooler": self.pooler, "classifier": self.classifier},
             "TokenClassification": {"classifier": "classifier"},
-            "MaskedLM": {
-                "lm_head.dense": "cls.predictions.transform.dense",
-                "lm_head.norm": "cls.predictions.transform.LayerNorm",
-                "lm_head.decoder": "cls.predictions.decoder",
-            },
-        },
+            "MaskedLM": dict(
+                zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)
+            ),
+        }
+        return heads.get(end, {})
+
+
+ROBERTA = EncoderFamily(
+    "classifier.dense",
+    "classifier.out_proj",
+    ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
+    offset=None,
+    acts={"": {"lm_act": "gelu"}},
+)
+FAMILIES = {
+    "bert": EncoderFamily(
+        "bert.pooler.dense",
+        "classifier",
+        ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
         acts={"": {"lm_act": "@hidden_act"}},
     ),
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
     "camembert": ROBERTA,
-    "electra": Family(
-        {
-            "SequenceClassification": {"hat.pooler": "classifier.dense", "classifier": "classifier.out_proj"},
-            "TokenClassification": {"classifier": "classifier"},
-            "MaskedLM": {
-                "lm_head.dense": "generator_predictions.dense",
-                "lm_head.norm": "generator_predictions.LayerNorm",
-                "lm_head.decoder": "generator_lm_head",
-            },
-        },
+    "electra": EncoderFamily(
+        "classifier.dense",
+        "classifier.out_proj",
+        ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"),
         acts={"SequenceClassification": {"pooler_act": "gelu"}},
     ),
-    "distilbert": Family(
-        {
-            "SequenceClassification": {"hat.pooler": "pre_classifier", "classifier": "classifier"},
-            "TokenClassification": {"classifier": "classifier"},
-            "MaskedLM": {
-                "lm_head.dense": "vocab_transform",
-                "lm_head.norm": "vocab_layer_norm",
-                "lm_head.decoder": "vocab_projector",
-            },
-        },
+    "distilbert": EncoderFamily(
+        "pre_classifier",
+        "classifier",
+        ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
         layers="transformer.layer",
         layer=DISTILBERT_LAYER,
         fields={
@@ -114,9 +92,3 @@ FAMILIES = {
         acts={"": {"lm_act": "@activation"}, "SequenceClassification": {"pooler_act": "relu"}},
     ),
 }
-
-
-def pooler_of(body: nn.Module) -> nn.Linear | None:
-    """The linear map of the body's pooler, where it has one."""
-    pooler = getattr(body, "pooler", None)
-    return None if pooler is None else pooler.dense

@@ -13,7 +13,6 @@ independent inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +54,6 @@ def decompose(
     steps: int = 100,
     seed: int = 0,
     moments: tuple[Tensor, Tensor] | None = None,
-    advance: Callable[[], None] = lambda: None,
 ) -> Decomposition:
     """The shared projections that stand for those of H heads.
 
@@ -65,25 +63,24 @@ def decompose(
         steps: most steps.
         seed: of the random part of the start.
         moments: of what queries and keys are made from, [D, D] and [D', D']; None weighs all directions alike.
-        advance: called after each step.
 
     Raises:
         ValueError: weights or moments that are not finite.
     """
     query, key = query.double(), key.double()
-    for name, given in (("weights of queries or keys", (query, key)), ("hidden states", moments or ())):
-        if not all(bool(t.isfinite().all()) for t in given):
+    for name, tensors in (("weights of queries or keys", (query, key)), ("hidden states", moments or ())):
+        if not all(bool(t.isfinite().all()) for t in tensors):
             raise ValueError(f"the {name} are not finite; allowed: finite ones")
     heads, d, _ = query.shape
     if rank == heads * d:
-        own = torch.eye(heads, dtype=torch.float64).repeat_interleave(d, 1)
+        mixing = torch.eye(heads, dtype=torch.float64).repeat_interleave(d, 1)
         exact = None if moments is None else 0.0
-        return Decomposition(own, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
+        return Decomposition(mixing, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
     roots = (None, None) if moments is None else tuple(_root(m.double()) for m in moments)
     (basis_q, left), (basis_k, right) = (
         _reduced(w if r is None else w @ r) for w, r in zip((query, key), roots)
     )
-    (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed, advance)
+    (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed)
     a, b = basis_q @ a, basis_k @ b
     if moments is None:
         return Decomposition(mixing, a.T, b.T, error, None, taken)
@@ -127,8 +124,8 @@ class _Problem:
     def error(self, mixing: Tensor, a: Tensor, b: Tensor) -> float:
         """Norm of the residual over that of the tensor; 0 for a tensor of zeros."""
         inner = (((self.a.mT @ a) * (self.b.mT @ b)).sum(1) * mixing).sum()
-        own = ((mixing.T @ mixing) * (a.T @ a) * (b.T @ b)).sum()
-        left = (self.square - 2 * inner + own).clamp_min(0)
+        square = ((mixing.T @ mixing) * (a.T @ a) * (b.T @ b)).sum()
+        left = (self.square - 2 * inner + square).clamp_min(0)
         return float((left / self.square).sqrt()) if self.square > 0 else 0.0
 
     def unfolded(self, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,8 +133,8 @@ class _Problem:
         through = lambda x, y: torch.linalg.eigh((x @ (y.mT @ y) @ x.mT).sum(0))[1].flip(1)
         sides = [through(self.a, self.b), through(self.b, self.a)]
         random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-        found = [torch.cat([s[:, :rank], random(len(s), max(0, rank - s.shape[1]))], 1) for s in sides]
-        return random(len(self.a), rank), *found
+        a, b = (torch.cat([s[:, :rank], random(len(s), max(0, rank - s.shape[1]))], 1) for s in sides)
+        return random(len(self.a), rank), a, b
 
     def by_head(self, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """The leading singular pairs of single heads, each mixed into its own."""
@@ -153,7 +150,9 @@ class _Problem:
         return mixing, a, b
 
 
-def _solved(problem: _Problem, rank: int, steps: int, seed: int, advance):
+def _solved(
+    problem: _Problem, rank: int, steps: int, seed: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
     """The factors, their error, and the steps taken: from the better start until steps bring nothing more."""
     generator = torch.Generator().manual_seed(seed)
     starts, trial = [], min(TRIAL, steps)
@@ -164,7 +163,6 @@ def _solved(problem: _Problem, rank: int, steps: int, seed: int, advance):
         starts.append((problem.error(*factors), factors))
     error, factors = min(starts, key=lambda s: s[0])
     for taken in range(trial, steps):
-        advance()
         factors = problem.step(*factors)
         before, error = error, problem.error(*factors)
         if before - error <= TOLERANCE * before:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import TERMS, Numbers, PairScore, Points, Reader, ScoreTerm
+from ...engines.score import TERMS, Numbers, PairScore, Points, ScoreTerm, VectorReader
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
@@ -58,7 +58,7 @@ class ConeSpace:
             statistics=vectors.statistics,
             capped=capped,
             # decoding takes distances from differences, for which it does not read the last parameter
-            reader=None if reader is None else Reader(reader, (gamma, radius), (*head, 1.0)),
+            reader=None if reader is None else VectorReader(reader, (gamma, radius), (*head, 1.0)),
             points=vectors.points,
         )
         if scale is not None:
@@ -100,10 +100,10 @@ class ConeVectors:
         dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
         heads, kv_heads, dim, numbers = query.shape[1], key.shape[1], query.shape[-1], []
         for number in (space.gamma, space.radius):
-            tensor = isinstance(number, Tensor)
-            numbers.append(
-                number.to(dtype) if tensor else torch.full((1,), number, dtype=dtype, device=query.device)
-            )
+            if isinstance(number, Tensor):
+                numbers.append(number.to(dtype))
+            else:
+                numbers.append(torch.full((1,), number, dtype=dtype, device=query.device))
         gamma, radius = torch.broadcast_tensors(*numbers)
         weight = (
             gamma.sqrt() if space.squared else gamma
@@ -116,7 +116,7 @@ class ConeVectors:
         if space.mapping == "psi":  # it scales lengths with the radius, other mappings know none
             height_factor, gap_factor = radius * height_factor, radius * gap_factor
         rim = (radius * weight)[:, None]
-        self.stretches, numbers = [], []
+        self.stretches, sides = [], []
         norms = squared_norms((query, key), dtype, dim - 1)
         for x, norm, is_key in ((query, norms[0], False), (key, norms[1], True)):
             last = x[..., -1].to(dtype)
@@ -145,12 +145,12 @@ class ConeVectors:
                 statistics.append(length)
             else:
                 statistics += (length, stretch, last) if is_key else (length, stretch / scale, last * scale)
-            numbers.append(statistics)
+            sides.append(statistics)
         head = [(gap_factor**2).expand(heads)]
         if space.variant != "umbral":
             head.insert(0, (rim[:, 0] ** 2).expand(heads))
         query_factor, key_factor = self.stretches
-        return Numbers(numbers[0], numbers[1], head, (query_factor, key_factor) if scale is None else None)
+        return Numbers(sides[0], sides[1], head, (query_factor, key_factor) if scale is None else None)
 
     def features(self) -> tuple[Tensor, Tensor]:
         """The points' horizontal parts, [B, H, N, d - 1] and [B, Hkv, M, d - 1]."""
@@ -171,8 +171,13 @@ class ConeVectors:
         s, device = self.space, self.query.device
         numbers = (s.gamma, s.radius)
         gamma, radius = (torch.as_tensor(x, dtype=torch.float64, device=device).reshape(-1) for x in numbers)
-        flags = dict(variant=s.variant, mapping=s.mapping, squared=s.squared, clamp_heights=s.clamp_heights)
-        return definition(self.query, self.key, gamma, radius, **flags)
+        return definition(
+            *(self.query, self.key, gamma, radius),
+            variant=s.variant,
+            mapping=s.mapping,
+            squared=s.squared,
+            clamp_heights=s.clamp_heights,
+        )
 
 
 class ConeLayer(ScoreLayer):

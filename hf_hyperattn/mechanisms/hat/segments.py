@@ -46,8 +46,8 @@ class Segments:
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """[T, W, ...] to [B, N, ...], 0 at padding."""
-        found = states.flatten(0, 1)[self.places]
-        return found * self.real.view(*self.real.shape, *[1] * (found.ndim - 2))
+        rows = states.flatten(0, 1)[self.places]
+        return rows * self.real.view(*self.real.shape, *[1] * (rows.ndim - 2))
 
     def cls_rows(self, states: Tensor) -> Tensor:
         """The CLS rows [B, S, ...] of [T, W, ...]; where not present, those of another segment."""
@@ -78,10 +78,9 @@ def segment(
     """
     B, N = real.shape
     device = real.device
-    own = torch.ones(B, dtype=torch.long, device=device) if led is None else led.long()
-    rank = (real.cumsum(1) - 1 - own[:, None]).clamp_min(
-        -1
-    )  # among the tokens behind the CLS token, which has -1
+    cls_tokens = torch.ones(B, dtype=torch.long, device=device) if led is None else led.long()
+    # number among the tokens behind the CLS token, which has -1
+    rank = (real.cumsum(1) - 1 - cls_tokens[:, None]).clamp_min(-1)
     behind = real & (rank >= 0)
     number, inside = _numbered(rank, behind, length, groups)
     each = torch.where(behind, number, 0).amax(1) + 1
@@ -89,12 +88,12 @@ def segment(
         most, total = int(each.max()), int(each.sum())
         width = 1 + int(torch.where(behind, inside + 1, 0).max())
         first = each.cumsum(0) - each
-        text = torch.arange(B, device=device).repeat_interleave(each, output_size=total)
+        repeats: Tensor | int = each
     else:
-        most = segments_of(N + 1 - int(led is None), length)
+        repeats = most = segments_of(N + 1 - int(led is None), length)
         total, width = B * most, min(length, N + 1)
         first = torch.arange(B, device=device) * most
-        text = torch.arange(B, device=device).repeat_interleave(most, output_size=total)
+    text = torch.arange(B, device=device).repeat_interleave(repeats, output_size=total)
     places = first[:, None] * width + torch.where(behind, number * width + 1 + inside, 0)
     tokens = _inverse(places, real, total * width).view(total, width)
     filled = tokens >= 0
@@ -125,6 +124,8 @@ def _numbered(rank: Tensor, behind: Tensor, length: int, groups: Tensor | None) 
 
 def _inverse(places: Tensor, real: Tensor, total: int) -> Tensor:
     """Which token stands in each of the places; -1 where none does."""
-    found = torch.full((total + 1,), -1, device=places.device)
-    number = torch.arange(places.numel(), device=places.device)
-    return found.scatter(0, torch.where(real, places, total).flatten(), number)[:-1]
+    none, number = (
+        torch.full((total + 1,), -1, device=places.device),
+        torch.arange(places.numel(), device=places.device),
+    )
+    return none.scatter(0, torch.where(real, places, total).flatten(), number)[:-1]

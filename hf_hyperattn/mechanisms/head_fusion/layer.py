@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ..base import Host, MechanismLayer, Plan
 from .config import HeadFusionConfig
-from .weights import head_weights
+from .reference import head_weights
 
 
 class HeadFusionLayer(MechanismLayer):
@@ -22,7 +22,7 @@ class HeadFusionLayer(MechanismLayer):
 
     Attributes:
         on_weights: called with beta [B, N, chosen heads] at every call; `analysis.heads` sets it.
-        keep: from beta to a factor of the same shape that every chosen head is multiplied with; likewise.
+        keep: from beta to a factor of the same shape that every chosen head is multiplied with; set there too.
 
     Raises:
         ValueError: nothing says how wide the hidden states are that enter the host.
@@ -38,7 +38,7 @@ class HeadFusionLayer(MechanismLayer):
                 f"head_fusion reads the hidden states that enter {host.name}, and nothing says how wide they are; "
                 "allowed: hosts with a query projection, or whose config has hidden_size"
             )
-        self.place, self.count = host.layer_index, len(heads) if heads is not None else host.heads
+        self.layer_index, self.count = host.layer_index, host.heads if heads is None else len(heads)
         size = config.size_for(host.heads)
         self.query_map = nn.Parameter(torch.empty(size, host.width))
         self.kappa = nn.Parameter(torch.empty(self.count, size))
@@ -49,7 +49,7 @@ class HeadFusionLayer(MechanismLayer):
 
     def reset_parameters(self) -> None:
         """The query map at its seeded numbers, which differ between layers; zero for the rest."""
-        generator = torch.Generator().manual_seed(self.config.seed + self.place)
+        generator = torch.Generator().manual_seed(self.config.seed + self.layer_index)
         start = torch.randn(self.query_map.shape, generator=generator, device="cpu") * self.config.spread
         init.copy_(self.query_map, start.to(self.query_map))
         init.zeros_(self.kappa)
@@ -68,15 +68,11 @@ class HeadFusionLayer(MechanismLayer):
         factors = beta * self.count
         if self.keep is not None:
             factors = factors * self.keep(beta)
-        factors = self.of_all(factors, plan.call.query.shape[1]).transpose(1, 2)[..., None]
-        return plan.change(after=(*plan.after, lambda out: weigh(out, factors)))
-
-    def of_all(self, factors: Tensor, heads: int) -> Tensor:
-        """Factors [B, N, chosen heads] as [B, N, heads], 1 for heads that are not chosen."""
-        if self.heads is None:
-            return factors
-        ones = factors.new_ones(*factors.shape[:-1], heads)
-        return ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
+        if self.heads is not None:  # 1 for heads that are not chosen
+            ones = factors.new_ones(*factors.shape[:-1], plan.call.query.shape[1])
+            factors = ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
+        by_head = factors.transpose(1, 2)[..., None]
+        return plan.change(after=(*plan.after, lambda out: weigh(out, by_head)))
 
     def idle(self) -> bool:
         return self.on_weights is None and self.keep is None and super().idle()

@@ -15,8 +15,8 @@ from ...engines.score import (
     Numbers,
     PairScore,
     Points,
-    Reader,
     ScoreTerm,
+    VectorReader,
     dot_score,
     repeat_heads,
     working_dtype,
@@ -73,7 +73,7 @@ class HyperbolicSpace:
             statistics=vectors.statistics,
             capped=capped,
             linear_features=linear,
-            reader=Reader(
+            reader=VectorReader(
                 f"hyperbolic::Vectors<{on_product:d}>",
                 parameters,
                 (beta(self.distance, self.curvature, self.temperature),),

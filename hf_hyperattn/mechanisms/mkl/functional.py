@@ -6,9 +6,8 @@ from torch import Tensor
 
 from ...engines import Options, attention, dot_score, repeat_heads
 from ..checks import check_call, check_tensor
-from .combine import combined_attention
-from .layer import scaled_score
-from .score import head_weights
+from .layer import combined_attention, scaled_score
+from .reference import head_weights
 from .terms import weighted_score
 
 
@@ -73,7 +72,7 @@ def mkl_attention(
 def check_beta(query: Tensor, key: Tensor, beta: Tensor, key_beta: Tensor | None) -> None:
     """Shapes of the weights' logits."""
     batch, heads, n, m = *query.shape[:3], key.shape[2]
-    rules = {"beta": (beta, (heads,))}
+    rules: dict[str, tuple[Tensor, tuple[int, ...]]] = {"beta": (beta, (heads,))}
     if key_beta is not None:
         rules = {"beta": (beta, (batch, heads, n)), "key_beta": (key_beta, (batch, heads, m))}
     for name, (t, shape) in rules.items():

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...engines import DOT, Options, PairScore, repeat_heads
-from ..base import Host, MechanismLayer, Plan
-from .combine import combined_attention
+from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
+from ...engines.reference import total_logits
+from ...readable import is_recorded
+from .. import checks
+from ..base import Host, HostCall, MechanismLayer, Plan
+from ..places import first_query
+from ..talking_heads.operator import BACKENDS, talking_heads
 from .config import MklConfig
-from .score import combined, head_weights, weighted
+from .reference import combined, head_weights, weighted
 from .terms import weighted_score
-from .values import weights_of
 
 
 class MklLayer(MechanismLayer):
@@ -33,36 +38,30 @@ class MklLayer(MechanismLayer):
 
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        check_host(config, host, mode, heads)
-        self.host = host.name
+        known = check_host(config, host, mode, heads)
+        self.host = known.name
         if config.kind == "global":
-            self.beta = self.per_head(host)
+            self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
-            self.value_map = nn.Parameter(torch.zeros(host.heads, host.kv_heads * host.value_dim))
+            self.value_map = nn.Parameter(torch.zeros(known.heads, known.kv_heads * known.value_dim))
 
     def change(self, plan: Plan) -> Plan:
-        dtype = plan.score.dtype
-        row, column = self.weights(plan, dtype)
-        options, score = plan.options, plan.score
-        if column is None:
+        score, options, column = plan.score, plan.options, None
+        if self.config.kind == "global":
+            row = head_weights(self.beta.to(score.dtype), self.heads)
             score = scaled_score(score, row, options)
         else:
+            row, column = weights_of(plan.call, self.value_map, score.dtype, self.heads, self.host)
             score = weighted_score(score, row, column, options.softcap)
             options = replace(options, softcap=None)
-        options = replace(options, bias=scaled_bias(options.bias, row, column, self.config.combine))
+        if options.bias is not None:
+            bias = options.bias.reshape((1,) * (4 - options.bias.dim()) + tuple(options.bias.shape))
+            options = replace(options, bias=weighted(bias.to(row.dtype), row, column))
         plan = plan.change(score=score, options=options)
-        if not self.config.combine:
-            own_keys = (
-                score.key.shape[1] != plan.score.key.shape[1] or score.key.shape[1] != plan.value.shape[1]
-            )
-            return plan.change(value=repeat_heads(plan.value, score.key.shape[1])) if own_keys else plan
-        return plan.change(attend=partial(combined_attention, plan.attend))
-
-    def weights(self, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The weights of rows, [H] or [B, H, N], and for the conditional form those of columns, [B, H, M]."""
-        if self.config.kind == "global":
-            return head_weights(self.beta.to(dtype), self.heads), None
-        return weights_of(plan.call, self.value_map, dtype, self.heads, self.host)
+        if self.config.combine:
+            return plan.change(attend=partial(combined_attention, plan.attend))
+        heads = score.kv_heads  # keys of their own for every query head, where keys are weighted
+        return plan if plan.value.shape[1] == heads else plan.change(value=repeat_heads(plan.value, heads))
 
     def identical(self) -> bool:
         return not self.config.combine and not any(bool(p.any()) for p in self.parameters())
@@ -83,36 +82,121 @@ def scaled_score(score: PairScore, weight: Tensor, options: Options) -> PairScor
     return replace(score, raw_query=scaled, terms=(weighted_product, *others))
 
 
-def scaled_bias(bias: Tensor | None, row: Tensor, column: Tensor | None, combine: bool) -> Tensor | None:
-    """A bias [B|1, H|1, N|1, M] with the weights of the kernels, summed over heads where they are combined."""
-    if bias is None:
-        return None
-    bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)).to(row.dtype)
-    bias = weighted(bias, row, column)
-    return combined(bias) if combine else bias
+def combined_attention(
+    attend: Callable,
+    score: PairScore,
+    value: Tensor,
+    options: Options,
+    backend: str = "auto",
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(Σ_m S^m)·V, the same weights for the values of every head.
+
+    Dot products of all heads are one dot product of all their dimensions. Other scores are talking heads of which only
+    one is left after the logits are mixed.
+
+    Args:
+        attend: computes a pair score of one head, as `engines.attention` does.
+        score: the weighted kernels; features [B, H, N, d].
+        value: [B, Hkv, M, dv].
+        options: masks that are the same for all heads, and the bias of every head; no sinks.
+        backend, weights: as in `engines.attention`.
+
+    Returns:
+        [B, H, N, dv], and the weights [B, H, N, M] where asked for.
+
+    Raises:
+        ValueError: sinks or masks that differ between heads.
+    """
+    mask_per_head = options.mask is not None and options.mask.dim() == 4 and options.mask.shape[1] > 1
+    for what, differs in (
+        ("attention sinks, which differ between heads", options.sinks is not None),
+        ("a mask for every head", mask_per_head),
+    ):
+        if differs:
+            raise ValueError(
+                f"mkl with combine=True makes one attention for all heads, and was called with {what}; allowed: "
+                "combine=False"
+            )
+    heads, groups, width = score.shape[1], value.shape[1], value.shape[-1]
+    together = value.transpose(1, 2).flatten(2)[:, None]  # [B, 1, M, Hkv · dv]
+    if options.softcap is None and all(t.term is DOT for t in score.terms):
+        options = options if options.bias is None else replace(options, bias=combined(options.bias))
+        out, shared = attend(one_product(score), together, options, backend=backend, weights=weights)
+    else:
+        if is_recorded():  # plain torch, for programs without this package
+            backend = "reference"
+        out, shared = talking_heads(
+            score,
+            together,
+            options,
+            before=value.new_ones(1, heads),
+            after=None,
+            backend=backend if backend in BACKENDS else "auto",
+            weights=weights,
+        )
+    out = repeat_heads(out[:, 0].unflatten(-1, (groups, width)).transpose(1, 2), heads)
+    return out, shared if shared is None else shared.expand(-1, heads, -1, -1)
 
 
-def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> None:
+def one_product(score: PairScore) -> PairScore:
+    """Dot products of all heads as one; queries of a group are summed, since they share their keys."""
+    gates = [1.0 if t.gate is None else t.gate[:, None, None] for t in score.terms]
+    query, key = score.features()
+    query = (query * sum(gates)).unflatten(1, (key.shape[1], -1)).sum(2)
+    q, k = (t.transpose(1, 2).flatten(2)[:, None] for t in (query, key))
+    return PairScore(q, k, (ScoreTerm(DOT, lambda: combined(total_logits(score))),))
+
+
+def weights_of(
+    call: HostCall, value_map: Tensor, dtype: torch.dtype, heads: tuple[int, ...] | None, host: str
+) -> tuple[Tensor, Tensor]:
+    """Conditional weights of queries [B, H, N] and of keys [B, H, M], from a linear image of a token's value rows.
+
+    The value rows of a query are those of its own token: values are cached as they are made, are not rotated, and move
+    with the beams, so that generation with a cache sees the same ones.
+
+    Args:
+        value_map: [H, Hkv · dv].
+        dtype: to compute in.
+        heads: that share the weights.
+        host: its name, for errors.
+
+    Raises:
+        ValueError: the call does not say which keys are the queries' own, or has values of another shape.
+    """
+    value, n = call.value, call.query.shape[2]
+    kv_heads, width = value.shape[1], value.shape[-1]
+    if kv_heads * width != value_map.shape[1]:
+        raise ValueError(
+            f"mkl was built for value rows of {value_map.shape[1]} numbers in {host}, and its attention is called with "
+            f"{kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
+            "layers=..."
+        )
+    start = first_query(call, "mkl", host)
+    by_kv_head = value_map.to(dtype).view(-1, kv_heads, width).transpose(0, 1)  # [Hkv, H, dv]
+    keys = head_weights((by_kv_head @ value.to(dtype).mT).sum(1), heads)
+    if isinstance(start, int):
+        return keys.narrow(2, start, n), keys
+    return keys.index_select(2, torch.arange(n, device=keys.device) + start), keys
+
+
+def check_host(config: MklConfig, host: Host | None, mode: str, heads) -> Any:
     """Refuse settings and hosts that the gates have no meaning for."""
-    if host is None:
-        raise ValueError("mkl has parameters to learn; allowed: patch_model(model, MklConfig(...))")
+    known = checks.check_host("mkl", host, *(("value_dim",) if config.kind == "conditional" else ()))
     if config.combine and mode == "blend":
         raise ValueError(
             "MklConfig.combine=True has no setting at which it is the identity, so that mode='blend' is not allowed; "
             "allowed: mode='replace', or combine=False"
         )
-    if config.combine and heads is not None and len(heads) < host.heads:
+    if config.combine and heads is not None and len(heads) < known.heads:
         raise ValueError(
             "MklConfig.combine=True makes one attention of all heads, and heads=... chooses some; allowed: heads=None, "
             "or combine=False"
         )
-    if config.kind == "conditional" and host.is_cross:
+    if config.kind == "conditional" and known.is_cross:
         raise ValueError(
             f"MklConfig.kind='conditional' reads the queries' own values, which cross-attention has none of "
-            f"({host.name}); allowed: kind='global', or include_cross_attention=False"
+            f"({known.name}); allowed: kind='global', or include_cross_attention=False"
         )
-    if config.kind == "conditional" and host.value_dim is None:
-        raise ValueError(
-            f"MklConfig.kind='conditional' reads value rows, and nothing tells how wide they are in {host.name}; "
-            "allowed: kind='global', or hosts with value projections"
-        )
+    return known

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ...engines.score import DOT, TERMS, PairScore, ScoreTerm, Term, register_term, repeat_heads
-from .score import weighted as definition
+from .reference import weighted
 
 
-class Weighted(Term):
+class WeightedTerm(Term):
     """Another term, with a cap where there is one, times a weight of the row and one of the column, which come last.
 
     Args:
@@ -54,9 +56,8 @@ def name_of(inner: Term, cap: float | None) -> str:
 
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
-    """The weighted form of a term, registered with the engines when it is first asked for."""
-    found = TERMS.get(name_of(inner, cap))
-    return found if found is not None else register_term(Weighted(inner, cap))
+    """The weighted form of a term, registered with the engines when it is first used."""
+    return TERMS.get(name_of(inner, cap)) or register_term(WeightedTerm(inner, cap))
 
 
 def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:
@@ -72,16 +73,15 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
     heads, first = score.shape[1], score.terms[0]
     if cap is None and len(score.terms) == 1 and first.term is DOT and first.gate is None:
         query, key = score.features()
-        key = repeat_heads(key, heads) * column[..., None]
-        return PairScore(query * row[..., None], key, (ScoreTerm(DOT, _of(first, row, column, None)),))
+        term = ScoreTerm(DOT, partial(weighted_logits, first, row, column, None))
+        return PairScore(query * row[..., None], repeat_heads(key, heads) * column[..., None], (term,))
     terms = []
     for index, term in enumerate(score.terms):
-        inner_cap = cap if index == 0 or term.capped else None
-        numbers = term.numbers()
+        inner_cap, numbers = cap if index == 0 or term.capped else None, term.numbers()
         terms.append(
             ScoreTerm(
                 weighted_term(term.term, inner_cap),
-                _of(term, row, column, inner_cap),
+                partial(weighted_logits, term, row, column, inner_cap),
                 row=(*numbers.row, row),
                 column=(*numbers.column, column),
                 head=tuple(numbers.head),
@@ -92,9 +92,7 @@ def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | N
     return PairScore(*score.features(), tuple(terms))
 
 
-def _of(term: ScoreTerm, row: Tensor, column: Tensor, cap: float | None):
-    def logits() -> Tensor:
-        inner = term.definition()
-        return definition(inner if cap is None else cap * torch.tanh(inner / cap), row, column)
-
-    return logits
+def weighted_logits(term: ScoreTerm, row: Tensor, column: Tensor, cap: float | None) -> Tensor:
+    """The definition of a weighted term."""
+    logits = term.definition()
+    return weighted(logits if cap is None else cap * torch.tanh(logits / cap), row, column)

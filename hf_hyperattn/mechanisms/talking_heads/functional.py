@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...engines import Options, dot_score
 from ..checks import check_call, check_tensor
-from .attention import talking_heads
+from .operator import talking_heads
 
 
 def talking_heads_attention(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Host, MechanismLayer, Plan
-from .attention import talking_heads
 from .config import TalkingHeadsConfig
+from .operator import talking_heads
 
 
 class TalkingHeadsLayer(MechanismLayer):
     """P_l = 1 + `before`, P_w = 1 + `after`, in front of and behind the softmax of whatever the score is.
 
-    Parameters: `before` and `after`, [heads, heads] each, or [chosen, chosen] with `heads=`, whose heads then mix among
-    themselves; zero at first, which is the identity.
+    Parameters: `before` and `after`, [heads, heads] each, or of those in `heads=` alone, which mix among themselves;
+    zero at first, which is the identity.
     """
 
     honours_heads = True
@@ -33,14 +33,14 @@ class TalkingHeadsLayer(MechanismLayer):
         return plan.change(attend=partial(talking_heads, before=before, after=after))
 
     def matrix(self, delta: Tensor | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """1 + delta at the chosen heads and 1 elsewhere, [H, H]; None where these heads are not mixed."""
+        """1 + delta at the selected heads and 1 elsewhere, [H, H]; None where these heads are not mixed."""
         if delta is None:
             return None
         one, delta = torch.eye(heads, dtype=dtype, device=delta.device), delta.to(dtype)
         if self.heads is None:
             return one + delta
-        chosen = torch.tensor(self.heads, device=delta.device)
-        return one.index_put((chosen[:, None], chosen[None]), delta, accumulate=True)
+        index = torch.tensor(self.heads, device=delta.device)
+        return one.index_put((index[:, None], index[None]), delta, accumulate=True)
 
     def identical(self) -> bool:
         return not any(bool(delta.any()) for delta in (self.before, self.after) if delta is not None)

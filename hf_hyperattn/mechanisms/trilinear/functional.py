@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ...engines import Options, working_dtype
 from ..checks import check_call, check_choice, check_tensor
+from . import reference
 from .attention import BACKENDS, attend
 from .config import checked_windows
-from .definition import bidaf_scores as definition
-from .pairs import Windows
+from .reference import Windows
 
 
 def trilinear_attention(
@@ -62,19 +62,12 @@ def trilinear_attention(
                 f"{name} has shape {tuple(second.shape)}; allowed: that of {name[:-1]}, {tuple(first.shape)}"
             )
     check_choice("backend", backend, BACKENDS)
-    first, second = checked_windows("", windows) or (None, None)
+    spans = Windows(*(checked_windows("", windows) or (None, None)), is_causal)
     dtype = working_dtype(query, key, value, key2, value2)
-    query_, key, value, key2, value2 = (t.to(dtype) for t in (query, key, value, key2, value2))
-    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
+    scaled, key, value, key2, value2 = (t.to(dtype) for t in (query, key, value, key2, value2))
+    scaled = scaled * (float(query.shape[-1]) ** -0.5 if scale is None else scale)
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = attend(
-        query_ * scale,
-        (key, key2),
-        (value, value2),
-        options,
-        Windows(first, second, is_causal),
-        backend=backend,
-    )
+    out, _ = attend(scaled, (key, key2), (value, value2), options, spans, backend=backend)
     return out.to(query.dtype)
 
 
@@ -99,4 +92,4 @@ def bidaf_scores(query: Tensor, key: Tensor, *, w1: Tensor, w2: Tensor, w3: Tens
             raise ValueError(f"{name} has shape {tuple(w.shape)}; allowed: ({heads}, {width}) or ({width},)")
     dtype = working_dtype(query, key, w1, w2, w3)
     w1, w2, w3 = (torch.broadcast_to(w.to(dtype), (heads, width)) for w in (w1, w2, w3))
-    return definition(query.to(dtype), key.to(dtype), w1, w2, w3)
+    return reference.bidaf_scores(query.to(dtype), key.to(dtype), w1, w2, w3)

@@ -1,28 +1,83 @@
-"""Trilinear attention inside a host: the second key and value are learned linear images of the first."""
+"""Trilinear attention inside a host: three-way, with a second key and value made from the first, or BiDAF's score."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...engines import DOT, Options, PairScore
+from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import dense
 from ..base import Host, HostCall, MechanismLayer, Plan
-from ..places import first_query
+from ..checks import check_host
+from ..places import first_query, seen_ends
 from .attention import attend
-from .bidaf import BidafLayer
 from .config import TrilinearConfig
-from .pairs import Windows
-from .rows import cut_rows
+from .reference import Windows, bidaf_scores
 
 
-def trilinear_layer(config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
+def trilinear_layer(
+    config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
+) -> MechanismLayer:
     """The layer of the form that the config asks for; arguments as in `MechanismLayer`."""
     kind = BidafLayer if config.form == "bidaf" else SimplicialLayer
     return kind(config, host, mode, heads)
+
+
+class BidafLayer(MechanismLayer):
+    """S_ij = w_1·q_i + w_2·k_j + w_3·(q_i ∘ k_j), which starts as the host's own score, in either mode.
+
+    It is one dot product, (w_3 ∘ q_i + w_2)·k_j, with w_1·q_i added to the whole row. What is added to a row is not
+    seen by softmax, so that w_1 matters, and learns, only in hosts with sinks or a softcap.
+
+    Parameters, [heads, d], zero at first: `w1`, `w2`, and `w3`: w_3 = scale · (1 + w3).
+
+    Raises:
+        ValueError: nothing tells the head dimension of the host.
+    """
+
+    honours_heads = True
+
+    def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        known = check_host("trilinear", host, "head_dim")
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3))
+
+    def change(self, plan: Plan) -> Plan:
+        call, mask = plan.call, self.chosen(plan.call.query)
+        dtype = working_dtype(call.query, call.key)
+        w1, w2, w3 = (
+            (w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3)
+        )
+        with_row = plan.options.sinks is not None or plan.options.softcap is not None
+        return plan.change(score=bidaf_score(call.query, call.key, w1, w2, call.scale * (1 + w3), with_row))
+
+    def identical(self) -> bool:
+        return not any(bool(p.any()) for p in self.parameters())
+
+
+def bidaf_score(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, with_row: bool) -> PairScore:
+    """The score as engines see it.
+
+    Args:
+        query: [B, H, N, d], key: [B, Hkv, M, d], as they come.
+        w1, w2, w3: [H, d], in the dtype to compute in.
+        with_row: keep what is added to a whole row, as one more feature.
+    """
+    q, k = query.to(w1.dtype), key.to(w1.dtype)
+    left = q * w3[:, None] + w2[:, None]
+    if not with_row:
+        unused = 0.0 * w1.sum()  # a gradient of zero, not of rounding errors
+        term = ScoreTerm(DOT, lambda: bidaf_scores(q, k, w1.detach(), w2, w3) + unused)
+        return PairScore(left + unused, k, (term,))
+    row = torch.einsum("hd,bhnd->bhn", w1, q)[..., None]
+    # the gate of ones says that the features are not the host's own keys
+    term = ScoreTerm(DOT, partial(bidaf_scores, q, k, w1, w2, w3), gate=w1.new_ones(query.shape[1]))
+    return PairScore(torch.cat([left, row], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1), (term,))
 
 
 class SimplicialLayer(MechanismLayer):
@@ -45,144 +100,150 @@ class SimplicialLayer(MechanismLayer):
 
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        check_host(config, host)
-        self.host, width, groups = host.name, host.head_dim, host.kv_heads
-        self.width = width
-        self.rank = config.rank or width
-        self.windows = config.windows or (None, None)
-        gated = mode == "blend" and (self.windows[0] is not None or self.rank < width)
+        known = check_host("trilinear", host, "head_dim", "value_dim")
+        if config.rank is not None and config.rank > known.head_dim:
+            raise ValueError(
+                f"TrilinearConfig.rank={config.rank} is not allowed; allowed: 1 to {known.head_dim}, the head "
+                f"dimension of {known.name}"
+            )
+        if known.is_cross and config.windows is not None:
+            raise ValueError(
+                f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({known.name}); allowed: "
+                "windows=None, or include_cross_attention=False"
+            )
+        self.host, groups = known.name, known.kv_heads
+        self.width = width = known.head_dim
+        self.rank: int = config.rank or width
+        w1, w2 = config.windows or (None, None)
+        self.windows = Windows(w1, w2)
+        gated = mode == "blend" and (self.windows.first is not None or self.rank < width)
         self.gate = self.per_head(host) if gated else None
         self.key_map = nn.Parameter(torch.zeros(groups, width, width))
-        self.value_map = nn.Parameter(torch.zeros(groups, host.value_dim, host.value_dim))
+        self.value_map = nn.Parameter(torch.zeros(groups, known.value_dim, known.value_dim))
         if config.tensor == "distmult":
-            self.diagonal = nn.Parameter(torch.zeros(host.heads, width))
+            self.diagonal = nn.Parameter(torch.zeros(known.heads, width))
         if config.tensor == "cp":
-            self.query_factor = nn.Parameter(torch.zeros(host.heads, self.rank, width))
+            self.query_factor = nn.Parameter(torch.zeros(known.heads, self.rank, width))
             self.key_factor = nn.Parameter(torch.zeros(groups, self.rank, width))
             self.key2_factor = nn.Parameter(torch.zeros(groups, self.rank, width))
 
     def change(self, plan: Plan) -> Plan:
-        given = dict(
-            self.named_parameters()
-        )  # now: under offload they are here only while the layer is called
-        return plan.change(attend=partial(self.attend, plan.call, plan.attend, given))
+        # now: under offload the parameters are here only while the layer is called
+        parameters = dict(self.named_parameters())
+        return plan.change(attend=partial(self.attend, plan.call, plan.attend, parameters))
 
     def attend(
         self,
         call: HostCall,
-        original,
-        given: dict[str, Tensor],
+        original: Callable,
+        parameters: Mapping[str, Tensor],
         score: PairScore,
         value: Tensor,
         options: Options,
         backend="auto",
         weights=False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Three-way attention, beside the host's own where both are wanted.
+        """Three-way attention, beside the host's own where both count.
 
         Args:
             original: computes the host's own.
-            given: the parameters by name.
+            parameters: of the layer, by name.
             score, value, options, backend, weights: as in `engines.attention`.
         """
-        plain = with_bias(score, options)
-        start = first_query(call, "trilinear", self.host) if self.windows != (None, None) else options.offset
-        known = start if isinstance(start, int) else 0
-        value, given = value.to(score.query.dtype), {n: p.to(score.query.dtype) for n, p in given.items()}
-        self.check_call(score.key, value, given)
-        query, keys = self.features(score.query, score.key, given)
-        found = attend(
+        simplicial_options = with_bias(score, options)
+        start = first_query(call, "trilinear", self.host) if self.config.windows else options.offset
+        value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
+        self.check_shapes(score.key, value)
+        query, keys = self.features(score.query, score.key, p)
+        outputs = attend(
             query,
             keys,
-            (value, 1 + value @ given["value_map"].mT),
-            replace(plain, offset=known),
-            Windows(*self.windows, call.is_causal),
+            (value, 1 + value @ p["value_map"].mT),
+            replace(simplicial_options, offset=start if isinstance(start, int) else 0),
+            replace(self.windows, back=call.is_causal),
             offset=None if isinstance(start, int) else start,
             backend=backend,
             weights=weights,
         )
-        gate = given.get("gate")
+        gate = p.get("gate")
         share = self.share(call, start, gate, value.dtype)
         if share is None:
-            return (
-                found if gate is None else (found[0] + 0.0 * gate.sum(), found[1])
-            )  # it has a gradient, zero
-        own = original(score, value, options, backend=backend, weights=weights)
-        return tuple(None if a is None else a + share * (b - a) for a, b in zip(own, found, strict=True))
+            # the gate has a gradient, zero
+            return outputs if gate is None else (outputs[0] + 0.0 * gate.sum(), outputs[1])
+        plain = original(score, value, options, backend=backend, weights=weights)
+        mixed: Any = (None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True))
+        return tuple(mixed)
 
     def share(
         self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
-        chosen = self.chosen(call.query)
-        cut = None if gate is None else self.cut(call, start)
-        if cut is None and chosen is None:
+        mask, w1, gated = self.chosen(call.query), self.windows.first, None
+        if gate is not None and self.rank < self.width:
+            gated = torch.ones((), dtype=torch.bool, device=call.query.device)
+        elif gate is not None and w1 is not None and call.key.shape[2] > w1:
+            gated = cut_rows(call, start, w1)
+        if gated is None and mask is None:
             return None
         share = torch.ones((), dtype=dtype, device=call.query.device)
-        if cut is not None:
-            share = torch.where(cut, gate[:, None], share)
-        if chosen is not None:
-            share = share * chosen.to(dtype)[:, None]
+        if gated is not None and gate is not None:
+            share = torch.where(gated, gate[:, None], share)
+        if mask is not None:
+            share = share * mask.to(dtype)[:, None]
         return share[..., None]
 
-    def cut(self, call: HostCall, start: int | Tensor) -> Tensor | None:
-        """Which queries have the gate, bool [B|1, H|1, N]; None for none of them."""
-        if self.rank < self.width:
-            return torch.ones(1, 1, call.query.shape[2], dtype=torch.bool, device=call.query.device)
-        if call.key.shape[2] <= self.windows[0]:
-            return None
-        return cut_rows(call, start, self.windows[0])
-
-    def features(self, query: Tensor, key: Tensor, given: dict) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def features(
+        self, query: Tensor, key: Tensor, p: dict[str, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """q, k and k2 after the tensor's maps."""
-        key2 = 1 + key @ given["key_map"].mT
+        key2 = 1 + key @ p["key_map"].mT
         if self.config.tensor == "distmult":
-            return query * (1 + given["diagonal"])[:, None], (key, key2)
+            return query * (1 + p["diagonal"])[:, None], (key, key2)
         if self.config.tensor == "cp":
             parts = (("query", query), ("key", key), ("key2", key2))
             # the first R rows of the unit matrix, plus what was learned, times x
-            query, key, key2 = (x[..., : self.rank] + x @ given[f"{n}_factor"].mT for n, x in parts)
+            query, key, key2 = (x[..., : self.rank] + x @ p[f"{n}_factor"].mT for n, x in parts)
         return query, (key, key2)
 
-    def check_call(self, key: Tensor, value: Tensor, given: dict) -> None:
+    def check_shapes(self, key: Tensor, value: Tensor) -> None:
         """Raise where keys or values are not of the shape that the host was patched for."""
-        found = (key.shape[1], key.shape[-1], value.shape[-1])
-        expected = (len(given["key_map"]), self.width, given["value_map"].shape[-1])
-        if found != expected:
+        shapes = (key.shape[1], key.shape[-1], value.shape[-1])
+        built = (len(self.key_map), self.width, self.value_map.shape[-1])
+        if shapes != built:
             raise ValueError(
-                f"trilinear was built for {expected[0]} key heads of {expected[1]} and values of {expected[2]} numbers "
-                f"in {self.host}, and its attention is called with {found[0]}, {found[1]} and {found[2]}; allowed: "
+                f"trilinear was built for {built[0]} key heads of {built[1]} and values of {built[2]} numbers in "
+                f"{self.host}, and its attention is called with {shapes[0]}, {shapes[1]} and {shapes[2]}; allowed: "
                 "hosts whose config says what they hand over, choose them with layers=..."
             )
 
     def identical(self) -> bool:
         if self.rank < self.width:
             return self.gate is not None and not bool(self.gate.any())
-        exact = self.gate is not None or self.windows[0] is None
+        exact = self.gate is not None or self.windows.first is None
         return exact and not any(bool(p.any()) for p in self.parameters())
 
 
-def check_host(config: TrilinearConfig, host: Host | None) -> None:
-    """Refuse hosts that three-way attention cannot be built for."""
-    if host is None:
-        raise ValueError(
-            "trilinear has parameters to learn; allowed: patch_model(model, TrilinearConfig(...))"
-        )
-    if host.head_dim is None or host.value_dim is None:
-        raise ValueError(
-            f"trilinear needs the head dimensions of {host.name}, and nothing tells them; allowed: hosts with key and "
-            "value projections, choose them with layers=..."
-        )
-    if config.rank is not None and config.rank > host.head_dim:
-        raise ValueError(
-            f"TrilinearConfig.rank={config.rank} is not allowed; allowed: 1 to {host.head_dim}, the head dimension of "
-            f"{host.name}"
-        )
-    if host.is_cross and config.windows is not None:
-        raise ValueError(
-            f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({host.name}); allowed: "
-            "windows=None, or include_cross_attention=False"
-        )
+def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:
+    """Queries that would lose keys to the window of j, bool [B|1, H|1, N].
+
+    Args:
+        start: the key that is the first query's own.
+        window: w1.
+    """
+    n, m, options = call.query.shape[2], call.key.shape[2], call.options
+    i = torch.arange(n, device=call.query.device) + start
+    if options.mask is not None:
+        low, high, seen = seen_ends(options.mask, m)
+    else:
+        low, high, seen = torch.zeros_like(i), torch.full_like(i, m - 1), torch.ones_like(i, dtype=torch.bool)
+        if options.is_causal:
+            high = i
+        if options.window is not None:
+            low = (i - options.window + 1).clamp_min(0)
+            high = torch.minimum(high, i + options.window - 1)
+    ahead = 0 if call.is_causal else window - 1
+    cut = ((low <= i - window) | (high > i + ahead)) & seen
+    return cut if cut.dim() == 3 else cut[None, None]
 
 
 def with_bias(score: PairScore, options: Options) -> Options:

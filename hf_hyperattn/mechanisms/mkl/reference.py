@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 
-def head_weights(beta: Tensor, chosen: tuple[int, ...] | None = None) -> Tensor:
+def head_weights(beta: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
     """M·softmax(beta) over the heads, axis 1 of [B, H, L] or the only one of [H].
 
     Args:
         beta: logits of the weights.
-        chosen: the M heads that share the weights; the others have weight 1. None: all.
+        heads: the M heads that share the weights; the others have weight 1. None: all.
     """
     axis = min(1, beta.dim() - 1)
-    if chosen is None:
+    if heads is None:
         return beta.shape[axis] * torch.softmax(beta, axis)
-    index = torch.tensor(chosen, device=beta.device)
-    part = len(chosen) * torch.softmax(beta.index_select(axis, index), axis)
+    index = torch.tensor(heads, device=beta.device)
+    part = len(heads) * torch.softmax(beta.index_select(axis, index), axis)
     return torch.ones_like(beta).index_copy(axis, index, part)
 
 

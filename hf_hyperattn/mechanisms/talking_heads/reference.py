@@ -6,7 +6,8 @@
     U   = P_w · W                                     mixed over heads; rows need not sum to 1, nor be positive
     o_h = U_h V_h                                     dropout acts on U
 
-P_l, P_w are [H, H] over the query heads: row h says what head h takes from each head.
+P_l, P_w are [H, H] over the query heads: row h says what head h takes from each head. A P_l of fewer rows, [H', H],
+leaves so many heads.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.options import Options, position_mask
-from ...engines.reference import softmax, total_logits
+from ...engines.options import Options
+from ...engines.reference import dropout, hide, softmax, total_logits
 from ...engines.score import PairScore, repeat_heads
 
 #: Logits below this are hidden in all but name; larger sizes would leave float32 when heads are mixed.
@@ -23,7 +24,7 @@ LOWEST = -1e30
 
 
 def mix(matrix: Tensor | None, x: Tensor) -> Tensor:
-    """[H, H] times [B, H, N, M] over heads; None is the identity."""
+    """[H', H] times [B, H, N, M] over heads; None is the identity."""
     return x if matrix is None else torch.einsum("hg,bgnm->bhnm", matrix, x)
 
 
@@ -34,7 +35,7 @@ def attend(
 
     Args:
         score: the pair score, features [B, H, N, d] and [B, Hkv, M, d].
-        value: [B, Hkv, M, dv].
+        value: [B, Hkv, M, dv], Hkv dividing the heads after mixing.
         options: masks and the rest; all but `bias` and `softcap` act on the mixed logits.
         before, after: P_l and P_w, [H, H]; None for the identity.
 
@@ -49,15 +50,4 @@ def attend(
     empty = (logits == float("-inf")).all(-1, keepdim=True)  # of finite numbers, so that gradients are finite
     weights = softmax(logits.masked_fill(empty, 0.0), options.sinks).masked_fill(empty, 0.0)
     weights = mix(after, weights)
-    dropped = torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
-    return dropped @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights
-
-
-def hide(logits: Tensor, options: Options) -> Tensor:
-    """Mixed logits [B, H, N, M] with masks added, hidden pairs at -inf."""
-    if options.mask is not None and options.mask.dtype != torch.bool:
-        logits = logits + options.mask
-    elif options.mask is not None:
-        logits = logits.masked_fill(~options.mask, float("-inf"))
-    visible = position_mask(options, (0, logits.shape[-2]), (0, logits.shape[-1]), logits.device)
-    return logits if visible is None else logits.masked_fill(~visible, float("-inf"))
+    return dropout(weights, options) @ repeat_heads(value.to(weights.dtype), weights.shape[1]), weights

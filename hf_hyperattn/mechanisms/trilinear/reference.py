@@ -13,12 +13,29 @@ In both, `∘` multiplies number by number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ...engines import repeat_heads
-from ...engines.options import Options
-from .pairs import Windows, of_first, of_second
+from ...engines.options import Options, visible_pairs
+from ...engines.reference import dropout, softmax
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How far keys may be from a query i.
+
+    Args:
+        first: w1, for j; None for any distance.
+        second: w2, for k.
+        back: windows look back only, i - w < j <= i; else |i - j| < w.
+    """
+
+    first: int | None = None
+    second: int | None = None
+    back: bool = False
 
 
 def simplicial(
@@ -49,24 +66,46 @@ def simplicial(
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     n, m = logits.shape[2:4]
-    rows, columns = range(n), range(m)
-    first = of_first(options, windows, rows, columns, logits)
-    second = of_second(options, windows, rows, torch.arange(m, device=query.device)[None], m, logits)
+    i, j = torch.arange(n, device=query.device)[:, None], torch.arange(m, device=query.device)[None]
+    first = added(options, windows.first, windows.back, i, j, logits, options.mask, options.bias)
+    second = added(options, windows.second, windows.back, i, j, logits, options.mask)
     logits = logits + first[..., :, None] + second[..., None, :]
     if options.sinks is not None:
         sinks = (options.sinks[:, None, None] + second).expand(*logits.shape[:3], m)
         logits = torch.cat([logits, sinks[..., None, :]], -2)
     weights = softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])[..., :m, :]
-    dropped = torch.nn.functional.dropout(weights, options.dropout_p) if options.dropout_p else weights
-    return torch.einsum("bhnjk,bhjv,bhkv->bhnv", dropped, v, v2), weights.sum(-1)
+    return torch.einsum("bhnjk,bhjv,bhkv->bhnv", dropout(weights, options), v, v2), weights.sum(-1)
 
 
-def softmax(logits: Tensor) -> Tensor:
-    """Softmax over the last axis; where all is -inf, zeros with zero gradients."""
-    top = logits.detach().amax(-1, keepdim=True) if logits.shape[-1] else logits.sum(-1, keepdim=True)
-    e = torch.exp(logits - top.clamp_min(torch.finfo(logits.dtype).min))
-    total = e.sum(-1, keepdim=True)
-    return e / total.masked_fill(total == 0, 1.0)
+def added(
+    options: Options,
+    window: int | None,
+    back: bool,
+    i: Tensor,
+    j: Tensor,
+    like: Tensor,
+    *masks: Tensor | None,
+) -> Tensor:
+    """What is added to the logits of query i with key j, [..., R, C]: -inf where a key is hidden, numbers of masks.
+
+    Args:
+        options: causality, window and offset hold for either key.
+        window, back: of this key, see `Windows`.
+        i: numbers of queries, int64 [R, 1]; j: of keys, [R|1, C].
+        like: gives dtype.
+        masks: of these queries and keys, bool or additive, [..., R|1, C|1].
+    """
+    own_window = Options(is_causal=back and window is not None, window=window, offset=options.offset)
+    total = torch.zeros(torch.broadcast_shapes(i.shape, j.shape), dtype=like.dtype, device=like.device)
+    for visible in (visible_pairs(options, i, j), visible_pairs(own_window, i, j)):
+        if visible is not None:
+            total.masked_fill_(~visible, float("-inf"))
+    for mask in masks:
+        if mask is not None and mask.dtype == torch.bool:
+            total = total.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
+            total = total + mask.to(like.dtype)
+    return total
 
 
 def bidaf_scores(query: Tensor, key: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

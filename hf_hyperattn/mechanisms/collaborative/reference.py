@@ -1,4 +1,4 @@
-"""The collaborative score: the definition, as the paper has it (arXiv 2006.16362, sections 3.1 and 3.3).
+"""Collaborative heads: the score, as the paper has it (arXiv 2006.16362, sections 3.1 and 3.3).
 
 With query x_i and key y_j, the heads' weights W_Q^h, W_K^h [d, D] and query biases b^h, the logit of head h is
 
@@ -18,23 +18,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...engines.score import DotTerm, register_term, repeat_heads, working_dtype
+from ...engines import repeat_heads, working_dtype
 
 
-class SharedDotTerm(DotTerm):
-    """The dot product of features much wider than the values.
-
-    A term of its own, so that engines made for features as wide as values leave it to the others: on CPUs torch's own
-    attention is up to 2.5 times as slow here as tiles of rows.
-    """
-
-    name = "shared_dot"
-
-
-SHARED_DOT = register_term(SharedDotTerm())
-
-
-def definition(
+def collaborative_scores(
     query: Tensor, key: Tensor, mixing: Tensor, scale: float, content: Tensor | None = None
 ) -> Tensor:
     """Dense logits [B, H, N, M].
