@@ -49,7 +49,7 @@ def hindrance(score: PairScore, value: Tensor, options: Options) -> str | None:
     spec = score.spec
     if library.ready(spec, options.softcap is not None):
         return None
-    return f"{spec} is not compiled" if library.has_functors(spec) else f"a term of {spec} has no C++ functor"
+    return library.refusal(spec) or f"{spec} is not compiled"
 
 
 @functools.cache

@@ -1,20 +1,24 @@
 """The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
 
-A score's library is a few lines of C++ made from its spec, which name the functors of its terms. They share nothing
-with the core but `struct Tile` (tile.h), so that a score builds in a second or two.
+A score's library is a few lines of C++ made from its spec, which name the functors of its terms, and the functors of
+terms that have none by hand (emit_cpp.py). They share nothing with the core but `struct Tile` (tile.h), so that a score
+builds in a second or two.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
 
 import torch
 
-from .. import native
-from ..score import capped_in, parse_spec
+from .. import emit_cpp, native
+from ..score import Term, capped_in, parse_spec
+from ..trace import Untraceable
 
 HERE = Path(__file__).parent
+EMITTED = HERE / "emitted.h"
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
 CORE = [
     HERE / name
@@ -32,6 +36,7 @@ CORE = [
 
 TEXT = """// {spec}
 {includes}
+{emitted}
 extern "C" const hyper::ScoreTable* hyper_score() {{
   return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
 }}
@@ -58,10 +63,13 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
     """
     if (spec, capped, reader) in _tables and native.enabled():
         return _tables[spec, capped, reader][1]
-    if not has_functors(spec) or core() is None:
+    terms = [term for term, _ in parse_spec(spec)]
+    if reader and terms[int(reader.split()[0])].cpp is None:  # a reader stands in the header of its term
+        return None
+    if refusal(spec) is not None or core() is None:
         return None
     text = text_of(spec, capped, reader)
-    headers = sorted({term.cpp[0] for term, _ in parse_spec(spec)} | {HERE / "score.h"})
+    headers = sorted({term.cpp[0] if term.cpp else EMITTED for term in terms} | {HERE / "score.h"})
     library = native.load("cpu_score", text, *headers, *SHARED)
     if library is None:
         return None
@@ -70,9 +78,18 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
     return _tables[spec, capped, reader][1]
 
 
-def has_functors(spec: str) -> bool:
-    """Whether every term of a score has a C++ functor."""
-    return all(term.cpp is not None for term, _ in parse_spec(spec))
+def refusal(spec: str) -> str | None:
+    """Why a term of a score has no C++ functor; None where all have one."""
+    return next((why for term, _ in parse_spec(spec) if not term.cpp and (why := emitted(term)[1])), None)
+
+
+@functools.lru_cache(maxsize=256)
+def emitted(term: Term) -> tuple[str, str | None]:
+    """The text of a term's functor, "struct Emitted", and why there is none."""
+    try:
+        return emit_cpp.functor(term), None
+    except Untraceable as error:
+        return "", str(error)
 
 
 @torch.compiler.assume_constant_result
@@ -84,12 +101,16 @@ def ready(spec: str, capped: bool, reader: str = "") -> bool:
 def text_of(spec: str, capped: bool, reader: str = "") -> str:
     """The C++ source of a score's library."""
     boolean = lambda value: str(bool(value)).lower()
-    pieces, headers = [], [HERE / "score.h"]
+    pieces, headers, texts = [], [HERE / "score.h"], []
     for (term, gated), caps in zip(parse_spec(spec), capped_in(spec), strict=True):
-        header, functor = term.cpp
+        header, functor = term.cpp or (EMITTED, f"hyper::Emitted{len(pieces)}")
+        if term.cpp is None:
+            texts.append(emitted(term)[0].replace("struct Emitted ", f"struct Emitted{len(pieces)} "))
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
     includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
     index, _, kind = reader.partition(" ")
     read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
-    return TEXT.format(spec=spec, includes=includes, pieces=", ".join(pieces), reader=read)
+    return TEXT.format(
+        spec=spec, includes=includes, emitted="".join(texts), pieces=", ".join(pieces), reader=read
+    )

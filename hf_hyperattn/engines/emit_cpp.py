@@ -1,0 +1,241 @@
+"""A score term's C++ functor, forward and derivative, written from its graph (trace.py): what cpu/score.h expects.
+
+A node is a `float` where it is made from what a row shares (its statistics, parameters, numbers) by plain arithmetic, a
+mask `Ints`, and else a `Vec`: one register of pairs. What the derivative reads of the forward pass is kept in `State`.
+"""
+
+from __future__ import annotations
+
+from .score import Term
+from .trace import ARITHMETIC, LEAVES, Graph, Node, Traced, ancestors, gradients, trace
+
+EXPRESSIONS = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
+    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "{} ? {} : {}",
+    "max": "larger({}, {})", "min": "smaller({}, {})", "abs": "magnitude({})", "sqrt": "root({})",
+    "exp": "exponential({})", "expm1": "exponential_less_one({})", "log": "logarithm({})",
+    "log1p": "log_of_one_plus({})", "acosh1p": "log_of_one_plus({} + {})", "sinh": "hyperbolic_sine({})",
+    "cosh": "hyperbolic_cosine({})", "cosh_of_sinh": "cosine_of_sine({})", "tanh": "hyperbolic_tangent({})",
+    "sigmoid": "sigmoid({})",
+}  # fmt: skip
+#: Taken by float and Vec alike.
+MIXED = (*ARITHMETIC, "neg")
+
+STRUCT = """
+namespace hyper {{
+namespace {{  // of this library alone: others have functors of the same name
+// {term}
+struct Emitted {{
+  static constexpr int rows = {rows}, columns = {columns}, heads = {heads};
+  struct State {{
+    Vec logit;
+{state}
+  }};
+
+{functions}
+}};
+}}  // namespace
+}}  // namespace hyper
+"""
+OPEN = """  static State open(const Pair& p) {{
+    State s = {{}};
+{logit}
+    return s;
+  }}
+"""
+PULL = """
+  static Slopes<rows, columns, heads> pull(const Pair& p, const State& s, Vec grad) {{
+    Slopes<rows, columns, heads> to;
+{pull}
+    return to;
+  }}
+"""
+OPEN_WITH_DISTANCE = """  static void set_logit(const Pair& p, State& s) {{
+{logit}
+  }}
+
+  static State open(const Pair& p) {{
+    State s = {{}};
+    if (p.gap) {{
+      s.squared_distance = *p.gap;
+      set_logit(p, s);
+      return s;
+    }}
+{by_product}
+    set_logit(p, s);
+{is_inexact}
+    s.clear = inexact ? splat(-1.0f) : Vec{{}};
+    if (!p.exact) return s;
+    s.near = inexact, s.some_near = any(inexact);
+    if (s.some_near) [[unlikely]] {{
+{factors}
+      const Vec exact = exact_squared_distance(p, query_factor, key_factor, p.dim - {left_out});
+      s.squared_distance = s.near ? exact : s.squared_distance;
+      set_logit(p, s);
+    }}
+    return s;
+  }}
+
+  static Vec clearance(const State& s) {{ return s.clear; }}
+
+  [[gnu::noinline, gnu::cold]] static void pull_differences(const Pair& p, Vec grad, Vec slope,
+                                                            Slopes<rows, columns, heads>& to) {{
+{factors}
+    const auto [by_query, by_key] = add_differences(p, query_factor, key_factor, p.dim - {left_out}, grad);
+{pull_differences}
+  }}
+"""
+
+
+class Writer:
+    """Statements that compute nodes, each once.
+
+    Args:
+        kept: nodes that stand in `State`; those that are read from there are added to `read`.
+        read: the same set for all writers of a functor.
+    """
+
+    def __init__(self, kept: set[Node], read: set[Node], indent: int = 4):
+        self.kept, self.read, self.indent = kept, read, " " * indent
+        self.names: dict[Node, str] = {}
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(self.indent + line)
+
+    def text(self, node: Node) -> str:
+        """A node's name, after the statements that it needs."""
+        if node.op == "number":
+            number = f"{node.value!r}f".replace("inff", "kInf")
+            return f"({number})" if node.value < 0 else number
+        if node.op in LEAVES:
+            place = f"[{node.value}]" if node.op in ("row", "column", "head") else ""
+            return f"s.{node.op}" if node.op == "squared_distance" else f"p.{node.op}{place}"
+        if node.op in ("local", "near"):
+            return str(node.value)
+        if node.op == "detach":
+            return self.text(node.args[0])
+        if node in self.kept and kind(node) != "float":
+            self.read.add(node)
+            return state_name(node)
+        if node not in self.names:
+            arguments = [self.text(a) if node.op in MIXED else self.vector(a) for a in node.args]
+            self.names[node] = f"v{node.order}"
+            self.add(f"const {kind(node)} v{node.order} = {EXPRESSIONS[node.op].format(*arguments)};")
+        return self.names[node]
+
+    def vector(self, node: Node) -> str:
+        return f"splat({self.text(node)})" if kind(node) == "float" else self.text(node)
+
+    def result(self) -> str:
+        return "\n".join(self.lines)
+
+
+def kind(node: Node) -> str:
+    """The C++ type of a node."""
+    if node.is_mask:
+        return "Ints"
+    if node.op == "detach":
+        return kind(node.args[0])
+    row = (
+        node.op in ("number", "row", "head")
+        or node.op in MIXED
+        and all(kind(a) == "float" for a in node.args)
+    )
+    return "float" if row else "Vec"
+
+
+def state_name(node: Node) -> str:
+    """A node's name in `State`."""
+    return f"s.v{node.order}"
+
+
+def functor(term: Term) -> str:
+    """The text of a term's functor, `struct Emitted`.
+
+    Raises:
+        trace.Untraceable: the term is no arithmetic that can be compiled.
+    """
+    t = trace(term)
+    forward = set(ancestors([t.logit] if t.by_product is None else [t.logit, t.by_product]))
+    read: set[Node] = set()
+    writer = lambda: Writer(forward, read)
+    # first what reads the state, so that it is known what that has to hold
+    parts = {"pull": write_pull(t, writer())}
+    if t.by_product is not None:
+        parts |= write_distance(t, writer)
+    texts = {part: w.result() for part, w in parts.items()}
+    texts["logit"] = write_forward(t.logit, "s.logit", read)
+    if t.by_product is not None:
+        texts["by_product"] = write_forward(t.by_product, "s.squared_distance", read)
+    state = [f"    {kind(n)} v{n.order};" for n in sorted(read, key=lambda n: n.order)]
+    if t.by_product is not None:
+        state.append(
+            "    Vec squared_distance, clear;\n    Ints near;  // from differences\n    bool some_near;"
+        )
+    functions = (OPEN if t.by_product is None else OPEN_WITH_DISTANCE) + PULL
+    return STRUCT.format(
+        term=" ".join(term.name.split()), rows=term.rows, columns=term.columns, heads=term.heads,
+        state="\n".join(state), functions=functions.format(left_out=t.left_out, **texts).rstrip(),
+    )  # fmt: skip
+
+
+def write_forward(node: Node, target: str, read: set[Node]) -> str:
+    """The statements of the forward pass, and what of it goes into the state."""
+    w = Writer(set(), set())
+    w.add(f"{target} = {w.vector(node)};")
+    for kept in sorted(read & set(ancestors([node])), key=lambda n: n.order):
+        w.add(f"{state_name(kept)} = {w.text(kept)};")
+    return w.result()
+
+
+def through_logit(t: Traced, seed: Node) -> tuple[dict[Node, Node], Node | None]:
+    """Gradients of the leaves from that of the logit, and of the squared distance; by the product where that is from it."""
+    found = gradients((t.logit, None, seed))
+    distance = found.pop(t.graph.node("squared_distance"), None) if t.by_product is not None else None
+    if distance is not None:
+        exact = local(t.graph, "s.near", "near")
+        for leaf, more in gradients((t.by_product, ~exact, distance)).items():
+            found[leaf] = found[leaf] + more if leaf in found else more
+    return found, distance
+
+
+def local(g: Graph, name: str, op: str = "local") -> Node:
+    """A variable of the text as a node."""
+    return g.node(op, value=name)
+
+
+def write_pull(t: Traced, w: Writer) -> Writer:
+    """Of the product and of statistics from the gradient of the logit; of parameters the slopes of the logit."""
+    (by_grad, d), (by_one, slope) = (
+        through_logit(t, seed) for seed in (local(t.graph, "grad"), t.graph.number(1))
+    )
+    write_gradients(w, by_grad, by_one, "=")
+    if d is not None and slope is not None:
+        d, slope = w.vector(d), w.vector(slope)
+        masked = f"s.near ? {d} : Vec{{}}, s.near ? {slope} : Vec{{}}"
+        w.add(f"if (s.some_near) [[unlikely]] pull_differences(p, {masked}, to);")
+    return w
+
+
+def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:
+    """Assignments to what `pull` returns: slopes for parameters, gradients for all else."""
+    others = {leaf: by_one[leaf] for leaf in by_one if leaf.op == "head"}
+    for leaf, gradient in (by_grad | others).items():
+        place = "" if leaf.op == "dot" else f"[{leaf.value}]"
+        w.add(f"to.{leaf.op}{place} {how} {w.vector(gradient)};")
+
+
+def write_distance(t: Traced, writer) -> dict[str, Writer]:
+    """Which pairs' distances are taken from differences, and the gradients of those."""
+    inexact, factors, pull = writer(), Writer(set(), set(), 6), Writer(set(), set())
+    inexact.add(f"const Ints inexact = {inexact.text(t.is_inexact)};")
+    for name, node in zip(("query_factor", "key_factor"), t.factors, strict=True):
+        factors.add(f"const Vec {name} = {factors.vector(node)};")
+    slopes = [local(t.graph, f"by_{side}") for side in ("query", "key")]
+    by_grad, by_one = (
+        gradients(*((f, None, seed * s) for f, s in zip(t.factors, slopes, strict=True)))
+        for seed in (local(t.graph, "grad"), local(t.graph, "slope"))
+    )
+    write_gradients(pull, by_grad, by_one, "+=")
+    return {"is_inexact": inexact, "factors": factors, "pull_differences": pull}

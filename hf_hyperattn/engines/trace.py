@@ -1,0 +1,417 @@
+"""A score term's arithmetic as a small graph: traced once, folded, with its derivative; emit_cpp.py writes it in C++.
+
+A term is arithmetic on one pair, so it is traced on tensors [1, 1]: every torch operator that it calls becomes one node
+or a few, or is refused by name. Nodes that are the same are one node.
+
+The derivative is taken on the graph, since automatic differentiation of torch gives NaN where a branch that is not
+taken has an infinite slope. Masks stand beside adjoints and are applied last, so that nothing infinite is ever
+multiplied by 0. At ties `maximum` and `minimum` share the gradient evenly, as torch does; at 0 the slope of `sqrt` and
+of `acosh(1 + y)` is 0, and that of `abs` too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .score import Term
+
+LEAVES = ("dot", "row", "column", "head", "squared_distance")
+MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
+ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+
+
+class Untraceable(ValueError):
+    """A term does what a fused engine cannot: one line that says what, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class SquaredDistance:
+    """For a term whose `logits` read a squared distance: where that comes from.
+
+    Engines take it from the product, and from differences for the pairs for which the former cancels:
+    |query_factor · q - key_factor · k|² of the features but for the last `left_out`. All functions are arithmetic on a
+    tile, as `Term.logits` is.
+
+    Args:
+        by_product: (dot, row, column, head) to the squared distance.
+        is_inexact: (squared_distance, row, column, head) to a mask: the pairs to take from differences.
+        factors: (row, column, head) to (query_factor, key_factor).
+        left_out: numbers at a vector's end that its point has not.
+    """
+
+    by_product: Callable[..., Tensor]
+    is_inexact: Callable[..., Tensor]
+    factors: Callable[..., tuple[Tensor, Tensor] | tuple[float, float]]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operation. Two of them are equal where they are the same node; arguments have a lower `order`."""
+
+    graph: Graph
+    op: str  # one of DERIVATIVES, MASKS and LEAVES, or "number", "detach", "local": a variable of the text
+    args: tuple[Node, ...]
+    value: float | str  # of a number; the place of a statistic or parameter; the name of a variable
+    order: int
+    varies: bool  # whether a gradient can flow through it
+
+    @property
+    def is_mask(self) -> bool:
+        return self.op in MASKS
+
+    def __add__(self, other): return self.graph.node("add", self, other)  # fmt: skip
+
+    def __sub__(self, other): return self.graph.node("sub", self, other)  # fmt: skip
+
+    def __mul__(self, other): return self.graph.node("mul", self, other)  # fmt: skip
+
+    def __truediv__(self, other): return self.graph.node("div", self, other)  # fmt: skip
+
+    def __neg__(self): return self.graph.node("neg", self)  # fmt: skip
+
+    def __lt__(self, other): return self.graph.node("lt", self, other)  # fmt: skip
+
+    def __le__(self, other): return self.graph.node("le", self, other)  # fmt: skip
+
+    def __and__(self, other): return self.graph.node("and", self, other)  # fmt: skip
+
+    def __or__(self, other): return self.graph.node("or", self, other)  # fmt: skip
+
+    def __invert__(self): return self.graph.node("not", self)  # fmt: skip
+
+
+class Graph:
+    """All nodes of a term, each once."""
+
+    def __init__(self):
+        self.nodes: dict[tuple, Node] = {}
+
+    def node(self, op: str, *args: Node | float, value: float | str = 0.0) -> Node:
+        """The node of an operation, in a simpler form where there is one."""
+        logical = op in ("and", "or", "not")
+        nodes = tuple(self.cast(a, logical or op == "where" and not i) for i, a in enumerate(args))
+        simpler = self.simplified(op, nodes)
+        if simpler is not None:
+            return simpler
+        key = op, nodes, value
+        if key not in self.nodes:
+            varies = op in LEAVES or op in DERIVATIVES and any(a.varies for a in nodes)
+            self.nodes[key] = Node(self, op, nodes, value, len(self.nodes), varies)
+        return self.nodes[key]
+
+    def number(self, value: float) -> Node:
+        return self.node("number", value=float(value))
+
+    def cast(self, x: Node | float, to_mask: bool) -> Node:
+        """An argument as a node, and a mask as numbers, or numbers as a mask, where the operator takes those."""
+        x = x if isinstance(x, Node) else self.number(x)
+        if to_mask and not x.is_mask:
+            return ~self.node("eq", x, 0.0)
+        return x if to_mask or not x.is_mask else self.node("where", x, 1.0, 0.0)
+
+    def simplified(self, op: str, args: tuple[Node, ...]) -> Node | None:
+        """What an operation is without computing it; None where it has to be."""
+        a, b = (*args, None, None)[:2]
+        x, y = (n.value if n is not None and n.op == "number" else None for n in (a, b))
+        if op in ARITHMETIC and x is not None and y is not None and (op != "div" or y):
+            return self.number(ARITHMETIC[op](x, y))
+        if op == "neg" and x is not None:
+            return self.number(-x)
+        if op in ("neg", "not") and a.op == op:
+            return a.args[0]
+        if op == "where" and args[1] is args[2]:
+            return args[1]
+        if (op == "add" and x == 0) or (op == "mul" and (x == 1 or y == 0)):
+            return b
+        if (op in ("add", "sub") and y == 0) or (op in ("mul", "div") and (x == 0 or y == 1)):
+            return a
+        if (op == "sub" and x == 0) or (op == "mul" and x == -1):
+            return -b
+        if op == "mul" and y == -1:
+            return -a
+        return a if op in ("and", "or") and a is b else None
+
+
+def where(mask: Node, a: Node | float, b: Node | float) -> Node:
+    """`torch.where` on nodes."""
+    return mask.graph.node("where", mask, a, b)
+
+
+def sign(x: Node) -> Node:
+    """-1, 0 or 1."""
+    return where(x.graph.number(0) < x, 1.0, where(x < 0.0, -1.0, 0.0))
+
+
+def _apply(op: str, g: Graph, *args) -> Node:
+    return g.node(op, *args)
+
+
+def _sum(op: str, g: Graph, a, b, alpha=1) -> Node:
+    return g.node(op, a, g.node("mul", b, alpha))
+
+
+def _clamp(g: Graph, x, low=None, high=None) -> Node:
+    x = x if low is None else where(x < low, low, x)
+    return x if high is None else where(g.node("lt", high, x), high, x)
+
+
+def _power(g: Graph, x, exponent) -> Node:
+    root = g.node("sqrt", x)
+    powers = {
+        2: x * x,
+        3: x * x * x,
+        4: x * x * (x * x),
+        0.5: root,
+        1: x,
+        -1: g.number(1) / x,
+        -0.5: g.number(1) / root,
+    }
+    if isinstance(exponent, Node) or exponent not in powers:
+        raise Untraceable(f"pow with another exponent than {', '.join(map(str, powers))}")
+    return powers[exponent]
+
+
+def _acosh(g: Graph, x) -> Node:
+    """From y = x - 1, which a term mostly has: acosh(1 + y) = log1p(y + sqrt(y (y + 2)))."""
+    ones = [i for i, a in enumerate(x.args) if x.op == "add" and a is g.number(1)]
+    y = x.args[1 - ones[0]] if ones else x - 1.0
+    return g.node("acosh1p", y, g.node("sqrt", y * (y + 2.0)))
+
+
+def _softplus(g: Graph, x, beta=1, threshold=20) -> Node:
+    if beta != 1:
+        raise Untraceable("softplus with another beta than 1")
+    return g.node("max", x, 0.0) + g.node("log1p", g.node("exp", -g.node("abs", x)))
+
+
+#: What a term may call, by ATen's names: from its arguments, nodes or Python numbers, to a node.
+OPERATORS: dict[str, Callable[..., Node]] = {
+    **{op: partial(_apply, op) for op in (
+        "mul", "div", "neg", "abs", "sqrt", "exp", "log", "log1p", "expm1", "sinh", "cosh", "tanh", "sigmoid",
+        "where", "lt", "le", "eq", "detach",
+    )},
+    "maximum": partial(_apply, "max"),
+    "minimum": partial(_apply, "min"),
+    "add": partial(_sum, "add"),
+    "sub": partial(_sum, "sub"),
+    "rsub": lambda g, a, b, alpha=1: _sum("sub", g, b, a, alpha),
+    "addcmul": lambda g, a, b, c, value=1: a + b * c * value,
+    "reciprocal": lambda g, x: g.number(1) / x,
+    "rsqrt": lambda g, x: g.number(1) / g.node("sqrt", x),
+    "pow": _power,
+    "acosh": _acosh,
+    "softplus": _softplus,
+    "relu": lambda g, x: where(x <= 0.0, 0.0, x),
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
+    "sign": lambda g, x: sign(x),
+    "masked_fill": lambda g, x, mask, value: g.node("where", mask, value, x),
+    "gt": lambda g, a, b: g.node("lt", b, a),
+    "ge": lambda g, a, b: g.node("le", b, a),
+    "ne": lambda g, a, b: ~g.node("eq", a, b),
+    **{f"{kind}_{op}": partial(_apply, op) for kind in ("logical", "bitwise") for op in ("and", "or", "not")},
+    "scalar_tensor": lambda g, value, **_: g.number(value),
+    "full_like": lambda g, x, value, **_: g.number(value),
+    "zeros_like": lambda g, x, **_: g.number(0),
+    "ones_like": lambda g, x, **_: g.number(1),
+    "_to_copy": lambda g, x, **_: x,
+    "clone": lambda g, x, **_: x,
+}  # fmt: skip
+#: Why others are refused, where there is more to say than what is allowed.
+ALLOWED = "allowed are " + ", ".join(sorted(name for name in OPERATORS if name[0] != "_"))
+VALUES, OWN_TENSOR = (
+    "a branch on values; use torch.where",
+    "a tensor of its own; use a statistic, a parameter, a number",
+)
+REDUCTION = "a reduction or product; a term is arithmetic on one pair"
+REFUSED = {
+    name: why
+    for why, names in {
+        VALUES: "_local_scalar_dense is_nonzero item equal",
+        OWN_TENSOR: "lift_fresh lift_fresh_copy zeros ones full arange empty rand randn",
+        REDUCTION: "sum mean amax amin max min any all prod cumsum _softmax mm bmm linalg_vector_norm",
+    }.items()
+    for name in names.split()
+}
+
+
+class Tracer(TorchDispatchMode):
+    """Writes what is called on its tensors into a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.graph = Graph()
+        self.nodes: dict[
+            int, tuple[Tensor, Node]
+        ] = {}  # by the tensor's id; the tensor keeps it from being used again
+
+    def tensor(self, op: str, place: int = 0) -> Tensor:
+        """A new argument."""
+        return self._kept(torch.full((1, 1), 0.5, dtype=torch.float64), self.graph.node(op, value=place))
+
+    def _kept(self, tensor: Tensor, node: Node) -> Tensor:
+        self.nodes[id(tensor)] = tensor, node
+        return tensor
+
+    def node(self, x):
+        """A tensor's node; what is no tensor stays as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.nodes:
+            raise Untraceable(OWN_TENSOR)
+        return self.nodes[id(x)][1]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name not in OPERATORS:
+            in_place = name.endswith("_") and name[:-1] in OPERATORS
+            why = "it works in place" if in_place else REFUSED.get(name, ALLOWED)
+            raise Untraceable(f"operator {name} ({why})")
+        try:
+            node = OPERATORS[name](
+                self.graph, *map(self.node, args), **{k: self.node(v) for k, v in kwargs.items()}
+            )
+        except TypeError as error:
+            raise Untraceable(f"operator {name} with arguments that are not known ({error})") from error
+        return self._kept(func(*args, **kwargs), node)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A term's graph: its logit, and where it reads a squared distance, what `SquaredDistance` says of that."""
+
+    graph: Graph
+    logit: Node
+    by_product: Node | None = None
+    is_inexact: Node | None = None
+    factors: tuple[Node, ...] = ()
+    left_out: int = 0
+
+
+def trace(term: Term) -> Traced:
+    """The graph of a `Term`.
+
+    Raises:
+        Untraceable: it calls what is not in OPERATORS, branches on values, or reads tensors that are no arguments.
+    """
+    try:
+        with ThreadPoolExecutor(1) as clean:  # modes and contexts of the caller belong to its thread
+            return clean.submit(_trace, term).result()
+    except Exception as error:
+        text = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
+        raise Untraceable(f"score term {term.name!r} cannot be compiled: {' '.join(text.split())}") from error
+
+
+def _trace(term: Term) -> Traced:
+    distance: SquaredDistance | None = getattr(term, "squared_distance", None)
+    tracer, counts = Tracer(), {"row": term.rows, "column": term.columns, "head": term.heads}
+    dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
+    numbers = [tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts.items()]
+    with tracer:
+        of = lambda x: tracer.graph.cast(tracer.node(x), False)
+        if distance is None:
+            logit = of(term.logits(dot, *numbers))
+            term.logits(dot, *numbers, _undeclared)  # which it must not ask for
+            return Traced(tracer.graph, logit)
+        return Traced(
+            tracer.graph,
+            of(term.logits(dot, *numbers, squared)),
+            of(distance.by_product(dot, *numbers)),
+            tracer.graph.cast(tracer.node(distance.is_inexact(squared, *numbers)), True),
+            tuple(of(x) for x in distance.factors(*numbers)),
+            distance.left_out,
+        )
+
+
+def _undeclared(*_):
+    raise Untraceable("it reads squared distances, but has no `squared_distance` (engines/trace.py)")
+
+
+def _cosh(sinh: Node) -> Node:
+    return sinh.graph.node("cosh_of_sinh", sinh)
+
+
+def _max(v: Node, a: Node, b: Node) -> tuple:
+    shared = where(v.graph.node("eq", a, b), v * 0.5, v)
+    return (b <= a, shared), (a <= b, shared)
+
+
+#: From an adjoint v, the node n and its arguments, to what each argument gets: nothing, an adjoint, or (mask, adjoint).
+DERIVATIVES: dict[str, Callable[..., tuple]] = {
+    "add": lambda v, n, a, b: (v, v),
+    "sub": lambda v, n, a, b: (v, -v),
+    "mul": lambda v, n, a, b: (v * b, v * a),
+    "div": lambda v, n, a, b: (v / b, -(v / b) * n),
+    "neg": lambda v, n, a: (-v,),
+    "abs": lambda v, n, a: (v * sign(a),),
+    "sqrt": lambda v, n, a: ((n.graph.number(0) < a, v * 0.5 / n),),
+    "exp": lambda v, n, a: (v * n,),
+    "log": lambda v, n, a: (v / a,),
+    "log1p": lambda v, n, a: (v / (a + 1.0),),
+    "expm1": lambda v, n, a: (v * (n + 1.0),),
+    "sinh": lambda v, n, a: (v * _cosh(n),),
+    "cosh": lambda v, n, a: (v * n.graph.node("sinh", a),),
+    "cosh_of_sinh": lambda v, n, a: (v * a / n,),
+    "tanh": lambda v, n, a: (v * (n.graph.number(1) - n * n),),
+    "sigmoid": lambda v, n, a: (v * (n * (n.graph.number(1) - n)),),
+    "acosh1p": lambda v, n, y, root: ((n.graph.number(0) < y, v / root), None),
+    "max": lambda v, n, a, b: _max(v, a, b),
+    "min": lambda v, n, a, b: _max(v, a, b)[::-1],
+    "where": lambda v, n, c, a, b: (None, (c, v), (~c, v)),
+}
+
+
+def gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
+    """Of all leaves; from nodes, each with a mask that says where it counts, or None for everywhere, and an adjoint."""
+    waiting: dict[Node, list[tuple[Node | None, Node]]] = {}
+    leaves: dict[Node, Node] = {}
+    for node, *adjoint in adjoints:
+        waiting.setdefault(node, []).append(tuple(adjoint))
+    for node in ancestors(waiting):
+        if node not in waiting or not node.varies:
+            continue
+        mask, value = _joined(waiting[node])
+        if node.op in LEAVES:
+            leaves[node] = value if mask is None else where(mask, value, 0.0)
+            continue
+        for argument, part in zip(node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True):
+            if part is not None and argument.varies:
+                extra, part = part if isinstance(part, tuple) else (None, part)
+                both = mask if extra is None else extra if mask is None else mask & extra
+                waiting.setdefault(argument, []).append((both, part))
+    return leaves
+
+
+def ancestors(nodes) -> Sequence[Node]:
+    """The nodes and all that they are computed from, users before what they use."""
+    found, todo = set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.args
+    return sorted(found, key=lambda node: -node.order)
+
+
+def _joined(adjoints: list[tuple[Node | None, Node]]) -> tuple[Node | None, Node]:
+    """The sum of adjoints, where one of their masks holds."""
+    by_mask: dict[Node | None, Node] = {}
+    for mask, value in adjoints:
+        by_mask[mask] = by_mask[mask] + value if mask in by_mask else value
+    (mask, value), *others = by_mask.items()
+    if others and mask is not None:
+        value = where(mask, value, 0.0)
+    for other, more in others:
+        value = value + (more if other is None else where(other, more, 0.0))
+        mask = None if mask is None or other is None else mask | other
+    return mask, value

@@ -1,0 +1,324 @@
+"""Terms without a functor by hand: traced, their derivative taken on the graph, and written in C++."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_hyperattn.engines import Options, PairScore, Piece, Term, attention, emit_cpp, trace
+from hf_hyperattn.engines.cpu import choice, library
+from hf_hyperattn.engines.score import TERMS
+from tests.engines.test_native import needs_compiler
+from tests.oracles.cases import assert_close, qkv, tensor
+from tests.oracles.marks import every_backend
+
+where = torch.where
+
+
+class Every(Term):
+    """Every operator that a term may call, at ties and zeros, with infinite slopes in branches that are not taken.
+
+    Args:
+        safe: without the latter, of which torch's own differentiation makes NaN.
+    """
+
+    rows, columns, heads = 2, 2, 2
+
+    def __init__(self, safe):
+        self.name, self.safe = f"every_operator_for_test_{safe:d}", safe
+
+    def guarded(self, mask, x):
+        return where(mask, x, 1.0) if self.safe else x
+
+    def logits(self, dot, row, column, head, gap=None):
+        (a, b), (c, d), (s, t) = row, column, head
+        u, apart = a - c, (b - d).abs()
+        out = torch.maximum(dot, u) + torch.minimum(dot, c) - torch.maximum(u, -u) + dot.sign() * 0.1
+        out = out + where(u > 0, self.guarded(u > 0, u.abs()).sqrt(), 0.5 * u)
+        out = out + where(apart <= 0, dot.detach() * u, self.guarded(apart > 0, apart).log())
+        out = (
+            out
+            + torch.cosh(dot)
+            - torch.sinh(s * u)
+            + torch.tanh(dot / 2)
+            + torch.sigmoid(-t * dot)
+            + (-apart).exp()
+        )
+        out = (
+            out
+            - where(dot != 0, torch.acosh(1 + self.guarded(dot != 0, dot * dot)), 0.0)
+            - torch.log1p(apart)
+            + torch.expm1(0.3 * u)
+        )
+        out = (
+            out + F.softplus(dot) + torch.rsqrt(1 + u * u) + (2 + dot**2).reciprocal() - 1 / (3 + u**4) + s**3
+        )
+        out = (
+            out
+            + dot.clamp(-0.5, 0.5)
+            + u.clamp_min(-0.25)
+            - c.clamp_max(0.25)
+            + F.relu(dot - a)
+            + (1 + apart) ** -0.5
+        )
+        out = out + torch.addcmul(u, dot, t, value=-0.5) + 0.5 * u.square() - (1 - dot) * (a >= c)
+        mask = ((u < 0) & ~(dot > 0)) | (apart == 0)
+        return out.masked_fill(mask.logical_and(dot != 0), 0.25) + where(mask, torch.zeros_like(u), u / 3)
+
+
+EVERY, SAFE = (TERMS.setdefault(t.name, t) for t in (Every(False), Every(True)))
+
+
+def every_inputs(n=36, m=40):
+    """Features and statistics with many ties: halves, zeros, and rows that equal columns."""
+    round_half = lambda t: (2 * t).round() / 2
+    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=n, lk=m, d=3, seed=90)
+    q, k = round_half(q), round_half(k)
+    k[:, :, ::3] = 0
+    row = [round_half(tensor(1, 2, n, seed=91)), round_half(tensor(1, 2, n, seed=92))]
+    column = [round_half(tensor(1, 1, m, seed=93)), round_half(tensor(1, 1, m, seed=94))]
+    return [q, k, v, *row, *column, tensor(2, seed=95) + 1.5, tensor(2, seed=96) + 1.5]
+
+
+def every_score(term, q, k, a, b, c, d, s, t):
+    tile = lambda x, *at: x.repeat_interleave(2 // x.shape[1], dim=1)[at]
+    definition = lambda: term.logits(
+        q @ k.mT,
+        [x[..., None] for x in (a, b)],
+        [tile(x)[..., None, :] for x in (c, d)],
+        [x[:, None, None] for x in (s, t)],
+    )
+    return PairScore(q, k, (Piece(term, definition, row=(a, b), column=(c, d), head=(s, t)),))
+
+
+def outcome(score_of, inputs, dtype, backend, options=None):
+    """The output and all gradients; of inputs and statistics, values third."""
+    leaves = [t.float().to(dtype).requires_grad_() for t in inputs]  # the same numbers in every dtype
+    q, k, v, *numbers = leaves
+    out, _ = attention(score_of(q, k, *numbers), v, options, backend=backend)
+    weight = tensor(*out.shape, seed=97).to(dtype)
+    return out, torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
+
+
+def check(found, expected, output, gradient):
+    """Errors relative to the largest number of the expectation, at least 0.5."""
+    assert_close(found[0], expected[0], output * max(expected[0].abs().max().item(), 0.5), "output")
+    for i, (f, e) in enumerate(zip(found[1], expected[1], strict=True)):
+        e = torch.zeros_like(f) if e is None else e
+        assert_close(
+            torch.zeros_like(e) if f is None else f,
+            e,
+            gradient * max(e.abs().max().item(), 0.5),
+            f"gradient {i}",
+        )
+
+
+def evaluate(node, leaves, values=None):
+    """A graph in torch: what its nodes mean."""
+    values = {} if values is None else values
+    if node not in values:
+        args = [evaluate(a, leaves, values) for a in node.args]
+        values[node] = (
+            leaves[node.op, node.value] if node.op in trace.LEAVES else MEANING[node.op](node, *args)
+        )
+    return values[node]
+
+
+MEANING = {
+    **{op: lambda n, *args: getattr(torch, n.op)(*args) for op in (
+        "add", "sub", "mul", "div", "neg", "abs", "sqrt", "exp", "log", "log1p", "expm1", "sinh", "cosh", "tanh",
+        "sigmoid", "lt", "le", "eq", "where",
+    )},
+    "max": lambda n, a, b: torch.maximum(a, b),
+    "min": lambda n, a, b: torch.minimum(a, b),
+    "and": lambda n, a, b: a & b,
+    "or": lambda n, a, b: a | b,
+    "not": lambda n, a: ~a,
+    "number": lambda n: torch.tensor(n.value, dtype=torch.float64),
+    "detach": lambda n, a: a,
+    "local": lambda n: torch.tensor(1.0, dtype=torch.float64),
+    "acosh1p": lambda n, y, root: torch.acosh(1 + y),
+    "cosh_of_sinh": lambda n, s: torch.sqrt(1 + s * s),
+}  # fmt: skip
+
+
+def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
+    q, k, _, *numbers = every_inputs()
+    row, column = [x[0, 0, :, None] for x in numbers[:2]], [x[0, 0, None] for x in numbers[2:4]]
+    head, dot = [x[:1, None] for x in numbers[4:]], (q @ k.mT)[0, 0]
+    pairs = [x.expand(dot.shape).clone().requires_grad_() for x in (dot, *row, *column, *head)]
+    names = [("dot", 0), ("row", 0), ("row", 1), ("column", 0), ("column", 1), ("head", 0), ("head", 1)]
+    t = trace.trace(EVERY)
+    expected = EVERY.logits(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
+    leaves = dict(zip(names, (p.detach() for p in pairs), strict=True))
+    assert_close(evaluate(t.logit, leaves), expected, 1e-13, "logits")
+    found = trace.gradients((t.logit, None, emit_cpp.local(t.graph, "grad")))
+    for name, wanted in zip(names, torch.autograd.grad(expected.sum(), pairs), strict=True):
+        got = evaluate(found[t.graph.node(name[0], value=name[1])], leaves)
+        # torch itself has NaN or infinity where a root is 0 and a branch is not taken
+        good = wanted.isfinite()
+        assert good.float().mean() > 0.2 and got.isfinite().all(), name
+        assert_close(torch.where(good, got, 0), torch.where(good, wanted, 0), 1e-12, str(name))
+    assert set(trace.DERIVATIVES) - {n.op for n in trace.ancestors([t.logit])} == {"cosh_of_sinh"}
+
+
+def test_every_operator_that_is_allowed_is_tested():
+    called = set()
+
+    class Calls(trace.Tracer):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.add(func.overloadpacket.__name__)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    tracer = Calls()
+    x = [tracer.tensor("row", i) for i in range(7)]
+    with tracer:
+        EVERY.logits(x[0], x[1:3], x[3:5], x[5:])
+        # forms of constants, which a tile of pairs has in other shapes
+        y = torch.ones_like(x[0]) + torch.full_like(x[0], 2.0) + x[0].clone() + where(x[0] > 0, x[0], 0.0)
+        y = y + (x[0] > 0).logical_or(x[1] > 0).logical_not().double()
+    assert set(trace.OPERATORS) == called
+    assert not tracer.node(y).is_mask
+
+
+@needs_compiler
+@every_backend
+def test_a_term_with_every_operator_on_each_engine(backend):
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    inputs = every_inputs()
+    expected = outcome(partial(every_score, SAFE), inputs, torch.float64, "reference")
+    found = outcome(partial(every_score, EVERY if backend == "cpu" else SAFE), inputs, dtype, backend)
+    tolerances = (1e-6, 2e-6) if backend == "cpu" else (1e-12, 1e-11)
+    check(found, expected, *tolerances)
+
+
+class Outsider(Term):
+    """A softcapped product, a multiple of the cosine, and a learned decay with the logarithm of the distance."""
+
+    name, rows, columns, heads = "outsider_for_test", 2, 2, 3
+
+    def logits(self, dot, row, column, head, gap=None):
+        (inverse_q, at_q), (inverse_k, at_k), (cap, c, slope) = row, column, head
+        far = (at_q - at_k).detach().abs()
+        return cap * torch.tanh(dot / cap) + c * dot * inverse_q * inverse_k - slope.exp() * torch.log1p(far)
+
+
+@pytest.fixture
+def outsider(monkeypatch):
+    """A score of that term, from vectors and parameters."""
+    term = Outsider()
+    monkeypatch.setitem(TERMS, term.name, term)
+
+    def score(q, k, cap, c, slope):
+        norms = [x.square().sum(-1).clamp_min(1e-12).sqrt() for x in (q, k)]
+        places = [torch.arange(x.shape[2], dtype=q.dtype).expand(x.shape[:3]) for x in (q, k)]
+        row, column = ((1 / n, at) for n, at in zip(norms, places, strict=True))
+
+        def definition():
+            far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            dot, lengths = q @ far.mT, (norms[0][..., None], norms[1][..., None, :])
+            distance = (places[0][:, :1, :, None] - places[1][:, :1, None]).abs()
+            cap_, c_, slope_ = (x[:, None, None] for x in (cap, c, slope))
+            return (
+                cap_ * torch.tanh(dot / cap_)
+                + c_ * dot / lengths[0] / lengths[1]
+                - slope_.exp() * torch.log1p(distance)
+            )
+
+        return PairScore(q, k, (Piece(term, definition, row=row, column=column, head=(cap, c, slope)),))
+
+    return score
+
+
+def outsider_inputs(n, m):
+    q, k, v = qkv(batch=1, heads=2, kv_heads=1, lq=n, lk=m, d=6, seed=98, scale=2.0)
+    k[:, :, 5] = q[:, :1, 3]
+    k[:, :, 6] = q[:, 1:, 4] * (1 + 1e-6)
+    q[:, :, 7] = k[:, :, 8] = 0
+    return [q, k, v, torch.tensor([5.0, 30.0]), torch.tensor([0.7, -1.3]), torch.tensor([-1.0, -4.0])]
+
+
+@needs_compiler
+@every_backend
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_score_from_outside_on_every_engine(backend, causal, outsider, caplog):
+    choice.say_once.cache_clear()
+    inputs, options = outsider_inputs(96, 120), Options(is_causal=causal)
+    expected = outcome(outsider, inputs, torch.float64, "reference", options)
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        found = outcome(outsider, inputs, dtype, backend, options)
+    check(found, expected, *((1e-6, 2e-6) if backend == "cpu" else (1e-13, 1e-12)))
+    assert not caplog.records
+
+
+@needs_compiler
+def test_a_score_from_outside_decodes_with_gates_and_softcap(outsider):
+    q, k, v, *head = outsider_inputs(96, 120)
+    gate = torch.tensor([0.5, 2.0])
+    outs = []
+    for backend, dtype in (("reference", torch.float64), ("cpu", torch.float32)):
+        q_, k_, v_, gate_, *head_ = (t.to(dtype) for t in (q[:, :, :2], k, v, gate, *head))
+        score = outsider(q_, k_, *head_).weighted(gate_)
+        outs.append(attention(score, v_, Options(softcap=4.0), backend=backend)[0])
+    assert_close(outs[1], outs[0], 5e-7, "output")
+
+
+CAPTURED = torch.ones(1, 1)
+REFUSED = {
+    "sum": (lambda d, r, c, h: d.sum(-1, keepdim=True), "operator sum (a reduction"),
+    "matrix product": (lambda d, r, c, h: d @ d, "operator mm (a reduction or product"),
+    "branch": (lambda d, r, c, h: d if d > 0 else -d, "a branch on values; use torch.where"),
+    "number of it": (lambda d, r, c, h: d * d.item(), "a branch on values; use torch.where"),
+    "captured": (lambda d, r, c, h: d + CAPTURED, "a tensor of its own; use a statistic"),
+    "made": (lambda d, r, c, h: d * torch.tensor(2.0), "a tensor of its own; use a statistic"),
+    "returned": (lambda d, r, c, h: CAPTURED, "a tensor of its own; use a statistic"),
+    "unknown": (lambda d, r, c, h: torch.erf(d), "operator erf (allowed are abs, acosh, "),
+    "power": (lambda d, r, c, h: d.abs() ** 2.5, "pow with another exponent than 2, 3"),
+    "softplus": (lambda d, r, c, h: F.softplus(d, beta=2), "softplus with another beta than 1"),
+    "rounding": (lambda d, r, c, h: torch.div(d, 2, rounding_mode="floor"), "operator div with arguments that are not"),
+    "in place": (lambda d, r, c, h: (d + 1).mul_(2), "operator mul_ (it works in place)"),
+    "too few statistics": (lambda d, r, c, h: d + r[1], "IndexError: tuple index out of range"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_line(case):
+    function, words = REFUSED[case]
+
+    class Refused(Term):
+        name, rows = "refused_for_test", 1
+
+        def logits(self, dot, row, column, head, gap=None):
+            return function(dot, row, column, head)
+
+    with pytest.raises(trace.Untraceable) as error:
+        emit_cpp.functor(Refused())
+    message = str(error.value)
+    assert message.startswith("score term 'refused_for_test' cannot be compiled: ")
+    assert words in message and "\n" not in message
+
+
+def test_a_term_that_reads_distances_must_say_how_they_are_made():
+    class Reads(Term):
+        name, rows, columns = "reads_for_test", 1, 1
+
+        def logits(self, dot, row, column, head, gap=None):
+            return 2 * dot - row[0] - column[0] if gap is None else -gap(None)
+
+    with pytest.raises(trace.Untraceable, match="has no `squared_distance`"):
+        emit_cpp.functor(Reads())
+
+
+def test_a_trace_does_not_depend_on_the_callers_modes():
+    plain = emit_cpp.functor(Outsider())
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        assert emit_cpp.functor(Outsider()) == plain
+    assert len({emit_cpp.functor(t) for t in (Outsider(), EVERY)}) == 2
+
+
+def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):
+    text = library.text_of("dot+*outsider_for_test", False)
+    assert "struct Emitted1 {" in text and "hyper::Piece<hyper::Emitted1, true, false>" in text
