@@ -50,39 +50,40 @@ PULL = """
     return to;
   }}
 """
-OPEN_WITH_DISTANCE = """  static void set_logit(const Pair& p, State& s) {{
-{logit}
-  }}
-
-  static State open(const Pair& p) {{
+OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
     State s = {{}};
     if (p.gap) {{
       s.squared_distance = *p.gap;
-      set_logit(p, s);
-      return s;
-    }}
+    }} else {{
 {by_product}
-    set_logit(p, s);
+    }}
+    for (bool again = !p.gap;; again = false) {{
+{logit}
+      if (!again) return s;
 {is_inexact}
-    s.clear = inexact ? splat(-1.0f) : Vec{{}};
-    if (!p.exact) return s;
-    s.near = inexact, s.some_near = any(inexact);
-    if (s.some_near) [[unlikely]] {{
+      s.clear = inexact ? splat(-1.0f) : Vec{{}};
+      if (!p.exact) return s;
+      s.near = inexact, s.some_near = any(inexact);
+      if (!s.some_near) [[likely]] return s;
 {factors}
       const Vec exact = exact_squared_distance(p, query_factor, key_factor, p.dim - {left_out});
       s.squared_distance = s.near ? exact : s.squared_distance;
-      set_logit(p, s);
     }}
-    return s;
   }}
 
   static Vec clearance(const State& s) {{ return s.clear; }}
-
-  [[gnu::noinline, gnu::cold]] static void pull_differences(const Pair& p, Vec grad, Vec slope,
-                                                            Slopes<rows, columns, heads>& to) {{
+"""
+PULL_WITH_DISTANCE = """
+  static Slopes<rows, columns, heads> pull(const Pair& p, const State& s, Vec grad) {{
+    Slopes<rows, columns, heads> to;
+{pull}
+    if (s.some_near) [[unlikely]] {{
+      const Vec d_near = s.near ? {gradient} : Vec{{}}, slope_near = s.near ? {slope} : Vec{{}};
 {factors}
-    const auto [by_query, by_key] = add_differences(p, query_factor, key_factor, p.dim - {left_out}, grad);
+      const auto [by_query, by_key] = add_differences(p, query_factor, key_factor, p.dim - {left_out}, d_near);
 {pull_differences}
+    }}
+    return to;
   }}
 """
 
@@ -120,6 +121,8 @@ class Writer:
             return state_name(node)
         if node not in self.names:
             arguments = [self.text(a) if node.op in MIXED else self.vector(a) for a in node.args]
+            if node.op == "where" and arguments[1] == arguments[2]:  # but for `detach`
+                return arguments[1]
             self.names[node] = f"v{node.order}"
             self.add(f"const {kind(node)} v{node.order} = {EXPRESSIONS[node.op].format(*arguments)};")
         return self.names[node]
@@ -157,32 +160,28 @@ def functor(term: Term) -> str:
         trace.Untraceable: the term is no arithmetic that can be compiled.
     """
     t = trace(term)
-    forward = set(ancestors([t.logit] if t.by_product is None else [t.logit, t.by_product]))
-    read: set[Node] = set()
-    writer = lambda: Writer(forward, read)
-    # first what reads the state, so that it is known what that has to hold
-    parts = {"pull": write_pull(t, writer())}
-    if t.by_product is not None:
-        parts |= write_distance(t, writer)
-    texts = {part: w.result() for part, w in parts.items()}
-    texts["logit"] = write_forward(t.logit, "s.logit", read)
-    if t.by_product is not None:
-        texts["by_product"] = write_forward(t.by_product, "s.squared_distance", read)
+    near = t.by_product is not None
+    forward, read = set(ancestors([t.logit, t.by_product] if near else [t.logit])), set()
+    # what reads the state is written first, so that it is known what that has to hold
+    pull = Writer(forward, read)
+    texts = write_pull(t, pull) | (write_distance(t, forward, read) if near else {})
+    texts |= {"pull": pull.result(), "logit": write_forward(t.logit, "s.logit", read, 4 + 2 * near)}
     state = [f"    {kind(n)} v{n.order};" for n in sorted(read, key=lambda n: n.order)]
-    if t.by_product is not None:
+    if near:
+        texts["by_product"] = write_forward(t.by_product, "s.squared_distance", read, 6)
         state.append(
             "    Vec squared_distance, clear;\n    Ints near;  // from differences\n    bool some_near;"
         )
-    functions = (OPEN if t.by_product is None else OPEN_WITH_DISTANCE) + PULL
+    functions = OPEN_WITH_DISTANCE + PULL_WITH_DISTANCE if near else OPEN + PULL
     return STRUCT.format(
         term=" ".join(term.name.split()), rows=term.rows, columns=term.columns, heads=term.heads,
         state="\n".join(state), functions=functions.format(left_out=t.left_out, **texts).rstrip(),
     )  # fmt: skip
 
 
-def write_forward(node: Node, target: str, read: set[Node]) -> str:
+def write_forward(node: Node, target: str, read: set[Node], indent: int) -> str:
     """The statements of the forward pass, and what of it goes into the state."""
-    w = Writer(set(), set())
+    w = Writer(set(), set(), indent)
     w.add(f"{target} = {w.vector(node)};")
     for kept in sorted(read & set(ancestors([node])), key=lambda n: n.order):
         w.add(f"{state_name(kept)} = {w.text(kept)};")
@@ -190,7 +189,7 @@ def write_forward(node: Node, target: str, read: set[Node]) -> str:
 
 
 def through_logit(t: Traced, seed: Node) -> tuple[dict[Node, Node], Node | None]:
-    """Gradients of the leaves from that of the logit, and of the squared distance; by the product where that is from it."""
+    """Gradients of the leaves from that of the logit, through the product form of a distance too, and of a distance."""
     found = gradients((t.logit, None, seed))
     distance = found.pop(t.graph.node("squared_distance"), None) if t.by_product is not None else None
     if distance is not None:
@@ -205,17 +204,20 @@ def local(g: Graph, name: str, op: str = "local") -> Node:
     return g.node(op, value=name)
 
 
-def write_pull(t: Traced, w: Writer) -> Writer:
-    """Of the product and of statistics from the gradient of the logit; of parameters the slopes of the logit."""
+def write_pull(t: Traced, w: Writer) -> dict[str, str]:
+    """Of the product and of statistics from the gradient of the logit; of parameters the slopes of the logit.
+
+    Returns:
+        The names of the squared distance's gradient and slope.
+    """
     (by_grad, d), (by_one, slope) = (
         through_logit(t, seed) for seed in (local(t.graph, "grad"), t.graph.number(1))
     )
     write_gradients(w, by_grad, by_one, "=")
-    if d is not None and slope is not None:
-        d, slope = w.vector(d), w.vector(slope)
-        masked = f"s.near ? {d} : Vec{{}}, s.near ? {slope} : Vec{{}}"
-        w.add(f"if (s.some_near) [[unlikely]] pull_differences(p, {masked}, to);")
-    return w
+    return {
+        name: w.vector(t.graph.number(0) if x is None else x)
+        for name, x in (("gradient", d), ("slope", slope))
+    }
 
 
 def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:
@@ -226,16 +228,16 @@ def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Nod
         w.add(f"to.{leaf.op}{place} {how} {w.vector(gradient)};")
 
 
-def write_distance(t: Traced, writer) -> dict[str, Writer]:
+def write_distance(t: Traced, forward: set[Node], read: set[Node]) -> dict[str, str]:
     """Which pairs' distances are taken from differences, and the gradients of those."""
-    inexact, factors, pull = writer(), Writer(set(), set(), 6), Writer(set(), set())
+    inexact, factors, pull = Writer(forward, read, 6), Writer(set(), set(), 6), Writer(set(), set(), 6)
     inexact.add(f"const Ints inexact = {inexact.text(t.is_inexact)};")
     for name, node in zip(("query_factor", "key_factor"), t.factors, strict=True):
         factors.add(f"const Vec {name} = {factors.vector(node)};")
     slopes = [local(t.graph, f"by_{side}") for side in ("query", "key")]
     by_grad, by_one = (
         gradients(*((f, None, seed * s) for f, s in zip(t.factors, slopes, strict=True)))
-        for seed in (local(t.graph, "grad"), local(t.graph, "slope"))
+        for seed in (local(t.graph, "d_near"), local(t.graph, "slope_near"))
     )
     write_gradients(pull, by_grad, by_one, "+=")
-    return {"is_inexact": inexact, "factors": factors, "pull_differences": pull}
+    return {"is_inexact": inexact.result(), "factors": factors.result(), "pull_differences": pull.result()}

@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .late import Late, LateFields, late, once
+
+if TYPE_CHECKING:
+    from .trace import SquaredDistance
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
 #: arguments can be tensors, numbers and strings, but not functions.
@@ -39,7 +43,9 @@ class Term:
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
     derivative is faster than automatic differentiation. Where the room has the term as a C++ functor too (see
-    engines/cpu/score.h), `cpp` names its header and its type.
+    engines/cpu/score.h), `cpp` names its header and its type. For others one is written from `logits`, if that is plain
+    arithmetic (engines/trace.py says what is). Where it reads a squared distance, `squared_distance` must say how that
+    is made; `logits` is then traced with the distance itself for `gap`.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Term:
     columns: int = 0
     heads: int = 0
     cpp: tuple[Path, str] | None = None
+    squared_distance: SquaredDistance | None = None
 
     def logits(
         self,

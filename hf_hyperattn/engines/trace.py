@@ -313,7 +313,7 @@ def trace(term: Term) -> Traced:
 
 
 def _trace(term: Term) -> Traced:
-    distance: SquaredDistance | None = getattr(term, "squared_distance", None)
+    distance = term.squared_distance
     tracer, counts = Tracer(), {"row": term.rows, "column": term.columns, "head": term.heads}
     dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
     numbers = [tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts.items()]

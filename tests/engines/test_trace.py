@@ -7,12 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, PairScore, Piece, Term, attention, emit_cpp, trace
-from hf_hyperattn.engines.cpu import choice, library
-from hf_hyperattn.engines.score import TERMS
+from hf_hyperattn.engines.cpu import choice, decode, library
+from hf_hyperattn.engines.score import TERMS, Source
 from tests.engines.test_native import needs_compiler
+from tests.engines.traced_scores import OWN, own_logits, own_score
+from tests.oracles import dense
 from tests.oracles.cases import assert_close, qkv, tensor
-from tests.oracles.marks import every_backend
+from tests.oracles.marks import every_backend, first_always
 
 where = torch.where
 
@@ -255,15 +258,90 @@ def test_a_score_from_outside_on_every_engine(backend, causal, outsider, caplog)
 
 
 @needs_compiler
-def test_a_score_from_outside_decodes_with_gates_and_softcap(outsider):
+@pytest.mark.parametrize("learns", [False, True], ids=["decode", "operator"])
+def test_a_score_from_outside_on_few_queries_with_gates_and_softcap(outsider, learns, monkeypatch):
     q, k, v, *head = outsider_inputs(96, 120)
-    gate = torch.tensor([0.5, 2.0])
-    outs = []
+    gate, outs, taken = torch.tensor([0.5, 2.0]), [], []
+    run = decode._run
+    monkeypatch.setattr(decode, "_run", lambda *args: taken.append(1) or run(*args))
     for backend, dtype in (("reference", torch.float64), ("cpu", torch.float32)):
-        q_, k_, v_, gate_, *head_ = (t.to(dtype) for t in (q[:, :, :2], k, v, gate, *head))
-        score = outsider(q_, k_, *head_).weighted(gate_)
+        q_, k_, v_, gate_, *head_ = (t.float().to(dtype) for t in (q[:, :, :2], k, v, gate, *head))
+        score = outsider(q_, k_, *(h.requires_grad_(learns) for h in head_)).weighted(gate_)
+        score = score.changed(source=Source(q_, k_, 1.0, (q_, k_)))
         outs.append(attention(score, v_, Options(softcap=4.0), backend=backend)[0])
-    assert_close(outs[1], outs[0], 5e-7, "output")
+    assert_close(outs[1], outs[0], 1e-6, "output")
+    assert bool(taken) is not learns
+
+
+def own_inputs(name, blend):
+    """Vectors some of which coincide, nearly coincide or are zero, and two parameters."""
+    q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=96, lk=120, d=8, seed=60, scale=1.5)
+    k[:, :, 5], k[:, :, 9] = q[:, ::2, 3], q[:, 1::2, 4] * (1 + 1e-4)
+    k[:, :, 10], q[:, :, 7], k[:, :, 8] = k[:, :, 11] * (1 + 1e-6), 0, 0
+    ranges = {"u": (0.6, 1.7, 1.5, 0.8), "p": (0.6, 1.7, 1.5, 0.8), "h": (0.01, 0.1, 0.4, 1.3)}.get(
+        name[0], (0.5, 2, 0.4, 1.3)
+    )
+    more = [torch.linspace(-0.5, 0.7, 4)] if blend else []
+    return [q, k, v, torch.linspace(*ranges[:2], 4), torch.linspace(*ranges[2:], 4), *more]
+
+
+def by_hand(name, q, k, v, first, second):
+    """The package's own function, with the functor by hand."""
+    same = {"is_causal": True, "enable_gqa": True, "backend": "cpu"}
+    if name in ("geodesic", "squared_lorentz"):
+        own = {"curvature": first, "temperature": second, "distance": name, "aggregation": "mean"}
+        return ha.functional.hyperbolic_attention(q, k, v, **own, **same)
+    variant = {"variant": name.split("_")[0], "squared": name != "penumbral"}
+    return ha.functional.cone_attention(q, k, v, gamma=first, radius=second, **variant, **same)
+
+
+def outcome_of(function, inputs, dtype):
+    """The output and all gradients of a function of tensors."""
+    leaves = [t.float().to(dtype).requires_grad_() for t in inputs]
+    out = function(*leaves)
+    return out, torch.autograd.grad((out * tensor(*out.shape, seed=97).to(dtype)).sum(), leaves)
+
+
+@needs_compiler
+@first_always(
+    "name, blend",
+    [
+        *[("umbral", False), ("geodesic", True), ("hype_sinh", True), ("hype_cosh", True), ("umbral", True)],
+        *[("geodesic", False), ("penumbral", False), ("penumbral", True), ("penumbral_squared", False)],
+        *[("penumbral_squared", True), ("squared_lorentz", False), ("squared_lorentz", True)],
+    ],
+)
+def test_own_scores_from_their_formulas_are_as_exact_as_by_hand(name, blend):
+    inputs, options = own_inputs(name, blend), Options(is_causal=True)
+
+    def plain(q, k, v, *numbers):
+        return dense.softmax_average(own_logits(name, q, k, *numbers), v, causal=True)
+
+    def traced(q, k, v, *numbers):
+        score = own_score(name, q, k, *numbers)
+        assert choice.suits(score, v, options)
+        return attention(score, v, options, backend="cpu")[0]
+
+    expected = outcome_of(plain, inputs, torch.float64)
+    # Lorentz distances are large: of points far out float32 has no more digits, by hand neither
+    tolerances = (1e-5, 1e-4) if name == "squared_lorentz" else (6e-7, 4e-6)
+    check(outcome_of(traced, inputs, torch.float32), expected, *tolerances)
+    if not blend:
+        check(
+            outcome_of(partial(by_hand, name), inputs, torch.float32),
+            expected,
+            2 * tolerances[0],
+            2 * tolerances[1],
+        )
+
+
+def test_what_cannot_be_read_is_not_decoded():
+    term = OWN["traced_umbral"]
+    assert library.table(term.name, False, "0 cone::Vectors<cone::kXi, 0, 1, 0, 0>") is None
+    q, k, v, *numbers = (t.float() for t in own_inputs("umbral", False))
+    score = own_score("umbral", q[:, :, :1], k, *numbers)
+    score = score.changed(source=Source(score.query, score.key, 1.0, (score.query, score.key)))
+    assert decode.attend(score, v, Options()) is None
 
 
 CAPTURED = torch.ones(1, 1)

@@ -46,8 +46,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> Tensor | None:
     raw = score.raw
     if raw is None or not few(raw.query, raw.key, value, options) or learns(score, value, options):
         return None
-    if any(p.reader is None and isinstance(p.given("column"), Late) for p in score.pieces):
-        return None
+    unread = [p for p in score.pieces if p.reader is None]
+    if any(isinstance(p.given("column"), Late) or p.term.squared_distance is not None for p in unread):
+        return None  # here distances are taken from differences of what a reader reads
     reader, spec, capped = reader_of(score), score.spec, options.softcap is not None
     table = library.table(spec, capped, reader)
     if table is None:

@@ -49,7 +49,8 @@ struct FactorGradients {
 
 // From the gradient of that distance, 0 where it was not taken: adds those of the features, and returns the slopes of
 // the distance by the factors.
-inline FactorGradients add_differences(const Pair& p, Vec query_factor, Vec key_factor, int64_t width, Vec grad) {
+[[gnu::noinline, gnu::cold]] inline FactorGradients add_differences(Pair p, Vec query_factor, Vec key_factor,
+                                                                    int64_t width, Vec grad) {
   FactorGradients found;
   for (int i = 0; i < kLanes; ++i) {
     if (grad[i] == 0) continue;
