@@ -46,7 +46,7 @@ OPEN = """  static State open(const Pair& p) {{
 PULL = """
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& s, Vec grad) {{
     Slopes<rows, columns, heads> to;
-{pull}
+{pull}{from_differences}
     return to;
   }}
 """
@@ -73,19 +73,13 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
 
   static Vec clearance(const State& s) {{ return s.clear; }}
 """
-PULL_WITH_DISTANCE = """
-  static Slopes<rows, columns, heads> pull(const Pair& p, const State& s, Vec grad) {{
-    Slopes<rows, columns, heads> to;
-{pull}
+FROM_DIFFERENCES = """
     if (s.some_near) [[unlikely]] {{
       const Vec d_near = s.near ? {gradient} : Vec{{}}, slope_near = s.near ? {slope} : Vec{{}};
 {factors}
       const auto [by_query, by_key] = add_differences(p, query_factor, key_factor, p.dim - {left_out}, d_near);
 {pull_differences}
-    }}
-    return to;
-  }}
-"""
+    }}"""
 
 
 class Writer:
@@ -136,16 +130,7 @@ class Writer:
 
 def kind(node: Node) -> str:
     """The C++ type of a node."""
-    if node.is_mask:
-        return "Ints"
-    if node.op == "detach":
-        return kind(node.args[0])
-    row = (
-        node.op in ("number", "row", "head")
-        or node.op in MIXED
-        and all(kind(a) == "float" for a in node.args)
-    )
-    return "float" if row else "Vec"
+    return "Ints" if node.is_mask else "float" if node.of_row else "Vec"
 
 
 def state_name(node: Node) -> str:
@@ -160,22 +145,26 @@ def functor(term: Term) -> str:
         trace.Untraceable: the term is no arithmetic that can be compiled.
     """
     t = trace(term)
-    near = t.by_product is not None
-    forward, read = set(ancestors([t.logit, t.by_product] if near else [t.logit])), set()
+    measures = t.by_product is not None
+    forward, read = set(ancestors([t.logit, t.by_product] if measures else [t.logit])), set()
     # what reads the state is written first, so that it is known what that has to hold
     pull = Writer(forward, read)
-    texts = write_pull(t, pull) | (write_distance(t, forward, read) if near else {})
-    texts |= {"pull": pull.result(), "logit": write_forward(t.logit, "s.logit", read, 4 + 2 * near)}
+    texts = write_pull(t, pull) | (write_distance(t, forward, read) if measures else {})
+    texts |= {"pull": pull.result(), "logit": write_forward(t.logit, "s.logit", read, 4 + 2 * measures)}
+    texts |= {"left_out": str(t.left_out), "from_differences": ""}
     state = [f"    {kind(n)} v{n.order};" for n in sorted(read, key=lambda n: n.order)]
-    if near:
+    if measures:
         texts["by_product"] = write_forward(t.by_product, "s.squared_distance", read, 6)
-        state.append(
-            "    Vec squared_distance, clear;\n    Ints near;  // from differences\n    bool some_near;"
-        )
-    functions = OPEN_WITH_DISTANCE + PULL_WITH_DISTANCE if near else OPEN + PULL
+        texts["from_differences"] = FROM_DIFFERENCES.format(**texts)
+        state += [
+            "    Vec squared_distance, clear;",
+            "    Ints near;  // from differences",
+            "    bool some_near;",
+        ]
+    functions = (OPEN_WITH_DISTANCE if measures else OPEN) + PULL
     return STRUCT.format(
         term=" ".join(term.name.split()), rows=term.rows, columns=term.columns, heads=term.heads,
-        state="\n".join(state), functions=functions.format(left_out=t.left_out, **texts).rstrip(),
+        state="\n".join(state), functions=functions.format(**texts).rstrip(),
     )  # fmt: skip
 
 
@@ -188,13 +177,12 @@ def write_forward(node: Node, target: str, read: set[Node], indent: int) -> str:
     return w.result()
 
 
-def through_logit(t: Traced, seed: Node) -> tuple[dict[Node, Node], Node | None]:
+def through_logit(t: Traced, seed: Node) -> tuple[dict[Node, Node], Node]:
     """Gradients of the leaves from that of the logit, through the product form of a distance too, and of a distance."""
     found = gradients((t.logit, None, seed))
-    distance = found.pop(t.graph.node("squared_distance"), None) if t.by_product is not None else None
-    if distance is not None:
-        exact = local(t.graph, "s.near", "near")
-        for leaf, more in gradients((t.by_product, ~exact, distance)).items():
+    distance = found.pop(t.graph.node("squared_distance"), t.graph.number(0))
+    if t.by_product is not None:
+        for leaf, more in gradients((t.by_product, ~local(t.graph, "s.near", "near"), distance)).items():
             found[leaf] = found[leaf] + more if leaf in found else more
     return found, distance
 
@@ -210,14 +198,10 @@ def write_pull(t: Traced, w: Writer) -> dict[str, str]:
     Returns:
         The names of the squared distance's gradient and slope.
     """
-    (by_grad, d), (by_one, slope) = (
-        through_logit(t, seed) for seed in (local(t.graph, "grad"), t.graph.number(1))
-    )
+    by_grad, d = through_logit(t, local(t.graph, "grad"))
+    by_one, slope = through_logit(t, t.graph.number(1))
     write_gradients(w, by_grad, by_one, "=")
-    return {
-        name: w.vector(t.graph.number(0) if x is None else x)
-        for name, x in (("gradient", d), ("slope", slope))
-    }
+    return {"gradient": w.vector(d), "slope": w.vector(slope)}
 
 
 def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -53,7 +53,11 @@ class SquaredDistance:
     left_out: int = 0
 
 
-@dataclass(frozen=True, eq=False)
+def _operation(op: str) -> Callable[..., Node]:
+    return lambda self, *others: self.graph.node(op, self, *others)
+
+
+@dataclass(eq=False)
 class Node:
     """One operation. Two of them are equal where they are the same node; arguments have a lower `order`."""
 
@@ -62,31 +66,20 @@ class Node:
     args: tuple[Node, ...]
     value: float | str  # of a number; the place of a statistic or parameter; the name of a variable
     order: int
-    varies: bool  # whether a gradient can flow through it
+    is_mask: bool = field(init=False)
+    varies: bool = field(init=False)  # whether a gradient can flow through it
+    of_row: bool = field(init=False)  # plain arithmetic with what all pairs of a row share
 
-    @property
-    def is_mask(self) -> bool:
-        return self.op in MASKS
+    def __post_init__(self):
+        self.is_mask = self.op in MASKS
+        self.varies = self.op in LEAVES or self.op in DERIVATIVES and any(a.varies for a in self.args)
+        plain = self.op in (*ARITHMETIC, "neg", "detach") and all(a.of_row for a in self.args)
+        self.of_row = plain or self.op in ("number", "row", "head")
 
-    def __add__(self, other): return self.graph.node("add", self, other)  # fmt: skip
-
-    def __sub__(self, other): return self.graph.node("sub", self, other)  # fmt: skip
-
-    def __mul__(self, other): return self.graph.node("mul", self, other)  # fmt: skip
-
-    def __truediv__(self, other): return self.graph.node("div", self, other)  # fmt: skip
-
-    def __neg__(self): return self.graph.node("neg", self)  # fmt: skip
-
-    def __lt__(self, other): return self.graph.node("lt", self, other)  # fmt: skip
-
-    def __le__(self, other): return self.graph.node("le", self, other)  # fmt: skip
-
-    def __and__(self, other): return self.graph.node("and", self, other)  # fmt: skip
-
-    def __or__(self, other): return self.graph.node("or", self, other)  # fmt: skip
-
-    def __invert__(self): return self.graph.node("not", self)  # fmt: skip
+    __add__, __sub__, __mul__ = _operation("add"), _operation("sub"), _operation("mul")
+    __truediv__, __neg__ = _operation("div"), _operation("neg")
+    __lt__, __le__ = _operation("lt"), _operation("le")
+    __and__, __or__, __invert__ = _operation("and"), _operation("or"), _operation("not")
 
 
 class Graph:
@@ -104,8 +97,7 @@ class Graph:
             return simpler
         key = op, nodes, value
         if key not in self.nodes:
-            varies = op in LEAVES or op in DERIVATIVES and any(a.varies for a in nodes)
-            self.nodes[key] = Node(self, op, nodes, value, len(self.nodes), varies)
+            self.nodes[key] = Node(self, op, nodes, value, len(self.nodes))
         return self.nodes[key]
 
     def number(self, value: float) -> Node:
@@ -165,19 +157,12 @@ def _clamp(g: Graph, x, low=None, high=None) -> Node:
 
 
 def _power(g: Graph, x, exponent) -> Node:
-    root = g.node("sqrt", x)
-    powers = {
-        2: x * x,
-        3: x * x * x,
-        4: x * x * (x * x),
-        0.5: root,
-        1: x,
-        -1: g.number(1) / x,
-        -0.5: g.number(1) / root,
-    }
-    if isinstance(exponent, Node) or exponent not in powers:
-        raise Untraceable(f"pow with another exponent than {', '.join(map(str, powers))}")
-    return powers[exponent]
+    if isinstance(exponent, Node) or 2 * exponent % 1 or abs(exponent) > 8:
+        raise Untraceable("pow, but for whole and half numbers up to 8 as exponents")
+    power = g.node("sqrt", x) if exponent % 1 else g.number(1)
+    for _ in range(int(abs(exponent))):
+        power = power * x
+    return power if exponent >= 0 else g.number(1) / power
 
 
 def _acosh(g: Graph, x) -> Node:
@@ -229,19 +214,12 @@ OPERATORS: dict[str, Callable[..., Node]] = {
 }  # fmt: skip
 #: Why others are refused, where there is more to say than what is allowed.
 ALLOWED = "allowed are " + ", ".join(sorted(name for name in OPERATORS if name[0] != "_"))
-VALUES, OWN_TENSOR = (
-    "a branch on values; use torch.where",
-    "a tensor of its own; use a statistic, a parameter, a number",
-)
-REDUCTION = "a reduction or product; a term is arithmetic on one pair"
+OWN_TENSOR = "a tensor of its own; use a statistic, a parameter, a number"
 REFUSED = {
-    name: why
-    for why, names in {
-        VALUES: "_local_scalar_dense is_nonzero item equal",
-        OWN_TENSOR: "lift_fresh lift_fresh_copy zeros ones full arange empty rand randn",
-        REDUCTION: "sum mean amax amin max min any all prod cumsum _softmax mm bmm linalg_vector_norm",
-    }.items()
-    for name in names.split()
+    "a branch on values; use torch.where": "_local_scalar_dense is_nonzero item equal",
+    "a reduction or product; a term is arithmetic on one pair": "sum mean amax amin max min any all prod _softmax mm",
+    OWN_TENSOR: "lift_fresh lift_fresh_copy zeros ones full arange empty rand randn",
+    "it works in place": " ".join(f"{name}_" for name in OPERATORS),
 }
 
 
@@ -253,11 +231,12 @@ class Tracer(TorchDispatchMode):
         self.graph = Graph()
         self.nodes: dict[
             int, tuple[Tensor, Node]
-        ] = {}  # by the tensor's id; the tensor keeps it from being used again
+        ] = {}  # by ids of tensors, which are kept: an id is used once
 
     def tensor(self, op: str, place: int = 0) -> Tensor:
         """A new argument."""
-        return self._kept(torch.full((1, 1), 0.5, dtype=torch.float64), self.graph.node(op, value=place))
+        number = torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu")  # what emitted kernels compute in
+        return self._kept(number, self.graph.node(op, value=place))
 
     def _kept(self, tensor: Tensor, node: Node) -> Tensor:
         self.nodes[id(tensor)] = tensor, node
@@ -274,13 +253,11 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name not in OPERATORS:
-            in_place = name.endswith("_") and name[:-1] in OPERATORS
-            why = "it works in place" if in_place else REFUSED.get(name, ALLOWED)
+            why = next((why for why, names in REFUSED.items() if name in names.split()), ALLOWED)
             raise Untraceable(f"operator {name} ({why})")
+        arguments = [self.node(a) for a in args], {key: self.node(a) for key, a in kwargs.items()}
         try:
-            node = OPERATORS[name](
-                self.graph, *map(self.node, args), **{k: self.node(v) for k, v in kwargs.items()}
-            )
+            node = OPERATORS[name](self.graph, *arguments[0], **arguments[1])
         except TypeError as error:
             raise Untraceable(f"operator {name} with arguments that are not known ({error})") from error
         return self._kept(func(*args, **kwargs), node)
@@ -337,10 +314,6 @@ def _undeclared(*_):
     raise Untraceable("it reads squared distances, but has no `squared_distance` (engines/trace.py)")
 
 
-def _cosh(sinh: Node) -> Node:
-    return sinh.graph.node("cosh_of_sinh", sinh)
-
-
 def _max(v: Node, a: Node, b: Node) -> tuple:
     shared = where(v.graph.node("eq", a, b), v * 0.5, v)
     return (b <= a, shared), (a <= b, shared)
@@ -359,7 +332,7 @@ DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "log": lambda v, n, a: (v / a,),
     "log1p": lambda v, n, a: (v / (a + 1.0),),
     "expm1": lambda v, n, a: (v * (n + 1.0),),
-    "sinh": lambda v, n, a: (v * _cosh(n),),
+    "sinh": lambda v, n, a: (v * n.graph.node("cosh_of_sinh", n),),
     "cosh": lambda v, n, a: (v * n.graph.node("sinh", a),),
     "cosh_of_sinh": lambda v, n, a: (v * a / n,),
     "tanh": lambda v, n, a: (v * (n.graph.number(1) - n * n),),

@@ -1,14 +1,17 @@
 """Terms without a functor by hand: traced, their derivative taken on the graph, and written in C++."""
 
+import ctypes
 import logging
+import math
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import hf_hyperattn as ha
-from hf_hyperattn.engines import Options, PairScore, Piece, Term, attention, emit_cpp, trace
+from hf_hyperattn.engines import Options, PairScore, Piece, Term, attention, emit_cpp, native, trace
 from hf_hyperattn.engines.cpu import choice, decode, library
 from hf_hyperattn.engines.score import TERMS, Source
 from tests.engines.test_native import needs_compiler
@@ -64,7 +67,7 @@ class Every(Term):
             + u.clamp_min(-0.25)
             - c.clamp_max(0.25)
             + F.relu(dot - a)
-            + (1 + apart) ** -0.5
+            + (1 + apart) ** -1.5
         )
         out = out + torch.addcmul(u, dot, t, value=-0.5) + 0.5 * u.square() - (1 - dot) * (a >= c)
         mask = ((u < 0) & ~(dot > 0)) | (apart == 0)
@@ -195,6 +198,51 @@ def test_a_term_with_every_operator_on_each_engine(backend):
     found = outcome(partial(every_score, EVERY if backend == "cpu" else SAFE), inputs, dtype, backend)
     tolerances = (1e-6, 2e-6) if backend == "cpu" else (1e-12, 1e-11)
     check(found, expected, *tolerances)
+
+
+FUNCTIONS = {  # C++ name, where it is tried, in float64, largest relative error
+    "log": ("logarithm", (1e-37, 0.3, 0.999, 1.0, 1.0001, 3.0, 1e37), torch.log, 1e-7),
+    "log1p": ("log_of_one_plus", (-0.999, -0.5, -1e-6, 1e-30, 1e-3, 1.0, 1e30), torch.log1p, 3e-7),
+    "expm1": (
+        "exponential_less_one",
+        (-80.0, -1.0, -0.999, -1e-20, 1e-6, 0.5, 0.999, 1.0, 80.0),
+        torch.expm1,
+        3e-7,
+    ),
+    "cosh": ("hyperbolic_cosine", (-80.0, -1.0, 0.0, 1e-3, 2.0, 80.0), torch.cosh, 2e-7),
+    "cosh of sinh": (
+        "cosine_of_sine",
+        (-1e30, -3.0, 0.0, 0.1, 1e8, 1e12, 1e30),
+        lambda x: (1 + x * x).sqrt(),
+        2e-7,
+    ),
+    "sigmoid": ("sigmoid", (-80.0, -3.0, 0.0, 1e-3, 2.0, 80.0), torch.sigmoid, 2e-7),
+}
+EDGES = {"log": {0.0: -math.inf, math.inf: math.inf, -1.0: math.nan}, "expm1": {0.0: 0.0}}
+
+
+@needs_compiler
+def test_vector_functions_are_exact():
+    """Between the numbers given and at them, and what they are at the edges."""
+    loop = "for (long j = 0; j < n; j += kLanes) store(x + j, {}(load(x + j)));"
+    names = [cpp for cpp, *_ in FUNCTIONS.values()]
+    calls = "\n".join(
+        f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}' for i, n in enumerate(names)
+    )
+    text = f'#include "{library.EMITTED.as_posix()}"\nusing namespace hyper;\n{calls}\n'
+    built = native.load("test_functions", text, library.EMITTED, library.HERE / "score.h", *library.SHARED)
+    for i, (name, (_, spots, exact, tolerance)) in enumerate(FUNCTIONS.items()):
+        runs = [torch.linspace(a, b, 64, dtype=torch.float64) for a, b in pairwise(spots)]
+        edges = EDGES.get(name, {})
+        x = torch.cat([*runs, torch.tensor(list(edges), dtype=torch.float64)]).float()
+        x = torch.cat([x, torch.ones(-len(x) % 64)]).contiguous()
+        y = x.clone()
+        built[f"f{i}"](ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(y)))
+        inner = sum(map(len, runs))
+        wanted = exact(x.double())[:inner]
+        assert ((y[:inner] - wanted).abs() <= tolerance * wanted.abs()).all(), name
+        for at, value in zip(y[inner:].tolist(), edges.values(), strict=False):
+            assert at == value or math.isnan(value) and math.isnan(at), name
 
 
 class Outsider(Term):
@@ -354,7 +402,7 @@ REFUSED = {
     "made": (lambda d, r, c, h: d * torch.tensor(2.0), "a tensor of its own; use a statistic"),
     "returned": (lambda d, r, c, h: CAPTURED, "a tensor of its own; use a statistic"),
     "unknown": (lambda d, r, c, h: torch.erf(d), "operator erf (allowed are abs, acosh, "),
-    "power": (lambda d, r, c, h: d.abs() ** 2.5, "pow with another exponent than 2, 3"),
+    "power": (lambda d, r, c, h: d.abs() ** 2.3, "pow, but for whole and half numbers"),
     "softplus": (lambda d, r, c, h: F.softplus(d, beta=2), "softplus with another beta than 1"),
     "rounding": (lambda d, r, c, h: torch.div(d, 2, rounding_mode="floor"), "operator div with arguments that are not"),
     "in place": (lambda d, r, c, h: (d + 1).mul_(2), "operator mul_ (it works in place)"),
