@@ -24,7 +24,6 @@ MIXED = (*ARITHMETIC, "neg")
 STRUCT = """
 namespace hyper {{
 namespace {{  // of this library alone: others have functors of the same name
-// {term}
 struct Emitted {{
   static constexpr int rows = {rows}, columns = {columns}, heads = {heads};
   struct State {{
@@ -163,7 +162,7 @@ def functor(term: Term) -> str:
         ]
     functions = (OPEN_WITH_DISTANCE if measures else OPEN) + PULL
     return STRUCT.format(
-        term=" ".join(term.name.split()), rows=term.rows, columns=term.columns, heads=term.heads,
+        rows=term.rows, columns=term.columns, heads=term.heads,
         state="\n".join(state), functions=functions.format(**texts).rstrip(),
     )  # fmt: skip
 

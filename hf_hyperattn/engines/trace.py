@@ -219,7 +219,7 @@ REFUSED = {
     "a branch on values; use torch.where": "_local_scalar_dense is_nonzero item equal",
     "a reduction or product; a term is arithmetic on one pair": "sum mean amax amin max min any all prod _softmax mm",
     OWN_TENSOR: "lift_fresh lift_fresh_copy zeros ones full arange empty rand randn",
-    "it works in place": " ".join(f"{name}_" for name in OPERATORS),
+    "it works in place; take the one without _": " ".join(f"{name}_" for name in OPERATORS),
 }
 
 

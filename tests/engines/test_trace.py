@@ -405,7 +405,7 @@ REFUSED = {
     "power": (lambda d, r, c, h: d.abs() ** 2.3, "pow, but for whole and half numbers"),
     "softplus": (lambda d, r, c, h: F.softplus(d, beta=2), "softplus with another beta than 1"),
     "rounding": (lambda d, r, c, h: torch.div(d, 2, rounding_mode="floor"), "operator div with arguments that are not"),
-    "in place": (lambda d, r, c, h: (d + 1).mul_(2), "operator mul_ (it works in place)"),
+    "in place": (lambda d, r, c, h: (d + 1).mul_(2), "operator mul_ (it works in place; "),
     "too few statistics": (lambda d, r, c, h: d + r[1], "IndexError: tuple index out of range"),
 }  # fmt: skip
 
@@ -442,7 +442,22 @@ def test_a_trace_does_not_depend_on_the_callers_modes():
     plain = emit_cpp.functor(Outsider())
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         assert emit_cpp.functor(Outsider()) == plain
-    assert len({emit_cpp.functor(t) for t in (Outsider(), EVERY)}) == 2
+
+
+@pytest.mark.parametrize("kind", ["emitted", "refused"])
+def test_compiled_whole(kind, outsider, monkeypatch):
+    """With a term whose functor is written, or cannot be, while the call is traced."""
+    if kind == "refused":
+        monkeypatch.setattr(TERMS["outsider_for_test"], "logits", lambda d, r, c, h, gap=None: torch.erf(d))
+    monkeypatch.setattr(library, "_tables", {})
+    inputs = [t.float() for t in outsider_inputs(24, 24)]
+
+    def call(q, k, v, *head):
+        return attention(outsider(q, k, *head), v)[0]
+
+    torch.compiler.reset()
+    out = torch.compile(call, backend="eager", fullgraph=True)(*inputs)
+    assert_close(out, call(*inputs), 1e-6, "output")
 
 
 def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):

@@ -78,8 +78,9 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
     return _tables[spec, capped, reader][1]
 
 
+@torch.compiler.assume_constant_result
 def refusal(spec: str) -> str | None:
-    """Why a term of a score has no C++ functor; None where all have one."""
+    """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
     return next((why for term, _ in parse_spec(spec) if not term.cpp and (why := emitted(term)[1])), None)
 
 
