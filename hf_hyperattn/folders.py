@@ -30,7 +30,7 @@ from .files import PREFIX, hold, is_held, locked, read_json, release
 RECORD = f"{PREFIX}.json"
 VARIANT = r"(?P<variant>\.\w+)?"
 WEIGHTS = re.compile(
-    rf"(?P<of>(adapter_)?model){VARIANT}(?P<shard>-\d+-of-\d+)?\.(safetensors|(?<=adapter_model\.)bin)"
+    rf"(?P<rank>shard-\d+-)?(?P<of>(adapter_)?model){VARIANT}(?P<shard>-\d+-of-\d+)?\.(safetensors|(?<=adapter_model\.)bin)"
 )
 INDEX = re.compile(rf"(?P<of>(adapter_)?model)\.safetensors\.index{VARIANT}\.json")
 #: More files than this are not linked into the new folder: the new files are renamed into the old one.
@@ -45,10 +45,10 @@ def weights_kind(name: str) -> tuple | None:
 
 
 def is_entry(name: str) -> bool:
-    """Whether a load of weights looks for this file: all in one, or the index of the shards."""
+    """Whether a load of weights looks for this file: all in one, the index of the shards, or one that a rank wrote."""
     name = os.path.basename(name)
     match = WEIGHTS.fullmatch(name)
-    return bool(INDEX.fullmatch(name) or (match and not match["shard"]))
+    return bool(INDEX.fullmatch(name) or (match and (match["rank"] or not match["shard"])))
 
 
 def check_replaceable(target: Path, force: bool, source: str | os.PathLike) -> None:

@@ -57,12 +57,18 @@ def describe_base(model: PreTrainedModel) -> dict | None:
     return found or None
 
 
-def base_difference(model: nn.Module, saved: dict) -> str | None:
+def base_difference(
+    model: nn.Module,
+    saved: dict,
+    what: str = "its base",
+    remedy: str = "patch it with hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)",
+) -> str | None:
     """In which way a model is no base for an adapter; None where it is as the adapter's base was.
 
     Args:
-        model: what the adapter is put on.
-        saved: what `describe_base` said of the adapter's base.
+        model: what the adapter, or the weights of a whole model, are put on.
+        saved: what `describe_base` said of the adapter's base, or of that model.
+        what, remedy: what `saved` speaks of, and what helps where a patch differs, for the message.
 
     Raises:
         ValueError: `saved` is not of that form.
@@ -76,15 +82,15 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
     record, name = saved.get("hyperattn"), type(model).__name__
     wanted, kind = texts
     if kind and kind != getattr(getattr(model, "config", None), "model_type", None):
-        return f"its base was a converted model ({kind}) and {name} is not; load the adapter on the converted model"
+        return f"{what} was a converted model ({kind}) and {name} is not; load the adapter on the converted model"
     if not wanted:
         return None
     if not isinstance(record, dict) or record.get("hosts") is None:
         if here.get("attn_implementation") == wanted and here.get("hyperattn") == record:
             return None
         if here.get("attn_implementation") == wanted:
-            return f"its base ran {wanted!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
-        return f"its base ran attn_implementation={wanted!r} and {name} does not; load {name} with that name"
+            return f"{what} ran {wanted!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
+        return f"{what} ran attn_implementation={wanted!r} and {name} does not; load {name} with that name"
     wanted = HyperAttnConfig.from_dict(record)
     if here and recorded_hosts(model.config) is not None:
         found = HyperAttnConfig.from_dict(here["hyperattn"])
@@ -92,8 +98,8 @@ def base_difference(model: nn.Module, saved: dict) -> str | None:
             return None
     mechanisms = " and ".join(m.mechanism for m in wanted.mechanisms)
     return (
-        f"its base had {mechanisms} in {len(wanted.hosts)} attention modules, and {name} is patched otherwise or not "
-        "at all; patch it with hf_hyperattn.HyperAttnConfig.from_pretrained(adapter_directory)"
+        f"{what} had {mechanisms} in {len(wanted.hosts)} attention modules, and {name} is patched otherwise or not "
+        f"at all; {remedy}"
     )
 
 

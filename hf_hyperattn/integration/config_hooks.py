@@ -11,11 +11,12 @@ with SDPA. Wrapped, once, at import:
 
 from __future__ import annotations
 
+import copy
 from contextvars import ContextVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .guard import warn_replaced
+from .guard import running_on, set_on_models, warn_replaced
 from .records import saved_name, sub_configs, tree
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import wrap
@@ -52,8 +53,10 @@ def _from_pretrained(original, cls, *args, **kwargs):
 
 
 @wrap("_from_config", PreTrainedModel)
-def _from_config(original, cls, *args, **kwargs):
-    return _while_loading(original, cls, *args, **kwargs)
+def _from_config(original, cls, config, **kwargs):
+    if kwargs.get("attn_implementation") is not None and running_on(config):
+        config = copy.deepcopy(config)  # Transformers would set the name on the other model's config too
+    return _while_loading(original, cls, config, **kwargs)
 
 
 def _while_loading(original, /, *args, **kwargs):
@@ -67,14 +70,18 @@ def _while_loading(original, /, *args, **kwargs):
 def keep_names() -> None:
     """Let `config._attn_implementation = name` lose nothing: loaders, Whisper's timestamps and others set it so.
 
-    On a patched config the name becomes what runs beneath; a mechanism's name gives way to it with a warning.
+    A name of ours reaches the models that run on the config. On a patched config the name becomes what runs beneath; a
+    mechanism's name gives way to it with a warning.
     """
     stock = PreTrainedConfig._attn_implementation
 
     def setter(self, value):
-        saved = saved_name(self) if INTERNAL in self.__dict__ else None  # else it is being made
+        ready = INTERNAL in self.__dict__  # else it is being made
+        saved = saved_name(self) if ready else None
         before = [(config, getattr(config, INTERNAL, None)) for config in tree(self)]
         try:
+            if ready and not LOADING.get():
+                set_on_models(self, value)
             _set_name(self, value)
         except ValueError:
             for config, name in before:

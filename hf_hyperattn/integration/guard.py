@@ -1,7 +1,7 @@
 """No name of ours is ever silently ignored.
 
 Transformers accepts any registered name for any family, also for those that never call the attention interface, and
-`set_attn_implementation` only warns. So six methods of `PreTrainedModel` are wrapped, once, at import; for models
+`set_attn_implementation` only warns. So these methods of `PreTrainedModel` are wrapped, once, at import; for models
 that ask for none of our names the wrappers do nothing.
 
 - `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
@@ -10,26 +10,36 @@ that ask for none of our names the wrappers do nothing.
   their `hyper`;
 - `_finalize_model_loading`: record and added tensors of what was loaded are compared;
 - `_initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
-- `load_state_dict`: warns where added tensors are passed over;
+- `state_dict`: notes which attention of ours the model runs, where torch keeps its own metadata;
+- `load_state_dict`, also PEFT's, and Accelerate's `load_checkpoint_in_model`: warn where added tensors, or a name that
+  the checkpoint ran under, are passed over;
 - `set_attn_implementation`: raises where it would only warn; on a patched model it changes what runs beneath.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
+from contextvars import ContextVar
+from weakref import WeakSet
 
+import accelerate
+import accelerate.big_modeling
+import accelerate.utils.modeling
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 import model_patches
 from model_patches.routing import check_unroute, is_routed
 
 from ..config import HyperAttnConfig
+from .adapter_saving import describe_base
 from .families import note_all, note_masks
 from .hierarchical import settle_names
 from .hosts import find_hosts
 from .hyper import Hyper
-from .record_check import check_loaded, warn_of_state_dict
+from .record_check import NOTED, READ, check_loaded, checked_as_one, warn_of_noted, warn_of_state_dict
 from .records import all_configs, inner, patched_hosts, saved_name, sub_configs, tree
 from .refusal import check_config, check_parts, check_routed, inside_another_model, refusal
 from .restore import restore
@@ -43,6 +53,10 @@ logger = logging.getLogger("hf_hyperattn")
 WANTED = "_hyperattn_wanted"
 #: The sub-configs that a name of ours was given for by themselves, with the name.
 ASKED = "_hyperattn_asked_parts"
+#: Every model, by which a name that is set on a config finds those that run on it.
+MODELS: WeakSet[PreTrainedModel] = WeakSet()
+#: Whether `set_attn_implementation` is at work, which sets names on configs itself.
+SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
 
 
 @wrap("__init__")
@@ -76,7 +90,14 @@ def _finish(original, self):
     if self.__dict__.get(ASKED) and not restored and not inside_another_model(self):
         check_asked(self)
     settle_names(self)
+    MODELS.add(self)
     return original(self)
+
+
+@wrap("__setstate__")
+def _copied(original, self, state):
+    original(self, state)
+    MODELS.add(self)
 
 
 def asked_by_own_name(config) -> Iterator[tuple]:
@@ -120,15 +141,78 @@ def _check_loading(original, model, load_config, loading_info):
     return original(model, load_config, loading_info)
 
 
+@wrap("load_state_dict", PeftModel)
 @wrap("load_state_dict")
 def _load_state_dict(original, self, state_dict, *args, **kwargs):
     result = original(self, state_dict, *args, **kwargs)
-    warn_of_state_dict(self, state_dict, result.missing_keys, result.unexpected_keys)
+    if READ.get() is not None:
+        READ.get().update(state_dict)
+    elif not warn_of_state_dict(self, result.missing_keys, result.unexpected_keys):
+        warn_of_noted(self, state_dict)
     return result
 
 
+@wrap("state_dict")
+def _state_dict(original, self, *args, **kwargs):
+    result, described = original(self, *args, **kwargs), describe_base(self)
+    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    if described is not None and hasattr(result, "_metadata"):  # a name has no tensor that would tell of it
+        result._metadata.setdefault(prefix[:-1], {})[NOTED] = copy.deepcopy(described)
+    return result
+
+
+@wrap("load_state_dict", accelerate.utils.modeling)
+def _read_file(original, checkpoint_file, *args, **kwargs):
+    tensors = original(checkpoint_file, *args, **kwargs)
+    if READ.get() is not None:
+        READ.get().update(tensors)
+    return tensors
+
+
+def _load_files(original, model, checkpoint, *args, **kwargs):
+    with checked_as_one(model, checkpoint):
+        return original(model, checkpoint, *args, **kwargs)
+
+
+for _module in (accelerate, accelerate.utils, accelerate.utils.modeling, accelerate.big_modeling):
+    wrap("load_checkpoint_in_model", _module)(_load_files)
+
+
+def running_on(config) -> list[PreTrainedModel]:
+    """The models with this very config, the outermost first."""
+    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
+    found = [model for model in models if getattr(model, "config", None) is config]
+    return sorted(found, key=lambda model: -len(list(model.modules())))
+
+
+def set_on_models(config, value: str | dict | None) -> None:
+    """Let what a config is given for a name of ours, or in place of one, reach the models that run on it.
+
+    A name of ours goes by `set_attn_implementation`: families whose attention is served by another class would ignore
+    or misread it. Some models (T5) have parts that run on copies of the config.
+    """
+    ours = OURS - {PATCHED, RUNNING}
+    new = {name for _, name in requested(config, value)} & ours
+    for model in running_on(config):
+        if new and not SETTING.get():
+            model.set_attn_implementation(value)
+        elif not isinstance(value, dict) and config._attn_implementation in ours:
+            own = {id(part) for part in tree(config)}
+            for part in all_configs(model):
+                if id(part) not in own and part._attn_implementation == config._attn_implementation:
+                    part._attn_implementation_internal = value
+
+
 @wrap("set_attn_implementation")
-def _set(original, self, attn_implementation, *args, **kwargs):
+def _set(original, self, *args, **kwargs):
+    token = SETTING.set(True)
+    try:
+        return _set_and_check(original, self, *args, **kwargs)
+    finally:
+        SETTING.reset(token)
+
+
+def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     asked = requested(self.config, attn_implementation)
     names, saved = {name for _, name in asked}, saved_name(self.config)
     before = [(config, config._attn_implementation) for config in all_configs(self)]
@@ -137,8 +221,9 @@ def _set(original, self, attn_implementation, *args, **kwargs):
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
-        note_all(self)
-        model_patches.serve(self)
+        for model in {self, *running_on(self.config)}:
+            note_all(model)
+            model_patches.serve(model)
         if isinstance(attn_implementation, str):
             check_routed(self, attn_implementation)
             check_parts(self, attn_implementation)

@@ -82,7 +82,25 @@ def is_cross_module(module: nn.Module) -> bool:
 def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
     """The mechanism's parameters from `config.hyperattn`, where it names the mechanism; else the defaults."""
     data = getattr(getattr(module, "config", None), "hyperattn", None)
-    return BY_NAME[_number(data, default)] if isinstance(data, dict) else default
+    if data is None:
+        return default
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"config.hyperattn is a {type(data).__name__}; allowed: a dict, as HyperAttnConfig([...]).to_dict() is"
+        )
+    return BY_NAME[_number(as_constants(data) if torch.compiler.is_compiling() else data, default)]
+
+
+def as_constants(data):
+    """A copy of JSON data whose numbers the compiler takes as they are, where it would make variables of them.
+
+    It does so with a float that differs from that of an earlier call or model; what stands in a set is a constant.
+    """
+    if isinstance(data, dict):
+        return {key: as_constants(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [as_constants(value) for value in data]
+    return next(iter({data}))
 
 
 #: The configs that `config.hyperattn` brought for use by name.

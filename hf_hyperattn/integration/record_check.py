@@ -6,24 +6,31 @@ tensors without their record, and tensors of another shape are errors, except in
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import HyperAttnConfig
 from ..registry import MECHANISMS, get_mechanism
+from .adapter_saving import base_difference
 from .hosts import find_hosts
 from .records import RECORD, patched_hosts, recorded_hosts, tree
-from .stock import STOCK
+from .stock import OURS, STOCK
 
 logger = logging.getLogger("hf_hyperattn")
 
 FRESH: ContextVar[bool] = ContextVar("hyperattn_fresh_patch", default=False)
+#: Names of the tensors that were read so far, while a checkpoint of several files is loaded file by file.
+READ: ContextVar[set[str] | None] = ContextVar("hyperattn_tensors_read", default=None)
+#: In the metadata that torch keeps with a state dict: which attention of ours its model ran.
+NOTED = "hf_hyperattn"
 WAY_OUT = "or load inside `with hf_hyperattn.fresh_patch():` to"
 
 
@@ -115,28 +122,131 @@ def warn_of_unused_parameters(model: PreTrainedModel, where: str) -> None:
                 )
 
 
-def warn_of_state_dict(
-    model: nn.Module, names: Iterable[str], missing: list[str], unexpected: list[str]
-) -> None:
-    """Warn where `load_state_dict(strict=False)` passed over added tensors: torch tells only who reads its result.
+@contextmanager
+def checked_as_one(model: nn.Module, source: str | os.PathLike) -> Iterator[None]:
+    """While files of a checkpoint are loaded one by one into a model that is there already; one check at the end.
 
     Args:
-        names: keys of the state dict; one that has nothing of the patched layers, such as an adapter's, is left alone.
-        missing, unexpected: the result.
+        source: the checkpoint's folder, or a file in it; the config.json there is compared with the model too.
     """
-    hosts = tuple(f"{name}." for name, _ in patched_hosts(model))
-    own = set(added_tensors(model)) & set(missing)
-    if own and any(name.startswith(hosts) for name in names):
+    if READ.get() is not None:  # inside another such load
+        yield
+        return
+    token = READ.set(set())
+    try:
+        yield
+        read = READ.get()
+    finally:
+        READ.reset(token)
+    there = set(model.state_dict())
+    if not warn_of_state_dict(model, there - read, read - there, f"the checkpoint {source}"):
+        warn_of_config(model, source)
+
+
+def warn_of_state_dict(
+    model: nn.Module,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    what: str = "load_state_dict(strict=False): the state dict",
+) -> bool:
+    """Warn where a load that is not strict passed over added tensors: torch tells only who reads its result.
+
+    A layer that lacks other tensors too is left alone: an adapter was loaded, or a part of a model.
+
+    Args:
+        missing, unexpected: the result.
+        what: what was loaded, for the message.
+
+    Returns:
+        Whether there was something to warn of.
+    """
+    added, missing, name = set(added_tensors(model)), set(missing), type(model).__name__
+    hosts = [f"{host}." for host, _ in patched_hosts(model)]
+    others = [key for key in missing - added if key.startswith(tuple(hosts))]
+    whole = tuple(host for host in hosts if not any(key.startswith(host) for key in others))
+    lost = sorted(key for key in added & missing if key.startswith(whole))
+    if lost:
         logger.warning(
-            f"load_state_dict(strict=False): the state dict lacks {len(own)} added tensors of the patched "
-            f"{type(model).__name__}, such as {min(own)!r}; they stay as they are"
+            f"{what} lacks {len(lost)} added tensors of the patched {name}, such as {lost[0]!r}; they stay as they are"
         )
     strange = tensors_of_hosts(model, unexpected)
     if strange:
         logger.warning(
-            f"load_state_dict(strict=False): {len(strange)} added tensors of the state dict, such as {strange[0]!r}, "
-            f"have no place in this {type(model).__name__} and are left out; patch it first as their model was"
+            f"{what} holds {len(strange)} added tensors, such as {strange[0]!r}, that have no place in this {name} and "
+            "are left out; patch it first as their model was"
         )
+    return bool(lost or strange)
+
+
+def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
+    """Warn where the config.json of a checkpoint says another attention of ours than the model that took its weights.
+
+    Args:
+        source: folder, file in it, or Hub id.
+        hub: where on the Hub, as `PreTrainedConfig.get_config_dict` has it.
+    """
+    folder = os.path.dirname(source) or "." if os.path.isfile(source) else source
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(folder, **hub)
+    except (OSError, ValueError):  # none there; or damaged, which is for those to say who load it
+        return
+    name = json.dumps(config.get("attn_implementation"))
+    if any(json.dumps(known) in name for known in OURS):
+        kept = ("attn_implementation", RECORD, "model_type")
+        saved = {key: config.get(key) for key in kept}
+        warn_of_saved(model, saved, f"the model saved in {folder}", "load that one with from_pretrained")
+
+
+def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
+    """Warn where a state dict's model ran another attention of ours than the model that took the tensors."""
+    saved = getattr(state_dict, "_metadata", {}).get("", {}).get(NOTED)
+    if saved is not None:
+        warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
+
+
+def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None:
+    """Warn where a model took the weights of another one, of the same type, that ran another attention of ours.
+
+    Args:
+        saved: what `describe_base` said of the other.
+        what, remedy: as `base_difference` has them.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if FRESH.get() or not isinstance(model, PreTrainedModel) or not saved.get("attn_implementation"):
+        return
+    if saved.get("model_type") in (None, model.config.model_type):
+        difference = base_difference(model, {**saved, "model_type": None}, what, remedy)
+        if difference:
+            logger.warning(difference)
+
+
+def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> None:
+    """Check the tensors that a caller gives to `save_pretrained`; an empty dict means that no weights are written.
+
+    Raises:
+        ValueError: no load would take the checkpoint, as added tensors are missing, or there are some without a record.
+    """
+    if not state_dict:
+        return
+    names = {plain_name(name) for name in state_dict}
+    added = {plain_name(name) for name in added_tensors(model)}
+    tied = {plain_name(n): plain_name(s) for n, s in getattr(model, "all_tied_weights_keys", {}).items()}
+    missing = sorted(name for name in added - names if tied.get(name) not in names)
+    strange = tensors_of_hosts(model, names - added)
+    if missing or strange:
+        fault = f"lacks {missing[0]!r}" if missing else f"holds {strange[0]!r}"
+        raise ValueError(
+            f"save_pretrained(state_dict=...) got a state dict that {fault}, unlike {type(model).__name__} as it is "
+            f"patched now ({len(missing or strange)} such tensors): no load would take the checkpoint; pass all of "
+            "model.state_dict(), or save a model that is patched as the state dict's was"
+        )
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without the parts that wrappers put into it."""
+    return re.sub(
+        r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name
+    )
 
 
 def added_tensors(model: nn.Module) -> list[str]:
@@ -150,14 +260,15 @@ def added_tensors(model: nn.Module) -> list[str]:
     ]
 
 
-def tensors_of_hosts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def tensors_of_hosts(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Those of `names` that are added tensors of this model's hosts, with or without the base model's prefix."""
     mechanism = "|".join(map(re.escape, MECHANISMS))
-    added = re.compile(rf"(?:(.*)\.)?hyper\.(?:{mechanism})\..*")
+    copies = r"(?:original_module\.|modules_to_save\.[^.]+\.)?"  # as PEFT has them
+    added = re.compile(rf"(?:(.*)\.)?hyper\.{copies}(?:{mechanism})\..*")
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]
     if not matches:
         return []
-    prefix = f"{model.base_model_prefix}."
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     hosts = {form for n, _ in find_hosts(model) for form in (n, prefix + n, n.removeprefix(prefix))}
     return [match.string for match in matches if (match[1] or "") in hosts]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 
 from torch import nn
 from transformers import trainer_pt_utils
@@ -13,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .hyper import Hyper
 from .patching import base_model, patched_hosts
-from .wrapping import WRAPPED
+from .record_check import checked_as_one
+from .wrapping import WRAPPED, wrap
 
 #: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.
 UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -129,6 +132,46 @@ def exempt_from_decay() -> None:
 
 
 exempt_from_decay()
+
+
+class TrainerImport(MetaPathFinder):
+    """Wraps the Trainer's resuming when its module is imported, which takes a second and is therefore not done here."""
+
+    MODULE = "transformers.trainer"
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            wrap_trainer(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def wrap_trainer(module) -> None:
+    """Let what the Trainer resumes from, and its shards, be compared with the model as a whole."""
+
+    @wrap("_load_from_checkpoint", module.Trainer)
+    def _resume(original, self, resume_from_checkpoint, model=None):
+        with checked_as_one(self.model if model is None else model, resume_from_checkpoint):
+            return original(self, resume_from_checkpoint, model)
+
+    @wrap("load_sharded_checkpoint", module)
+    def _load_shards(original, model, folder, *args, **kwargs):
+        with checked_as_one(model, folder):
+            return original(model, folder, *args, **kwargs)
+
+
+if TrainerImport.MODULE in sys.modules:
+    wrap_trainer(sys.modules[TrainerImport.MODULE])
+else:
+    sys.meta_path.insert(0, TrainerImport())
 
 
 def freeze_base(model: nn.Module) -> nn.Module:

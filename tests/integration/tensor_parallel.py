@@ -1,7 +1,8 @@
 """One of two processes that share the heads of a model: python -m tests.integration.tensor_parallel RANK FOLDER.
 
 FOLDER/stock and FOLDER/patched hold checkpoints. Rank 0 writes FOLDER/results.pt: by name of an attention
-implementation, the logits of stock under tensor parallelism; under "patched", the error of loading that.
+implementation, the logits of stock under tensor parallelism; under "patched", the error of loading that; under "parts",
+what saves with distributed_checkpoint=True into FOLDER/parts left.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import transformers as hf
 from transformers.distributed import DistributedConfig
 
@@ -28,6 +30,26 @@ def logits(model) -> torch.Tensor:
         return model(**text_inputs()).logits
 
 
+def save_in_parts(folder: Path, load, shared) -> dict:
+    """What is in FOLDER/parts, an older checkpoint at first, after a save that failed and after one that did not."""
+    target, save, found = folder / "parts", torch.distributed.checkpoint.save, {}
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no space left")
+
+    model = load(folder / "stock", attn_implementation="cone", distributed_config=shared)
+    for name, function in (("failed", failing), ("saved", save)):
+        torch.distributed.checkpoint.save = function
+        try:
+            model.save_pretrained(target, distributed_checkpoint=True)
+        except RuntimeError as error:
+            found["error"] = str(error)
+        dist.barrier()
+        found[name] = sorted(path.name for path in target.parent.glob("parts/*"))
+    again = load(target, distributed_config=shared)
+    return {"parts": found | {"logits": logits(again), "name": again.config._attn_implementation}}
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
@@ -40,6 +62,7 @@ def main(rank: int, folder: Path) -> None:
         load(folder / "patched", distributed_config=shared)
     except ValueError as error:
         results["patched"] = str(error)
+    results |= save_in_parts(folder, load, shared)
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.destroy_process_group()

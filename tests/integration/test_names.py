@@ -225,8 +225,10 @@ def test_parameters_by_name_without_their_name_are_told_of(tmp_path, caplog):
     """What versions before 0.2 saved: they lost the name."""
     model = llama()
     model.config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.3)]).to_dict()
-    model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        model.save_pretrained(tmp_path)
+        assert "LlamaForCausalLM holds parameters of 'cone', and the model runs 'sdpa'" in caplog.text
+        caplog.clear()
         hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cone")
         assert not caplog.text
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -31,6 +31,7 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     )  # of which a short text sees something
     ha.unpatch_model(model).config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
     model.save_pretrained(folder / "stock")
+    model.save_pretrained(folder / "parts")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -66,3 +67,13 @@ def test_a_patched_model_is_refused_when_it_is_loaded(shared):
     message = shared[1]["patched"]
     assert "cut into 2 ranks by tensor parallelism" in message and "cone and hype" in message
     assert "\n" not in message
+
+
+def test_a_checkpoint_that_every_rank_writes_a_part_of_takes_the_old_one_s_place_as_a_whole(shared):
+    folder, results = shared
+    parts, old = results["parts"], sorted(path.name for path in (folder / "stock").iterdir())
+    assert "no space left" in parts["error"] and parts["failed"] == old
+    shards = [name for name in parts["saved"] if name.startswith("shard-")]
+    assert len(shards) == WORLD and "model.safetensors" not in parts["saved"]
+    assert parts["name"] == "cone" and torch.equal(parts["logits"], results["cone"])
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
