@@ -6,8 +6,10 @@ mask `Ints`, and else a `Vec`: one register of pairs. What the derivative reads 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .score import Term
-from .trace import ARITHMETIC, LEAVES, Graph, Node, Traced, ancestors, gradients, trace
+from .trace import ARITHMETIC, LEAVES, Graph, Node, Traced, Untraceable, ancestors, gradients, trace
 
 EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
@@ -137,6 +139,15 @@ def state_name(node: Node) -> str:
     return f"s.v{node.order}"
 
 
+@lru_cache(maxsize=256)
+def emitted(term: Term) -> tuple[str, str | None]:
+    """The text of a term's functor, and why there is none."""
+    try:
+        return functor(term), None
+    except Untraceable as error:
+        return "", str(error)
+
+
 def functor(term: Term) -> str:
     """The text of a term's functor, `struct Emitted`.
 
@@ -176,19 +187,9 @@ def write_forward(node: Node, target: str, read: set[Node], indent: int) -> str:
     return w.result()
 
 
-def through_logit(t: Traced, seed: Node) -> tuple[dict[Node, Node], Node]:
-    """Gradients of the leaves from that of the logit, through the product form of a distance too, and of a distance."""
-    found = gradients((t.logit, None, seed))
-    distance = found.pop(t.graph.node("squared_distance"), t.graph.number(0))
-    if t.by_product is not None:
-        for leaf, more in gradients((t.by_product, ~local(t.graph, "s.near", "near"), distance)).items():
-            found[leaf] = found[leaf] + more if leaf in found else more
-    return found, distance
-
-
-def local(g: Graph, name: str, op: str = "local") -> Node:
+def local(g: Graph, name: str) -> Node:
     """A variable of the text as a node."""
-    return g.node(op, value=name)
+    return g.node("local", value=name)
 
 
 def write_pull(t: Traced, w: Writer) -> dict[str, str]:
@@ -197,8 +198,7 @@ def write_pull(t: Traced, w: Writer) -> dict[str, str]:
     Returns:
         The names of the squared distance's gradient and slope.
     """
-    by_grad, d = through_logit(t, local(t.graph, "grad"))
-    by_one, slope = through_logit(t, t.graph.number(1))
+    (by_grad, d), (by_one, slope) = t.by_grad, t.through_logit(t.graph.number(1))
     write_gradients(w, by_grad, by_one, "=")
     return {"gradient": w.vector(d), "slope": w.vector(slope)}
 

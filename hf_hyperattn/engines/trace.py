@@ -15,42 +15,25 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .score import Term
+from .score import DistanceTerm, Term
 
 LEAVES = ("dot", "row", "column", "head", "squared_distance")
 MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
+GRAD, NEAR = (
+    "grad",
+    "s.near",
+)  # variables: the gradient of the logit, and which distances are from differences
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 
 
 class Untraceable(ValueError):
     """A term does what a fused engine cannot: one line that says what, and what is allowed."""
-
-
-@dataclass(frozen=True)
-class SquaredDistance:
-    """For a term whose `logits` read a squared distance: where that comes from.
-
-    Engines take it from the product, and from differences for the pairs for which the former cancels:
-    |query_factor · q - key_factor · k|² of the features but for the last `left_out`. All functions are arithmetic on a
-    tile, as `Term.logits` is.
-
-    Args:
-        by_product: (dot, row, column, head) to the squared distance.
-        is_inexact: (squared_distance, row, column, head) to a mask: the pairs to take from differences.
-        factors: (row, column, head) to (query_factor, key_factor).
-        left_out: numbers at a vector's end that its point has not.
-    """
-
-    by_product: Callable[..., Tensor]
-    is_inexact: Callable[..., Tensor]
-    factors: Callable[..., tuple[Tensor, Tensor] | tuple[float, float]]
-    left_out: int = 0
 
 
 def _operation(op: str) -> Callable[..., Node]:
@@ -265,7 +248,7 @@ class Tracer(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Traced:
-    """A term's graph: its logit, and where it reads a squared distance, what `SquaredDistance` says of that."""
+    """A term's graph: its logit, and of a `DistanceTerm` what its other methods return."""
 
     graph: Graph
     logit: Node
@@ -273,6 +256,21 @@ class Traced:
     is_inexact: Node | None = None
     factors: tuple[Node, ...] = ()
     left_out: int = 0
+
+    @cached_property
+    def by_grad(self) -> tuple[dict[Node, Node], Node]:
+        """Gradients of the leaves and of the squared distance, from that of the logit."""
+        return self.through_logit(self.graph.node("local", value=GRAD))
+
+    def through_logit(self, seed: Node) -> tuple[dict[Node, Node], Node]:
+        """The same from a node; those of the leaves through the product form of the distance, where it is from that."""
+        found = gradients((self.logit, None, seed))
+        distance = found.pop(self.graph.node("squared_distance"), self.graph.number(0))
+        if self.by_product is not None:
+            exact = self.graph.node("near", value=NEAR)
+            for leaf, more in gradients((self.by_product, ~exact, distance)).items():
+                found[leaf] = found[leaf] + more if leaf in found else more
+        return found, distance
 
 
 def trace(term: Term) -> Traced:
@@ -290,28 +288,27 @@ def trace(term: Term) -> Traced:
 
 
 def _trace(term: Term) -> Traced:
-    distance = term.squared_distance
     tracer, counts = Tracer(), {"row": term.rows, "column": term.columns, "head": term.heads}
     dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
     numbers = [tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts.items()]
     with tracer:
-        of = lambda x: tracer.graph.cast(tracer.node(x), False)
-        if distance is None:
-            logit = of(term.logits(dot, *numbers))
-            term.logits(dot, *numbers, _undeclared)  # which it must not ask for
-            return Traced(tracer.graph, logit)
-        return Traced(
-            tracer.graph,
-            of(term.logits(dot, *numbers, squared)),
-            of(distance.by_product(dot, *numbers)),
-            tracer.graph.cast(tracer.node(distance.is_inexact(squared, *numbers)), True),
-            tuple(of(x) for x in distance.factors(*numbers)),
-            distance.left_out,
-        )
+        of = lambda x, to_mask=False: tracer.graph.cast(tracer.node(x), to_mask)
+        if isinstance(term, DistanceTerm):
+            return Traced(
+                tracer.graph,
+                of(term.score(dot, *numbers, squared)),
+                of(term.by_product(dot, *numbers)),
+                of(term.is_inexact(squared, *numbers), True),
+                tuple(of(x) for x in term.factors(*numbers)),
+                term.left_out,
+            )
+        logit = of(term.logits(dot, *numbers))
+        term.logits(dot, *numbers, _asked)
+        return Traced(tracer.graph, logit)
 
 
-def _undeclared(*_):
-    raise Untraceable("it reads squared distances, but has no `squared_distance` (engines/trace.py)")
+def _asked(*_):
+    raise Untraceable("it reads squared distances and is no DistanceTerm (engines/score.py)")
 
 
 def _max(v: Node, a: Node, b: Node) -> tuple:

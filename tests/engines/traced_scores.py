@@ -8,9 +8,8 @@ import torch
 from torch import maximum, minimum, sqrt, where
 
 import hf_hyperattn as ha
-from hf_hyperattn.engines import PairScore, Piece, Term
+from hf_hyperattn.engines import DistanceTerm, PairScore, Piece, Points, Term
 from hf_hyperattn.engines.score import TERMS, repeat_heads
-from hf_hyperattn.engines.trace import SquaredDistance
 from hf_hyperattn.mechanisms.cone.points import height_and_stretch, horizontal
 from hf_hyperattn.mechanisms.hyperbolic.points import direction_and_norm, half_radius
 
@@ -18,25 +17,31 @@ F = ha.functional
 EPS = 2.0**-23
 
 
-def near_cone(own, on_product):
+class Cone(DistanceTerm):
     """|X_q - X_k|²: inexact by the product where it is small beside |X_q|², more so where D² is large."""
 
-    def by_product(dot, row, column, head):
-        if not on_product:
-            return column[own] - 2 * dot + row[own]
-        inner = (dot - row[own + 2] * column[own + 2]) * (row[own + 1] * column[own + 1])
-        return column[own] - 2 * inner + row[own]
+    def __init__(self, name, formula, own, on_product):
+        self.name, self.formula, self.own, self.left_out = f"traced_{name}", formula, own, int(on_product)
+        self.rows, self.heads = own + 1 + 2 * on_product, own
+        self.columns = self.rows
 
-    def is_inexact(squared, row, column, head):
-        size = row[own]
-        if on_product:
-            size = size + (row[own + 2] * column[own + 2] * (row[own + 1] * column[own + 1])).abs()
+    def by_product(self, dot, row, column, head):
+        norms, own = row[self.own] + column[self.own], self.own + 1
+        if not self.left_out:
+            return norms - 2 * dot
+        return norms - 2 * (dot - row[own + 1] * column[own + 1]) * (row[own] * column[own])
+
+    def is_inexact(self, squared, row, column, head):
+        size, own = row[self.own], self.own + 1
+        if self.left_out:
+            size = size + (row[own + 1] * column[own + 1] * (row[own] * column[own])).abs()
         return squared < size * (1.42e-6 * head[-1] * size).clamp(1e-3, 1 / 16)
 
-    def factors(row, column, head):
-        return (row[own + 1], column[own + 1]) if on_product else (1.0, 1.0)
+    def factors(self, row, column, head):
+        return (row[self.own + 1], column[self.own + 1]) if self.left_out else (1.0, 1.0)
 
-    return SquaredDistance(by_product, is_inexact, factors, int(on_product))
+    def score(self, *numbers):
+        return self.formula(*numbers)
 
 
 def umbral(dot, row, column, head, squared):
@@ -72,64 +77,52 @@ def squared_lorentz(dot, row, column, head, opening):
     return -head[0] * half_sinh_squared(row, column, opening)[0]
 
 
-def geodesic_is_inexact(opening, row, column, head):
-    w, p = half_sinh_squared(row, column, opening)
-    y, noise = 2 * w, 4 * EPS * p
-    return (head[0] * noise > 1e-4 * sqrt(y * (y + 2))) | (w < 2048 * noise)
+class Hyperbolic(DistanceTerm):
+    """|q/|q| - k/|k||² from the product or from differences; with the statistics of directions, or of the product."""
+
+    heads = 1
+
+    def __init__(self, name, formula, on_product):
+        self.name, self.formula, self.on_product = f"traced_{name}", formula, on_product
+        self.rows = self.columns = 2 + on_product
+
+    def by_product(self, dot, row, column, head):
+        return (2 - 2 * (dot * column[2] * row[2] if self.on_product else dot)).clamp_min(0.0)
+
+    def is_inexact(self, opening, row, column, head):
+        w, p = half_sinh_squared(row, column, opening)
+        noise = 4 * EPS * p
+        if self.formula is squared_lorentz:
+            return (head[0] * noise > 2e-4) & (noise > 1e-5 * w)
+        y = 2 * w
+        return (head[0] * noise > 1e-4 * sqrt(y * (y + 2))) | (w < 2048 * noise)
+
+    def factors(self, row, column, head):
+        return (row[2], column[2]) if self.on_product else (1.0, 1.0)
+
+    def score(self, *numbers):
+        return self.formula(*numbers)
 
 
-def lorentz_is_inexact(opening, row, column, head):
-    w, p = half_sinh_squared(row, column, opening)
-    return (head[0] * 4 * EPS * p > 2e-4) & (4 * EPS * p > 1e-5 * w)
+class Hype(Term):
+    rows, columns, heads = 1, 1, 2
 
-
-def near_directions(is_inexact, on_product):
-    """|q/|q| - k/|k||², from the product or from differences."""
-
-    def by_product(dot, row, column, head):
-        return (2 - 2 * (dot * column[2] * row[2] if on_product else dot)).clamp_min(0.0)
-
-    def factors(row, column, head):
-        return (row[2], column[2]) if on_product else (1.0, 1.0)
-
-    return SquaredDistance(by_product, is_inexact, factors)
-
-
-def hype(form):
-    def bias(dot, row, column, head, squared=None):
-        x = ((column[0] - row[0]).detach() * head[0]).clamp(-60, 60)
-        return head[1] * (torch.sinh(x) if form == "sinh" else -2 * torch.sinh(0.5 * x) ** 2)
-
-    return bias
-
-
-class Traced(Term):
-    """One of these formulas as a term."""
-
-    def __init__(self, name, formula, statistics, heads, squared_distance=None):
-        self.name, self.formula, self.heads = f"traced_{name}", formula, heads
-        self.rows = self.columns = statistics
-        self.squared_distance = squared_distance
+    def __init__(self, form):
+        self.name, self.form = f"traced_hype_{form}", form
 
     def logits(self, dot, row, column, head, gap=None):
-        return self.formula(dot, row, column, head, gap)
+        x = ((column[0] - row[0]).detach() * head[0]).clamp(-60, 60)
+        return head[1] * (torch.sinh(x) if self.form == "sinh" else -2 * torch.sinh(0.5 * x) ** 2)
 
 
 def _terms():
     for end, on_product in (("", False), ("_on_product", True)):
-        more = 2 * on_product
-        for name, formula, own in (
-            ("umbral", umbral, 1),
-            ("penumbral_squared", penumbral, 2),
-            ("penumbral", penumbral_unsquared, 2),
-        ):
-            yield Traced(name + end, formula, own + 1 + more, own, near_cone(own, on_product))
-        for formula, is_inexact in ((geodesic, geodesic_is_inexact), (squared_lorentz, lorentz_is_inexact)):
-            yield Traced(
-                formula.__name__ + end, formula, 2 + on_product, 1, near_directions(is_inexact, on_product)
-            )
-    for form in ("sinh", "cosh"):
-        yield Traced(f"hype_{form}", hype(form), 1, 2)
+        yield Cone("umbral" + end, umbral, 1, on_product)
+        yield Cone("penumbral_squared" + end, penumbral, 2, on_product)
+        yield Cone("penumbral" + end, penumbral_unsquared, 2, on_product)
+        yield Hyperbolic("geodesic" + end, geodesic, on_product)
+        yield Hyperbolic("squared_lorentz" + end, squared_lorentz, on_product)
+    yield from (Hype("sinh"), Hype("cosh"))
 
 
 OWN = {t.name: TERMS.setdefault(t.name, t) for t in _terms()}
@@ -185,11 +178,24 @@ def own_score(name, q, k, first, second, blend=None):
     else:
         parts = hyperbolic_parts if name in ("geodesic", "squared_lorentz") else cone_parts
         features, statistics, head = parts(q, k, first, second, name, scale)
-    if blend is None:
-        return PairScore(*features, (Piece(OWN["traced_" + name], lambda: None, *statistics, head),))
-    end = "" if name.startswith("hype") else "_on_product"
-    piece = Piece(OWN[f"traced_{name}{end}"], lambda: None, *statistics, head, gate=blend)
-    return PairScore(*features, (Piece(TERMS["dot"], lambda: None), piece))
+    alone = blend is None
+    end = "" if alone or name.startswith("hype") else "_on_product"
+    term = OWN[f"traced_{name}{end}"]
+    own = Piece(term, lambda: None, *statistics, head, gate=blend)
+    pieces = (own,) if alone else (Piece(TERMS["dot"], lambda: None), own)
+    if not isinstance(term, DistanceTerm):
+        return PairScore(*features, pieces)
+
+    def points():
+        factors = term.factors(statistics[0], statistics[1], head)
+        far = [x[..., : x.shape[-1] - term.left_out] for x in features]
+        far = [
+            x if alone else repeat_heads(x, f.shape[1]) * f[..., None]
+            for x, f in zip(far, factors, strict=True)
+        ]
+        return Points(*far, q.new_ones(q.shape[1]))
+
+    return PairScore(*features, pieces, points)
 
 
 def own_logits(name, q, k, first, second, blend=None):

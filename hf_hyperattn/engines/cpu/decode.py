@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..flops import count_flops
 from ..late import Late
 from ..options import Options
-from ..score import PairScore, parse_spec
+from ..score import DistanceTerm, PairScore, parse_spec
 from . import calls, library
 from .arguments import DTYPES, Arguments, piece_of, rows_of
 
@@ -47,7 +47,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> Tensor | None:
     if raw is None or not few(raw.query, raw.key, value, options) or learns(score, value, options):
         return None
     unread = [p for p in score.pieces if p.reader is None]
-    if any(isinstance(p.given("column"), Late) or p.term.squared_distance is not None for p in unread):
+    if any(isinstance(p.given("column"), Late) or isinstance(p.term, DistanceTerm) for p in unread):
         return None  # here distances are taken from differences of what a reader reads
     reader, spec, capped = reader_of(score), score.spec, options.softcap is not None
     table = library.table(spec, capped, reader)

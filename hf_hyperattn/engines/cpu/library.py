@@ -8,14 +8,13 @@ builds in a second or two.
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
-from .. import emit_cpp, native
-from ..score import Term, capped_in, parse_spec
-from ..trace import Untraceable
+from .. import native
+from ..emit_cpp import emitted
+from ..score import capped_in, parse_spec
 
 HERE = Path(__file__).parent
 EMITTED = HERE / "emitted.h"
@@ -82,15 +81,6 @@ def table(spec: str, capped: bool, reader: str = "") -> int | None:
 def refusal(spec: str) -> str | None:
     """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
     return next((why for term, _ in parse_spec(spec) if not term.cpp and (why := emitted(term)[1])), None)
-
-
-@functools.lru_cache(maxsize=256)
-def emitted(term: Term) -> tuple[str, str | None]:
-    """The text of a term's functor, "struct Emitted", and why there is none."""
-    try:
-        return emit_cpp.functor(term), None
-    except Untraceable as error:
-        return "", str(error)
 
 
 @torch.compiler.assume_constant_result
