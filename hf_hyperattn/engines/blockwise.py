@@ -49,7 +49,7 @@ def extras_of(score: PairScore, options: Options) -> dict[str, Tensor]:
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     if score.points is not None:
         points = score.points()
-        extras |= {"points_query": points.query, "points_key": points.key, "points_scale": points.scale}
+        extras |= {"points_query": points.query, "points_key": points.key}
     if options.dropout_p:
         extras["seed"] = torch.randint(2**62, (1,))
     return {name: t for name, t in extras.items() if t is not None}

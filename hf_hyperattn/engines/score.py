@@ -210,11 +210,10 @@ class Piece(LateFields):
 
 @dataclass(frozen=True)
 class Points:
-    """What a gap is measured between, for engines that work from differences: gap = scale² · |query - key|²."""
+    """What a gap is measured between, for engines that work from differences: gap = |query - key|²."""
 
     query: Tensor  # [B, H, N, p]
     key: Tensor  # [B, Hkv, M, p]
-    scale: Tensor  # [H]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ class Tensors:
     """All tensors of a call, or all their gradients, grouped by key heads.
 
     query [B, Hkv, G, N, d]; key, value [B, Hkv, M, d]; rows [B, Hkv, G, N]; columns [B, Hkv, G or 1, M];
-    heads [Hkv, G]; mask and bias [B|1, Hkv|1, G|1, N|1, M|1]; sinks [Hkv, G]; points as query and key, their scale as
-    sinks.
+    heads [Hkv, G]; mask and bias [B|1, Hkv|1, G|1, N|1, M|1]; sinks [Hkv, G]; points as query and key.
     """
 
     query: Tensor
@@ -39,7 +38,6 @@ class Tensors:
     sinks: Tensor | None = None
     points_query: Tensor | None = None
     points_key: Tensor | None = None
-    points_scale: Tensor | None = None
 
 
 def by_group(t: Tensor | None, group: tuple[int, int]) -> Tensor | None:
@@ -92,7 +90,6 @@ class Call:
             sinks=named["sinks"].view(group) if "sinks" in named else None,
             points_query=by_group(named.get("points_query"), group),
             points_key=named.get("points_key"),
-            points_scale=named["points_scale"].view(group) if "points_scale" in named else None,
         )
         return cls(tensors, spec, options, int(named["seed"]) if "seed" in named else 0)
 
@@ -172,47 +169,33 @@ class Tile:
         """
         chosen = self.few(pairs)
         if chosen is None:
-            scale = self.of_head(self.call.tensors.points_scale)
-            return (self.distances()[-1].view(*self.shape) * scale).square_()
-        difference, scale = self.differences(chosen)
+            return self.distances()[-1].view(*self.shape).square_()
+        difference = self.differences(chosen)
         found = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
-        found[chosen] = difference.square().sum(-1) * scale.square()
+        found[chosen] = difference.square().sum(-1)
         return found
 
     def through_gap(self, grads: Tensors, d_gap: Tensor) -> None:
-        """Add what the gradient of `gap`, [hc, G, R, C], makes to those of the points and their scale."""
+        """Add what the gradient of `gap`, [hc, G, R, C], makes to those of the points."""
         chosen = self.few(d_gap != 0)
-        d_query, d_key, d_scale = (
-            None if t is None else cut(t)
-            for t, cut in (
-                (grads.points_query, self.of_query),
-                (grads.points_key, self.of_key),
-                (grads.points_scale, lambda t: t[self.heads]),
-            )
-        )
+        d_query = None if grads.points_query is None else self.of_query(grads.points_query)
+        d_key = None if grads.points_key is None else self.of_key(grads.points_key)
         if chosen is None:
             query, key, distance = self.distances()
-            scale = self.of_head(self.call.tensors.points_scale)
-            slope = (2 * d_gap * scale.square()).view(distance.shape) * distance
+            slope = (2 * d_gap).view(distance.shape) * distance
             if d_query is not None:
                 by_query = torch.ops.aten._cdist_backward(slope, query, key, 2.0, distance)
                 d_query.add_(by_query.view(d_query.shape))
             if d_key is not None:
                 slope, distance_t = slope.mT.contiguous(), distance.mT.contiguous()
                 d_key.add_(torch.ops.aten._cdist_backward(slope, key, query, 2.0, distance_t))
-            if d_scale is not None:
-                square = distance.square().view(d_gap.shape)
-                d_scale.add_((2 * d_gap * scale * square).sum((-1, -2)))
             return
-        (h, g, r, c), (difference, scale) = chosen, self.differences(chosen)
-        slope = 2 * d_gap[chosen] * scale
-        step = difference * (slope * scale)[:, None]
+        h, g, r, c = chosen
+        step = self.differences(chosen) * (2 * d_gap[chosen])[:, None]
         if d_query is not None:
             d_query.index_put_((h, g, r), step, accumulate=True)
         if d_key is not None:
             d_key.index_put_((h, c), -step, accumulate=True)
-        if d_scale is not None:
-            d_scale.index_put_((h, g), slope * difference.square().sum(-1), accumulate=True)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -225,11 +208,10 @@ class Tile:
         chosen = None if pairs is None else pairs.nonzero(as_tuple=True)
         return None if chosen is None or len(chosen[0]) * FEW > pairs.numel() else chosen
 
-    def differences(self, chosen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Of chosen pairs query point - key point, [P, p], and the points' scale, [P]."""
+    def differences(self, chosen: tuple[Tensor, ...]) -> Tensor:
+        """Of chosen pairs query point - key point, [P, p]."""
         (h, g, r, c), t = chosen, self.call.tensors
-        difference = self.of_query(t.points_query)[h, g, r] - self.of_key(t.points_key)[h, c]
-        return difference, t.points_scale[self.heads][h, g]
+        return self.of_query(t.points_query)[h, g, r] - self.of_key(t.points_key)[h, c]
 
     def distances(self) -> tuple[Tensor, Tensor, Tensor]:
         """The points [hc, G·R, p] and [hc, C, p], and all their distances [hc, G·R, C] from differences."""

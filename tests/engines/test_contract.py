@@ -54,7 +54,7 @@ def nearness(q, k, beta, gate=None, term=PLAIN):
 
 def score_of(q, k, beta, term=PLAIN):
     watched = term is WATCHED
-    points = (lambda: Points(q, k, torch.ones(q.shape[1], dtype=q.dtype))) if watched else None
+    points = (lambda: Points(q, k)) if watched else None
     return PairScore(q, k, (nearness(q, k, beta, term=term),), points=points)
 
 

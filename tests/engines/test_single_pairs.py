@@ -32,23 +32,23 @@ class Picky(Term):
 PICKY = register_term(Picky())
 
 
-def score_of(q, k, bound, scale):
+def score_of(q, k, bound):
     piece = Piece(PICKY, lambda: None, head=(bound,))
-    return PairScore(q, k, (piece,), points=lambda: Points(q.flip(-1), k, scale))
+    return PairScore(q, k, (piece,), points=lambda: Points(q.flip(-1), k))
 
 
-def expected(q, k, bound, scale):
+def expected(q, k, bound):
     far = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     dot = q @ far.mT
-    gap = (torch.cdist(q.flip(-1), far) * scale[:, None, None]).square()
+    gap = torch.cdist(q.flip(-1), far).square()
     return torch.where(dot > bound[:, None, None], -gap, dot)
 
 
-def check(q, k, v, bound, scale, below, backend):
-    """The output, and the gradients of the points and their scale, for pairs from differences above `below`."""
-    leaves = [t.clone().requires_grad_() for t in (q, k, v, scale)]
-    out, _ = attention(score_of(*leaves[:2], bound, leaves[3]), leaves[2], backend=backend)
-    plain = dense.softmax_average(expected(*leaves[:2], below, leaves[3]), leaves[2])
+def check(q, k, v, bound, below, backend):
+    """The output, and the gradients of the points, for pairs from differences above `below`."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, _ = attention(score_of(*leaves[:2], bound), leaves[2], backend=backend)
+    plain = dense.softmax_average(expected(*leaves[:2], below), leaves[2])
     assert_close(out, plain, 1e-4, "output")
     weight = tensor(*out.shape, seed=124).float()
     grads = [torch.autograd.grad((o * weight).sum(), leaves, allow_unused=True) for o in (out, plain)]
@@ -62,13 +62,13 @@ def check(q, k, v, bound, scale, below, backend):
 def test_single_pairs_are_taken_from_differences(backend, batch, heads, kv_heads, lq, lk, monkeypatch):
     monkeypatch.setattr(tiles, "FEW", 1)  # never whole tiles
     q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=120, dtype=torch.float32)
-    bound, scale = tensor(heads, seed=121).abs().float(), tensor(heads, seed=122).float() + 2
-    check(q, k, v, bound, scale, bound, backend)
+    bound = tensor(heads, seed=121).abs().float()
+    check(q, k, v, bound, bound, backend)
 
 
 @pytest.mark.parametrize("backend", FAST)
 def test_many_pairs_are_taken_with_their_whole_tile(backend):
     q, k, v = qkv(1, 2, 1, 30, 40, d=4, seed=123, dtype=torch.float32)
-    bound, scale = torch.zeros(2), torch.tensor([1.0, 0.5])
-    check(q, k, v, bound, scale, torch.full((2,), -1e9), backend)
-    check(q, k, v, bound + 1e9, scale, bound + 1e9, backend)
+    bound = torch.zeros(2)
+    check(q, k, v, bound, torch.full((2,), -1e9), backend)
+    check(q, k, v, bound + 1e9, bound + 1e9, backend)

@@ -310,7 +310,7 @@ def operator_arguments(device, **changes):
     q, k, v = inputs(device, n=20, m=20)
     new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
     named = {"row": new(1, 2, 20, 3), "column": new(1, 2, 20, 3), "head": torch.ones(1, 2, device=device)}
-    named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key", "points_scale"])
+    named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key"])
     rest = {
         "spec": "umbral",
         "factored": True,

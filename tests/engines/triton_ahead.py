@@ -36,7 +36,7 @@ def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=
     rows, columns, parameters = functions(spec).counts
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype)
     factored = "on_product" not in spec and spec != "dot" and "hype" not in spec
-    points = (new(1, heads, length, d), new(1, kv_heads, length, d), new(heads))
+    points = (new(1, heads, length, d), new(1, kv_heads, length, d))
     plain = {
         "mask": None,
         "bias": None,

@@ -3,7 +3,7 @@
 // a fixed order, so that a result depends on the number of threads at most by rounding.
 //
 // The gradient of a head's parameter is the sum over all pairs of ds · dS/dparameter. In a row the ds add up to 0, but
-// for rounding: the logits here and in the forward pass may differ in their last digit, and delta is made of the output.
+// for rounding: small logits here and in the forward pass may differ in their last digit, and delta is made of the output.
 // Where slopes are large but nearly the same along a row, that residue times their size is all that one would see. So
 // the mean slope is taken off them, which changes nothing else: the sum over rows of residue · mean is subtracted from
 // the gradient at the end (`centred` in operator.py).
@@ -45,11 +45,13 @@ class BackwardTask {
  public:
   BackwardTask(const Call& call, const Slots& slots)
       : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)),
-        scratch_(kTileRows * (kTileKeys * 3 + dim + wide) + kTileKeys * (c.dim + c.value_dim + 2 * dim + wide) +
+        scratch_(kTileRows * (kTileKeys * 3 + dim + wide + 1) + kTileKeys + kTileKeys * (c.dim + c.value_dim + 2 * dim + wide) +
                  Frame::size(c) * 2 + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
     weights_ = scratch_.take(kTileRows * kTileKeys);
     extra_ = scratch_.take(kTileRows * kTileKeys);
+    tops_ = scratch_.take(kTileRows);
+    logits_ = scratch_.take(kTileKeys);
     queries_ = scratch_.take(kTileRows * dim);
     grads_ = scratch_.take(kTileRows * wide);
     key_panels_ = scratch_.take(kTileKeys * c.dim);
@@ -116,7 +118,7 @@ class BackwardTask {
     t.rows = rows, t.columns = count, t.step = kTileKeys, t.first_row = row0, t.first_column = key;
     t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
     t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
-    t.softcap = c.softcap, t.dot = dots_, t.weight = weights_;
+    t.softcap = c.softcap, t.dot = dots_, t.weight = weights_, t.top = tops_, t.logits = logits_;
     t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
     t.key_rows = keys_, t.key_step = dim, t.d_query = sums, t.d_keys = d_keys_;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
@@ -154,7 +156,7 @@ class BackwardTask {
   const int64_t wide, dim;
   Scratch scratch_;
   Frame frame_;
-  float *dots_, *weights_, *extra_, *queries_, *grads_, *key_panels_, *value_panels_, *keys_, *d_keys_, *d_values_,
+  float *dots_, *weights_, *extra_, *tops_, *logits_, *queries_, *grads_, *key_panels_, *value_panels_, *keys_, *d_keys_, *d_values_,
       *d_columns_;
 };
 

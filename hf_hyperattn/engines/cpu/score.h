@@ -11,6 +11,8 @@
 //                              `pull` adds itself (Pair::add_difference): those by the product and by the norms cancel
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <tuple>
 #include <utility>
@@ -45,29 +47,29 @@ struct Pair {
     return sum;
   }
 
-  // Of one key: the products of query_factor · q - key_factor · k with q and with k, and the square of k.
+  // Of one key: the products of query_factor · q - key_factor · k with q and with k.
   struct Inner {
-    float query, key, square;
+    float query, key;
   };
   Inner inner_of_difference(int lane, float query_factor, float key_factor, int64_t width) const {
     const float* k = tile->key_rows + (at_column + lane) * tile->key_step;
     Inner found = {};
     for (int64_t e = 0; e < width; ++e) {
       const float apart = query_factor * query[e] - key_factor * k[e];
-      found.query += apart * query[e], found.key += apart * k[e], found.square += k[e] * k[e];
+      found.query += apart * query[e], found.key += apart * k[e];
     }
     return found;
   }
 
-  // Adds that difference to the gradients of q and of k, times a number each, and to the latter `rest` times k.
-  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query, float to_key,
-                      float rest) const {
+  // Adds that difference to the gradients of q and of k, times a number each.
+  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query,
+                      float to_key) const {
     const int64_t start = (at_column + lane) * tile->key_step;
     const float* k = tile->key_rows + start;
     float *d_q = tile->d_query + at_row * tile->query_step, *d_k = tile->d_keys + start;
     for (int64_t e = 0; e < width; ++e) {
       const float apart = query_factor * query[e] - key_factor * k[e];
-      d_q[e] += to_query * apart, d_k[e] += to_key * apart + rest * k[e];
+      d_q[e] += to_query * apart, d_k[e] += to_key * apart;
     }
   }
 };
@@ -75,6 +77,7 @@ struct Pair {
 // Gradients, but for `head`: those of the parameters are that times the gradient of the logit.
 template <int R, int C, int H>
 struct Slopes {
+  static constexpr int heads = H;
   Vec dot = {};
   Vec row[R + 1] = {}, column[C + 1] = {}, head[H + 1] = {};
 };
@@ -240,7 +243,11 @@ inline Vec forward_row(const Tile& t, int64_t r) {
       for (int64_t e = 0; e < t.dim; ++e) pair.dot += pair.query[e] * load(pair.keys + e * kPanel);
     }
     Vec x = S::logit(pair, states, t.softcap);
-    if constexpr (S::clears && !Gap && !Exact) least = S::clearance(states, least);
+    if constexpr (S::clears && !Gap && !Exact) {
+      const Vec clear = S::clearance(states, least);
+      if constexpr (edge) least = outside(j, t.first[r], t.last[r]) ? least : clear;
+      else least = clear;
+    }
     if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
     if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
     top = larger(top, x);
@@ -255,13 +262,32 @@ template <class S, bool Extra>
   forward_row<S, Extra, false, true>(t, r);
 }
 
+// One function, that both passes call: inlined here and there, the same source gives other last digits.
+template <class S, bool Extra, bool Gap>
+[[gnu::noinline, gnu::noclone]] void logits_of_row(const Tile& t, int64_t r) {
+  const Vec least = forward_row<S, Extra, Gap, false>(t, r);
+  if constexpr (S::clears && !Gap)
+    if (any(least < Vec{})) [[unlikely]] exact_row<S, Extra>(t, r);
+}
+
 template <class S, bool Extra, bool Gap = false>
 void forward_rows(const Tile& t) {
-  for (int64_t r = 0; r < t.rows; ++r) {
-    const Vec least = forward_row<S, Extra, Gap, false>(t, r);
-    if constexpr (S::clears && !Gap)
-      if (any(least < Vec{})) [[unlikely]] exact_row<S, Extra>(t, r);
-  }
+  for (int64_t r = 0; r < t.rows; ++r) logits_of_row<S, Extra, Gap>(t, r);
+}
+
+// From this size on of a row's largest logit the backward pass takes the very logits of the forward pass. Float32
+// numbers lie 1e-6 apart there and more farther out: weights from others would not add up to 1.
+constexpr float kLarge = 16.0f;
+
+// The logits of one row in t.logits; its products stay.
+template <class S, bool Extra>
+[[gnu::noinline, gnu::cold]] void keep_logits(const Tile& t, int64_t r) {
+  float* dot = t.dot + r * t.step;
+  const int64_t first = t.first[r] / kLanes * kLanes, last = (t.last[r] + kLanes - 1) / kLanes * kLanes;
+  if (first >= last) return;
+  std::copy(dot + first, dot + last, t.logits + first);
+  logits_of_row<S, Extra, false>(t, r);
+  std::swap_ranges(dot + first, dot + last, t.logits + first);
 }
 
 template <class S, bool Extra, bool Drop>
@@ -272,12 +298,15 @@ void backward_rows(const Tile& t) {
     Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {}, mean[S::heads + 1] = {}, residue = {};
     float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
     const float largest = t.largest[r] == -kInf ? kInf : t.largest[r], inverse = t.inverse[r];
+    const bool large = std::abs(largest) > kLarge;
+    if (large) [[unlikely]] keep_logits<S, Extra>(t, r);
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
       Vec column[S::columns + 1];
       typename S::States states;
       const Pair pair = reader.pair(j, column, t.head);
       Vec x = S::logit(pair, states, t.softcap);
       if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
+      if (large) [[unlikely]] x = load(t.logits + j);
       Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j);
       if constexpr (edge) p = outside(j, t.first[r], t.last[r]) ? Vec{} : p;
       Vec kept = p;

@@ -41,7 +41,8 @@ struct Tile {
   const float* extra;           // what is added to the logits [rows, step], -inf where hidden; or null
   float softcap;                // 0: none
   float* dot;                   // products in; logits out, in backward the gradient of the products
-  float* top;                   // out, forward: the largest logit of each row
+  float* top;                   // out: the largest logit of each row
+  float* logits;                // backward: memory for a row
   // for distances from differences of the features
   const float* query;           // [rows, query_step]
   int64_t query_step;

@@ -30,7 +30,7 @@ from .tile import (
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_query(
-    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, OUT, LSE, GRAD,
+    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, OUT, LSE, GRAD,
     RECORD, D_Q, D_ROW, D_HEAD,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
@@ -94,7 +94,7 @@ def attention_backward_query(
                 near = any_of(doubtful)
                 if near:
                     pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
-                    gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
+                    gap = differences(pq, pk, i, j, n, m, dot, P)
             s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
             if BIAS is not None:
                 s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)
@@ -148,7 +148,7 @@ def queries_in_reach(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_key(
-    Q, K, V, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE, GRAD, RECORD, D_K, D_V, D_COLUMN,
+    Q, K, V, COLUMN, HEAD, MASK, BIAS, SEED, POINTS_Q, POINTS_K, GRAD, RECORD, D_K, D_V, D_COLUMN,
     q_strides, k_strides, v_strides, grad_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, offset, window, scale, softcap, dropout,
     SCORE: tl.constexpr, PULL: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
@@ -206,7 +206,7 @@ def attention_backward_key(
                     near = any_of(doubtful)
                     if near:
                         pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
-                        gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
+                        gap = differences(pq, pk, i, j, n, m, dot, P)
                 s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
                 if BIAS is not None:
                     s = added(s, BIAS, bias_strides, b, h, i, j, inside & (i < n), False)

@@ -48,7 +48,7 @@ def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K, POINTS_SCALE,
+    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K,
     OUT, LSE, SUM,
     q_strides, k_strides, v_strides, mask_strides, bias_strides,
     heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
@@ -131,7 +131,7 @@ def attention_forward(
                 near = any_of(doubtful)
                 if near:
                     pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
-                    gap = differences(pq, pk, tl.load(POINTS_SCALE + h), i, j, n, m, dot, P)
+                    gap = differences(pq, pk, i, j, n, m, dot, P)
             s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
             if BIAS is not None:
                 s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)

@@ -39,7 +39,7 @@ class Call:
     bias: Tensor | None
     sinks: Tensor | None
     seed: Tensor | None
-    points: tuple[Tensor, Tensor, Tensor] | None
+    points: tuple[Tensor, Tensor] | None
     spec: str
     factored: bool
     width: int
@@ -83,7 +83,7 @@ class Call:
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
-        made, points = self.functions, self.points or (None, None, None)
+        made, points = self.functions, self.points or (None, None)
         shape = (self.batch, self.heads, self.n, self.m)
         mask, bias = (None if t is None else t.expand(shape) for t in (self.mask, self.bias))
         truth = mask is not None and mask.dtype == torch.bool
@@ -99,7 +99,6 @@ class Call:
             "SEED": self.seed,
             "POINTS_Q": points[0],
             "POINTS_K": points[1],
-            "POINTS_SCALE": points[2],
             "q_strides": self.query.stride()[:3],
             "k_strides": self.key.stride()[:3],
             "v_strides": self.value.stride()[:3],

@@ -25,7 +25,6 @@ def attention(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    points_scale: Tensor | None,
     spec: str,
     factored: bool,
     width: int,
@@ -47,7 +46,7 @@ def attention(
         mask, bias: as in `Options`, four axes, without gradient.
         sinks: [H].
         seed: of dropout, int64 [1].
-        points_query, points_key, points_scale: as in `Points`, where differences may be asked for.
+        points_query, points_key: as in `Points`, where differences may be asked for.
         spec: the score's terms.
         factored: whether the last number in `row` and `column` is what the vectors are multiplied with.
         width: of each vector this many numbers count for the product.
@@ -56,7 +55,7 @@ def attention(
     """
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key, points_scale)
+    points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
         *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
@@ -89,7 +88,6 @@ def attention_backward(
     seed: Tensor | None,
     points_query: Tensor | None,
     points_key: Tensor | None,
-    points_scale: Tensor | None,
     wanted_row: bool,
     wanted_column: bool,
     wanted_head: bool,
@@ -106,7 +104,7 @@ def attention_backward(
     """Gradients of query, key, value, row, column and head; of the last three as far as wanted, else empty."""
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key, points_scale)
+    points = None if points_query is None else (points_query, points_key)
     call = launch.Call(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
         *(spec, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
@@ -130,7 +128,6 @@ def _(
     s,
     p,
     q,
-    r,
     by_row,
     by_column,
     by_head,
@@ -145,7 +142,7 @@ def _(
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.rest = inputs[:13], inputs[13:]
+    tensors, ctx.rest = inputs[:12], inputs[12:]
     sinks = tensors[8]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors[:8], *tensors[9:], sinks)

@@ -33,12 +33,12 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     reason = hindrance(score, value, options)
     if reason is not None:
         raise ValueError(f"backend='triton' cannot compute this call: {reason}; use backend='auto'")
-    source, points = source_of(score), (None, None, None)
+    source, points = source_of(score), (None, None)
     if score.points is not None:
         found = (
             score.points()
         )  # without gradient: it flows through the statistics of which the gap is a function
-        points = [t.detach().float().contiguous() for t in (found.query, found.key, found.scale)]
+        points = [t.detach().float().contiguous() for t in (found.query, found.key)]
     query, key = source.query, source.key
     if query.dtype != key.dtype or query.dtype not in DTYPES:
         query, key = query.float(), key.float()

@@ -168,14 +168,14 @@ def any_of(x):
 
 
 @triton.jit
-def differences(POINTS_Q, POINTS_K, weight, i, j, n, m, like, WIDTH: tl.constexpr):
-    """Squared distances of points from differences, times the square of `weight`."""
+def differences(POINTS_Q, POINTS_K, i, j, n, m, like, WIDTH: tl.constexpr):
+    """Squared distances of points from differences."""
     gap = tl.zeros_like(like)
     for c in range(WIDTH):
         q = tl.load(POINTS_Q + i.to(tl.int64) * WIDTH + c, mask=i < n, other=0.0)
         k = tl.load(POINTS_K + j.to(tl.int64) * WIDTH + c, mask=j < m, other=0.0)
         gap += (q - k) * (q - k)
-    return gap * (weight * weight)
+    return gap
 
 
 @triton.jit

@@ -12,19 +12,18 @@ constexpr float kEpsilon = 1.1920929e-07f, kBlur = 16.0f * kEpsilon * kEpsilon;
 constexpr float kNear = 1e-3f, kNearest = 0.0625f, kExact = 1.42e-6f;  // as in terms.py
 
 // Squared distances from the product or, where that cancels, from differences. Statistics, after the `Own` of the score:
-// |X|², and where the product is the host's, the stretch and the last coordinate. `weight` is what |X_q - X_k|² is
-// multiplied with; query features and the stretch of queries have it as a factor.
+// |X|², and where the product is the host's, the stretch and the last coordinate. D² is `weight` times the square.
 template <int Own, bool OnProduct>
 struct Distance {
   static constexpr int count = Own + (OnProduct ? 3 : 1);
-  Vec gap, inner, clear;
+  Vec square, gap, inner, clear;  // |X_q - X_k|² and D²
   Ints near;  // pairs that were taken from differences
   float weight;
   bool some;  // of them
 
   Distance() = default;
 
-  Distance(const Pair& p, float times) : clear{}, near{}, weight(times), some(false) {
+  Distance(const Pair& p, float times) : square{}, clear{}, near{}, weight(times), some(false) {
     if (p.gap) {
       gap = *p.gap;
       return;
@@ -37,22 +36,26 @@ struct Distance {
       const Vec stretch = p.column[Own + 1] * p.row[Own + 1];
       twice = twice * stretch, size = size + magnitude(last * stretch);
     }
-    gap = twice + p.column[Own] + p.row[Own];
-    clear = gap - size * larger(splat(kNear), smaller(kExact * size, splat(kNearest)));
+    square = twice + p.column[Own] + p.row[Own], gap = weight * square;
+    clear = square - size * larger(splat(kNear), smaller(kExact * weight * size, splat(kNearest)));
     if (!p.exact) return;
     near = clear < Vec{}, some = any(near);
     if (some) [[unlikely]] {
-      gap = weight * p.gap_from_differences(splat(query_factor(p)), key_factor(p), p.dim - OnProduct);
-      gap = gap <= kBlur * size ? Vec{} : gap;  // points that coincide but for rounding
+      square = p.gap_from_differences(splat(query_factor(p)), key_factor(p), p.dim - OnProduct);
+      square = square <= kBlur * size ? Vec{} : square;  // points that coincide but for rounding
+      gap = weight * square;
     }
   }
 
-  float query_factor(const Pair& p) const { return (OnProduct ? p.row[Own + 1] : 1.0f) / weight; }
+  static float query_factor(const Pair& p) { return OnProduct ? p.row[Own + 1] : 1.0f; }
   static Vec key_factor(const Pair& p) { return OnProduct ? p.column[Own + 1] : splat(1.0f); }
 
+  // From the logit's gradient and its slope by D².
   template <class S>
-  void pull(const Pair& p, Vec d_gap, S& s) const {
-    const Vec by_product = near ? Vec{} : d_gap;
+  void pull(const Pair& p, Vec grad, Vec slope, S& s) const {
+    slope = gap <= Vec{} ? Vec{} : slope;
+    s.head[S::heads - 1] = slope * square;
+    const Vec d_square = grad * slope * weight, by_product = near ? Vec{} : d_square;
     s.row[Own] = s.column[Own] = by_product;
     s.dot = -2.0f * by_product;
     if constexpr (OnProduct) {
@@ -63,27 +66,21 @@ struct Distance {
       s.row[Own + 2] = -s.dot * p.column[Own + 2];
       s.column[Own + 2] = -s.dot * p.row[Own + 2];
     }
-    if (some) [[unlikely]] pull_differences(p, near ? d_gap : Vec{}, s);
+    if (some) [[unlikely]] pull_differences(p, near ? d_square : Vec{}, s);
   }
 
-  // The gradient by weight, d_gap · |X_q - X_k|², comes about upstream: by the query's features as
-  // 2 d_gap (X_q - X_k)·X_q, and the rest, d_gap (|X_k|² - |X_q|²), by the key's |X|², which has weight as a factor; what
-  // else that does to the key is taken off there.
   template <class S>
-  [[gnu::noinline, gnu::cold]] void pull_differences(const Pair& p, Vec d_gap, S& s) const {
+  [[gnu::noinline, gnu::cold]] static void pull_differences(const Pair& p, Vec d_square, S& s) {
     const float q = query_factor(p);
     const Vec factors = key_factor(p);
     for (int i = 0; i < kLanes; ++i) {
-      if (d_gap[i] == 0) continue;
-      const float k = factors[i], slope = 2.0f * d_gap[i] * weight;
-      const auto inner = p.inner_of_difference(i, q, k, p.dim - OnProduct);
-      const float square = k * k * inner.square, longer = -(q * inner.query + k * inner.key);
-      const float d_norm = square > 0 ? d_gap[i] * longer / square : 0.0f, rest = -2.0f * d_norm * weight * k;
-      p.add_difference(i, q, k, p.dim - OnProduct, slope * q, -slope * k, rest * k);
-      s.column[Own][i] = d_norm;
+      if (d_square[i] == 0) continue;
+      const float k = factors[i], slope = 2.0f * d_square[i];
+      p.add_difference(i, q, k, p.dim - OnProduct, slope * q, -slope * k);
       if constexpr (OnProduct) {
-        s.row[Own + 1][i] = slope * inner.query / weight;
-        s.column[Own + 1][i] = rest * inner.square - slope * inner.key;
+        const auto inner = p.inner_of_difference(i, q, k, p.dim - OnProduct);
+        s.row[Own + 1][i] = slope * inner.query;
+        s.column[Own + 1][i] = -slope * inner.key;
       }
     }
   }
@@ -110,9 +107,9 @@ struct Umbral {
     Slopes<rows, columns, heads> s;
     const Vec u = p.row[0] - p.column[0];
     const Ints near = state.distance.gap <= u * u;
-    const Vec d_gap = near ? Vec{} : -0.5f * grad / larger(state.w, splat(kSmallest));
+    const Vec slope = near ? Vec{} : -0.5f / larger(state.w, splat(kSmallest));
     const Vec d_u = near ? (u > Vec{} ? -grad : (u < Vec{} ? grad : Vec{})) : Vec{};
-    state.distance.pull(p, d_gap, s);
+    state.distance.pull(p, grad, slope, s);
     s.row[0] = d_u - grad;
     s.column[0] = -d_u - grad;
     return s;
@@ -151,8 +148,8 @@ struct Penumbral {
     const Vec ratio = state.ratio, pq = splat(p.row[0]), pk = p.column[0];
     const Vec by_q = pq > pk ? higher : (pq < pk ? Vec{} : 0.5f * higher);  // equal heights share it evenly
     const Vec d_half = -both * state.half;  // of each half width; the distance counts as much, less
-    const Vec d_gap = 0.25f * out * (1.0f - ratio * ratio) - d_half * (0.5f / state.distance);
-    state.from.pull(p, state.from.gap <= Vec{} ? Vec{} : d_gap, s);
+    const Vec by_gap = state.outside ? 0.25f * (1.0f - ratio * ratio) : 0.5f * state.half / state.distance;
+    state.from.pull(p, grad, state.outside | state.between ? slope * by_gap : Vec{}, s);
     s.row[0] = 0.5f * out * (1.0f - ratio) + by_q;
     s.row[1] = s.column[1] = d_half;
     s.column[0] = 0.5f * out * (1.0f + ratio) + higher - by_q;

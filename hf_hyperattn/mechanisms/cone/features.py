@@ -71,14 +71,11 @@ class ConeSpace:
         return h**2, torch.sqrt(torch.maximum(r**2 - h**2, floor))
 
     def head_parameters(self, heads: int, dtype: torch.dtype) -> Late:
-        """What squared distances are multiplied with, and for penumbral r² before it, [H] each, late.
-
-        The former is what engines take distances from differences with; its gradient comes through the features.
-        """
+        """What squared distances are multiplied with, and for penumbral r² before it, [H] each, late."""
 
         def make():
             own = self.working(dtype)
-            square = (own.gap_factor**2).detach().expand(heads)
+            square = (own.gap_factor**2).expand(heads)
             if self.variant == "umbral":
                 return (square,)
             return ((own.radius * own.weight) ** 2).expand(heads), square
@@ -142,19 +139,15 @@ def cone_score(query: Tensor, key: Tensor, space: ConeSpace) -> PairScore:
     piece = Piece(
         TERMS[space.term],
         _definition(query, key, space),
-        row=late(lambda: _distance(value_of(at), value_of(q))),
-        column=late(lambda: _distance(value_of(at), value_of(k))),
+        row=late(lambda: _statistics(value_of(at), value_of(q))),
+        column=late(lambda: _statistics(value_of(at), value_of(k))),
         head=space.head_parameters(query.shape[1], working_dtype(query, key)),
         reader=reader,
     )
-    square = late(lambda: value_of(at).gap_factor ** 2)
-    features = (
-        late(lambda: value_of(q).horizontal() * value_of(square)[:, None, None]),
-        late(lambda: value_of(k).horizontal()),
-    )
-    factors = late(lambda: per_head(value_of(q).stretch, value_of(square))), late(lambda: value_of(k).stretch)
+    features = _horizontals(q, k)
+    factors = late(lambda: value_of(q).stretch), late(lambda: value_of(k).stretch)
     source = Source(query, key, 1.0, features, *factors, width=query.shape[-1] - 1)
-    return PairScore(*features, (piece,), partial(_gap_points, q, k, at), source=source)
+    return PairScore(*features, (piece,), partial(_points, *features), source=source)
 
 
 def cone_piece(
@@ -168,19 +161,19 @@ def cone_piece(
     reader, (q, k, at) = _reader(space, on_product=True), _sides(query, key, space)
 
     def row():
-        own, side = value_of(at), value_of(q)
-        return *_distance(own, side), per_head(side.stretch, own.gap_factor**2 / scale), side.last * scale
+        side = value_of(q)
+        return *_statistics(value_of(at), side), side.stretch / scale, side.last * scale
 
     piece = Piece(
         TERMS[space.term + "_on_product"],
         _definition(query, key, space),
         row=late(row),
-        column=late(lambda: (*_distance(value_of(at), value_of(k)), value_of(k).stretch, value_of(k).last)),
+        column=late(lambda: (*_statistics(value_of(at), value_of(k)), value_of(k).stretch, value_of(k).last)),
         head=space.head_parameters(query.shape[1], working_dtype(query, key)),
         gate=gate,
         reader=reader,
     )
-    return piece, partial(_gap_points, q, k, at)
+    return piece, partial(_points, *_horizontals(q, k))
 
 
 def _sides(query, key, space):
@@ -190,9 +183,14 @@ def _sides(query, key, space):
     return *sides, late(lambda: space.working(dtype))
 
 
-def _distance(space: ConeSpace, side: Side) -> tuple[Tensor, ...]:
+def _statistics(space: ConeSpace, side: Side) -> tuple[Tensor, ...]:
     """The statistics of the score itself, and |X|²."""
-    return *space.own_statistics(side.height), per_head(side.square, space.gap_factor**2)
+    return *space.own_statistics(side.height), side.square
+
+
+def _horizontals(q: Late, k: Late) -> tuple[Late, Late]:
+    """X of queries and of keys. Engines take differences of these very numbers: a factor would be rounded."""
+    return late(lambda: value_of(q).horizontal()), late(lambda: value_of(k).horizontal())
 
 
 def _reader(space: ConeSpace, on_product: bool) -> Reader | None:
@@ -227,6 +225,5 @@ def _definition(query, key, space):
     return partial(definition, query, key, space.gamma, space.radius, **names)
 
 
-def _gap_points(q: Side | Late, k: Side | Late, space: ConeSpace | Late) -> Points:
-    q, k, space = map(value_of, (q, k, space))
-    return Points(q.horizontal(), k.horizontal(), space.gap_factor.expand(q.vectors.shape[1]))
+def _points(query: Late, key: Late) -> Points:
+    return Points(value_of(query), value_of(key))

@@ -1,22 +1,22 @@
 """Cone scores as engines compute them: one dot product, then a few operations a pair.
 
-With X scaled by gamma / (2 sinh r) and h by gamma / 2 (outside the tile, so that automatic differentiation gives the
-gradients of gamma and r), and u = h_q - h_k, the umbral score is
+With h scaled by gamma / 2, w = (gamma / (2 sinh r))² (both made outside the tile, where automatic differentiation takes
+their gradients to gamma and r), and u = h_q - h_k, the umbral score is
 
-    S = -(h_q + h_k + sqrt(max(D², u²)))          D² = |X_q|² + |X_k|² - 2 X_q·X_k
+    S = -(h_q + h_k + sqrt(max(D², u²)))          D² = w · (|X_q|² + |X_k|² - 2 X_q·X_k)
 
-For the penumbral score, points and radius are scaled alike, so that gamma disappears, and outside the cones
+For the penumbral score, distances and radius are scaled alike, so that gamma disappears, and outside the cones
 
     H² = (D² + 2 (h_q² + h_k²) + (h_k² - h_q²)² / D²) / 4
 
 needs no root. Row and column statistics are (h, |X|²), for penumbral (h², sqrt(r² - h²), |X|²). The `_on_product`
 terms read the host's product instead: X_q·X_k = stretch_q · stretch_k · (q·k - q_d k_d), with the stretch and the last
-coordinate as two more statistics. The last parameter is what |X_q - X_k|² is multiplied with to be D², which only the
-engines read that take differences of features.
+coordinate as two more statistics. The last parameter is w: points are not scaled themselves, since the rounding of that
+would show in differences of near ones.
 
-From the product, D² is off by some eps · |X|², and its root and the gradient by far more where points nearly coincide.
-The terms ask for such pairs from differences: where D² is below NEAR · |X|², or as much more, up to NEAREST · |X|², as
-keeps the error of D below 2e-4 where |X| is large.
+From the product, D² is off by some eps · w|X|², and its root and the gradient by far more where points nearly coincide.
+The terms ask for such pairs from differences: where D² is below NEAR · w|X|², or as much more, up to NEAREST · w|X|²,
+as keeps the error of D below 2e-4 where that is large.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...engines.score import Term, register_term
 SMALLEST = 1e-15  # of a distance that is divided by
 LOWEST = 1e-6  # of a height
 NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6  # EXACT: (2 eps / 2e-4)² of float32
-BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² |X|²
+BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² w|X|²
 HEADER = Path(__file__).with_name("cone.h")
 
 
@@ -44,8 +44,8 @@ class ConeTerm(Term):
         self.name, self.on_product = name, on_product
         self.rows = self.columns = self.own + (3 if on_product else 1)
 
-    def distance(self, dot, row, column, gap=None):
-        """D² [..., R, C], and which pairs it was taken from differences for, bool [..., R, C], or None."""
+    def distance(self, dot, row, column, weight, gap=None):
+        """|X_q - X_k|² [..., R, C], and which pairs it was taken from differences for, bool [..., R, C], or None."""
         if not self.on_product:
             square, size = torch.sub(column[self.own], dot, alpha=2).add_(row[self.own]), row[self.own]
         else:
@@ -55,7 +55,7 @@ class ConeTerm(Term):
             size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(norm_q)
         if gap is None:
             return square, None
-        near = square < size * (EXACT * size).clamp_(NEAR, NEAREST)
+        near = square < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
         if not near.any():
             return square, None
         found = gap(near)
@@ -65,23 +65,25 @@ class ConeTerm(Term):
         return torch.where(near, found, square), near
 
     def logits(self, dot, row, column, head, gap=None):
-        return self.score(self.distance(dot, row, column, gap)[0], row[: self.own], column[: self.own], head)[
-            0
-        ]
+        square, _ = self.distance(dot, row, column, head[-1], gap)
+        return self.score(square.mul_(head[-1]), row[: self.own], column[: self.own], head)[0]
 
     def vjp(self, dot, row, column, head, gap=None):
-        square, near = self.distance(dot, row, column, gap)
-        logits, pull = self.score(square, row[: self.own], column[: self.own], head)
+        weight = head[-1]
+        square, near = self.distance(dot, row, column, weight, gap)
+        logits, pull = self.score(square * weight, row[: self.own], column[: self.own], head)
 
         def pullback(grad):
             d_square, d_row, d_column, d_head = pull(grad)
             d_square.masked_fill_(square <= 0, 0.0)
+            d_weight = d_square * square
+            d_square.mul_(weight)
             d_gap = ()
             if near is not None:
                 d_gap = (d_square.masked_fill(~near, 0.0),)
                 d_square.masked_fill_(near, 0.0)
             d_dot, dist_row, dist_column = self.through_distance(d_square, dot, row, column)
-            return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), (*d_head, None), *d_gap
+            return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), (*d_head, d_weight), *d_gap
 
         return logits, pullback
 

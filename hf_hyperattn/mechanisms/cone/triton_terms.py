@@ -52,8 +52,8 @@ def _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k
 
 
 @triton.jit
-def _too_near(product, size):
-    return product < size * tl.maximum(tl.minimum(EXACT * size, NEAREST), NEAR)
+def _too_near(product, size, weight):
+    return product < size * tl.maximum(tl.minimum(EXACT * weight * size, NEAREST), NEAR)
 
 
 @triton.jit
@@ -85,15 +85,16 @@ def _umbral_pull(grad, gap, hq, hk):
 @triton.jit
 def umbral(dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
     """-(h_q + h_k + sqrt(max(D², (h_q - h_k)²)))"""
-    return _umbral(_gap(dot, gap, near, norm_q, norm_k), hq, hk)
+    return _umbral(_gap(dot, gap, near, norm_q, norm_k) * weight, hq, hk)
 
 
 @triton.jit
 def umbral_pull(grad, dot, gap, near, noise, hq, norm_q, hk, norm_k, weight):
-    """dot; h_q, |X_q|²; h_k, |X_k|²"""
-    distance2 = _gap(dot, gap, near, norm_q, norm_k)
-    d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
-    return -2 * d_gap, d_hq, d_gap, d_hk, d_gap
+    """dot; h_q, |X_q|²; h_k, |X_k|²; weight"""
+    square = _gap(dot, gap, near, norm_q, norm_k)
+    d_gap, d_hq, d_hk = _umbral_pull(grad, square * weight, hq, hk)
+    d_square = d_gap * weight
+    return -2 * d_square, d_hq, d_square, d_hk, d_square, d_gap * square
 
 
 @triton.jit
@@ -101,20 +102,20 @@ def umbral_on_product(
     dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
 ):
     """The same from the host's product."""
-    return _umbral(
-        _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k), hq, hk
-    )
+    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _umbral(square * weight, hq, hk)
 
 
 @triton.jit
 def umbral_on_product_pull(
     grad, dot, gap, near, noise, hq, norm_q, stretch_q, last_q, hk, norm_k, stretch_k, last_k, weight
 ):
-    """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last"""
-    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    d_gap, d_hq, d_hk = _umbral_pull(grad, distance2, hq, hk)
-    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
-    return d_dot, d_hq, d_gap, d_sq, d_lq, d_hk, d_gap, d_sk, d_lk
+    """dot; h_q, |X_q|², stretch, last; h_k, |X_k|², stretch, last; weight"""
+    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    d_gap, d_hq, d_hk = _umbral_pull(grad, square * weight, hq, hk)
+    d_square = d_gap * weight
+    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)
+    return d_dot, d_hq, d_square, d_sq, d_lq, d_hk, d_square, d_sk, d_lk, d_gap * square
 
 
 @triton.jit
@@ -181,32 +182,33 @@ def _penumbral_pull(grad, gap, pq, a, pk, b, r2, SQUARED: tl.constexpr):
 @triton.jit
 def penumbral_squared(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """-H²"""
-    return _penumbral(_gap(dot, gap, near, norm_q, norm_k), pq, a, pk, b, r2, True)
+    return _penumbral(_gap(dot, gap, near, norm_q, norm_k) * weight, pq, a, pk, b, r2, True)
 
 
 @triton.jit
 def penumbral(dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """-H"""
-    return _penumbral(_gap(dot, gap, near, norm_q, norm_k), pq, a, pk, b, r2, False)
+    return _penumbral(_gap(dot, gap, near, norm_q, norm_k) * weight, pq, a, pk, b, r2, False)
 
 
 @triton.jit
-def _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, SQUARED: tl.constexpr):
-    distance2 = _gap(dot, gap, near, norm_q, norm_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
-    return -2 * d_gap, d_pq, d_a, d_gap, d_pk, d_b, d_gap, d_r2
+def _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, SQUARED: tl.constexpr):
+    square = _gap(dot, gap, near, norm_q, norm_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, square * weight, pq, a, pk, b, r2, SQUARED)
+    d_square = d_gap * weight
+    return -2 * d_square, d_pq, d_a, d_square, d_pk, d_b, d_square, d_r2, d_gap * square
 
 
 @triton.jit
 def penumbral_squared_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, True)
+    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r², weight"""
+    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, True)
 
 
 @triton.jit
 def penumbral_pull(grad, dot, gap, near, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
-    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r²"""
-    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, False)
+    """dot; h_q², a, |X_q|²; h_k², b, |X_k|²; r², weight"""
+    return _plain_pull(grad, dot, gap, near, pq, a, norm_q, pk, b, norm_k, r2, weight, False)
 
 
 @triton.jit
@@ -214,8 +216,8 @@ def penumbral_squared_on_product(
     dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
 ):
     """-H² from the host's product."""
-    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _penumbral(distance2, pq, a, pk, b, r2, True)
+    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _penumbral(square * weight, pq, a, pk, b, r2, True)
 
 
 @triton.jit
@@ -223,91 +225,50 @@ def penumbral_on_product(
     dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, weight
 ):
     """-H from the host's product."""
-    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _penumbral(distance2, pq, a, pk, b, r2, False)
+    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    return _penumbral(square * weight, pq, a, pk, b, r2, False)
 
 
 @triton.jit
 def _product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    SQUARED: tl.constexpr,
-):
-    distance2 = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, distance2, pq, a, pk, b, r2, SQUARED)
-    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_gap, dot, stretch_q, last_q, stretch_k, last_k)
-    return d_dot, d_pq, d_a, d_gap, d_sq, d_lq, d_pk, d_b, d_gap, d_sk, d_lk, d_r2
+    grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight, SQUARED: tl.constexpr,
+):  # fmt: skip
+    square = _gap_on_product(dot, gap, near, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
+    d_gap, d_pq, d_a, d_pk, d_b, d_r2 = _penumbral_pull(grad, square * weight, pq, a, pk, b, r2, SQUARED)
+    d_square = d_gap * weight
+    d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)
+    return d_dot, d_pq, d_a, d_square, d_sq, d_lq, d_pk, d_b, d_square, d_sk, d_lk, d_r2, d_gap * square
 
 
 @triton.jit
 def penumbral_squared_on_product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    noise,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    weight,
-):
-    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight,
+):  # fmt: skip
+    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, True
-    )
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+        pk, b, norm_k, stretch_k, last_k, r2, weight, True,
+    )  # fmt: skip
 
 
 @triton.jit
 def penumbral_on_product_pull(
-    grad,
-    dot,
-    gap,
-    near,
-    noise,
-    pq,
-    a,
-    norm_q,
-    stretch_q,
-    last_q,
-    pk,
-    b,
-    norm_k,
-    stretch_k,
-    last_k,
-    r2,
-    weight,
-):
-    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r²"""
+    grad, dot, gap, near, noise, pq, a, norm_q, stretch_q, last_q,
+    pk, b, norm_k, stretch_k, last_k, r2, weight,
+):  # fmt: skip
+    """dot; h_q², a, |X_q|², stretch, last; h_k², b, |X_k|², stretch, last; r², weight"""
     return _product_pull(
-        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q, pk, b, norm_k, stretch_k, last_k, r2, False
-    )
+        grad, dot, gap, near, pq, a, norm_q, stretch_q, last_q,
+        pk, b, norm_k, stretch_k, last_k, r2, weight, False,
+    )  # fmt: skip
 
 
 @triton.jit
 def umbral_inexact(dot, noise, hq, norm_q, hk, norm_k, weight):
     """Where the squared distance needs differences."""
-    return _too_near(_product(dot, norm_q, norm_k), norm_q)
+    return _too_near(_product(dot, norm_q, norm_k), norm_q, weight)
 
 
 @triton.jit
@@ -316,13 +277,13 @@ def umbral_on_product_inexact(
 ):
     """Where the squared distance needs differences."""
     product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
+    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k), weight)
 
 
 @triton.jit
 def penumbral_inexact(dot, noise, pq, a, norm_q, pk, b, norm_k, r2, weight):
     """Where the squared distance needs differences."""
-    return _too_near(_product(dot, norm_q, norm_k), norm_q)
+    return _too_near(_product(dot, norm_q, norm_k), norm_q, weight)
 
 
 @triton.jit
@@ -331,28 +292,25 @@ def penumbral_on_product_inexact(
 ):
     """Where the squared distance needs differences."""
     product = _product_of_host(dot, norm_q, stretch_q, last_q, norm_k, stretch_k, last_k)
-    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k))
+    return _too_near(product, _size(norm_q, stretch_q, last_q, stretch_k, last_k), weight)
 
-
-# the last parameter has no gradient
-UMBRAL, PENUMBRAL = {"heads": ()}, {"heads": (0,), "long": True}
 
 TRITON_TERMS = {
-    "umbral": TritonTerm(umbral, umbral_pull, inexact=umbral_inexact, **UMBRAL),
+    "umbral": TritonTerm(umbral, umbral_pull, inexact=umbral_inexact),
     "umbral_on_product": TritonTerm(
-        umbral_on_product, umbral_on_product_pull, inexact=umbral_on_product_inexact, **UMBRAL
+        umbral_on_product, umbral_on_product_pull, inexact=umbral_on_product_inexact
     ),
     "penumbral_squared": TritonTerm(
-        penumbral_squared, penumbral_squared_pull, inexact=penumbral_inexact, **PENUMBRAL
+        penumbral_squared, penumbral_squared_pull, inexact=penumbral_inexact, long=True
     ),
     "penumbral_squared_on_product": TritonTerm(
         penumbral_squared_on_product,
         penumbral_squared_on_product_pull,
         inexact=penumbral_on_product_inexact,
-        **PENUMBRAL,
+        long=True,
     ),
-    "penumbral": TritonTerm(penumbral, penumbral_pull, inexact=penumbral_inexact, **PENUMBRAL),
+    "penumbral": TritonTerm(penumbral, penumbral_pull, inexact=penumbral_inexact, long=True),
     "penumbral_on_product": TritonTerm(
-        penumbral_on_product, penumbral_on_product_pull, inexact=penumbral_on_product_inexact, **PENUMBRAL
+        penumbral_on_product, penumbral_on_product_pull, inexact=penumbral_on_product_inexact, long=True
     ),
 }

@@ -66,7 +66,7 @@ def hyperbolic_score(query: Tensor, key: Tensor, space: HyperbolicSpace) -> Pair
     features = tuple(late(partial(_directions, side)) for side in (q, k))
     factors = late(lambda: 1 / value_of(q).norm), late(lambda: space.scale / value_of(k).norm)
     source = Source(query, key, space.scale, features, *factors)
-    return PairScore(*features, (piece,), partial(_points, q, k, heads), source=source)
+    return PairScore(*features, (piece,), partial(_points, q, k), source=source)
 
 
 def hyperbolic_piece(
@@ -88,7 +88,7 @@ def hyperbolic_piece(
         features=_features(query, key, space),
         reader=_reader(space, on_product=True),
     )
-    return piece, partial(_points, q, k, heads)
+    return piece, partial(_points, q, k)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _directions(side: Side | Late) -> Tensor:
     return value_of(value_of(side).directions)
 
 
-def _points(q: Side | Late, k: Side | Late, heads: int) -> Points:
-    return Points(_directions(q), _directions(k), value_of(q).norm.new_ones(heads))
+def _points(q: Side | Late, k: Side | Late) -> Points:
+    return Points(_directions(q), _directions(k))
 
 
 def _reader(space: HyperbolicSpace, on_product: bool) -> Reader:

@@ -53,7 +53,7 @@ struct Separation {
     noise = kBlur * p_q * p_k;
   }
 
-  // What rounding leaves of the distance of coinciding points must not steer a gradient.
+  // What rounding leaves of the distance of coinciding points must not steer a gradient that is steep there.
   Vec without_noise(Vec d_w) const { return w <= noise ? Vec{} : d_w; }
 
   template <class S>
@@ -79,7 +79,7 @@ struct Separation {
     for (int i = 0; i < kLanes; ++i) {
       if (d_opening[i] == 0) continue;
       const float q = query_factor, k = key_factor[i], slope = 2.0f * d_opening[i];
-      p.add_difference(i, q, k, p.dim, slope * q, -slope * k, 0.0f);
+      p.add_difference(i, q, k, p.dim, slope * q, -slope * k);
       if constexpr (OnProduct) {
         const auto inner = p.inner_of_difference(i, q, k, p.dim);
         s.row[2][i] = slope * inner.query;
@@ -135,7 +135,9 @@ struct SquaredLorentz {
 
   static Slopes<rows, columns, heads> pull(const Pair& p, const State& state, Vec grad) {
     Slopes<rows, columns, heads> s;
-    state.from.pull(p, state.from.without_noise(-p.head[0] * grad), s);
+    // by the product there is nothing to leave out: the slope by w is the same everywhere
+    const Ints coincide = state.from.near & (state.from.w <= state.from.noise);
+    state.from.pull(p, coincide ? Vec{} : -p.head[0] * grad, s);
     s.head[0] = -state.from.w;
     return s;
   }

@@ -34,6 +34,7 @@ class HyperbolicTerm(Term):
     """What both terms share: w, and the gradients that flow through it."""
 
     heads = 1
+    steep = True  # whether the slope by w is infinite where points coincide
 
     def __init__(self, name: str, on_product: bool):
         self.name, self.on_product = name, on_product
@@ -97,10 +98,11 @@ class HyperbolicTerm(Term):
 
         def pullback(grad):
             d_w, d_head = pull(grad)
-            # what rounding leaves of the distance of coinciding points must not steer a gradient
-            by_row, by_column = self.noise(dot, row, column, differences=near is not None)
-            if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
-                d_w.masked_fill_(w <= by_row * by_column, 0.0)
+            if self.steep or near is not None:
+                # what rounding leaves of the distance of coinciding points must not steer a gradient
+                by_row, by_column = self.noise(dot, row, column, differences=near is not None)
+                if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
+                    d_w.masked_fill_(w <= by_row * by_column, 0.0)
             d_gap = ()
             if near is not None:
                 p = (row[0] * row[1]) * (column[0] * column[1])
@@ -150,6 +152,8 @@ class Geodesic(HyperbolicTerm):
 
 class SquaredLorentz(HyperbolicTerm):
     """S = -β w."""
+
+    steep = False
 
     def score(self, w, head):
         return w * -head[0], lambda grad: (grad * -head[0], (-(grad * w),))
