@@ -99,7 +99,7 @@ class DistanceTerm(Term):
     """A term that reads a squared distance of features: |query_factor · q - key_factor · k|².
 
     Engines take it from the product, and for the pairs for which that cancels from differences. All methods are plain
-    arithmetic on a tile. The `points` of a score with such a term are the features times the factors, at scale 1.
+    arithmetic on a tile. The `points` of a score with such a term are the features times the factors.
     """
 
     left_out = 0  # numbers at a vector's end that its point has not

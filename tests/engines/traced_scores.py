@@ -193,7 +193,7 @@ def own_score(name, q, k, first, second, blend=None):
             x if alone else repeat_heads(x, f.shape[1]) * f[..., None]
             for x, f in zip(far, factors, strict=True)
         ]
-        return Points(*far, q.new_ones(q.shape[1]))
+        return Points(*far)
 
     return PairScore(*features, pieces, points)
 

@@ -56,7 +56,7 @@ struct FactorGradients {
     if (grad[i] == 0) continue;
     const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i];
     const auto inner = p.inner_of_difference(i, q, k, width);
-    p.add_difference(i, q, k, width, twice * q, -twice * k, 0.0f);
+    p.add_difference(i, q, k, width, twice * q, -twice * k);
     found.query[i] = 2.0f * inner.query, found.key[i] = -2.0f * inner.key;
   }
   return found;
