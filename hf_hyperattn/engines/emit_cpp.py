@@ -14,7 +14,7 @@ from .trace import ARITHMETIC, LEAVES, Graph, Node, Traced, Untraceable, ancesto
 EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
     "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "{} ? {} : {}",
-    "max": "larger({}, {})", "min": "smaller({}, {})", "abs": "magnitude({})", "sqrt": "root({})",
+    "max": "larger_or_nan({}, {})", "min": "smaller_or_nan({}, {})", "abs": "magnitude({})", "sqrt": "root({})",
     "exp": "exponential({})", "expm1": "exponential_less_one({})", "log": "logarithm({})",
     "log1p": "log_of_one_plus({})", "acosh1p": "log_of_one_plus({} + {})", "sinh": "hyperbolic_sine({})",
     "cosh": "hyperbolic_cosine({})", "cosh_of_sinh": "cosine_of_sine({})", "tanh": "hyperbolic_tangent({})",
@@ -76,7 +76,8 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
 """
 FROM_DIFFERENCES = """
     if (s.some_near) [[unlikely]] {{
-      const Vec d_near = s.near ? {gradient} : Vec{{}}, slope_near = s.near ? {slope} : Vec{{}};
+      const Ints some = s.near & (grad != Vec{{}});  // but for lanes that are no pairs
+      const Vec d_near = some ? {gradient} : Vec{{}}, slope_near = some ? {slope} : Vec{{}};
 {factors}
       const auto [by_query, by_key] = add_differences(p, query_factor, key_factor, p.dim - {left_out}, d_near);
 {pull_differences}

@@ -293,6 +293,45 @@ def test_a_score_from_outside_on_few_queries_with_gates_and_softcap(outsider, le
     assert bool(taken) is not learns
 
 
+class Divided(Term):
+    """Divides by what a key has, which is 0 where a register has more lanes than there are keys."""
+
+    name, rows, columns, heads = "divided_for_test", 1, 1, 1
+
+    def logits(self, dot, row, column, head, gap=None):
+        return (
+            torch.maximum(dot / column[0], row[0] * head[0] / column[0])
+            + dot * (row[0] + head[0]) / column[0]
+        )
+
+
+DIVIDED = TERMS.setdefault(Divided.name, Divided())
+
+
+@needs_compiler
+@pytest.mark.parametrize("nan", [False, True], ids=["numbers", "nan"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_what_is_beyond_the_keys_reaches_no_gradient_and_nan_is_not_lost(nan, causal):
+    q, k, v = qkv(batch=1, heads=2, lq=21, lk=21, d=3, seed=99)
+    row, column = tensor(1, 2, 21, seed=100), tensor(1, 2, 21, seed=101).abs() + 0.5
+    if nan:
+        q[0, 0, 4, 1] = row[0, 1, 6] = math.nan
+
+    def score(q, k, row, column, head):
+        logits = lambda: DIVIDED.logits(
+            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
+        )
+        return PairScore(q, k, (Piece(DIVIDED, logits, (row,), (column,), (head,)),))
+
+    inputs, options = [q, k, v, row, column, torch.tensor([0.5, -1.0])], Options(is_causal=causal)
+    expected = outcome(score, inputs, torch.float64, "reference", options)
+    found = outcome(score, inputs, torch.float32, "cpu", options)
+    if not nan:
+        return check(found, expected, 1e-6, 2e-6)
+    assert torch.equal(found[0].isnan(), expected[0].isnan())
+    assert found[0].isnan().any() and not found[0].isnan().all()
+
+
 def own_inputs(name, blend):
     """Vectors some of which coincide, nearly coincide or are zero, and two parameters."""
     q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=96, lk=120, d=8, seed=60, scale=1.5)

@@ -46,14 +46,14 @@ class Cone(DistanceTerm):
 
 def umbral(dot, row, column, head, squared):
     u, distance = row[0] - column[0], squared * head[0]
-    return -(row[0] + column[0] + sqrt(where(distance > u * u, distance, u * u)))
+    return -(row[0] + column[0] + sqrt(where(distance <= u * u, u * u, distance)))  # NaN stays
 
 
 def penumbral(dot, row, column, head, squared):
     (pq, a), (pk, b), gap = row[:2], column[:2], (squared * head[1]).clamp_min(1e-30)
     half, difference = 0.5 * (a + b - where(squared <= 0, 0.0, sqrt(gap))), pk - pq
     apart = 0.25 * (gap + 2 * (pq + pk) + difference * (difference / gap))
-    inside = where(half < minimum(a, b), head[0] - half * half, maximum(pq, pk))
+    inside = where(half >= minimum(a, b), maximum(pq, pk), head[0] - half * half)  # NaN stays
     return -where(half < 0, apart, inside)
 
 

@@ -5,6 +5,10 @@
 
 namespace hyper {
 
+// As torch's maximum and minimum: NaN where either is.
+inline Vec larger_or_nan(Vec a, Vec b) { return b == b ? larger(a, b) : b; }
+inline Vec smaller_or_nan(Vec a, Vec b) { return b == b ? smaller(a, b) : b; }
+
 // log x, relative error about 1e-7; -inf at 0.
 inline Vec logarithm(Vec x) {
   const Ints power = (as_bits(x) - 0x3f3504f3) >> 23;  // leaves a number from sqrt(1/2) to sqrt(2)
