@@ -7,13 +7,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def is_recorded() -> bool:
+    """Whether this call is recorded for later ones, of other lengths: compiled, exported, or under torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def can_read(*tensors: Tensor | None) -> bool:
     """Whether the values of all these tensors can be read now.
 
-    They cannot while a call is compiled or exported, inside torch.func's transforms, on the meta device, and under
-    FakeTensorMode, where FLOP counters and memory estimators run models without their values.
+    They cannot while a call is recorded, inside torch.func's transforms, on the meta device, and under FakeTensorMode,
+    where FLOP counters and memory estimators run models without their values.
     """
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return False
     hidden = torch._C._functorch.is_functorch_wrapped_tensor
     return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or hidden(t)) for t in tensors)

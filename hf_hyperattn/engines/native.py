@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 logger = logging.getLogger("hf_hyperattn")
+_logged: set[str] = set()  # the reasons for which libraries were not built
 
 
 def enabled() -> bool:
@@ -113,7 +114,8 @@ def library_name(name: str, sources: Sequence[Path | str]) -> str:
 
 @functools.cache
 def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
-    """The library made of these sources, built if need be; None, after one line in the log, where that fails.
+    """The library made of these sources, built if need be; None where that fails, after one line in the log for each
+    reason: of many libraries that lack a compiler, the first says so.
 
     Args:
         name: an identifier, part of the file's name.
@@ -124,9 +126,10 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(built(name, sources).absolute()))
     except Exception as error:  # whatever a compiler, a file system or a loader can do wrong
-        logger.warning(
-            "hf_hyperattn: %s is not compiled (%s); the plain torch way is used", name, reason(error)
-        )
+        why = reason(error)
+        if why not in _logged:
+            _logged.add(why)
+            logger.warning("hf_hyperattn: %s is not compiled (%s); the plain torch way is used", name, why)
         return None
 
 

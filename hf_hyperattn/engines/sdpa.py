@@ -64,7 +64,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
             dropout_p=options.dropout_p,
             is_causal=causal,
             scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=bool(query.shape[1] != key.shape[1]),  # shapes are tensors in torch.jit.trace
         )
     return out[..., :width].to(score.dtype), None
 

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_hyperattn as ha
+from hf_hyperattn.engines import cpu
 from tests.integration.models import bert, difference, llama, perturb, run, text_inputs
 from tests.integration.patches import patched
 
@@ -154,6 +155,8 @@ def test_flops_of_attention_are_counted(name):
     n, products = 512, 4 * 2 * 4 * 512**2 * (8 + 8)  # layers · 2 · heads · N² · (d + dv)
     counts = {}
     for device in ("meta", "cpu"):
+        if device == "cpu" and name == "hype" and cpu.library.core() is None:
+            pytest.skip("no compiler: SDPA computes it, of which PyTorch counts nothing on a CPU")
         with torch.device(device):
             model = ha.patch_model(make(), config, mode="replace")
         if device == "cpu":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native as build
+from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.mechanisms.hsa import native, windows
 from hf_hyperattn.mechanisms.hsa.key import Levels, attend, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
@@ -209,15 +210,54 @@ def test_memory_grows_with_the_length_not_its_square(backend):
     assert max(sizes) < 8192 * 8192 * 4 / 16
 
 
-def test_the_kernel_reaches_only_what_it_may():
-    """NaN in padding, in the future, and in blocks that are dropped do not leak."""
+@pytest.mark.parametrize("backend", ["torch", compiled, "rows"])
+@pytest.mark.parametrize("sizes", [(8, 16), ()], ids=["windows", "flat"])
+@pytest.mark.parametrize("near", [8, 100], ids=["near", "all"])
+def test_nan_behind_the_queries_does_not_act(backend, sizes, near):
+    """Neither in the output nor in gradients; the first of these tokens shares a window with queries."""
+    rule = {"near": near, "sinks": 2, "refine_top_k": 1, "is_causal": True, "backend": backend}
+    found = []
+    for length in (36, 64):
+        q, k, v = (tensor(1, 1, 64, 16, seed=i, dtype=torch.float32)[:, :, :length] for i in range(3))
+        k[:, :, 36:] = v[:, :, 36:] = float("nan")
+        leaves = [t.requires_grad_() for t in (q[:, :, :36], k, v)]
+        out, _ = key_tied(*leaves, sizes, **rule)
+        grads = torch.autograd.grad(out.cos().sum(), leaves)
+        assert not any(g[:, :, 36:].any() for g in grads)
+        found.append((out, *(g[:, :, :36] for g in grads)))
+    for name, a, b in zip(("output", "query", "key", "value"), *found, strict=True):
+        assert_close(b, a, 1e-5, name)
+
+
+@pytest.mark.parametrize("backend", ["torch", compiled, "rows"])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_nan_acts_where_it_is_seen_and_nowhere_else(backend, where):
+    """From its own place on, in the middle of a window."""
     q, k, v = (tensor(1, 1, 64, 16, seed=i, dtype=torch.float32) for i in range(3))
-    clean, _ = key_tied(
-        q[:, :, :40], k[:, :, :40], v[:, :, :40], (8, 16), near=8, refine_top_k=1, is_causal=True
-    )
-    k[:, :, 40:] = v[:, :, 40:] = float("nan")
-    out, _ = key_tied(q[:, :, :40], k, v, (8, 16), near=8, refine_top_k=1, is_causal=True)
-    assert_close(out, clean, 1e-6, "with NaN behind")
+    {"key": k, "value": v}[where][0, 0, 50, 5] = float("nan")
+    out, _ = key_tied(q, k, v, (8, 16), near=8, is_causal=True, backend=backend)
+    assert torch.equal(out.isnan().any(-1)[0, 0], torch.arange(64) >= 50)
+
+
+def test_nan_behind_a_mask_and_in_padding_does_not_act():
+    """Of a tree that is no windows; queries at padding may be NaN too."""
+    groups, mask = (torch.arange(40) // 5)[None], torch.ones(40, 40, dtype=torch.bool).tril()
+    mask[:, 30] = False
+    mask = mask & (torch.arange(40) >= 6)
+    found = []
+    for bad in (0.0, float("nan")):
+        leaves = [tensor(1, 2, 40, 8, seed=i, dtype=torch.float32) for i in range(3)]
+        for t in leaves:
+            t[:, :, :6] = bad
+        for t in leaves[1:]:
+            t[:, :, 30] = bad
+        leaves = [t.requires_grad_() for t in leaves]
+        real = torch.arange(40).ge(6) & torch.arange(40).ne(30)
+        out = hierarchical_attention(*leaves, mask, hierarchy=groups, tying="key", near=3, refine_top_k=1)
+        grads = torch.autograd.grad(out[:, :, real].cos().sum(), leaves)
+        found.append([t[:, :, real] for t in (out, *grads)])
+    for name, a, b in zip(("output", "query", "key", "value"), *found, strict=True):
+        assert_close(b, a, 1e-5, name)
 
 
 @pytest.mark.slow

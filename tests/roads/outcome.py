@@ -11,7 +11,6 @@ import contextlib
 import logging
 import re
 import traceback
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,8 +25,7 @@ LOST = 0.1
 OURS = ("/hf_hyperattn/", "/model_patches/")
 #: Words of ours about the machine or about a conversion that is made, not about a mechanism lost; they excuse nothing.
 ABOUT_OTHERS = re.compile(
-    r"is not compiled|Dynamo detected|"
-    r"Triton kernels|cannot compute a call|the plain torch way|queries and keys to be shared"
+    r"is not compiled|Triton kernels|cannot compute a call|the plain torch way|queries and keys to be shared"
 )
 #: What a message must hold beside what is wrong: what to do.
 ADVICE = re.compile(
@@ -85,27 +83,23 @@ class Records(logging.Handler):
 
 @contextlib.contextmanager
 def listening():
-    """A list that fills with our warnings, whether logged or by the module `warnings`, also those said once only."""
+    """A list that fills with what our loggers warn of, also what they say once only.
+
+    Nobody else's words excuse a mechanism that is lost, such as a tracer's warning about a line of ours.
+    """
     handler, logger = Records(), logging.getLogger("hf_hyperattn")
     for once in (hf.utils.logging.warning_once, hf.utils.logging.info_once):
         once.cache_clear()
-    levels = logger.level, logging.root.manager.disable
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     texts: list[str] = []
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield texts
+        yield texts
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(levels[0])
-        said = [
-            str(w.message)
-            for w in caught
-            if any(o in w.filename for o in OURS) or "hyperattn" in str(w.message)
-        ]
-        texts += [t for t in [*handler.texts, *said] if not ABOUT_OTHERS.search(t)]
+        logger.setLevel(level)
+        texts += [t for t in handler.texts if not ABOUT_OTHERS.search(t)]
 
 
 def gap(got, want) -> float:

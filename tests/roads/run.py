@@ -34,7 +34,7 @@ from tests.zoo.forks import run_forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path.home() / ".cache" / "hf_hyperattn" / "roads"
-SOURCES = ("hf_hyperattn", "model_patches", "tests/roads", "tests/integration")
+SOURCES = ("hf_hyperattn", "model_patches", "hub_cards", "tests/roads", "tests/integration")
 PACKAGES = (
     "torch",
     "transformers",
@@ -124,7 +124,8 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
             alone = [item for item in missing if ROADS[item[0]].group == group and ROADS[item[0]].ranks == 1]
             stock = dict.fromkeys((name, BY_LABEL[label].control.label) for name, label in alone)
             for item, reply, _ in run_forked(answer, stock, options.processes, options.timeout):
-                CONTROLLED[item] = reply[1] if reply[0] == "done" else (0.0, reply[1].splitlines()[0])
+                if reply[0] == "done":  # where the stock model ends its process, so do the cells: crashes
+                    CONTROLLED[item] = reply[1]
             for item, reply, _ in run_forked(answer, alone, options.processes, options.timeout):
                 ok = reply[0] == "done"
                 done(*item, Cell(**reply[1]) if ok else Cell("crash", words=reply[1].splitlines()[0]))
@@ -136,7 +137,7 @@ def run_cells(items, folder: pathlib.Path, options) -> None:
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="roads", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "roads", nargs="?", default="", help="regular expression of roads; all where left out"
+        "roads", nargs="?", default="", help="regular expression of roads or groups; all where left out"
     )
     parser.add_argument("--cases", default="", help="regular expression of cases")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
@@ -159,7 +160,9 @@ def main(argv=None) -> int:
         (road.name, case.label)
         for road in sorted(ROADS.values(), key=lambda road: GROUPS.index(road.group))
         for case in CASES
-        if road.open_to(case) and re.search(options.roads, road.name) and re.search(options.cases, case.label)
+        if road.open_to(case)
+        and (re.search(options.roads, road.name) or re.search(options.roads, road.group))
+        and re.search(options.cases, case.label)
     ]
     folder = options.cache / fingerprint()
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
 import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.base import Plan
@@ -74,7 +74,7 @@ def half(case, folder):
 @road("functional_call", GROUP)
 def functional_call(case, folder):
     model, inputs = case.model(), inputs_of()
-    state = {n: t.clone() for n, t in model.state_dict(keep_vars=False).items()}
+    state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter)
     with torch.no_grad():
@@ -272,7 +272,11 @@ def disk_offload(case, folder):
 def offloaded_at_load(case, folder):
     modules = dict(case.model().named_modules())
     stack = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
-    leaves = [n for n, m in modules.items() if not any(m.children()) and not n.startswith(f"{stack}.")]
+    leaves = [n for n, m in modules.items() if not any(m.children())]
+    leaves += [
+        n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves
+    ]  # BERT's head
+    leaves = [n for n in leaves if not n.startswith(f"{stack}.")]
     places = {n: "cpu" for n in leaves} | {f"{stack}.{i}": ("cpu", "disk", "cpu")[i] for i in range(LAYERS)}
     model = case.auto.from_pretrained(case.folder(), device_map=places, offload_folder=str(folder))
     yield logits(model), case.logits
@@ -411,10 +415,11 @@ def guided(case, folder):
 def batched(case, folder):
     model = case.model()
     rows = [r[m.bool()].tolist() for r, m in zip(*inputs_of(9).values())]
-    from transformers import GenerationConfig
-
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
-    found = model.generate_batch(rows, generation_config=config, progress_bar=False)
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # else the cache fills the memory
+    found = model.generate_batch(
+        rows, generation_config=config, continuous_batching_config=small, progress_bar=False
+    )
     tokens = [v.generated_tokens for v in found.values()]
     alone = [
         model.generate(torch.tensor([r]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, len(r) :]

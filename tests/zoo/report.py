@@ -39,7 +39,9 @@ COLUMNS = {
     "unpatch": "`unpatch_model` restores classes, state-dict keys and values, configs and hooks; outputs are bitwise "
     "the stock ones",
     "reload": "saved with open gates and taken back by plain `from_pretrained`, weights are bitwise equal and outputs "
-    "to 1e-6 (rounding depends on where tensors lie in memory)",
+    "to 1e-6: every process that loads the file gets the same bits, and the bits of the model that was saved where "
+    "weights lie as they lay there (PyTorch rounds products of single rows otherwise where a file maps them to odd "
+    "addresses, of stock models too; `copy.deepcopy(model)` moves them)",
     "generation": "greedy generation with open gates is the same with and without a cache",
 }
 

@@ -30,6 +30,7 @@ def few(query: Tensor, key: Tensor, value: Tensor, options: Options) -> bool:
     """Whether queries are few, keys are more, and the kernel takes all of them as they are."""
     return (
         not torch.compiler.is_compiling()  # first: no guard on lengths, which an exported call would be bound by
+        and not torch.jit.is_tracing()  # it would miss the compiled kernel, which is no operator here
         and query.shape[2] <= FEW
         and query.shape[2] < key.shape[2]
         and not options.dropout_p

@@ -86,7 +86,7 @@ def _with_statistics(query, key, value, scale: float, row: Tensor | None, column
 
 def _check(query: Tensor, key: Tensor, hierarchy: Hierarchy) -> None:
     lengths = query.shape[2], key.shape[2], hierarchy.length
-    if len(set(lengths)) > 1:
+    if not lengths[0] == lengths[1] == lengths[2]:
         raise ValueError(
             f"hsa with tying='both' was called with {lengths[0]} queries, {lengths[1]} keys and a hierarchy "
             f"over {lengths[2]} tokens; allowed: the same tokens as queries and as keys, all in the hierarchy"

@@ -64,7 +64,8 @@ def run(query: Tensor, key: Tensor, value: Tensor, options: Options, asked: atte
     counts = [
         list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)
     ]
-    flags = [rule.tying == "both", rule.keep_diagonal, asked.is_causal, options.is_causal, asked.weights]
+    flags = (rule.tying == "both", rule.keep_diagonal, asked.is_causal, options.is_causal, asked.weights)
+    flags = [int(flag) for flag in flags]  # torch.jit.trace takes no list of bools
     tensors = [query, key, value, *(t for t in extras if t is not None)]
     out, weights = tied(tensors, names, sizes, *counts, flags, options.window, options.offset)
     return out, weights if asked.weights else None
@@ -73,7 +74,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, options: Options, asked: atte
 def taken_apart(tensors, names, sizes, near, sinks, top_k, flags, window, offset):
     """The arguments of `attention.tied`."""
     found = dict(zip(names.split(), tensors[3:], strict=True))
-    both, keep, causal, masked_causal, weights = flags
+    both, keep, causal, masked_causal, weights = map(bool, flags)
     numbers = (tuple(near), tuple(sinks), tuple(top_k)) if not both else (0, 0, 0)
     rule = Rule("both" if both else "key", keep, *numbers, found.get("block_bias"))
     options = Options(
@@ -96,7 +97,7 @@ def tied(
     near: Sequence[int],
     sinks: Sequence[int],
     top_k: Sequence[int],
-    flags: Sequence[bool],
+    flags: Sequence[int],
     window: int | None,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,7 @@ def backward(
     near: Sequence[int],
     sinks: Sequence[int],
     top_k: Sequence[int],
-    flags: Sequence[bool],
+    flags: Sequence[int],
     window: int | None,
     offset: int,
 ) -> list[Tensor]:

@@ -92,12 +92,15 @@ class BackwardTile : Tile {
     logits_of(t.v(first), t.value_step, count, b_.grads.data(), c_.value_dim, products);
     for (int64_t r = 0; r < count * kLanes; r += kLanes) {
       const Vec weight = exponential(load(logits + r) - lse_);
-      store(logits + r, weight * (load(products + r) - delta_));
+      store(logits + r, weight == 0 ? Vec{} : weight * (load(products + r) - delta_));  // hidden values may be NaN
       store(products + r, weight);
     }
     spread(products, grad_, c_.value_dim, lanes_, count, value_slopes(level, first));
     spread(logits, along_, c_.dim, lanes_, count, key_slopes(level, first));
-    add_values(logits, t.k(first), t.key_step, count, lanes_, query_, c_.dim);
+    if (level)
+      add_values(logits, t.k(first), t.key_step, count, lanes_, query_, c_.dim);
+    else
+      add_tokens(logits, t.k(first), t.key_step, first, count, query_, c_.dim);
   }
 
   // The same for what refinement opened to one query.

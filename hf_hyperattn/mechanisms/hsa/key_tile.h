@@ -315,8 +315,23 @@ class Tile {
         float* logits = b_.tokens.data();
         read_tokens(from, count, logits);
         take(logits, count);
-        add_values(logits, t.v(from), t.value_step, count, lanes_, out_, c_.value_dim);
+        add_tokens(logits, t.v(from), t.value_step, from, count, out_, c_.value_dim);
       }
+    }
+  }
+
+  // `add_values` for tokens [from, from + count): what a query does not see reaches it neither by 0 · NaN.
+  void add_tokens(const float* weights, const float* rows, int64_t step, int64_t from, int64_t count, float* to,
+                  int64_t width) const {
+    const int64_t all = c_.is_causal ? std::clamp<int64_t>(first_ + 1 - from, 0, count) : count;  // see these
+    if (finite(rows + all * step, step, count - all, width)) {
+      add_values(weights, rows, step, count, lanes_, to, width);
+      return;
+    }
+    add_values(weights, rows, step, all, lanes_, to, width);
+    for (int64_t r = all; r < count; ++r) {
+      const int64_t q = from + r - first_;  // the first that sees the row
+      add_values(weights + r * kLanes + q, rows + r * step, step, 1, lanes_ - q, to + q * width, width);
     }
   }
 
@@ -365,8 +380,8 @@ class Tile {
   void finish() {
     float* lse = c_.lse + (row_ * c_.heads + head_) * c_.queries + query_row_;
     for (int q = 0; q < lanes_; ++q) {
-      lse[q] = total_[q] > 0 ? top_[q] + std::log(total_[q]) : kInf;
-      rescale(q, total_[q] > 0 ? 1.0f / total_[q] : 0.0f);
+      lse[q] = total_[q] == 0 ? kInf : top_[q] + std::log(total_[q]);
+      rescale(q, total_[q] == 0 ? 0.0f : 1.0f / total_[q]);
     }
   }
 

@@ -35,10 +35,10 @@ inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Vec splat(float x) { return Vec{} + x; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// e^x for x <= 0, relative error about 1e-7; exactly 0 below the smallest normal number.
+// e^x for x <= 0, relative error about 1e-7; exactly 0 below the smallest normal number; NaN stays.
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.3f);
-  Vec y = larger(x, low);
+  Vec y = larger(low, x);
   IntVec bits = __builtin_convertvector(y * 1.44269504f - 0.5f, IntVec);  // to the nearest integer; y is not positive
   const Vec n = __builtin_convertvector(bits, Vec);
   Vec r = y - n * 0.693359375f;
@@ -122,6 +122,19 @@ void add_values(const float* weights, const float* value, int64_t step, int64_t 
   for (; w + kWide * kReg <= width; w += kWide * kReg)
     columns<kWide>(weights, kLanes, 1, value + w, step, count, out + w, width, lanes);
   for (; w < width; w += kReg) columns<1>(weights, kLanes, 1, value + w, step, count, out + w, width, lanes);
+}
+
+// Whether all numbers of `count` rows are finite.
+bool finite(const float* rows, int64_t step, int64_t count, int64_t width) {
+  IntVec largest = {};  // the numbers' bits without their signs
+  for (int64_t c = 0; c < count; ++c)
+    for (int64_t w = 0; w < width; w += kLanes) {
+      const IntVec bits = reinterpret_cast<IntVec>(load(rows + c * step + w)) & 0x7fffffff;
+      largest = bits > largest ? bits : largest;
+    }
+  for (int i = 0; i < kLanes; ++i)
+    if (largest[i] >= 0x7f800000) return false;
+  return true;
 }
 
 // rows[c] += sum over q of weights[c][q] vectors[q]: `add_values` transposed. Both have `dim` numbers a row.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...engines import repeat_heads
 from ...hierarchy import Tree
+from .tile import weighted_sum
 
 #: Numbers in the logits of one block of rows.
 BLOCK_ELEMENTS = 2**20
@@ -173,7 +174,7 @@ def _block(
     leaves = plant.leaves_of(range(block.start + asked.offset, block.stop + asked.offset))
     seen = visible_pairs(asked, rows, block, plant, leaves)
     heads = query.shape[1]
-    logits = query @ repeat_heads(key, heads)[:, :, plant.tokens].mT
+    logits = products(query, repeat_heads(key, heads)[:, :, plant.tokens])
     if asked.bias is not None:
         logits = logits + of_block(asked.bias, rows, block, plant)
     if asked.mask is not None and asked.mask.dtype != torch.bool:
@@ -181,11 +182,22 @@ def _block(
     tied = tie(logits.masked_fill(~seen, 0.0), seen, plant, leaves, asked)
     shares = softmax(tied.masked_fill(~seen, float("-inf")), asked.sink_logit)
     dropped = torch.nn.functional.dropout(shares, asked.dropout_p) if asked.dropout_p else shares
-    out = dropped @ repeat_heads(value, heads)[:, :, plant.tokens]
+    out = weighted_sum(dropped, repeat_heads(value, heads)[:, :, plant.tokens])
     if not weights:
         return out, None
     index = plant.tokens.expand_as(shares)
     return out, shares.new_zeros(*shares.shape[:-1], plant.keys).scatter_add_(-1, index, shares)
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """query @ keyᵀ. What is not finite gives NaN, and no gradient to what it was multiplied with."""
+    logits = query @ key.mT
+    if bool(logits.detach().sum().isfinite()):
+        return logits
+    bad_query, bad_key = (~t.isfinite() for t in (query, key))
+    logits = query.masked_fill(bad_query, 0.0) @ key.masked_fill(bad_key, 0.0).mT
+    bad = bad_query.any(-1)[..., :, None] | bad_key.any(-1)[..., None, :]
+    return logits.masked_fill(bad, torch.nan)
 
 
 def softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:

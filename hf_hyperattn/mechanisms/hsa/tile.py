@@ -29,11 +29,12 @@ class Piece:
     def combine(self, weights: Tensor, table: Tensor) -> Tensor:
         """[Z, T, Q, e]: the sum of rows of `table` [Z, n, e] with `weights` [Z, T, Q, C]."""
         if isinstance(self.index, int):
-            return torch.matmul(weights.flatten(1, 2), table[:, : self.index]).unflatten(
-                1, weights.shape[1:3]
-            )
+            found = weighted_sum(weights.flatten(1, 2), table[:, : self.index])
+            return found.unflatten(1, weights.shape[1:3])
         rows = gather(table, self.index)
-        return weights @ rows if self.index.dim() == 2 else (weights.unsqueeze(-2) @ rows).squeeze(-2)
+        if self.index.dim() == 2:
+            return weighted_sum(weights, rows)
+        return weighted_sum(weights.unsqueeze(-2), rows).squeeze(-2)
 
     def spread(self, weights: Tensor, rows: Tensor, into: Tensor) -> None:
         """Add to `into` [Z, n, e] the transpose of `combine`: weights [Z, T, Q, C] times rows [Z, T, Q, e]."""
@@ -55,6 +56,19 @@ def gather(table: Tensor, index: Tensor) -> Tensor:
         return table[:, index]
     heads = torch.arange(len(table), device=table.device).view(-1, 1, 1, 1)
     return table[heads, index]
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights [..., Q, C] times rows [..., C, e], where a weight of 0 takes nothing of NaN and infinity either.
+
+    Any other weight of such a number gives NaN. With gradients.
+    """
+    out = weights @ rows
+    if bool(out.detach().sum().isfinite()):
+        return out
+    bad = ~rows.isfinite()
+    reached = (weights != 0).to(out.dtype) @ bad.to(out.dtype) > 0
+    return weights @ rows.masked_fill(bad, 0.0) + torch.where(reached, torch.nan, 0.0).to(out.dtype)
 
 
 def product(query: Tensor, table: Tensor, index: int | Tensor) -> Tensor:

@@ -156,8 +156,14 @@ def backward(
         query_grad = torch.zeros_like(tile.query)
         for piece in tile.pieces():
             weights = torch.exp(piece.logits - tile_lse)
+            if inside.stop - inside.start < rows_of_tile:
+                weights.masked_fill_(
+                    tile_lse.isposinf(), 0.0
+                )  # rows round the queries, whose logits may be NaN
             piece.spread(weights, tile_grad, into.values[piece.level][heads])
-            slope = weights * (product(tile_grad, values[piece.level][heads], piece.index) - tile_delta)
+            slope = product(tile_grad, values[piece.level][heads], piece.index).sub_(tile_delta).mul_(weights)
+            if not slope.sum().isfinite():  # hidden values may be NaN
+                slope.masked_fill_(weights == 0, 0.0)
             query_grad += piece.combine(slope, tile.keys[piece.level])
             piece.spread(slope, tile.query, into.keys[piece.level][heads])
             if into.block_bias is not None and piece.level:

@@ -89,7 +89,7 @@ def hyperbolic_scores(
 def hyperbolic_space(query: Tensor, scale, curvature, temperature, distance) -> HyperbolicSpace:
     """Checked parameters of a hyperbolic score for these queries."""
     check_choice("distance", distance, DISTANCES)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
     check_number("scale", scale, least=SMALLEST)
     heads = query.shape[1]
     return HyperbolicSpace(

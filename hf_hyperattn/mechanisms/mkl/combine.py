@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ...engines import DOT, Options, PairScore, Piece, Term, repeat_heads
 from ...engines.options import full_precision, position_mask
 from ...engines.reference import total_logits
+from ...readable import is_recorded
 from .score import combined
 
 #: Logits of all heads in one block of queries, where they are not one dot product.
@@ -73,10 +74,10 @@ def one_product(score: PairScore) -> PairScore:
 def summed(score: PairScore, value: Tensor, options: Options, weights: bool) -> tuple[Tensor, Tensor | None]:
     """The same for any score: blocks of queries with the logits of all heads, computed again in the backward pass.
 
-    From differences of points, or while the call is traced, there is one block with the definition of every piece.
+    From differences of points, or while the call is recorded, there is one block with the definition of every piece.
     """
     n, keys = score.query.shape[2], score.key.shape[2]
-    if score.points is not None or weights or torch.compiler.is_compiling():
+    if score.points is not None or weights or is_recorded():
         found = softmax(hidden(combined(total_logits(score, options.softcap)), options, range(n)))
         return dropped(found, options) @ value, found if weights else None
     size = max(1, ELEMENTS // max(1, score.query.shape[1] * keys))

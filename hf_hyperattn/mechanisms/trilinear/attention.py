@@ -10,6 +10,7 @@ from torch import Tensor
 from ...engines.choice import checked
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
+from ...readable import is_recorded
 from .definition import simplicial
 from .operator import blockwise
 from .pairs import Windows
@@ -47,7 +48,7 @@ def attend(
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
         raise ValueError(f"backend='blockwise' {what}; use backend='reference' or 'auto'")
-    dense = weights or learned or (not torch.compiler.is_compiling() and small(query, keys[0].shape[2]))
+    dense = weights or learned or (not is_recorded() and small(query, keys[0].shape[2]))
     with full_precision(query.device):
         if backend == "reference" or (backend == "auto" and dense):
             options = options if offset is None else replace(options, offset=int(offset))

@@ -65,7 +65,7 @@ def trilinear_attention(
     first, second = checked_windows("", windows) or (None, None)
     dtype = working_dtype(query, key, value, key2, value2)
     query_, key, value, key2, value2 = (t.to(dtype) for t in (query, key, value, key2, value2))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attend(
         query_ * scale,
