@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .score import Term
-from .trace import ARITHMETIC, LEAVES, Graph, Node, Traced, Untraceable, ancestors, gradients, trace
+from .trace import ARITHMETIC, LEAVES, Distance, Graph, Node, Traced, Untraceable, ancestors, gradients, trace
 
 EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
@@ -156,23 +156,29 @@ def functor(term: Term) -> str:
         trace.Untraceable: the term is no arithmetic that can be compiled.
     """
     t = trace(term)
-    measures = t.by_product is not None
-    forward, read = set(ancestors([t.logit, t.by_product] if measures else [t.logit])), set()
+    distance = t.distance
+    forward = set(ancestors([t.logit] if distance is None else [t.logit, distance.by_product]))
+    read: set[Node] = set()
     # what reads the state is written first, so that it is known what that has to hold
     pull = Writer(forward, read)
-    texts = write_pull(t, pull) | (write_distance(t, forward, read) if measures else {})
-    texts |= {"pull": pull.result(), "logit": write_forward(t.logit, "s.logit", read, 4 + 2 * measures)}
-    texts |= {"left_out": str(t.left_out), "from_differences": ""}
+    texts = write_pull(t, pull) | (
+        {} if distance is None else write_distance(t.graph, distance, forward, read)
+    )
+    texts |= {
+        "pull": pull.result(),
+        "logit": write_forward(t.logit, "s.logit", read, 4 if distance is None else 6),
+    }
     state = [f"    {kind(n)} v{n.order};" for n in sorted(read, key=lambda n: n.order)]
-    if measures:
-        texts["by_product"] = write_forward(t.by_product, "s.squared_distance", read, 6)
+    texts["from_differences"] = ""
+    if distance is not None:
+        texts["by_product"] = write_forward(distance.by_product, "s.squared_distance", read, 6)
         texts["from_differences"] = FROM_DIFFERENCES.format(**texts)
         state += [
             "    Vec squared_distance, clear;",
             "    Ints near;  // from differences",
             "    bool some_near;",
         ]
-    functions = (OPEN_WITH_DISTANCE if measures else OPEN) + PULL
+    functions = (OPEN if distance is None else OPEN_WITH_DISTANCE) + PULL
     return STRUCT.format(
         rows=term.rows, columns=term.columns, heads=term.heads,
         state="\n".join(state), functions=functions.format(**texts).rstrip(),
@@ -212,16 +218,21 @@ def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Nod
         w.add(f"to.{leaf.op}{place} {how} {w.vector(gradient)};")
 
 
-def write_distance(t: Traced, forward: set[Node], read: set[Node]) -> dict[str, str]:
+def write_distance(g: Graph, distance: Distance, forward: set[Node], read: set[Node]) -> dict[str, str]:
     """Which pairs' distances are taken from differences, and the gradients of those."""
     inexact, factors, pull = Writer(forward, read, 6), Writer(set(), set(), 6), Writer(set(), set(), 6)
-    inexact.add(f"const Ints inexact = {inexact.text(t.is_inexact)};")
-    for name, node in zip(("query_factor", "key_factor"), t.factors, strict=True):
+    inexact.add(f"const Ints inexact = {inexact.text(distance.is_inexact)};")
+    for name, node in zip(("query_factor", "key_factor"), distance.factors, strict=True):
         factors.add(f"const Vec {name} = {factors.vector(node)};")
-    slopes = [local(t.graph, f"by_{side}") for side in ("query", "key")]
+    slopes = [local(g, f"by_{side}") for side in ("query", "key")]
     by_grad, by_one = (
-        gradients(*((f, None, seed * s) for f, s in zip(t.factors, slopes, strict=True)))
-        for seed in (local(t.graph, "d_near"), local(t.graph, "slope_near"))
+        gradients(*((f, None, seed * s) for f, s in zip(distance.factors, slopes, strict=True)))
+        for seed in (local(g, "d_near"), local(g, "slope_near"))
     )
     write_gradients(pull, by_grad, by_one, "+=")
-    return {"is_inexact": inexact.result(), "factors": factors.result(), "pull_differences": pull.result()}
+    return {
+        "left_out": str(distance.left_out),
+        "is_inexact": inexact.result(),
+        "factors": factors.result(),
+        "pull_differences": pull.result(),
+    }

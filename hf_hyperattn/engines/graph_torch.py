@@ -81,8 +81,8 @@ def vjp(
     logits = evaluate(t.logit, values)
 
     def pullback(grad):
-        values[leaf("local", GRAD)] = grad
-        values[leaf("near", NEAR)] = (
+        values[t.graph.node("local", value=GRAD)] = grad
+        values[t.graph.node("near", value=NEAR)] = (
             torch.zeros((), dtype=torch.bool, device=dot.device) if near is None else near
         )
         gradients, distance = t.by_grad

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Node:
     graph: Graph
     op: str  # one of DERIVATIVES, MASKS and LEAVES, or "number", "detach", "local": a variable of the text
     args: tuple[Node, ...]
-    value: float | str  # of a number; the place of a statistic or parameter; the name of a variable
+    value: Any  # of a number; the place of a statistic or parameter; the name of a variable
     order: int
     is_mask: bool = field(init=False)
     varies: bool = field(init=False)  # whether a gradient can flow through it
@@ -71,11 +72,11 @@ class Graph:
     def __init__(self):
         self.nodes: dict[tuple, Node] = {}
 
-    def node(self, op: str, *args: Node | float, value: float | str = 0.0) -> Node:
+    def node(self, op: str, *args: Node | float, value: Any = 0.0) -> Node:
         """The node of an operation, in a simpler form where there is one."""
         logical = op in ("and", "or", "not")
         nodes = tuple(self.cast(a, logical or op == "where" and not i) for i, a in enumerate(args))
-        simpler = self.simplified(op, nodes)
+        simpler = self.simplified(op, *nodes) if nodes else None
         if simpler is not None:
             return simpler
         key = op, nodes, value
@@ -93,19 +94,17 @@ class Graph:
             return ~self.node("eq", x, 0.0)
         return x if to_mask or not x.is_mask else self.node("where", x, 1.0, 0.0)
 
-    def simplified(self, op: str, args: tuple[Node, ...]) -> Node | None:
+    def simplified(self, op: str, a: Node, b: Node | None = None, c: Node | None = None) -> Node | None:
         """What an operation is without computing it; None where it has to be."""
-        a, b = (*args, None, None)[:2]
-        x, y = (n.value if n is not None and n.op == "number" else None for n in (a, b))
+        x = a.value if a.op == "number" else None
+        if b is None:
+            if op == "neg" and x is not None:
+                return self.number(-x)
+            return a.args[0] if op in ("neg", "not") and a.op == op else None
+        y = b.value if b.op == "number" else None
         if op in ARITHMETIC and x is not None and y is not None and (op != "div" or y):
             return self.number(ARITHMETIC[op](x, y))
-        if op == "neg" and x is not None:
-            return self.number(-x)
-        if op in ("neg", "not") and a.op == op:
-            return a.args[0]
-        if op == "where" and args[1] is args[2]:
-            return args[1]
-        if (op == "add" and x == 0) or (op == "mul" and (x == 1 or y == 0)):
+        if (op == "add" and x == 0) or (op == "mul" and (x == 1 or y == 0)) or (op == "where" and b is c):
             return b
         if (op in ("add", "sub") and y == 0) or (op in ("mul", "div") and (x == 0 or y == 1)):
             return a
@@ -246,16 +245,22 @@ class Tracer(TorchDispatchMode):
         return self._kept(func(*args, **kwargs), node)
 
 
+class Distance(NamedTuple):
+    """What the methods of a `DistanceTerm` return."""
+
+    by_product: Node
+    is_inexact: Node
+    factors: tuple[Node, ...]
+    left_out: int
+
+
 @dataclass(frozen=True)
 class Traced:
-    """A term's graph: its logit, and of a `DistanceTerm` what its other methods return."""
+    """A term's graph: its logit, and the squared distance that a `DistanceTerm` reads."""
 
     graph: Graph
     logit: Node
-    by_product: Node | None = None
-    is_inexact: Node | None = None
-    factors: tuple[Node, ...] = ()
-    left_out: int = 0
+    distance: Distance | None = None
 
     @cached_property
     def by_grad(self) -> tuple[dict[Node, Node], Node]:
@@ -264,13 +269,13 @@ class Traced:
 
     def through_logit(self, seed: Node) -> tuple[dict[Node, Node], Node]:
         """The same from a node; those of the leaves through the product form of the distance, where it is from that."""
-        found = gradients((self.logit, None, seed))
-        distance = found.pop(self.graph.node("squared_distance"), self.graph.number(0))
-        if self.by_product is not None:
+        leaves = gradients((self.logit, None, seed))
+        distance = leaves.pop(self.graph.node("squared_distance"), self.graph.number(0))
+        if self.distance is not None:
             exact = self.graph.node("near", value=NEAR)
-            for leaf, more in gradients((self.by_product, ~exact, distance)).items():
-                found[leaf] = found[leaf] + more if leaf in found else more
-        return found, distance
+            for leaf, more in gradients((self.distance.by_product, ~exact, distance)).items():
+                leaves[leaf] = leaves[leaf] + more if leaf in leaves else more
+        return leaves, distance
 
 
 def trace(term: Term) -> Traced:
@@ -288,26 +293,25 @@ def trace(term: Term) -> Traced:
 
 
 def _trace(term: Term) -> Traced:
-    tracer, counts = Tracer(), {"row": term.rows, "column": term.columns, "head": term.heads}
+    tracer, counts = Tracer(), (("row", term.rows), ("column", term.columns), ("head", term.heads))
     dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
-    numbers = [tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts.items()]
+    row, column, head = (tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts)
     with tracer:
         of = lambda x, to_mask=False: tracer.graph.cast(tracer.node(x), to_mask)
         if isinstance(term, DistanceTerm):
-            return Traced(
-                tracer.graph,
-                of(term.score(dot, *numbers, squared)),
-                of(term.by_product(dot, *numbers)),
-                of(term.is_inexact(squared, *numbers), True),
-                tuple(of(x) for x in term.factors(*numbers)),
+            distance = Distance(
+                of(term.by_product(dot, row, column, head)),
+                of(term.is_inexact(squared, row, column, head), True),
+                tuple(of(x) for x in term.factors(row, column, head)),
                 term.left_out,
             )
-        logit = of(term.logits(dot, *numbers))
-        term.logits(dot, *numbers, _asked)
+            return Traced(tracer.graph, of(term.score(dot, row, column, head, squared)), distance)
+        logit = of(term.logits(dot, row, column, head))
+        term.logits(dot, row, column, head, _refuse_distances)
         return Traced(tracer.graph, logit)
 
 
-def _asked(*_):
+def _refuse_distances(_) -> Tensor:
     raise Untraceable("it reads squared distances and is no DistanceTerm (engines/score.py)")
 
 
@@ -345,8 +349,8 @@ def gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
     """Of all leaves; from nodes, each with a mask that says where it counts, or None for everywhere, and an adjoint."""
     waiting: dict[Node, list[tuple[Node | None, Node]]] = {}
     leaves: dict[Node, Node] = {}
-    for node, *adjoint in adjoints:
-        waiting.setdefault(node, []).append(tuple(adjoint))
+    for node, mask, value in adjoints:
+        waiting.setdefault(node, []).append((mask, value))
     for node in ancestors(waiting):
         if node not in waiting or not node.varies:
             continue
@@ -364,13 +368,13 @@ def gradients(*adjoints: tuple[Node, Node | None, Node]) -> dict[Node, Node]:
 
 def ancestors(nodes) -> Sequence[Node]:
     """The nodes and all that they are computed from, users before what they use."""
-    found, todo = set(), list(nodes)
+    seen, todo = set(), list(nodes)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in seen:
+            seen.add(node)
             todo += node.args
-    return sorted(found, key=lambda node: -node.order)
+    return sorted(seen, key=lambda node: -node.order)
 
 
 def _joined(adjoints: list[tuple[Node | None, Node]]) -> tuple[Node | None, Node]:

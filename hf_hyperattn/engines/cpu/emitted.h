@@ -13,8 +13,8 @@ inline Vec smaller_or_nan(Vec a, Vec b) { return b == b ? smaller(a, b) : b; }
 inline Vec logarithm(Vec x) {
   const Ints power = (as_bits(x) - 0x3f3504f3) >> 23;  // leaves a number from sqrt(1/2) to sqrt(2)
   const Vec near = log_of_one_plus(as_floats(as_bits(x) - (power << 23)) - 1.0f);
-  const Vec found = rounded(power) * 0.693359375f + (near - rounded(power) * 2.12194440e-4f);
-  return x > Vec{} ? (x < splat(kInf) ? found : x) : (x == Vec{} ? splat(-kInf) : splat(std::nanf("")));
+  const Vec log = rounded(power) * 0.693359375f + (near - rounded(power) * 2.12194440e-4f);
+  return x > Vec{} ? (x < splat(kInf) ? log : x) : (x == Vec{} ? splat(-kInf) : splat(std::nanf("")));
 }
 
 // e^x - 1, relative error about 2e-7 however small x is.
@@ -55,15 +55,15 @@ struct FactorGradients {
 // the distance by the factors.
 [[gnu::noinline, gnu::cold]] inline FactorGradients add_differences(Pair p, Vec query_factor, Vec key_factor,
                                                                     int64_t width, Vec grad) {
-  FactorGradients found;
+  FactorGradients to;
   for (int i = 0; i < kLanes; ++i) {
     if (grad[i] == 0) continue;
     const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i];
     const auto inner = p.inner_of_difference(i, q, k, width);
     p.add_difference(i, q, k, width, twice * q, -twice * k);
-    found.query[i] = 2.0f * inner.query, found.key[i] = -2.0f * inner.key;
+    to.query[i] = 2.0f * inner.query, to.key[i] = -2.0f * inner.key;
   }
-  return found;
+  return to;
 }
 
 }  // namespace hyper
