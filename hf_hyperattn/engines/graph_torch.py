@@ -81,15 +81,17 @@ def vjp(
     logits = evaluate(t.logit, values)
 
     def pullback(grad):
-        values[t.graph.node("local", value=GRAD)] = grad
-        values[t.graph.node("near", value=NEAR)] = (
-            torch.zeros((), dtype=torch.bool, device=dot.device) if near is None else near
-        )
+        known = dict(values)  # what depends on the gradient is not kept
+        known[t.graph.node("local", value=GRAD)] = grad
+        none_near = torch.zeros((), dtype=torch.bool, device=dot.device)
+        known[t.graph.node("near", value=NEAR)] = none_near if near is None else near
         gradients, distance = t.by_grad
-        of = lambda op, n: [
-            evaluate(g, values) if (g := gradients.get(leaf(op, i))) is not None else None for i in range(n)
-        ]
-        d_squared = () if near is None else (torch.where(near, evaluate(distance, values), 0.0),)
+
+        def of(op: str, count: int) -> list[Tensor | None]:
+            nodes = [gradients.get(leaf(op, i)) for i in range(count)]
+            return [None if node is None else evaluate(node, known) for node in nodes]
+
+        d_squared = () if near is None else (torch.where(near, evaluate(distance, known), 0.0),)
         return (
             of("dot", 1)[0],
             of("row", len(row)),

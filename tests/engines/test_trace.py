@@ -131,7 +131,9 @@ def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
     wanted = torch.autograd.grad(expected.sum(), pairs)
     with torch.no_grad():
         logits, pull = EVERY.vjp(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
+        twice = pull(2 * torch.ones_like(logits))[0]
         d_dot, *others = pull(torch.ones_like(logits))
+    assert_close(twice, 2 * d_dot, 1e-12, "a second pullback")
     assert_close(logits, expected, 1e-13, "logits")
     for name, w, got in zip(names, wanted, (d_dot, *sum(others, [])), strict=True):
         # torch itself has NaN or infinity where a root is 0 and a branch is not taken
