@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .score import Term
 from .trace import GRAD, NEAR, Node, Traced, Untraceable, trace
 
 #: What an operator of a graph is in torch, where that has another name.
@@ -28,7 +27,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 
 
 @lru_cache(maxsize=256)
-def graph_of(term: Term, required: bool = False) -> Traced | None:
+def graph_of(term, required: bool = False) -> Traced | None:
     """A term's graph; None where it has none.
 
     Raises:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .graph_torch import graph_of, vjp
 from .options import Options
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
@@ -95,8 +96,6 @@ class Term:
         these distances and 0 elsewhere: the gradients by the product and by the norms would cancel. The default takes
         all of them from the product form, by the derivative of the term's graph, or by automatic differentiation.
         """
-        from .graph_torch import graph_of, vjp
-
         graph = graph_of(self)
         if graph is not None:
             return vjp(graph, dot, row, column, head)
@@ -146,8 +145,6 @@ class DistanceTerm(Term):
         return self.vjp(dot, row, column, head, squared_distance)[0]
 
     def vjp(self, dot, row, column, head, squared_distance=None):
-        from .graph_torch import graph_of, vjp
-
         squared, near = self.by_product(dot, row, column, head), None
         if squared_distance is not None:
             inexact = self.is_inexact(squared, row, column, head)

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .score import DistanceTerm, Term
-
 LEAVES = ("dot", "row", "column", "head", "squared_distance")
 MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
 GRAD, NEAR = (
@@ -278,8 +276,8 @@ class Traced:
         return leaves, distance
 
 
-def trace(term: Term) -> Traced:
-    """The graph of a `Term`.
+def trace(term) -> Traced:
+    """The graph of a `Term` (score.py, which builds on this).
 
     Raises:
         Untraceable: it calls what is not in OPERATORS, branches on values, or reads tensors that are no arguments.
@@ -292,13 +290,13 @@ def trace(term: Term) -> Traced:
         raise Untraceable(f"score term {term.name!r} cannot be compiled: {' '.join(text.split())}") from error
 
 
-def _trace(term: Term) -> Traced:
+def _trace(term) -> Traced:
     tracer, counts = Tracer(), (("row", term.rows), ("column", term.columns), ("head", term.heads))
     dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
     row, column, head = (tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts)
     with tracer:
         of = lambda x, to_mask=False: tracer.graph.cast(tracer.node(x), to_mask)
-        if isinstance(term, DistanceTerm):
+        if hasattr(term, "by_product"):
             distance = Distance(
                 of(term.by_product(dot, row, column, head)),
                 of(term.is_inexact(squared, row, column, head), True),
