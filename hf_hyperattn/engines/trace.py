@@ -24,10 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAVES = ("dot", "row", "column", "head", "squared_distance")
 MASKS = ("lt", "le", "eq", "and", "or", "not", "near")
-GRAD, NEAR = (
-    "grad",
-    "s.near",
-)  # variables: the gradient of the logit, and which distances are from differences
+GRAD, NEAR = "grad", "s.near"  # variables: the gradient of the logit; which distances are from differences
 ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 
 
