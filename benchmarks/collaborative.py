@@ -51,7 +51,9 @@ def one_cost(args, length: int, rank: int) -> dict:
     def shared():
         return attention(shared_score(query, key, mixing, d**-0.5, content, heads), value)[0]
 
-    exact = collaborative_scores(*(t.double() for t in (query, key, mixing)), d**-0.5, content.double()).softmax(-1)
+    exact = collaborative_scores(
+        *(t.double() for t in (query, key, mixing)), d**-0.5, content.double()
+    ).softmax(-1)
     error = (shared() - exact @ value.double()).abs().max().item()
     calls = {"sdpa": lambda: scaled_dot_product_attention(*ordinary), "shared": shared}
     return {"error": error, **ratios(interleaved(calls, args.rounds), "sdpa")["shared"]}

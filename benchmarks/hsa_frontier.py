@@ -29,11 +29,11 @@ from common import environment, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
-from hf_hyperattn.analysis.attention_gradients import final_hidden, head_of, loss_and_slope
-from hf_hyperattn.analysis.frontier import Selection, candidates, choose, predicted
-from hf_hyperattn.analysis.sensitivity import Sensitivity, Setting, measure
 from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
 from hf_hyperattn.files import write_atomically
+from hf_hyperattn.inject import Allocation, Sensitivity, choose, measure, predicted_losses
+from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
+from hf_hyperattn.inject.hsa import HsaHeadRule, candidates
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Shares of the pairs that settings are chosen for, by length; the one that matters first.
@@ -41,12 +41,12 @@ SHARES = {2048: (0.4, 0.6), 8192: (0.2, 0.3, 0.15, 0.1)}
 INF = math.inf
 #: One setting for all heads, with and without refinement.
 ONE = (
-    Setting((16,), 64, 4, 0, 0.0),
-    Setting((16,), 64, 4, 0, -INF),
-    Setting((16,), 128, 4, 16, 0.0),
-    Setting((16,), 128, 4, 16, -INF),
-    Setting((8, 64), 128, 4, 32, 0.0),
-    Setting((16,), 256, 4, 48, 0.0),
+    HsaHeadRule((16,), 64, 4, 0, 0.0),
+    HsaHeadRule((16,), 64, 4, 0, -INF),
+    HsaHeadRule((16,), 128, 4, 16, 0.0),
+    HsaHeadRule((16,), 128, 4, 16, -INF),
+    HsaHeadRule((8, 64), 128, 4, 32, 0.0),
+    HsaHeadRule((16,), 256, 4, 48, 0.0),
 )
 #: What settings are measured on, by length, and its weights in the choice.
 WEIGHTS = {
@@ -84,50 +84,50 @@ def parts(length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def measured(model, length: int, name: str, ids: torch.Tensor) -> Sensitivity:
     """What every setting costs on a text, kept in the cache."""
-    file, settings = cache_directory() / "hsa_frontier" / f"costs-{length}-{name}.pt", candidates(length)
+    file, rules = cache_directory() / "hsa_frontier" / f"costs-{length}-{name}.pt", candidates(length)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        found = measure(model, ids, lambda _: settings, rows=ROWS)
-        torch.save((found.names, found.costs, found.kl, found.loss), file)
+        result = measure(model, ids, rules, rows=ROWS)
+        torch.save((list(result.costs), result.costs, result.kl, result.loss), file)
     names, costs, kl, loss = torch.load(file)
-    return Sensitivity(names, dict.fromkeys(names, settings), costs, kl, loss)
+    return Sensitivity(list(rules), {n: costs[n] for n in names}, kl, loss)
 
 
-def loss_of(model, head, ids: torch.Tensor) -> dict[str, float]:
+def measured_loss(model, head, ids: torch.Tensor) -> dict[str, float]:
     """Nats a token, and the processor's seconds for the pass without the head."""
     with torch.no_grad():
         start = time.process_time()
         hidden = final_hidden(model, ids)
         seconds = time.process_time() - start
-        return {"loss": loss_and_slope(head, hidden, ids, slope=False)[0], "seconds": seconds}
+        return {"loss": loss_of(head, hidden, ids, gradient=False)[0], "seconds": seconds}
 
 
-def selections(model, length: int, data: dict, points: dict) -> dict[str, Selection]:
+def selections(model, length: int, data: dict, points: dict) -> dict[str, Allocation]:
     """Every point of the frontier; what the results hold already is read from there."""
     chosen = {f"chosen {s:g}": s for s in SHARES[length]}
     found = {name: told(p["heads"], length) for name, p in points.items() if "heads" in p}
     if chosen.keys() - found.keys():
         weights = WEIGHTS[length]
         each = [measured(model, length, name, data[name][0]) for name in weights]
-        losses = predicted(each, list(weights.values()))
+        losses = predicted_losses(each, list(weights.values()))
         for name, share in chosen.items():
-            found.setdefault(name, choose(each[0].settings, losses, length, share))
-    names, heads = list(found[next(iter(found))].heads), model.config.num_attention_heads
-    one = {f"one {i}": Selection({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
+            found.setdefault(name, choose(each[0].rules, losses, length, pairs=share))
+    names, heads = list(found[next(iter(found))].layers), model.config.num_attention_heads
+    one = {f"one {i}": Allocation({n: (s,) * heads for n in names}, length) for i, s in enumerate(ONE)}
     return found | one
 
 
-def tell(selection: Selection) -> dict:
+def tell(selection: Allocation) -> dict:
     """A selection as JSON: by layer the windows, and near, refine_top_k and block bias of every head."""
     text = lambda x: "-inf" if x == -INF else x
     heads = lambda of: [[s.near, s.sinks, s.refine_top_k, text(s.block_bias)] for s in of]
-    return {n: {"windows": of[0].windows, "heads": heads(of)} for n, of in selection.heads.items()}
+    return {n: {"windows": of[0].windows, "heads": heads(of)} for n, of in selection.layers.items()}
 
 
-def told(layers: dict, length: int) -> Selection:
+def told(layers: dict, length: int) -> Allocation:
     """`tell` read back."""
-    read = lambda windows, s: Setting(tuple(windows), *s[:3], float(s[3]))
-    return Selection(
+    read = lambda windows, s: HsaHeadRule(tuple(windows), *s[:3], float(s[3]))
+    return Allocation(
         {name: tuple(read(layer["windows"], s) for s in layer["heads"]) for name, layer in layers.items()},
         length,
     )
@@ -154,7 +154,7 @@ def work(length: int, minutes: float, file: Path, only: str | None) -> bool:
         for name in todo:
             if time.monotonic() - start > 60 * minutes:
                 return False
-            mine["texts"][name] = loss_of(model, head, data[name][1])
+            mine["texts"][name] = measured_loss(model, head, data[name][1])
             print(point, f"{mine['pairs']:.1%}", name, mine["texts"][name], flush=True)
             save(file, result, point)
         if todo and selection is not None:

@@ -80,7 +80,9 @@ def use(site: Path, code: str) -> str:
 def test_wheel_holds_the_packages_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {"hf_hyperattn_autoload.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
+    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
+        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
+    )
     assert held == expected
 
 
@@ -102,7 +104,7 @@ def test_metadata(wheel):
         assert line in metadata.splitlines()
     extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
     assert extras == {"cpu", "plots", "experiments", "recipes", "demo", "test", "roads", "typing", "dev"}
-    assert "hyperattn = hf_hyperattn.cli:main" in entries
+    assert "hyperattn = hyperattn_cli:main" in entries
     assert "torch.backends" not in entries  # what fails there makes `import torch` fail
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli.command import build_parser
+from hf_hyperattn.cli import build_parser
 from tests.cli import tiny
 from tests.integration.models import bert, text_inputs
 

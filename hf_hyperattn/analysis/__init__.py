@@ -1,10 +1,9 @@
 """Measures of a model: how well it predicts a text, how fast it is, how much memory it takes, which heads it uses."""
 
 from .cost import Generation, PeakMemory, measure_generation
-from .fidelity import max_logit_difference, next_token_logits
 from .heads import HeadRecord, HeadUsage, dropped_heads, head_usage, record_heads
 from .hsa_certificate import LayerLoss, certificate
-from .perplexity import Perplexity, perplexity
+from .perplexity import Perplexity, max_logit_difference, next_token_logits, perplexity
 
 __all__ = [
     "Generation",

@@ -1,15 +1,22 @@
-"""What a model costs: peak memory while something runs, and the speed of generation."""
+"""What a model costs: peak memory while something runs, the speed of generation, the time of attention alone."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, cast
 
-import psutil  # comes with accelerate
+import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
+from torch import nn
+
+from ..integration.checkpoint_config import inner, patched_hosts
+from ..integration.patching import base_model
+from .perplexity import evaluation_mode
 
 
 class PeakMemory:
@@ -82,7 +89,7 @@ class Generation:
 
 @torch.inference_mode()
 def measure_generation(
-    model: torch.nn.Module,
+    model: nn.Module,
     prompt: list[int],
     new_tokens: int,
     *,
@@ -103,45 +110,66 @@ def measure_generation(
         raise ValueError(f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each")
     device = next(model.parameters()).device
     ids = torch.tensor([prompt], device=device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         start = time.perf_counter()
-        out = model.generate(
+        out = cast(Any, model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
-            pad_token_id=_pad_id(model),
-            streamer=_Steps(on_token) if on_token else None,
+            pad_token_id=_pad_id(model.generation_config),
+            streamer=_Streamer(on_token) if on_token else None,
         )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-    finally:
-        model.train(was_training)
     return Generation(tuple(out[0, len(prompt) :].tolist()), seconds)
 
 
-class _Steps:
-    """What `generate` takes for a streamer: it is given the prompt, then every new token."""
+class _Streamer:
+    """What `generate` calls with the prompt, then with every new token."""
 
     def __init__(self, on_token: Callable[[], None]):
-        self._on_token = on_token
-        self._prompt_seen = False
+        self.on_token, self.puts = on_token, 0
 
     def put(self, ids: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self._on_token()
-        self._prompt_seen = True
+        self.puts += 1
+        if self.puts > 1:
+            self.on_token()
 
     def end(self) -> None:
         pass
 
 
-def _pad_id(model: torch.nn.Module) -> int:
+def _pad_id(config: Any) -> int:
     """Any valid id: a batch of one is never padded, but `generate` warns where none is given."""
-    config = model.generation_config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     return next((i for i in (config.pad_token_id, eos) if i is not None), 0)
+
+
+def patched_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name of every patched attention layer, and its `hyper`."""
+    return ((name, inner(host.get_submodule("hyper"))) for name, host in patched_hosts(model))
+
+
+def attention_times(model: nn.Module, ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a pass over `ids`, [N] or [B, N], in all patched layers: by their own attention, and as patched."""
+    base, stock_times, times = base_model(model), [], []
+
+    def hook(module, arguments):
+        call, _, stock = arguments
+        start = time.perf_counter()
+        stock()
+        middle = time.perf_counter()
+        module.forward(call)
+        stock_times.append(middle - start)
+        times.append(time.perf_counter() - middle)
+
+    with ExitStack() as stack:
+        for _, hyper in patched_layers(base):
+            stack.enter_context(hyper.register_forward_pre_hook(hook))
+        stack.enter_context(evaluation_mode(base))
+        stack.enter_context(torch.no_grad())
+        base.base_model(ids if ids.dim() == 2 else ids[None])
+    return sum(stock_times), sum(times)

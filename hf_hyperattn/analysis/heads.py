@@ -9,7 +9,7 @@ Nothing is kept of a call unless a `record_heads` is open, and then the weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,9 @@ from ..integration.checkpoint_config import patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
 from ..mechanisms.head_fusion.reference import entropy, largest_entropy
+
+#: For beta [B, N, M], 1 at heads that take part and 0 at others.
+Keep = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -54,12 +57,12 @@ class HeadRecord:
                 "the weights of heads were recorded without gradients, so their entropy trains nothing; allowed: "
                 "gradient checkpointing with use_reentrant=False, or torch.no_grad() around entropy() to read it"
             )
-        found = [token_mean(entropy(beta), attention_mask) for betas in self.calls.values() for beta in betas]
-        if not found:
+        means = [token_mean(entropy(beta), attention_mask) for betas in self.calls.values() for beta in betas]
+        if not means:
             raise ValueError(
                 "no host weighed its heads while recording; run the model inside `with record_heads(model)`"
             )
-        return torch.stack(found).mean()
+        return torch.stack(means).mean()
 
 
 def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -80,16 +83,16 @@ def fusion_layers(model: nn.Module) -> dict[str, list[HeadFusionLayer]]:
     Raises:
         ValueError: the model has none.
     """
-    found = {}
+    layers = {}
     for name, host in patched_hosts(base_model(model)):
-        layers = [m for m in host.hyper.modules() if isinstance(m, HeadFusionLayer)]
-        if layers:
-            found[name] = layers
-    if not found:
+        parts = [m for m in host.get_submodule("hyper").modules() if isinstance(m, HeadFusionLayer)]
+        if parts:
+            layers[name] = parts
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no weights of heads; first call patch_model(model, HeadFusionConfig())"
         )
-    return found
+    return layers
 
 
 @contextmanager
@@ -143,7 +146,7 @@ def dropped_heads(model: nn.Module, drop: dict[str, Tensor] | float) -> Iterator
             layer.keep = None
 
 
-def keep_shares(layers: dict[str, list[HeadFusionLayer]], share: float) -> dict:
+def keep_shares(layers: dict[str, list[HeadFusionLayer]], share: float) -> dict[str, Keep]:
     """For every host, what keeps a token's heads but for a share of them."""
     if not 0 <= share <= 1:
         raise ValueError(f"drop={share!r} is not allowed; allowed: shares from 0 to 1, or heads by host")
@@ -155,9 +158,9 @@ def keep_shares(layers: dict[str, list[HeadFusionLayer]], share: float) -> dict:
     return dict.fromkeys(layers, keep)
 
 
-def keep_named(layers: dict[str, list[HeadFusionLayer]], drop: dict) -> dict:
+def keep_named(layers: dict[str, list[HeadFusionLayer]], drop: dict) -> dict[str, Keep]:
     """For every host that is named, what keeps its other heads."""
-    found = {}
+    keeps: dict[str, Keep] = {}
     for name, heads in drop.items():
         if name not in layers:
             raise ValueError(f"drop names the host {name!r}; allowed: {', '.join(list(layers)[:3])}, ...")
@@ -166,8 +169,8 @@ def keep_named(layers: dict[str, list[HeadFusionLayer]], drop: dict) -> dict:
         if len(heads) and not bool(((heads >= 0) & (heads < count)).all()):
             raise ValueError(f"drop names heads {heads.tolist()} of {name}; allowed: from 0 to {count - 1}")
         kept = torch.ones(count).index_fill(0, heads, 0.0)
-        found[name] = lambda beta, kept=kept: kept.to(beta)
-    return found
+        keeps[name] = kept.to
+    return keeps
 
 
 @dataclass(frozen=True)
@@ -198,11 +201,11 @@ class HeadUsage:
         """A Markdown table: a row for every host, its entropy, and the mean M·beta of each of its heads."""
         means, entropies = self.mean(), self.entropy()
         most = max(len(m) for m in means.values())
-        lines = [row(["host", "entropy", *(f"head {m}" for m in range(most))]), rule(2 + most)]
+        rows = []
         for name, mean in means.items():
             numbers = [f"{x:.2f}" for x in mean.tolist()]
-            lines.append(row([name, f"{entropies[name]:.3f}", *numbers, *[""] * (most - len(numbers))]))
-        return "\n".join(lines)
+            rows.append([name, f"{entropies[name]:.3f}", *numbers, *[""] * (most - len(numbers))])
+        return markdown(["host", "entropy", *(f"head {m}" for m in range(most))], rows)
 
     def by_token(self, tokens: list[str], index: int = 0, top: int = 3) -> str:
         """A Markdown table: a row for every token of one row of the batch, and the heads that it uses most.
@@ -212,22 +215,16 @@ class HeadUsage:
             index: of the row in the batch.
             top: how many heads to name, as "layer.head (M·beta)", the layer being the host's place among the hosts.
         """
-        lines = [row(["token", "heads it uses most", "heads it uses least"]), rule(3)]
+        rows = []
         for at, token in enumerate(tokens):
             if self.mask is not None and not self.mask[index, at]:
                 continue
-            shares = [
-                (float(x), f"{layer}.{head}")
-                for layer, w in enumerate(self.weights.values())
-                for head, x in enumerate(w[index, at])
-            ]
+            weights = enumerate(w[index, at].tolist() for w in self.weights.values())
+            shares = [(x, f"{layer}.{head}") for layer, w in weights for head, x in enumerate(w)]
             shares.sort(reverse=True)
-            named = [
-                ", ".join(f"{n} ({x:.2f})" for x, n in part)
-                for part in (shares[:top], shares[: -top - 1 : -1])
-            ]
-            lines.append(row([f"`{token}`", *named]))
-        return "\n".join(lines)
+            parts = (shares[:top], shares[: -top - 1 : -1])
+            rows.append([f"`{token}`", *(", ".join(f"{n} ({x:.2f})" for x, n in part) for part in parts)])
+        return markdown(["token", "heads it uses most", "heads it uses least"], rows)
 
 
 def head_usage(model: nn.Module, **inputs) -> HeadUsage:
@@ -244,15 +241,11 @@ def head_usage(model: nn.Module, **inputs) -> HeadUsage:
         model(**inputs)
     weights = {name: calls[-1].float() * calls[-1].shape[-1] for name, calls in record.calls.items() if calls}
     mask = inputs.get("attention_mask")
-    alike = mask is not None and all(mask.shape == w.shape[:2] for w in weights.values())
-    return HeadUsage(weights, mask.bool() if alike else None)
+    if mask is not None and any(mask.shape != w.shape[:2] for w in weights.values()):
+        mask = None
+    return HeadUsage(weights, None if mask is None else mask.bool())
 
 
-def row(cells: list[str]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def rule(columns: int) -> str:
-    """The line under its head."""
-    return row(["---"] * columns)
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))

@@ -7,16 +7,16 @@ the hierarchy's blocks comes closer (arXiv 2509.15448; math in docs/hsa.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
-from ..integration.checkpoint_config import inner, patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
@@ -24,6 +24,8 @@ from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.masks import hierarchy_for, padding_of, real_tokens, restricted
 from ..mechanisms.hsa.request import linear_features
 from ..selection import Choice
+from .cost import patched_layers
+from .perplexity import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -72,46 +74,36 @@ def certificate(
         ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
     """
     config = config or HsaConfig()
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    arguments: dict[str, Any] = (
+        dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
+    )
     base = base_model(model)
     if hierarchy is not None:
-        inputs["hierarchy"] = hierarchy
-    found: dict[str, tuple[Tensor, int]] = {}
+        arguments["hierarchy"] = hierarchy
+    losses: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
 
-    def listen(name: str) -> Callable:
-        def hook(_, arguments, keywords):
-            call = arguments[0] if arguments else keywords["call"]
-            loss, tokens = call_loss(call, config, name)
-            before, count = found.get(name, (0.0, 0))
-            found[name] = (before + loss, count + tokens)
-
-        return hook
+    def hook(_, arguments, keywords, name: str) -> None:
+        call = arguments[0] if arguments else keywords["call"]
+        loss, tokens = call_loss(call, config, name)
+        losses[name] = losses.get(name, torch.zeros_like(loss)) + loss
+        counts[name] = counts.get(name, 0) + tokens
 
     patch_model(model, config, layers=layers)
     try:
-        hosts = dict(patched_hosts(base))
-        for name, host in hosts.items():  # the hooks go with the modules they are on
-            inner(host.hyper).register_forward_pre_hook(listen(name), with_kwargs=True)
-        with evaluating(base):
-            base(**inputs)
+        hypers = dict(patched_layers(base))
+        for name, hyper in hypers.items():  # the hooks go with the modules they are on
+            hyper.register_forward_pre_hook(partial(hook, name=name), with_kwargs=True)
+        with evaluation_mode(base), torch.no_grad():
+            base(**arguments)
     finally:
         unpatch_model(model)
-    silent = [name for name in hosts if name not in found]
-    if silent:
-        raise ValueError(f"{silent[0]} was not run on these inputs; allowed: layers that are")
-    return [LayerLoss(name, tuple((loss / count).tolist()), count) for name, (loss, count) in found.items()]
-
-
-@contextmanager
-def evaluating(model: nn.Module):
-    """Evaluation mode without gradients, and the mode from before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
+    for name in hypers:
+        if name not in losses:
+            raise ValueError(f"{name} was not run on these inputs; allowed: layers that are")
+    return [
+        LayerLoss(name, tuple((loss / counts[name]).tolist()), counts[name]) for name, loss in losses.items()
+    ]
 
 
 def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int]:
@@ -127,18 +119,16 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
             "whole text at once, without a cache"
         )
     query, key = linear_features(Plan.of(call).score)
-    given = call.keywords.get("hierarchy")
+    tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(
-        config.windows if given is None else given, len(query), key.shape[2], call.is_causal
+        config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
     )
     mask = options.mask
     if mask is not None:
         real = padding_of(mask, query.shape[2], call.is_causal)
         if real is not None:
             hierarchy, mask = restricted(hierarchy, real), None
-    loss = _both(query, key, hierarchy, rule, call, mask) if rule.tying == "both" else _key(
-        query, key, hierarchy, rule, call, mask
-    )  # fmt: skip
+    loss = (_both if rule.tying == "both" else _key)(query, key, hierarchy, rule, call, mask)
     return loss.sum(0), sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
 
 
@@ -147,17 +137,17 @@ def _both(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Te
         real_tokens(mask, query.shape[2])  # raises: this mask hides more than padding
     if call.options.window is not None:
         raise ValueError("tying='both' has no meaning under a sliding window; allowed: tying='key'")
-    settings = {"keep_diagonal": rule.keep_diagonal, "position_bias": call.options.bias}
-    return loss_both(query, key, hierarchy, 1.0, **settings)
+    bias = call.options.bias
+    return loss_both(query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias)
 
 
 def _key(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
-    rules = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
+    options = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
     is_causal = call.is_causal and mask is None
     return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
-                    position_bias=call.options.bias, **rules)  # fmt: skip
+                    position_bias=call.options.bias, **options)  # fmt: skip
 
 
 def table(losses: Sequence[LayerLoss]) -> str:

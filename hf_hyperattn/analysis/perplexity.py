@@ -1,14 +1,45 @@
-"""Perplexity of a causal language model on a text, over windows that do not overlap."""
+"""How well a causal language model predicts a text, and how far two models' predictions are apart."""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode for as long as the block runs; then every module's own mode from before."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.inference_mode()
+def next_token_logits(model: torch.nn.Module, ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Logits `[N, vocabulary]` of a causal LM on token ids `[N]`: float32, on the CPU, in evaluation mode."""
+    tokens = torch.as_tensor(ids, dtype=torch.long, device=next(model.parameters()).device).flatten()
+    with evaluation_mode(model):
+        return model(tokens[None], use_cache=False).logits[0].float().cpu()
+
+
+def max_logit_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape; nan where either holds nan."""
+    if a.shape != b.shape:
+        raise ValueError(f"logits of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared")
+    return (a.double() - b.double()).abs().max().item()
 
 
 @dataclass(frozen=True)
@@ -74,22 +105,16 @@ def perplexity(
     if len(ids) < 2:
         raise ValueError(f"the text holds {len(ids)} tokens; perplexity needs at least 2")
     pieces = windows_of(ids, window)
-    was_training = model.training
-    model.eval()
-    total, predicted, seconds, read = 0.0, 0, 0.0, 0
-    try:
+    total, predicted, seconds = 0.0, 0, 0.0
+    with evaluation_mode(model):
         for piece in pieces:
             loss, count, took = _score(model, piece, prefix)
-            total += loss
-            predicted += count
-            seconds += took
-            read += len(prefix) + len(piece)
+            total, predicted, seconds = total + loss, predicted + count, seconds + took
             if on_window:
                 on_window(len(piece))
-    finally:
-        model.train(was_training)
-    mean = total / predicted
-    return Perplexity(_exp(mean), mean, predicted, len(pieces), seconds, read)
+    mean, read = total / predicted, sum(len(prefix) + len(piece) for piece in pieces)
+    value = math.exp(mean) if not mean > LARGEST_EXPONENT else math.inf
+    return Perplexity(value, mean, predicted, len(pieces), seconds, read)
 
 
 @torch.inference_mode()
@@ -105,10 +130,3 @@ def _score(model: torch.nn.Module, piece: torch.Tensor, prefix: Sequence[int]) -
     first = max(len(prefix), 1)  # the first token that has something before it to be predicted from
     losses = F.cross_entropy(logits[first - 1 : -1].float(), tokens[first:], reduction="none")
     return losses.double().sum().item(), len(losses), took
-
-
-def _exp(mean: float) -> float:
-    try:
-        return math.exp(mean)
-    except OverflowError:
-        return math.inf

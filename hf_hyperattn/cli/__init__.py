@@ -1,5 +1,5 @@
-"""The `hyperattn` command. A sub-command is one module of this package, listed in `command.COMMANDS`."""
+"""What the sub-commands of `hyperattn` do, one a module; their options stand in the module `hyperattn_cli`."""
 
-from .command import main
+from hyperattn_cli import build_parser, main
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]

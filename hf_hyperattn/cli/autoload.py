@@ -1,9 +1,4 @@
-"""Let HF_HYPERATTN_AUTOLOAD=1 register the names in programs that cannot be edited.
-
-`on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python; Python reads it when it starts.
-With HF_HYPERATTN_AUTOLOAD=1 the names are then registered as soon as Transformers is loaded, without an import of this
-package; otherwise nothing happens. `off` removes the file, `status` says what holds now.
-"""
+"""`hyperattn autoload`: registers the names in programs that cannot be edited, by a .pth file in site-packages."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from pathlib import Path
 
 from hf_hyperattn_autoload import VARIABLE
 
-HELP = "register the names in programs that cannot be edited: on, off, status"
 #: What Python runs when it starts. Where the package is gone there is one line on stderr: what is raised here would
 #: show up in every program of the environment.
 CODE = f"""\
@@ -27,12 +21,6 @@ except Exception as error:
         print("{VARIABLE}=1, but hf_hyperattn is not available:", error, file=sys.stderr)
 """
 LINE = f"import os, sys; exec({CODE!r}) if os.environ.get({VARIABLE!r}) == '1' else None\n"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `hyperattn autoload`."""
-    parser.add_argument("action", choices=("on", "off", "status"), help="what to do (default: status)", nargs="?",
-                        default="status")  # fmt: skip
 
 
 def path() -> Path:

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 
-def progress(total: int) -> AbstractContextManager:
-    """A context whose value has `describe(text)` and `advance(steps)`, over `total` steps."""
-    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        return RichProgress(total)
-    return PlainProgress()
-
-
-class PlainProgress(AbstractContextManager):
+class ProgressLines(AbstractContextManager):
     """One line on stderr for each description."""
 
     def __exit__(self, *error) -> None:
@@ -32,24 +25,17 @@ class PlainProgress(AbstractContextManager):
         """Take note of work done; nothing to show in plain lines."""
 
 
-class RichProgress(AbstractContextManager):
+class ProgressBar(ProgressLines):
     """A bar with the time left on stderr, gone when the work is."""
 
     def __init__(self, total: int):
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress
 
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._bar = Progress(console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=total)
 
-    def __enter__(self) -> RichProgress:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 
@@ -57,17 +43,25 @@ class RichProgress(AbstractContextManager):
         self._bar.stop()
 
     def describe(self, text: str) -> None:
-        """Say what is being done now."""
         self._bar.update(self._task, description=text)
 
     def advance(self, steps: int) -> None:
-        """Move the bar on."""
         self._bar.advance(self._task, steps)
+
+
+def progress(total: int) -> ProgressLines:
+    """A context whose value has `describe(text)` and `advance(steps)`, over `total` steps."""
+    return ProgressBar(total) if is_rich(sys.stderr) else ProgressLines()
+
+
+def is_rich(stream) -> bool:
+    """Whether a stream is a terminal, and rich is there to draw on it."""
+    return stream.isatty() and importlib.util.find_spec("rich") is not None
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is aligned left, numbers right."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+    if is_rich(sys.stdout):
         _rich_table(header, rows)
         return
     lines = [list(header), *map(list, rows)]

@@ -1,17 +1,27 @@
-"""Measure a real model with its own attention, with cone attention patched in and in its place, and with tied keys.
-
-Without --model: SmolLM2-135M-Instruct from the package index, converted once into a cache folder
-($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
-"""
+"""`hyperattn demo`: one row a kind of attention, on one model and one text."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .command import check_count
-from .console import progress, table
+import torch
+from transformers import AutoModelForCausalLM
 
-HELP = "measure a real model with stock, patched and replaced attention"
+import hf_hyperattn
+
+from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
+from ..integration.loading import errors_as
+from . import smollm2
+from .console import ProgressLines, progress, table
+from .inputs import default_text, encode, prefix_of, quiet, read_config, read_text, read_tokenizer, window_of
+
 HEADER = ("attention", "perplexity", "prefill tok/s", "generate tok/s", "peak memory", "max |Δ logit|")
 ADVICE = """\
 "cone, patched in" adds the cone score behind gates that start at 0: the model is still the stock model,
@@ -23,43 +33,167 @@ and use attn_implementation="cone" for models that were trained with it.
 "hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
 were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:
     hyperattn inject MODEL --mechanism hsa --text FILE --budget 0.02 --output DIR"""
+STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
+INJECTED, TIED = "hsa, injected", "hsa, defaults"
+CHARACTERS = 64  # of the text are read for a token; texts have about 4
+COMPARED = 128  # tokens over which logits are compared with the stock model's
+GENERATED_STEP = 16  # progress-bar steps of a generated token; a token read is one
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `hyperattn demo`."""
-    add = parser.add_argument
-    add("--model", metavar="HUB_ID_OR_DIR", help="any causal LM (default: SmolLM2-135M-Instruct)")
-    add("--text", metavar="FILE", help="UTF-8 text to measure on (default: argparse.py of this Python)")
-    add("--length", type=int, metavar="N", help="tokens a window (default: 1024, or the model's limit)")
-    add("--tokens", type=int, metavar="N", help="tokens of the text (default: two windows, one above 2048)")
-    add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
-    add("--prompt", default="The capital of France is", help="text to continue")
-    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+@dataclass
+class Demo:
+    """A model, a text and how much of it: the same for every row."""
+
+    path: str
+    name: str
+    device: torch.device
+    tokenizer: Any
+    ids: list[int]
+    prefix: list[int]
+    text: str
+    window: int
+    prompt: list[int]
+    new_tokens: int
+
+    def title(self) -> str:
+        """What is measured, in two lines."""
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        return (
+            f"{self.name}, float32 on {self.device}{threads}\n"
+            f"Text: {self.text}, {len(self.ids):,} tokens, context {min(self.window, len(self.ids)):,}"
+        )
+
+    def load(self, attention: str) -> Any:
+        """The model with one attention implementation, float32, ready to be measured."""
+        with errors_as(f"--model {self.path}: cannot load it with {attention!r}"):
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                self.path, attn_implementation=attention, dtype=torch.float32
+            )
+        return model.to(self.device).eval()
+
+    def logits(self, model: Any) -> torch.Tensor:
+        """Of the first tokens, to compare with the stock model's."""
+        return next_token_logits(model, self.prefix + self.ids[: min(COMPARED, self.window)])
+
+
+@dataclass
+class Row:
+    """What was measured of one kind of attention: cells of the table, and the text that it generates."""
+
+    cells: tuple[str, ...]
+    text: str
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print; raises ValueError or OSError for bad input."""
-    _check(args)
-    from .demo_rows import measure, steps
-    from .demo_setting import prepare
-
-    setting = prepare(args)
-    print(setting.title(), flush=True)
-    with progress(steps(setting)) as bar:
-        rows = measure(setting, bar)
+    demo = prepare(args)
+    print(demo.title(), flush=True)
+    with progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
+        rows = measure(demo, bar)
     print()
-    table(HEADER, [row.cells() for row in rows])
+    table(HEADER, [row.cells for row in rows])
     print(f'\n"{args.prompt}" goes on, greedily:')
-    width = max(len(row.label) for row in rows)
+    width = max(len(row.cells[0]) for row in rows)
     for row in rows:
-        print(f"  {row.label.ljust(width)}  {row.text!r}")
+        print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
     print(f"\n{ADVICE}")
 
 
-def _check(args: argparse.Namespace) -> None:
-    for name, least in (("length", 2), ("tokens", 32), ("generate", 1)):
-        value = getattr(args, name)
-        if value is not None:
-            check_count(name, value, least)
+def prepare(args: argparse.Namespace) -> Demo:
+    """Find model and text and check them; nothing slow is done before all of the input is known to be good."""
     if not args.prompt.strip():
         raise ValueError("--prompt is empty; allowed: any text")
+    quiet()
+    device = device_of(args.device)
+    tokens = args.tokens or tokens_of(args.length or 1024)
+    text, text_name = default_text() if args.text is None else read_text(args.text, CHARACTERS * tokens)
+    path, name = (smollm2_folder(), smollm2.NAME) if args.model is None else (args.model, args.model)
+    config = read_config(path, f"--model {path}")
+    if Path(path).expanduser().is_dir():
+        path = str(Path(path).expanduser())
+        name = name if args.model is None else Path(path).resolve().name
+    tokenizer = read_tokenizer(path, f"--model {path}")
+    with errors_as(f"--model {path}: not a causal LM that cone attention can serve"), torch.device("meta"):
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="cone")
+    prefix = prefix_of(tokenizer)
+    window = window_of(config, args.length, 1024, len(prefix))
+    ids = encode(tokenizer, text, args.tokens or tokens_of(window), text_name)
+    prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
+    return Demo(path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate)
+
+
+def smollm2_folder() -> str:
+    """The converted model; says that it is being converted where it was not yet."""
+    if smollm2.cached_smollm2() is None:
+        smollm2.find_gguf()
+        print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
+    return str(smollm2.smollm2())
+
+
+def tokens_of(window: int) -> int:
+    """Tokens to measure on without --tokens: two windows, but one where a window takes long."""
+    return 2 * window if window <= 2048 else window
+
+
+def device_of(name: str) -> torch.device:
+    """The device of --device."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: not usable here ({error}); allowed: cpu, cuda, ...") from error
+    return device
+
+
+def measure(demo: Demo, bar: ProgressLines) -> list[Row]:
+    """All rows. The stock model is measured, then patched in place in two ways and measured again, then let go."""
+    bar.describe("loading")
+    model = demo.load("sdpa")
+    bar.describe(STOCK)
+    reference = demo.logits(model)
+    rows = [measure_row(demo, STOCK, model, bar)]
+    label, config = tying(demo, model)
+    bar.describe(label)
+    hf_hyperattn.patch_model(model, config, mode="blend" if label == INJECTED else "replace")
+    hsa = measure_row(demo, label, model, bar, reference)
+    hf_hyperattn.unpatch_model(model)
+    bar.describe(PATCHED)
+    hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
+    rows.append(measure_row(demo, PATCHED, model, bar, reference))
+    del model
+    gc.collect()
+    bar.describe("loading")
+    model = demo.load("cone")
+    bar.describe(REPLACED)
+    return [*rows, measure_row(demo, REPLACED, model, bar, reference), hsa]
+
+
+def tying(demo: Demo, model: Any) -> tuple[str, Any]:
+    """What the hsa row is called, and its config: what was found for SmolLM2 at this length, else the defaults.
+
+    At 2,048 tokens `hyperattn inject` found it; at 8,192 it is the point "chosen 0.2" of benchmarks/hsa_frontier.py.
+    """
+    length = 2048 if demo.window <= 4096 else 8192
+    text = (Path(__file__).parent / f"smollm2_hsa_{length}.json").read_text(encoding="utf-8")
+    config = hf_hyperattn.HyperAttnConfig.from_dict(json.loads(text))
+    if demo.name == smollm2.NAME and set(config.hosts or ()) <= {name for name, _ in model.named_modules()}:
+        return INJECTED, config
+    return TIED, hf_hyperattn.HsaConfig()
+
+
+def measure_row(
+    demo: Demo, label: str, model: Any, bar: ProgressLines, reference: torch.Tensor | None = None
+) -> Row:
+    """Measure a model; `reference` are the stock model's logits."""
+    measure_generation(model, demo.prompt, 2)  # what is set up on first use is no part of the speed
+    step = lambda: bar.advance(GENERATED_STEP)
+    with PeakMemory(demo.device) as memory:
+        quality = perplexity(model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance)
+        generation = measure_generation(model, demo.prompt, demo.new_tokens, on_token=step)
+    difference = "" if reference is None else f"{max_logit_difference(demo.logits(model), reference):.1e}"
+    value = f"{quality.value:,.2f}" if quality.value < 1e6 else f"{quality.value:.1e}"
+    speeds = f"{quality.tokens_per_second:,.0f}", f"{generation.tokens_per_second:,.1f}"
+    cells = (label, value, *speeds, f"{memory.peak / 2**20:,.0f} MiB", difference)
+    return Row(cells, demo.tokenizer.decode(list(generation.ids), skip_special_tokens=True))

@@ -1,83 +1,35 @@
-"""Tie the attention of a pretrained model without training, as far as a budget of quality allows.
-
-Measures on a little text what every head loses under many settings of hierarchical attention, chooses windows, near,
-refinement and block bias for each head at the lowest cost within the budget, verifies the choice on text that had no
-part in it, and writes the patched checkpoint with its card. Each text is cut in three parts: one to measure on, one to
-choose the cost on, one to verify on. Where verification exceeds the budget nothing is written.
-
---mechanism collaborative instead replaces the projections of queries and keys by --rank dimensions that all heads
-share, and prints the error of every layer before it does.
-"""
+"""`hyperattn inject`: checks its input, shows what `hf_hyperattn.inject` did, and writes the checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hyperattn_cli import MECHANISMS
 
 from ..folders import check_replaceable
-from .command import check_count
+from ..inject import Allocation, hsa
+from ..inject.injection import CausalInjection, EncoderInjection, Losses
+from ..integration.loading import errors_as
+from .console import progress, table
+from .inject_collaborative import inject_collaborative
+from .inject_task import dtype_of, prepare, results, write
+from .inputs import quiet
 
-#: What hsa takes where nothing is said.
-BUDGET, ROWS = 0.02, 384
-HELP = "change a pretrained model's attention without training, and say what it loses"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `hyperattn inject`."""
-    parser.add_argument("model", metavar="MODEL", help="directory or Hub id of a causal LM or a text encoder")
-    add = parser.add_argument
-    add("--mechanism", required=True, help=f"what to inject: {', '.join(MECHANISMS)}")
-    add(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help="UTF-8 texts, of the kinds the model is to serve; collaborative does without",
-    )
-    add("--rank", type=int, metavar="R", help="collaborative: dimensions that all heads share")
-    add("--budget", type=float, metavar="X",
-        help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
-    add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
-    add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
-    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
-    add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, metavar="N", help="queries measured a text (default: 384)")
-    add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
+BUDGET, ROWS = 0.02, 384  # of hsa, by default
+#: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
+SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
-    return MECHANISMS[args.mechanism](args)
-
-
-def hsa(args: argparse.Namespace) -> int:
-    """Tie attention over blocks of tokens."""
-    if not args.text:
-        raise ValueError("--mechanism hsa needs --text FILE...; allowed: one text or more")
-    if args.rank is not None:
-        raise ValueError("--rank says nothing for --mechanism hsa; leave it out")
-    args.budget = BUDGET if args.budget is None else args.budget
-    args.rows = ROWS if args.rows is None else args.rows
-    from .inject_setting import prepare
-
-    setting = prepare(args)
-    print(setting.title(), flush=True)
-    if setting.encoder:
-        from .inject_encoder import inject
-    else:
-        from .inject_causal import inject
-    return inject(setting)
-
-
-def collaborative(args: argparse.Namespace) -> int:
-    """Share the projections of queries and keys among heads."""
-    from .inject_collaborative import run
-
-    return run(args)
-
-
-#: What can be injected without training: by name, what runs it on the checked arguments and returns the exit code.
-MECHANISMS = {"hsa": hsa, "collaborative": collaborative}
+    quiet()
+    return inject_hsa(args) if args.mechanism == "hsa" else inject_collaborative(args)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -93,10 +45,6 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
-    for name, least in (("length", 64), ("rows", 16)):
-        value = getattr(args, name)
-        if value is not None:
-            check_count(name, value, least)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
     if args.output is not None:
@@ -106,3 +54,102 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder"
             )
+
+
+def inject_hsa(args: argparse.Namespace) -> int:
+    """Tie attention over blocks of tokens; 1 where the held-out texts exceed the budget and nothing is written."""
+    if not args.text:
+        raise ValueError("--mechanism hsa needs --text FILE...; allowed: one text or more")
+    if args.rank is not None:
+        raise ValueError("--rank says nothing for --mechanism hsa; leave it out")
+    args.budget = BUDGET if args.budget is None else args.budget
+    args.rows = ROWS if args.rows is None else args.rows
+    task = prepare(args)
+    goal = "1 - cosine" if task.is_encoder else "perplexity"
+    print(f"{Path(args.model).name}: {args.mechanism}, {goal} within {args.budget:.1%}, {task.length:,} tokens a text, "
+          f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
+          flush=True)  # fmt: skip
+    with errors_as(f"{args.model}: cannot load it"):
+        kind = AutoModel if task.is_encoder else AutoModelForCausalLM
+        model = kind.from_pretrained(args.model, dtype=torch.float32).eval()
+    options = (task.length, args.budget, args.pairs, args.rows, args.seed)
+    injection: CausalInjection | EncoderInjection
+    if task.is_encoder:
+        injection = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
+    else:
+        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options)
+    with progress(injection.steps()) as bar:
+        report = injection.run(bar)
+    if isinstance(injection, EncoderInjection):
+        show_layers(injection)
+    else:
+        show_certificate(injection)
+    show_tried(injection.tried, task.is_encoder)
+    show_verified(report)
+    losses = {name: text["loss"] for name, text in report["texts"].items()}
+    worst = max(losses, key=lambda name: losses[name])
+    if args.pairs is None and losses[worst] > args.budget:
+        loss = loss_text(losses[worst], task.is_encoder)
+        print(f"\nheld-out text {worst} loses {loss}, more than the budget of {args.budget:g}: "
+              "nothing is written; use longer texts of the same kinds, or a larger --budget")  # fmt: skip
+        return 1
+    request = {name: getattr(args, name) for name in ("mechanism", "budget", "pairs", "rows", "seed")}
+    report = {"asked": request | {"texts": list(task.texts[0])}, **report}
+    write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, report))
+    return 0
+
+
+def loss_text(loss: float, is_encoder: bool) -> str:
+    """A loss as it is shown: 1 - cosine, or more perplexity."""
+    return f"{loss:.4f}" if is_encoder else f"{loss:+.2%}"
+
+
+def show_certificate(injection: CausalInjection) -> None:
+    """What every layer loses under one common setting, KL from its own attention, by the certificate."""
+    rules: list[Any] = list(injection.rules)
+    at = next((i for i, r in enumerate(rules) if all(getattr(r, k) == v for k, v in SHOWN.items())), 0)
+    rows = []
+    for name in injection.measured[0].kl:
+        kl = torch.stack([m.kl[name][:, at] for m in injection.measured]).mean(0)
+        rows.append([name, f"{kl.mean():.3f}", f"{kl.max():.3f}", str(int(kl.argmax()))])
+    print(f"\nKL of tied from own attention, nats (windows {rules[at].windows}, near {rules[at].near}, refine_top_k "
+          f"{rules[at].refine_top_k}):")  # fmt: skip
+    table(("layer", "mean", "worst head", "head"), rows)
+
+
+def show_layers(injection: EncoderInjection) -> None:
+    """What every layer of an encoder loses by itself."""
+    print("\nLoss of each layer tied alone (1 - cosine, worst text), the least and by its chosen setting:")
+    rows, sparse = [], injection.allocation.sparse
+    for name, (costs,) in injection.costs.items():
+        cost, setting = "exact", ""
+        if name in sparse:
+            (rule,) = sparse[name]
+            cost, setting = f"{costs[injection.rules.index(rule)]:.5f}", str(rule)
+        rows.append([name, f"{costs.min():.5f}", cost, setting])
+    table(("layer", "least", "chosen", "setting"), rows)
+
+
+def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None:
+    """The loss of every allocation that was tried."""
+    print("\nTried, on the second part of each text:")
+    rows = [
+        [str(len(a.sparse)), f"{a.pairs:.1%}", *(loss_text(x, is_encoder) for x in losses.values())]
+        for a, losses in tried
+    ]
+    table(("layers", "pairs", *tried[0][1]), rows)
+
+
+def show_verified(report: dict[str, Any]) -> None:
+    """The table before and after, on the third part of each text."""
+    print("\nHeld-out text, before and after:")
+    rows = [
+        [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", f"{r['loss']:+.2%}"]
+        for name, r in report["texts"].items()
+    ]
+    rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])
+    for what, key in (("attention", "attention_seconds"), ("whole model", "seconds")):
+        a, b = report[key]["before"], report[key]["after"]
+        rows.append([f"{what}, time", f"{a:.2f} s", f"{b:.2f} s", f"x {a / b:.2f}"])
+    memory = [f"{report['memory'][k] / 2**20:,.0f} MiB" for k in ("before", "after")]
+    table(("", "before", "after", ""), [*rows, ["memory", *memory, ""]])

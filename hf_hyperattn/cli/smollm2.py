@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 from ..folders import replace_folder
 
@@ -22,9 +23,9 @@ FOLDER = "smollm2-135m-instruct-bf16-1"
 
 def cache_directory() -> Path:
     """Where converted checkpoints are kept: $HF_HYPERATTN_CACHE, else `hf_hyperattn` in the user's cache."""
-    own = os.environ.get("HF_HYPERATTN_CACHE")
-    if own:
-        return Path(own).expanduser()
+    folder = os.environ.get("HF_HYPERATTN_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "hf_hyperattn"
 
@@ -42,15 +43,15 @@ def smollm2() -> Path:
         ValueError: where the package with the weights, or what reads its file, is not installed.
         OSError: where the cache folder cannot be written.
     """
-    found = cached_smollm2()
-    if found:
-        return found
+    folder = cached_smollm2()
+    if folder:
+        return folder
     gguf = find_gguf()
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
-    with replace_folder(cache / FOLDER, keep_others=False) as folder:
-        convert(gguf, folder)
-        for path in folder.iterdir():
+    with replace_folder(cache / FOLDER, keep_others=False) as stage:
+        convert(gguf, stage)
+        for path in stage.iterdir():
             path.chmod(0o644)  # the weights are written readable by their owner alone
     return cache / FOLDER
 
@@ -78,7 +79,7 @@ def convert(gguf: Path, target: Path) -> None:
     config = quantised.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         config.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
     model.generation_config = quantised.generation_config

@@ -5,6 +5,7 @@ from .options import Options
 from .score import (
     DOT,
     TERMS,
+    DistanceTerm,
     PairScore,
     Points,
     ScoreTerm,
@@ -19,6 +20,7 @@ __all__ = [
     "DOT",
     "ENGINES",
     "TERMS",
+    "DistanceTerm",
     "Options",
     "PairScore",
     "Points",

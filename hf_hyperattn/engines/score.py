@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .graph_torch import graph_of, vjp
 from .options import Options
 
 #: All terms by name. An engine's custom operator carries a score as the names of its terms, since an operator's
@@ -58,8 +59,9 @@ class Term:
     differences, and NaN for the others: for pairs whose expansion of the distance through `dot` is too inexact.
 
     Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
-    derivative is faster than automatic differentiation. Where the room has the term as a C++ functor too (see
-    engines/cpu/score.h), `cpp` names its header and its type.
+    derivative is faster than the one that is derived. Where the room has the term as a C++ functor too (see
+    engines/cpu/score.h), `cpp` names its header and its type; for others one is written from `logits`, if that is plain
+    arithmetic (engines/trace.py says what is).
     """
 
     name: str
@@ -92,8 +94,11 @@ class Term:
         A gradient may be None (zero), may have its argument's shape, or may be left tile-shaped: the engine sums it
         to the argument's shape. A term that took distances from differences returns a fifth one, d_square, of
         these distances and 0 elsewhere: the gradients by the product and by the norms would cancel. The default takes
-        all of them from the product form, by automatic differentiation.
+        all of them from the product form, by the derivative of the term's graph, or by automatic differentiation.
         """
+        graph = graph_of(self)
+        if graph is not None:
+            return vjp(graph, dot, row, column, head)
         a, b = 1 + len(row), 1 + len(row) + len(column)
 
         def logits(*numbers: Tensor) -> Tensor:
@@ -109,6 +114,45 @@ class Term:
         return out if squared_distance is None else self.logits(
             dot, row, column, head, squared_distance
         ), pullback
+
+
+class DistanceTerm(Term):
+    """A term that reads a squared distance of features: |query_factor · q - key_factor · k|².
+
+    Engines take it from the product, and for the pairs for which that cancels from differences. All methods are plain
+    arithmetic on a tile. The `points` of a score with such a term are the features times the factors.
+    """
+
+    left_out = 0  # numbers at a vector's end that its point has not
+
+    def by_product(self, dot, row, column, head) -> Tensor:
+        """The squared distance from the product."""
+        raise NotImplementedError
+
+    def is_inexact(self, squared_distance, row, column, head) -> Tensor:
+        """Which pairs to take from differences, bool, told by the distance from the product."""
+        raise NotImplementedError
+
+    def factors(self, row, column, head) -> tuple[Tensor | float, Tensor | float]:
+        """(query_factor, key_factor)."""
+        return 1.0, 1.0
+
+    def score(self, dot, row, column, head, squared_distance) -> Tensor:
+        """The logits."""
+        raise NotImplementedError
+
+    def logits(self, dot, row, column, head, squared_distance=None):
+        return self.vjp(dot, row, column, head, squared_distance)[0]
+
+    def vjp(self, dot, row, column, head, squared_distance=None):
+        squared, near = self.by_product(dot, row, column, head), None
+        if squared_distance is not None:
+            inexact = self.is_inexact(squared, row, column, head)
+            if inexact.any():
+                exact = squared_distance(inexact)
+                near = ~exact.isnan()
+                squared = torch.where(near, exact, squared)
+        return vjp(graph_of(self, required=True), dot, row, column, head, squared, near)
 
 
 def register_term(term: Term) -> Term:

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from hf_hyperattn.cli.text import prefix_of
+from hf_hyperattn.cli.inputs import prefix_of
 
 from .groups import Data
 

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 
-from hf_hyperattn.cli import main
-from hf_hyperattn.cli.command import build_parser
+from hf_hyperattn.cli import build_parser, main
 
 from . import tiny
 

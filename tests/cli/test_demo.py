@@ -81,11 +81,11 @@ def test_generation_is_shown(capsys, model, text):
 
 @pytest.mark.slow
 def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, monkeypatch):
-    from hf_hyperattn.cli import demo_rows
+    from hf_hyperattn.cli import demo as command
 
     seen = []
-    real = demo_rows.perplexity
-    monkeypatch.setattr(demo_rows, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1])
+    real = command.perplexity
+    monkeypatch.setattr(command, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1])
     assert demo(capsys, "--model", tiny.save(tmp_path, bos=True), "--text", text, *ARGUMENTS)[0] == 0
     assert seen == [[tiny.BOS]] * 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import RwkvConfig, RwkvForCausalLM, ViTConfig, ViTModel
 
-import hf_hyperattn.cli.command as cli
+from hf_hyperattn import cli
 from hf_hyperattn.cli import smollm2
 
 from . import tiny
@@ -143,6 +143,13 @@ def test_help_and_version(arguments, said, capsys):
         cli.main(arguments)
     assert left.value.code == 0
     assert said in capsys.readouterr().out
+
+
+def test_help_needs_no_torch():
+    code = "import sys, hyperattn_cli\ntry: hyperattn_cli.main(['inject', '--help'])"
+    code += "\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--budget" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,14 +13,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_hyperattn
-from hf_hyperattn.analysis import frontier, hsa_pairs, sensitivity
-from hf_hyperattn.analysis.attention_gradients import listen_to_gradients
-from hf_hyperattn.analysis.sensitivity import Setting
-from hf_hyperattn.cli import main
-from hf_hyperattn.cli.command import build_parser
-from hf_hyperattn.cli.inject_output import public_command
+import hub_cards
+from hf_hyperattn.cli import build_parser, main
+from hf_hyperattn.cli.inject_task import public_command
+from hf_hyperattn.inject import Allocation, SparseRule, choose, hsa, measure
+from hf_hyperattn.inject.gradients import attention_gradients
+from hf_hyperattn.inject.hsa import HsaHeadRule
+from hf_hyperattn.inject.injection import CausalInjection
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from tests.integration.models import bert
 from tests.oracles.marks import first_always
 
 from . import tiny
@@ -83,11 +86,11 @@ def brute_pairs(n, sizes, near, sinks, top, dropped) -> int:
 @pytest.mark.parametrize("dropped", [False, True])
 def test_pairs_are_those_of_a_walk_down_the_windows(sizes, rule, dropped):
     for n in (1, 31, 70):
-        assert hsa_pairs.pairs(n, sizes, *rule, dropped) == brute_pairs(n, sizes, *rule, dropped)
+        assert hsa.pairs(n, sizes, *rule, dropped) == brute_pairs(n, sizes, *rule, dropped)
 
 
 def test_near_as_long_as_the_text_is_every_pair():
-    assert hsa_pairs.share(50, (4,), 50, 0, 0) == 1
+    assert HsaHeadRule((4,), 50, 0).share(50) == 1
 
 
 def test_gradients_are_those_of_plain_autograd(model):
@@ -95,7 +98,7 @@ def test_gradients_are_those_of_plain_autograd(model):
     ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
-    loss = listen_to_gradients(model, ids, lambda name, call, out, g: seen.update({name: (out, g)}))
+    loss = attention_gradients(model, ids, lambda name, call, out, g: seen.update({name: (out, g)}))
     hf_hyperattn.unpatch_model(model)
     assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -110,16 +113,15 @@ def test_gradients_are_those_of_plain_autograd(model):
 
 
 def test_slopes_are_the_gradient_along_the_change(model):
-    """Against the torch way of the mechanism, at every query; and alike where most of the text comes from a cache."""
+    """Against the torch way of the mechanism, at every query."""
     ids = torch.tensor(tiny.tokenizer()(prose(3)).input_ids[:128])
-    settings = [Setting((4,), EVERYTHING), Setting((4, 16), 8, 2, 1, -1.0)]
+    settings = [HsaHeadRule((4,), EVERYTHING), HsaHeadRule((4, 16), 8, 2, 1, -1.0)]
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
-    listen_to_gradients(model, ids, lambda name, *rest: seen.update({name: rest}))
+    attention_gradients(model, ids, lambda name, *rest: seen.update({name: rest}))
     hf_hyperattn.unpatch_model(model)
-    measured = sensitivity.measure(model, ids, lambda _: settings, rows=128, keep=True)
-    late = sensitivity.measure(model, ids, lambda _: settings, rows=128, last=48, keep=True)
-    assert measured.names == late.names == list(seen)[::-1]
+    measured = measure(model, ids, settings, rows=128, keep_slopes=True)
+    assert list(measured.costs) == list(seen)[::-1]
     for name, (call, out, g) in seen.items():
         rule = dict(near=8, sinks=2, refine_top_k=1, block_bias=-1.0)
         tied, _ = key_tied(call.query, call.key, call.value, (4, 16), is_causal=True, scale=call.scale,
@@ -127,7 +129,6 @@ def test_slopes_are_the_gradient_along_the_change(model):
         expected = (g * (tied - out)).sum(-1)[0].T
         assert torch.allclose(measured.slopes[name][..., 0], torch.zeros(128, 4), atol=1e-4)
         assert torch.allclose(measured.slopes[name][..., 1], expected, rtol=1e-3, atol=1e-4)
-        assert torch.allclose(late.slopes[name], measured.slopes[name][-48:], rtol=1e-3, atol=1e-4)
         assert torch.allclose(measured.costs[name], (measured.slopes[name].double() ** 2).mean(0) / 2)
 
 
@@ -135,44 +136,47 @@ def test_the_certificate_is_that_of_the_weights(model):
     ids = torch.tensor(tiny.tokenizer()(prose(4)).input_ids[:96])
     from hf_hyperattn.analysis.hsa_certificate import certificate
 
-    settings = [Setting((4, 16), 8, 2, 1, bias) for bias in (0.0, 1.5, -2.0, -math.inf)]
-    measured = sensitivity.measure(model, ids, lambda _: settings, rows=96)
+    settings = [HsaHeadRule((4, 16), 8, 2, 1, bias) for bias in (0.0, 1.5, -2.0, -math.inf)]
+    measured = measure(model, ids, settings, rows=96)
     for i, setting in enumerate(settings):
-        for loss in certificate(model, ids[None], frontier.layer_config([setting] * 4)):
+        for loss in certificate(model, ids[None], setting.layer_config([setting] * 4)):
             assert measured.kl[loss.name][:, i].tolist() == pytest.approx(loss.heads, abs=1e-4)
 
 
 def test_the_choice_is_the_cheapest_of_all():
     """Against every combination, for two layers of two heads."""
-    settings = [Setting((4,), 8), Setting((4,), 16, refine_top_k=1), Setting((8,), 8)]
+    settings = [HsaHeadRule((4,), 8), HsaHeadRule((4,), 16, refine_top_k=1), HsaHeadRule((8,), 8)]
     drawn = torch.Generator().manual_seed(0)
     losses = {name: torch.rand(2, 3, generator=drawn, dtype=torch.float64) for name in "ab"}
-    chosen = frontier.choose({name: settings for name in "ab"}, losses, 64, 0.6)
+    chosen = choose(settings, losses, 64, pairs=0.6)
     cost = lambda s: sum(
-        losses[n][h, settings.index(x)].item() for n in "ab" for h, x in enumerate(s[n]) if not x.exact
+        losses[n][h, settings.index(x)].item() for n in "ab" for h, x in enumerate(s[n]) if not x.is_exact
     )
-    kinds = [[Setting((4,), EVERYTHING, 0), *settings[:2]], [Setting((8,), EVERYTHING, 0), settings[2]]]
+    kinds = [
+        [HsaHeadRule((4,), EVERYTHING, 0), *settings[:2]],
+        [HsaHeadRule((8,), EVERYTHING, 0), settings[2]],
+    ]
     layers = [(x, y) for kind in kinds for x in kind for y in kind]
     better = [
         {"a": a, "b": b}
         for a in layers
         for b in layers
-        if frontier.Selection({"a": a, "b": b}, 64).pairs <= chosen.pairs
+        if Allocation({"a": a, "b": b}, 64).pairs <= chosen.pairs
     ]
     assert chosen.pairs <= 0.6
     assert {config.tuned_length for own in chosen.config().overrides.values() for config in own} == {64}
-    assert cost(chosen.heads) == pytest.approx(min(map(cost, better)))
+    assert cost(chosen.layers) == pytest.approx(min(map(cost, better)))
 
 
 @first_always("length", [192, 2048, 8192])
 def test_candidates_fit_the_length(length):
     """No window or nearness as long as the text, refinement within its pairs, biases of one rule in a row."""
-    found = frontier.candidates(length)
+    found = hsa.candidates(length)
     rules = [(s.windows, s.near, s.refine_top_k) for s in found]
-    assert len(set(found)) == len(found) == len(frontier.BIASES) * len(set(rules))
+    assert len(set(found)) == len(found) == len(hsa.BIASES) * len(set(rules))
     assert rules == sorted(rules, key=list(dict.fromkeys(rules)).index)
     assert all(s.windows[-1] < length and s.near <= length / 2 for s in found)
-    assert all(s.share(length) <= frontier.MOST for s in found if s.refine_top_k)
+    assert all(s.share(length) <= hsa.MOST for s in found if s.refine_top_k)
 
 
 def test_it_measures_chooses_verifies_and_writes(capsys, folder, tmp_path):
@@ -231,31 +235,27 @@ def test_a_seed_gives_one_result(capsys, folder, tmp_path):
 
 @pytest.mark.slow
 def test_over_the_budget_nothing_is_written(capsys, folder, tmp_path, monkeypatch):
-    from hf_hyperattn.cli import inject_causal
+    calls, scores = [], CausalInjection.scores
 
-    calls = []
-
-    def increases(before, after):
+    def drawn(self, before, after):
         calls.append(1)  # the second parts lose nothing, the held-out ones everything
-        return dict.fromkeys(before.losses, 0.0 if len(calls) <= inject_causal.TRIES else 1.0)
+        return *scores(self, before, after)[:2], 0.0 if len(calls) <= 2 * self.tries else 1.0
 
-    monkeypatch.setattr(inject_causal, "increases", increases)
+    monkeypatch.setattr(CausalInjection, "scores", drawn)
     code, out, _ = inject(capsys, folder, "--output", tmp_path / "out", "--budget", "0.1")
-    assert code == 1 and len(calls) == inject_causal.TRIES + 1
+    assert code == 1 and len(calls) == 2 * CausalInjection.tries + 2
     assert "nothing is written" in out and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
 def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatch, interrupt):
-    from hf_hyperattn.cli import inject_output
-
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("kept")
 
     def stop(*_, **__):
         raise interrupt
 
-    monkeypatch.setattr(inject_output.hub_cards, "write_card", stop)
+    monkeypatch.setattr(hub_cards, "write_card", stop)
     arguments = ["--pairs", "0.8", "--output", tmp_path / "out", "--force"]
     if interrupt is KeyboardInterrupt:
         assert inject(capsys, folder, *arguments)[0] == 130
@@ -319,3 +319,65 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     assert code == 0, out + err
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert report["metric"] == "cosine" and report["pairs"] < 1
+
+
+@dataclass(frozen=True)
+class Recent(SparseRule):
+    """A rule from outside the package: only the last keys are seen."""
+
+    keys: int
+
+    is_exact = property(lambda self: self.keys >= 10**6)
+    group = "recent"
+
+    def share(self, length):
+        return sum(min(i + 1, self.keys) for i in range(length)) / (length * (length + 1) / 2)
+
+    def exact(self):
+        return Recent(10**6)
+
+    @staticmethod
+    def layer_config(rules, length):
+        return hf_hyperattn.HsaConfig((), near=tuple(rule.keys for rule in rules))
+
+    @staticmethod
+    def base_config():
+        return hf_hyperattn.HypeConfig()
+
+    @staticmethod
+    def compare(call, rules, starts, project):
+        at = torch.cat([torch.arange(s, s + 16) for s in starts])
+        key, value = (
+            t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0) for t in (call.key, call.value)
+        )
+        logits = call.scale * call.query[0][:, at] @ key.mT
+        age = at[:, None] - torch.arange(key.shape[1])
+        exact = logits.masked_fill(age < 0, -math.inf)
+        for rule in rules:
+            kept = exact.masked_fill(age >= rule.keys, -math.inf)
+            yield project(kept.softmax(-1) @ value), exact.logsumexp(-1) - kept.logsumexp(-1)
+
+
+def test_a_rule_from_outside_is_measured_and_allocated(model):
+    """Beside our own; KL(dropped ‖ own) is the difference of the log-sum-exps."""
+    ids = torch.tensor(tiny.tokenizer()(prose(5)).input_ids[:96])
+    rules = [Recent(96), Recent(24), HsaHeadRule((4,), 8), HsaHeadRule((4,), EVERYTHING)]
+    measured = measure(model, ids, rules, rows=96)
+    for costs, kl in zip(measured.costs.values(), measured.kl.values()):
+        assert costs[:, [0, 3]].max() < 1e-8 and kl[:, [0, 3]].abs().max() < 1e-4
+        assert costs[:, 1].min() > 0 and kl[:, 1].min() > 0
+    losses = {
+        name: costs * torch.tensor([1, i, 1 - i, 1]) for i, (name, costs) in enumerate(measured.costs.items())
+    }
+    kinds = [{type(rule) for rule in rules} for rules in choose(rules, losses, 96, pairs=0.7).layers.values()]
+    assert {Recent} in kinds and {HsaHeadRule} in kinds and all(len(kind) == 1 for kind in kinds)
+
+
+def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path):
+    bert(max_position_embeddings=256, vocab_size=260).save_pretrained(tmp_path / "bert")
+    tiny.tokenizer().save_pretrained(tmp_path / "bert")
+    (folder / "long.txt").write_text(prose(1, 4000))
+    arguments = ["--mechanism", "hsa", "--length", "64", "--text", folder / "long.txt", "--pairs", "0.6"]
+    arguments += ["--output", tmp_path / "out"]
+    assert main(["inject", *map(str, [tmp_path / "bert", *arguments])]) == 0
+    assert 0 < json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())["pairs"] <= 0.6

@@ -208,6 +208,9 @@ def test_a_bad_library_is_built_anew_and_never_loaded(place, damage):
     path = source(place, 7)
     library = native.built("add", [path])
     whole = library.read_bytes()
+    # the file that this process has loaded stays whole: it is read once more when the process ends
+    shutil.copy2(library, place / "copy")
+    os.replace(place / "copy", library)
     DAMAGE[damage](library)
     # in a process of its own: before, some of these killed it
     code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"

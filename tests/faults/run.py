@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 from hf_hyperattn import folders
-from hf_hyperattn.cli import inject_output, smollm2
+from hf_hyperattn.cli import inject_task, smollm2
 from hf_hyperattn.engines import native
 from hf_hyperattn.files import PREFIX
 from hf_hyperattn.integration.export import export_remote_code
@@ -163,15 +163,9 @@ def scenarios(root: Path) -> dict[str, Scenario]:
             new.save_pretrained(folder / "model", max_shard_size="60KB")
 
     def inject(folder: Path) -> None:
-        arguments = SimpleNamespace(
-            output=str(folder / "model"), mechanism="hsa", budget=0.5, pairs=0.5, rows=1, seed=0
-        )
+        arguments = SimpleNamespace(output=str(folder / "model"), model="base")
         tokenizer = SimpleNamespace(save_pretrained=lambda place: (place / "tokenizer.json").write_text("{}"))
-        task = SimpleNamespace(
-            args=arguments, texts=[], tokenizer=tokenizer, dtype=torch.float32, path="base"
-        )
-        with exchanged(inject_output, "results", lambda *_: None):
-            inject_output.write(task, new, None, {})
+        inject_task.write(arguments, new, torch.float32, tokenizer, {})
 
     def convert(folder: Path) -> None:
         os.environ["HF_HYPERATTN_CACHE"] = str(folder)

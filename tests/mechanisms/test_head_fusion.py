@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hf_hyperattn as ha
 from hf_hyperattn.analysis import dropped_heads, head_usage, record_heads
@@ -123,8 +124,9 @@ def test_a_checkpoint_without_it_is_patched_on_load_where_it_starts(tmp_path):
     model = llama()
     ha.patch_model(model, CONFIG)
     expected = model.model.layers[1].self_attn.hyper.head_fusion.query_map.clone()
-    state = {n: t for n, t in model.state_dict().items() if ".hyper." not in n}
-    model.save_pretrained(tmp_path, state_dict=state)
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    save_file({n: t for n, t in load_file(weights).items() if ".hyper." not in n}, weights, {"format": "pt"})
     with ha.fresh_patch():
         again = type(model).from_pretrained(tmp_path)
     layer = again.model.layers[1].self_attn.hyper.head_fusion

@@ -80,7 +80,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
     key = score.score_key
     if library.ready(key, options.softcap is not None):
         return None
-    return f"{key} is not compiled" if library.has_functors(key) else f"a term of {key} has no C++ functor"
+    return library.refusal(key) or f"{key} is not compiled"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import native, serialize
 from ..options import Options
-from ..score import PairScore
+from ..score import DistanceTerm, PairScore
 from . import library
 
 #: `struct Call`, with the matrices' and masks' addresses and strides in place.
@@ -280,8 +280,11 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     terms = score.terms
     readers = [(i, t.reader.cpp) for i, t in enumerate(terms) if t.reader is not None]
     reader, cpp = readers[0] if readers else (None, "")
-    if any(t.statistics is not None for i, t in enumerate(terms) if i != reader):
-        return None  # they would be made of all keys
+    if reader is not None and terms[reader].term.cpp is None:
+        return None  # a reader stands in the header of its term
+    unread = [t for i, t in enumerate(terms) if i != reader]
+    if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
+        return None  # they would be made of all keys; and distances are taken from differences where they are read
     text = "" if reader is None else f"{reader} {cpp}"
     loaded = library.load(score.score_key, options.softcap is not None, text)
     if loaded is None:

@@ -1,7 +1,8 @@
 """The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
 
-A score's library is a few lines of C++ made from its key, which name the functors of its terms. They share nothing
-with the core but `struct Tile` (tile.h), so that a score builds in a second or two.
+A score's library is a few lines of C++ made from its key, which name the functors of its terms, and the functors of
+terms that have none by hand (emit_cpp.py). They share nothing with the core but `struct Tile` (tile.h), so that a score
+builds in a second or two.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import native
+from ..emit_cpp import emitted
 from ..score import parse_score_key
 
 HERE = Path(__file__).parent
+EMITTED = HERE / "emitted.h"
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
 CORE = [
     HERE / name
@@ -32,8 +35,9 @@ CORE = [
     )
 ]
 
-TEXT = """// {spec}
+TEXT = """// {score_key}
 {includes}
+{functors}
 extern "C" const hyper::ScoreTable* hyper_score() {{
   return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
 }}
@@ -83,13 +87,11 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
         return TABLES[kind]
-    engine = core() if has_functors(score_key) else None
+    engine = core() if refusal(score_key) is None else None
     if engine is None:
         return None
-    text = text_of(score_key, capped, reader)
-    headers = sorted(
-        {term.cpp[0] for term, *_ in parse_score_key(score_key) if term.cpp} | {HERE / "score.h"}
-    )
+    text, terms = text_of(score_key, capped, reader), parse_score_key(score_key)
+    headers = sorted({term.cpp[0] if term.cpp else EMITTED for term, *_ in terms} | {HERE / "score.h"})
     library = native.load("cpu_score", text, *headers, *SHARED)
     if library is None:
         return None
@@ -110,9 +112,11 @@ def require(score_key: str, capped: bool) -> Loaded:
     return loaded
 
 
-def has_functors(score_key: str) -> bool:
-    """Whether every term of a score has a C++ functor."""
-    return all(term.cpp is not None for term, *_ in parse_score_key(score_key))
+@torch.compiler.assume_constant_result
+def refusal(score_key: str) -> str | None:
+    """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
+    terms = (term for term, *_ in parse_score_key(score_key))
+    return next((why for term in terms if not term.cpp and (why := emitted(term)[1])), None)
 
 
 @torch.compiler.assume_constant_result
@@ -124,13 +128,16 @@ def ready(score_key: str, capped: bool) -> bool:
 def text_of(score_key: str, capped: bool, reader: str = "") -> str:
     """The C++ source of a score's library."""
     boolean = lambda value: str(bool(value)).lower()
-    pieces, headers = [], [HERE / "score.h"]
-    for term, gated, caps in parse_score_key(score_key):
-        assert term.cpp is not None  # `has_functors` has said so
-        header, functor = term.cpp
+    pieces, headers, functors = [], [HERE / "score.h"], ""
+    for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
+        header, functor = term.cpp or (EMITTED, f"hyper::Emitted{i}")
+        if term.cpp is None:
+            functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
     includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
     index, _, kind = reader.partition(" ")
     read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
-    return TEXT.format(spec=score_key, includes=includes, pieces=", ".join(pieces), reader=read)
+    return TEXT.format(
+        score_key=score_key, includes=includes, functors=functors, pieces=", ".join(pieces), reader=read
+    )

@@ -80,6 +80,14 @@ struct Slopes {
   static constexpr int heads = H;
   Vec dot = {};
   Vec row[R + 1] = {}, column[C + 1] = {}, head[H + 1] = {};
+
+  // Leaves out lanes that are no pairs: what stands there may have infinite slopes.
+  void leave_out(Ints lanes) {
+    dot = lanes ? Vec{} : dot;
+    for (int i = 0; i < R; ++i) row[i] = lanes ? Vec{} : row[i];
+    for (int i = 0; i < C; ++i) column[i] = lanes ? Vec{} : column[i];
+    for (int i = 0; i < H; ++i) head[i] = lanes ? Vec{} : head[i];
+  }
 };
 
 // The plain product.
@@ -318,7 +326,7 @@ void backward_rows(const Tile& t) {
       if constexpr (edge) grad = outside(j, t.first[r], t.last[r]) ? Vec{} : grad;
       Slopes<S::rows, S::columns, S::heads> slopes;
       S::template pull<0>(pair, states, t.softcap, grad, slopes);
-      if constexpr (edge) slopes.dot = outside(j, t.first[r], t.last[r]) ? Vec{} : slopes.dot;
+      if constexpr (edge) slopes.leave_out(outside(j, t.first[r], t.last[r]));
       store(weight + j, kept);
       store(dot + j, slopes.dot);
       for (int i = 0; i < S::rows; ++i) d_row[i] += slopes.row[i];

@@ -1,0 +1,165 @@
+"""What `hyperattn inject` works on, found and checked before anything slow is done; and what it writes."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import os
+import platform
+import shlex
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+
+import hub_cards
+
+from ..folders import replace_folder
+from ..integration.loading import errors_as
+from .inputs import encode, read_config, read_text, read_tokenizer, window_of
+
+REPORT = "hyperattn_inject.json"
+CHARACTERS = 16  # of a text are read for a token; texts have about 4
+PASSAGES = 8  # of `length` tokens in each part of a text for an encoder
+PARTS = 3  # to measure on, to choose on, to verify on
+
+
+@dataclass
+class Task:
+    """A model and the texts that its attention is changed on.
+
+    Args:
+        args: of the command line.
+        texts: for each of the `PARTS`, by name: token ids [length], for an encoder passages [PASSAGES, length].
+        is_encoder: whether the model reads both ways, which is then loaded without its head.
+    """
+
+    args: argparse.Namespace
+    config: PreTrainedConfig
+    tokenizer: Any
+    texts: list[dict[str, Tensor]]
+    length: int
+    is_encoder: bool
+
+
+def prepare(args: argparse.Namespace) -> Task:
+    """Find model and texts and check them."""
+    for path in args.text:
+        read_text(path, 1)
+    config = read_stock_config(args.model)
+    tokenizer = read_tokenizer(args.model, args.model)
+    is_encoder = not is_causal(args.model, config)
+    length = window_of(config, args.length, 128 if is_encoder else 2048)
+    piece = length * (PASSAGES if is_encoder else 1)  # tokens of a part
+    texts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
+    for path in args.text:
+        text, name = read_text(path, CHARACTERS * PARTS * piece)
+        if name in texts[0]:
+            raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
+        ids = encode(tokenizer, text, PARTS * piece, name)
+        if len(ids) < PARTS * piece:
+            raise ValueError(
+                f"--text {path}: {len(ids)} tokens; allowed: {PARTS * piece} or more ({PARTS} parts of {piece}); use "
+                "a longer text or a smaller --length"
+            )
+        for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
+            part[name] = passages(tokenizer, ids_of_part, length) if is_encoder else ids_of_part
+    return Task(args, config, tokenizer, texts, length, is_encoder)
+
+
+def read_stock_config(path: str) -> PreTrainedConfig:
+    """The config of a model with its own attention; raises ValueError where it is patched or no model."""
+    config = read_config(path, path)
+    if getattr(config, "hyperattn", None) is not None:
+        raise ValueError(f"{path}: patched already; allowed: a model with its own attention")
+    return config
+
+
+def is_causal(path: str, config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is of a causal LM, not of a text encoder; raises ValueError where it is neither."""
+    classes = "".join(config.architectures or ())
+    if config.is_encoder_decoder:
+        raise ValueError(f"{path}: an encoder with a decoder; allowed: causal LMs and text encoders")
+    causal = "CausalLM" in classes or "LMHead" in classes
+    with errors_as(f"{path}: not a causal LM or text encoder"), torch.device("meta"):
+        (AutoModelForCausalLM if causal else AutoModel).from_config(copy.deepcopy(config))
+    return causal
+
+
+def passages(tokenizer: Any, ids: Tensor, length: int) -> Tensor:
+    """[PASSAGES, length] of the tokens, between the tokenizer's first and last special token."""
+    first, last = ([] if x is None else [x] for x in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    inner = length - len(first) - len(last)
+    return torch.tensor([first + row[:inner].tolist() + last for row in ids.split(length)])
+
+
+def dtype_of(config: PreTrainedConfig) -> torch.dtype:
+    """Of the checkpoint, in which the new one is written."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def write(
+    args: argparse.Namespace,
+    model: Any,
+    dtype: torch.dtype,
+    tokenizer: Any,
+    report: dict[str, Any],
+    results: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write the folder, whole or not at all; without --output nothing is written.
+
+    Args:
+        tokenizer: None where the model has none.
+        results: what the card says was measured.
+    """
+    if args.output is None:
+        print("\nnothing is written: no --output")
+        return
+    with replace_folder(Path(args.output), keep_others=False) as stage:
+        model.to(dtype).save_pretrained(stage)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(stage)
+        (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model), results=results)
+    print(f"\nwritten: {Path(args.output)}")
+
+
+def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the card says was measured."""
+    common = {
+        "command": public_command(args),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "date": datetime.date.today().isoformat(),
+        "metric": report["metric"],
+        "notes": f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs.",
+    }
+    return [
+        {**common, "value": r["after"], "base_value": r["before"], "dataset": f"{name}, held-out part"}
+        for name, r in report["texts"].items()
+    ]
+
+
+def public_command(args: argparse.Namespace) -> str:
+    """The command as it was run; of paths on this machine the last part alone."""
+    paths = (args.model, args.output, *(args.text or ()))
+    local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
+    words = []
+    for word in args.argv:
+        option, equals, value = word.partition("=")
+        if option.startswith("-") and value in local:
+            word = option + equals + public_name(value)
+        words.append(public_name(word) if word in local else word)
+    return shlex.join(["hyperattn", *words])
+
+
+def public_name(path: str) -> str:
+    """The last part of a path, which is all of it that is anybody else's business."""
+    return os.path.basename(os.path.abspath(path))

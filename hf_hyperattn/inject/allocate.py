@@ -1,0 +1,135 @@
+"""Allocates a rule to every head: the least predicted loss at a number of pairs, and the config that says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import HyperAttnConfig
+from .measure import Sensitivity
+from .rules import SparseRule
+
+#: Halvings of the interval that the price of a pair is looked for in.
+HALVINGS = 60
+#: By layer, for each group: exact attention and the other n rules, their shares [1 + n] and losses [H, 1 + n].
+Tables = dict[str, list[tuple[list[SparseRule], Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A rule for every head of every layer.
+
+    Args:
+        layers: by name, a rule for each query head, all of one group; or a single one for all heads.
+        length: tokens of the texts that pairs are counted for.
+    """
+
+    layers: Mapping[str, tuple[SparseRule, ...]]
+    length: int
+
+    @property
+    def pairs(self) -> float:
+        """Pairs computed, in proportion to ordinary attention, over all heads."""
+        shares = [rule.share(self.length) for rules in self.layers.values() for rule in rules]
+        return sum(shares) / len(shares)
+
+    @property
+    def sparse(self) -> dict[str, tuple[SparseRule, ...]]:
+        """The layers of which some head is not exact."""
+        return {name: rules for name, rules in self.layers.items() if not all(r.is_exact for r in rules)}
+
+    def config(self) -> HyperAttnConfig | None:
+        """What `patch_model` takes; None where every head is exact. Layers whose heads all are stay unpatched."""
+        sparse = self.sparse
+        if not sparse:
+            return None
+        return HyperAttnConfig(
+            (next(iter(sparse.values()))[0].base_config(),),
+            layers=lambda host: host.name in sparse,
+            mode="replace",
+            overrides={name: (rules[0].layer_config(rules, self.length),) for name, rules in sparse.items()},
+        )
+
+
+def predicted_losses(
+    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
+
+    Args:
+        measured: one for each text, of the same rules.
+        weights: of the texts; None: the same for all.
+    """
+    weights = weights or [1.0] * len(measured)
+    total = sum(weights)
+    return {
+        name: torch.stack([w / total * m.costs[name] for w, m in zip(weights, measured)]).sum(0)
+        for name in measured[0].costs
+    }
+
+
+def choose(
+    rules: Sequence[SparseRule],
+    losses: Mapping[str, Tensor],
+    length: int,
+    *,
+    pairs: float | None = None,
+    loss: float | None = None,
+) -> Allocation:
+    """The allocation of least loss with no more than `pairs` of all pairs, or of fewest pairs with no more than `loss`.
+
+    Loss plus λ times pairs is least where every layer takes the group, and in it every head the rule, for which it is
+    least; λ is found by halving.
+
+    Args:
+        rules: the candidates; exact attention is always one more.
+        losses: by layer what they cost, [H, C].
+        length: tokens of the texts that pairs are counted for.
+        pairs: a share from 0 to 1. loss: the sum over layers and heads.
+    """
+    groups: dict[object, list[int]] = {}
+    for i, rule in enumerate(rules):
+        groups.setdefault((type(rule), rule.group), []).append(i)
+    tables: Tables = {name: [] for name in losses}
+    for index in groups.values():
+        members = [rules[index[0]].exact(), *(rules[i] for i in index)]
+        shares = torch.tensor([rule.share(length) for rule in members], dtype=torch.float64)
+        for name, costs in losses.items():
+            table = torch.cat([costs.new_zeros(len(costs), 1), costs[:, index]], 1)
+            tables[name].append((members, shares, table))
+    if pairs is not None:
+        return search(tables, length, lambda some, _: some.pairs <= pairs, accepted=1e3, refused=1e-12)
+    return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
+
+
+def search(
+    tables: Tables, length: int, fits: Callable[[Allocation, float], bool], accepted: float, refused: float
+) -> Allocation:
+    """The allocation at the last price that `fits`, from the price `accepted` towards `refused`."""
+    best, _ = at_price(tables, accepted, length)
+    for _ in range(HALVINGS):
+        price = math.sqrt(accepted * refused)
+        allocation, total = at_price(tables, price, length)
+        if fits(allocation, total):
+            accepted, best = price, allocation
+        else:
+            refused = price
+    return best
+
+
+def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, float]:
+    """The best rules where all pairs of a head cost `price`, and the sum of their losses."""
+    layers, total = {}, 0.0
+    for name, groups in tables.items():
+        options = []
+        for members, shares, losses in groups:
+            cost, index = (losses + price * shares).min(1)
+            options.append((cost.sum().item(), members, losses, index))
+        _, members, losses, index = min(options, key=lambda option: option[0])
+        layers[name] = tuple(members[i] for i in index.tolist())
+        total += losses.gather(1, index[:, None]).sum().item()
+    return Allocation(layers, length), total
