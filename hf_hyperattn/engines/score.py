@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,8 @@ class DistanceTerm(Term):
                 exact = squared_distance(inexact)
                 near = ~exact.isnan()
                 squared = torch.where(near, exact, squared)
-        return vjp(graph_of(self, required=True), dot, row, column, head, squared, near)
+        graph: Any = graph_of(self, required=True)
+        return vjp(graph, dot, row, column, head, squared, near)
 
 
 def register_term(term: Term) -> Term:

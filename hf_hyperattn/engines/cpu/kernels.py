@@ -394,7 +394,8 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
         squares.append(x.new_empty(x.shape[:3], dtype=torch.float32))
         half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
         numbers = half, *x.shape[:3], width, x.shape[3], False, threads
-        direct.hyper_norms(NORMS.pack(x.data_ptr(), *x.stride()[:3], *numbers, squares[-1].data_ptr(), 0, 0))
+        call = NORMS.pack(x.data_ptr(), *x.stride()[:3], *numbers, squares[-1].data_ptr(), 0, 0)
+        direct.hyper_norms(call)  # type: ignore[union-attr]  # `raw` says that it is there
     return squares
 
 
