@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -20,5 +21,4 @@ def can_read(*tensors: Tensor | None) -> bool:
     """
     if is_recorded():
         return False
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor
-    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or hidden(t)) for t in tensors)
+    return not any(t is not None and (t.is_meta or isinstance(t, FakeTensor) or wrapped(t)) for t in tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .address import install
 from .fields import short
@@ -34,7 +35,7 @@ class Mechanism:
     config: type
     layer: Callable
     functions: dict[str, Callable] = field(default_factory=dict)
-    names: dict[str, object] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
     cross_attention: bool = True
 
 

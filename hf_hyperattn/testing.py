@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
 
 from . import functional
-from .config import MechanismConfig
+from .config import MechanismConfig, Mode
 from .engines import Options, attention, available_engines, dot_score
 from .integration import describe, lora_config, patch_model, unpatch_model
 from .registry import get_mechanism
@@ -100,7 +101,7 @@ class Check:
 
     contract: str
     config: MechanismConfig
-    mode: str
+    mode: Mode
     family: str
 
     def __call__(self) -> str | None:
@@ -121,11 +122,11 @@ class Check:
             " ", ""
         )
 
-    def stock(self, **changes) -> hf.PreTrainedModel:
+    def stock(self, **changes) -> Any:
         """The model, the same numbers every time."""
         return _model(self.family, **changes)
 
-    def patched(self, amount: float = 0.3, **changes) -> hf.PreTrainedModel:
+    def patched(self, amount: float = 0.3, **changes) -> Any:
         """The patched model, its added parameters moved away from where they start."""
         return move(patch_model(self.stock(**changes), self.config, mode=self.mode), amount)
 
@@ -182,7 +183,7 @@ def mechanism_checks(
     names, kinds = _known("contract", contracts, CONTRACTS), _known("family", families, FAMILIES)
     return [
         Check(contract, config, mode, family)
-        for contract, config, mode, family in product(names, configs, ("blend", "replace"), kinds)
+        for contract, config, mode, family in product(names, configs, get_args(Mode), kinds)
         if family in ONLY_IN.get(contract, FAMILIES)
     ]
 
@@ -225,7 +226,7 @@ def inputs_of(family: str) -> dict[str, Tensor]:
     )
 
 
-def output_of(model: nn.Module, family: str, **call) -> Tensor:
+def output_of(model: Callable[..., Any], family: str, **call) -> Tensor:
     """The logits of a call, of tokens that are no padding."""
     inputs = inputs_of(family) | call
     logits = model(**inputs).logits
@@ -234,7 +235,7 @@ def output_of(model: nn.Module, family: str, **call) -> Tensor:
 
 
 @torch.no_grad()
-def run(model: nn.Module, family: str, **call) -> Tensor:
+def run(model: Callable[..., Any], family: str, **call) -> Tensor:
     """`output_of` without gradients."""
     return output_of(model, family, **call)
 
@@ -248,7 +249,7 @@ def move(model: nn.Module, amount: float = 0.3) -> nn.Module:
     return model
 
 
-def added(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def added(model: nn.Module) -> list[tuple[str, Any]]:
     """Names and parameters that patching has added."""
     return [(n, p) for n, p in model.named_parameters() if ".hyper." in n]
 
@@ -279,6 +280,7 @@ def identity(check: Check) -> str | None:
     check.equal(
         run(check.patched(1e-12), check.family), stock, 1e-5, "a mechanism that is computed at its start"
     )
+    return None
 
 
 def _starts_as_identity(check: Check) -> bool:
@@ -378,6 +380,7 @@ def heads(check: Check) -> str | None:
         check.fail(f"heads=[0, 2] changes other heads by {apart[[1, 3]].max():.1e}")
     if not apart[[0, 2]].max() > 1e-5:
         check.fail("heads=[0, 2] changes nothing")
+    return None
 
 
 @torch.no_grad()
@@ -407,6 +410,7 @@ def grouped(check: Check) -> str | None:
             numbers[name] = split.repeat_interleave(2, 0).flatten(0, 1)
     wide.load_state_dict(numbers)
     check.equal(run(wide, check.family), run(model, check.family), 2e-5, "repeating shared keys")
+    return None
 
 
 def padding(check: Check) -> str | None:
@@ -418,6 +422,7 @@ def padding(check: Check) -> str | None:
     alone = run(model, check.family, **{n: t[:1, real] for n, t in inputs.items()} | (
         {"position_ids": torch.arange(8)[None]} if "position_ids" in inputs else {}))  # fmt: skip
     check.equal(run(model, check.family)[: len(alone)], alone, 5e-5, "padding")
+    return None
 
 
 def cached(check: Check) -> str | None:
@@ -443,6 +448,7 @@ def cached(check: Check) -> str | None:
             place += size
         chunks = torch.cat(parts, 1)[inputs["attention_mask"].bool()]
         check.equal(chunks, run(model, check.family), 5e-5, f"reading by {type(past).__name__}")
+    return None
 
 
 def composition(check: Check) -> str | None:
@@ -485,7 +491,7 @@ def compiled(check: Check) -> None:
         model.zero_grad()
         output_of(one, check.family, **call).square().mean().backward()
         slopes.append(torch.cat([p.grad.flatten() for _, p in added(model)]))
-    check.equal(*slopes, 1e-4 * (1 + slopes[1].abs().max().item()), "torch.compile in training")
+    check.equal(slopes[0], slopes[1], 1e-4 * (1 + slopes[1].abs().max().item()), "torch.compile in training")
 
 
 def half(check: Check) -> None:
@@ -511,7 +517,7 @@ def checkpointing(check: Check) -> None:
         call = {"use_cache": False} if check.family in CAUSAL else {}
         output_of(model, check.family, **call).square().mean().backward()
         slopes.append(torch.cat([p.grad.flatten() for _, p in added(model)]))
-    check.equal(*slopes, 0, "gradient checkpointing")
+    check.equal(slopes[0], slopes[1], 0, "gradient checkpointing")
 
 
 def adapter(check: Check) -> None:
@@ -551,6 +557,7 @@ def by_name(check: Check) -> str | None:
         check.equal(
             run(model, check.family), run(replaced, check.family), 1e-5, f"attn_implementation={name!r}"
         )
+    return None
 
 
 def described(check: Check) -> None:

@@ -22,9 +22,13 @@ def hub_id_or_none(name: object) -> str | None:
     as a base model. Names without an owner are taken for directories, and so are a Trainer's checkpoints.
     """
     path = (
-        not is_hub_id(name) or "/" not in name or os.path.exists(name) or re.search(r"/checkpoint-\d+$", name)
+        not isinstance(name, str)
+        or not is_hub_id(name)
+        or "/" not in name
+        or os.path.exists(name)
+        or re.search(r"/checkpoint-\d+$", name)
     )
-    return None if path else name
+    return None if path else str(name)
 
 
 def _read_json(path: Path) -> dict:
@@ -66,7 +70,7 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
             "patched model there, or pass config="
         )
     added, total = count_parameters(directory)
-    found = {"parameters_added": added, "parameters_total": total} if total else {}
+    found: dict[str, object] = {"parameters_added": added, "parameters_total": total} if total else {}
     if adapter:
         if isinstance(adapter.get("peft_type"), str):
             adapter["peft_type"] = adapter["peft_type"].removeprefix(ADAPTER_TYPE)

@@ -1,6 +1,7 @@
 """One line for each way in which talking to the Hub fails: what, where, and what to do."""
 
 import contextlib
+from typing import Any
 
 ADVICE = {
     400: "the Hub refused the content; its message names the field",
@@ -16,11 +17,12 @@ LOST = "the connection to the Hub was lost; run the same again (a commit is take
 
 def _chain(error: BaseException):
     """The error and everything it came from, the innermost last."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _said(error: BaseException) -> str:
@@ -69,6 +71,7 @@ def explained(action: str):
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note") and _cause(error):
-            error.add_note(explain_hub_error(error, action))
+        add_note: Any = getattr(error, "add_note", None)
+        if add_note and _cause(error):
+            add_note(explain_hub_error(error, action))
         raise

@@ -7,6 +7,7 @@ definitions.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .spec import refuse
 
@@ -100,7 +101,7 @@ KNOWN = {
 }
 
 
-def lookup(name: str, about: dict | None) -> About:
+def lookup(name: str, about: Mapping | None) -> About:
     """The description of a mechanism; what the table does not say is taken from ``about[name]``, a mapping.
 
     Raises ValueError where ``about[name]`` has other fields than ``About``.
@@ -109,5 +110,7 @@ def lookup(name: str, about: dict | None) -> About:
     allowed = {field.name for field in fields(About)}
     if not isinstance(given, Mapping) or set(given) - allowed:
         raise refuse(f"about[{name!r}]", given, f"a mapping with {', '.join(sorted(allowed))}")
-    extra = {key: value if isinstance(value, str) else tuple(value) for key, value in given.items()}
+    extra: dict[str, Any] = {
+        key: value if isinstance(value, str) else tuple(value) for key, value in given.items()
+    }
     return replace(known, **{key: value for key, value in extra.items() if not getattr(known, key)})

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from .directory import hub_id_or_none
 
@@ -30,7 +31,7 @@ def gate_range(model) -> tuple[float, float] | None:
     return min(gate.min().item() for gate in gates), max(gate.max().item() for gate in gates)
 
 
-def patched_facts(published: object) -> dict | None:
+def patched_facts(published: Any) -> dict | None:
     """Facts for the card of a patched model, a PEFT model around one or a ``HyperAttnConfig``; else None."""
     if hasattr(published, "mechanisms") and hasattr(published, "to_dict"):
         return {"config": published.to_dict(), "versions": installed()}

@@ -5,6 +5,7 @@ parsed back by ``ModelCard``, so a card that comes out of here is one that huggi
 """
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from .escape import Safe, environment, flat
 from .facts import Facts
@@ -19,7 +20,7 @@ def card_data(facts: Facts, library_name: str, tags: list[str]):
     """The YAML header as ``ModelCardData``: base, licence, tags, task, data, measured numbers."""
     from huggingface_hub import ModelCardData
 
-    relation = {"base_model_relation": facts.base_model_relation} if facts.base_model else {}
+    relation: dict[str, Any] = {"base_model_relation": facts.base_model_relation} if facts.base_model else {}
     named = [flat(name) for name, _, _ in facts.mechanisms]
     return ModelCardData(
         language=facts.language

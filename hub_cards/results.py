@@ -74,7 +74,7 @@ class Result:
             missing = number is None and name == "base_value"
             if not missing and (isinstance(number, bool) or not isinstance(number, int | float)):
                 raise refuse(f"result.{name}", number, "a number")
-            if not missing and not math.isfinite(number):
+            if number is not None and not math.isfinite(number):
                 raise refuse(f"result.{name}", number, "a finite number")
         if not isinstance(self.versions, Mapping) or not self.versions:
             raise refuse("result.versions", self.versions, "package names with their versions, at least one")

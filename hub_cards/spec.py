@@ -5,6 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MOST_MECHANISMS, MOST_GROUPS, MOST_OWN = 16, 24, 64
 UNLIMITED = 2**31  # what configs write for "no limit"
@@ -32,7 +33,8 @@ def refuse(what: str, value: object, allowed: str) -> ValueError:
 
 def ranges(numbers: Sequence[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    spans, ordered = [], sorted(set(numbers))
+    spans: list[list[int]] = []
+    ordered = sorted(set(numbers))
     for number in ordered:
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
@@ -101,7 +103,7 @@ def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
 def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
     """(module, mechanism config) of all that modules have of their own; ValueError where that is malformed."""
     overrides = spec.get("overrides") or {}
-    own = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
+    own: list[tuple[Any, Any]] = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
     if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own):
         raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
     natural = lambda item: [

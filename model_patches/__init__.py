@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -116,7 +117,7 @@ def hosts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((n, m) for n, m in model.named_modules() if isinstance(m, AttentionRoute))
 
 
-def _served_modules(model: nn.Module) -> Iterator[tuple[nn.Module, type, object]]:
+def _served_modules(model: nn.Module) -> Iterator[tuple[nn.Module, type[Any], object]]:
     seen: set[int] = set()
     stack = [(model, getattr(model, "config", None))]
     while stack:
@@ -132,7 +133,7 @@ def _served_modules(model: nn.Module) -> Iterator[tuple[nn.Module, type, object]
         stack.extend((child, config) for child in module.children())
 
 
-def _mixin_of(cls: type) -> type | None:
+def _mixin_of(cls: type) -> type[Any] | None:
     stem = _stem(cls)
     if stem not in FILES:
         return None

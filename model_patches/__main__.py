@@ -57,7 +57,8 @@ def _served():
         if f"modeling_{stem}" in modelling_files():
             files.setdefault(file, []).append(f"{stem} (a part)")
     for file, names in sorted(files.items()):
-        line = importlib.import_module(f"{__package__}.{file}").__doc__.split("\n\n")[0].replace("\n", " ")
+        described = importlib.import_module(f"{__package__}.{file}").__doc__ or ""
+        line = described.split("\n\n")[0].replace("\n", " ")
         yield f"`{file}.py` | {', '.join(sorted(names))} | {line}"
 
 

@@ -101,8 +101,8 @@ class TableTransformerRoute(BartRoute):
         if key_value_states is not None:
             keys = self.with_pos_embed(key_value_states, spatial_position_embeddings)
         pairs = ((self.q_proj, source), (self.k_proj, keys), (self.v_proj, values))
-        states = (self.split(projection(inputs)) for projection, inputs in pairs)
-        output, weights = self.finish(*states, attention_mask)
+        query, key, value = (self.split(projection(inputs)) for projection, inputs in pairs)
+        output, weights = self.finish(query, key, value, attention_mask)
         return output, weights if output_attentions else None
 
 

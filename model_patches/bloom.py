@@ -13,6 +13,8 @@ How it is routed. The fused projection, the cache and the output stay; alibi bec
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -46,7 +48,8 @@ class BloomRoute(AttentionRoute):
             return self.dense(context)
         width = self.hidden_size // self.pretraining_tp
         parts = zip(context.split(width, dim=-1), self.dense.weight.split(width, dim=-1), strict=True)
-        return sum(F.linear(states, weight) for states, weight in parts)
+        total: Any = sum(F.linear(states, weight) for states, weight in parts)
+        return total
 
 
 ROUTES = {"BloomAttention": BloomRoute}

@@ -15,6 +15,8 @@ computes there. `output_attentions` under "sdpa" takes the eager branch, as in t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
@@ -39,7 +41,7 @@ class FalconRoute(AttentionRoute):
         layer_past=None,
         use_cache=False,
         output_attentions=False,
-        position_embeddings=None,
+        position_embeddings: Any = None,
         **kwargs,
     ):
         query, key, value = self._split_unrepeated(self.query_key_value(hidden_states))

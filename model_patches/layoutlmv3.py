@@ -9,13 +9,17 @@ How it is routed. Both terms, divided, go on as `position_bias`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .layouts import ProjectedRoute
 
 
 class LayoutLMv3Route(ProjectedRoute):
     """`LayoutLMv3SelfAttention` through the attention interface."""
 
-    def forward(self, hidden_states, attention_mask=None, rel_pos=None, rel_2d_pos=None, **kwargs):
+    def forward(
+        self, hidden_states, attention_mask=None, rel_pos: Any = None, rel_2d_pos: Any = None, **kwargs
+    ):
         bias = None
         if self.has_relative_attention_bias:
             bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos

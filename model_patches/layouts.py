@@ -13,6 +13,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from .routing import AttentionRoute
 
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value, [B, H, T, D]
+
 
 def causal_decoder(module: torch.nn.Module) -> bool:
     """Whether the module is a decoder's, and its file in Transformers hides the future from decoders.
@@ -32,7 +34,7 @@ class ProjectedRoute(AttentionRoute):
     dropouts = "dropout"
 
     @property
-    def is_causal(self) -> bool:
+    def is_causal(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether self-attention is causal, as far as the module knows."""
         return bool(getattr(self, "is_decoder", False))
 
@@ -40,13 +42,13 @@ class ProjectedRoute(AttentionRoute):
         """`[B, T, H * D]` to `[B, H, T, D]`."""
         return states.unflatten(-1, (getattr(self, self.heads), -1)).transpose(1, 2)
 
-    def project(self, states: torch.Tensor, context: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def project(self, states: torch.Tensor, context: torch.Tensor | None = None) -> Heads:
         """Query of `states`, key and value of `context` (of `states` where that is None), split into heads."""
         query, key, value = (getattr(self, name) for name in self.projections)
         source = states if context is None else context
         return self.split(query(states)), self.split(key(source)), self.split(value(source))
 
-    def project_cached(self, states, context, past, rotate=None) -> tuple[torch.Tensor, ...]:
+    def project_cached(self, states, context, past, rotate=None) -> Heads:
         """As `project`, with a cache; cross attention (`context` given) fills its part once and then reads it.
 
         `rotate(query, key, value)`, where given, is applied before the cache.

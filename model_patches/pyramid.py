@@ -72,7 +72,8 @@ class CvtRoute(ProjectedRoute):
         for name, projection in zip(("query", "key", "value"), self.projections, strict=True):
             convolved = getattr(self, f"convolution_projection_{name}")(image)
             states.append(self.split(getattr(self, projection)(torch.cat((leading, convolved), dim=1))))
-        return self.merge(*states, None, scaling=self.scale)[0]
+        query, key, value = states
+        return self.merge(query, key, value, None, scaling=self.scale)[0]
 
 
 ROUTES = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,10 +35,21 @@ def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
     )
 
 
-class Route:
+if TYPE_CHECKING:
+
+    class Stock(nn.Module):
+        """What a mixin finds in the class that it stands before: a module with whatever attributes the family has."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Stock = object
+
+
+class Route(Stock):
     """Base of the mixins that stand before a stock class."""
 
-    stock_class: type  # set on the classes that `routed_class` makes
+    stock_class: type[Any]  # set on the classes that `routed_class` makes
     route: type[Route]
 
     @classmethod
@@ -107,25 +119,25 @@ class AttentionRoute(Route):
         return bool(causal and getattr(self.config, "is_causal", True) is not False)
 
 
-def _empty_routed(stock: type, route: type[Route]) -> nn.Module:
+def _empty_routed(stock: Any, route: Any) -> nn.Module:
     cls = routed_class(stock, route)
     return cls.__new__(cls)
 
 
 @functools.cache
-def routed_class(stock: type, route: type[Route]) -> type:
+def routed_class(stock: Any, route: Any) -> Any:
     """The subclass of `stock` that computes as `route` says, under the stock's module path and name."""
     base = stock
     while base.__name__.endswith("FlashAttention2"):  # stock's own flash variants replace the whole forward
         base = base.__mro__[1]
-    body = {
+    body: dict[str, Any] = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "stock_class": stock,
         "route": route,
     }
-    cls = type(stock.__name__, (route, base), body)
+    cls: Any = type(stock.__name__, (route, base), body)
     arguments = list(inspect.signature(cls.forward).parameters)[1:]
     if "output_attentions" in arguments:
         cls.place_of_output_attentions = arguments.index("output_attentions")
@@ -137,16 +149,16 @@ def is_routed(module: nn.Module) -> bool:
     return isinstance(module, Route)
 
 
-def route(module: nn.Module, mixin: type[Route], config) -> None:
+def route(module: Any, mixin: Any, config) -> None:
     """Change one stock module, in place. `config` is lent to modules that keep none."""
-    added = ()
+    added: tuple[str, ...] = ()
     if "config" not in module.__dict__:
         module.config, added = config, ("config",)
     module.__dict__[RECORD] = (added, module.config._attn_implementation)
-    _become(module, routed_class(type(module), mixin))
+    _become(module, routed_class(module.__class__, mixin))
 
 
-def unroute(module: nn.Module) -> None:
+def unroute(module: Any) -> None:
     """Give one routed module its stock class back and remove what `route` set."""
     added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
     for name in added:
@@ -156,7 +168,7 @@ def unroute(module: nn.Module) -> None:
     _become(module, type(module).stock_class)
 
 
-def check_unroute(module: nn.Module, now: str | None = None) -> None:
+def check_unroute(module: Any, now: str | None = None) -> None:
     """Raise ValueError while the config names an implementation that the stock class would ignore or misread.
 
     Args:
@@ -173,7 +185,7 @@ def check_unroute(module: nn.Module, now: str | None = None) -> None:
         )
 
 
-def _become(module: nn.Module, cls: type) -> None:
+def _become(module: Any, cls: type[Any]) -> None:
     previous = type(module)
     module.__class__ = cls
     hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound method that its hooks wrap

@@ -26,7 +26,8 @@ class FusedRoute(ProjectedRoute):
 
     def project(self, states, context=None):
         heads = self.qkv(states).unflatten(-1, (3, getattr(self, self.heads), -1))
-        return heads.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
 
 
 class TimesformerRoute(FusedRoute):
@@ -57,11 +58,11 @@ class PlaneRoute(FusedRoute):
     dropout = 0.0
 
     def over_plane(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        size = hidden_states.shape[1:3]
+        size = hidden_states.shape[1], hidden_states.shape[2]
         query, key, value = self.project(hidden_states.flatten(1, 2))
         bias = None
         if getattr(self, self.relative):
-            bias = self.decomposed(query.flatten(0, 1), tuple(size)).unflatten(0, query.shape[:2])
+            bias = self.decomposed(query.flatten(0, 1), size).unflatten(0, query.shape[:2])
         context, weights = self.merge(query, key, value, None, scaling=self.scale, position_bias=bias)
         return self.proj(context.unflatten(1, size)), weights
 

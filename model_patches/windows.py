@@ -13,6 +13,7 @@ attention is a plain product of unit vectors: queries carry the temperature, and
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -71,7 +72,7 @@ class Data2VecVisionRoute(ProjectedRoute):
         output_attentions=False,
         relative_position_bias=None,
         interpolate_pos_encoding=False,
-        resolution=None,
+        resolution: Any = None,
     ):
         bias = relative_position_bias
         if self.has_relative_position_bias:

@@ -201,7 +201,7 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
         tile.transposed_product(weights if factors is None else weights * factors, grad)
     )
     d_logits = d_weights.sub_(delta).mul_(weights)
-    if grads.sinks is not None:
+    if grads.sinks is not None and t.sinks is not None:
         share = -torch.exp(tile.of_head(t.sinks) - lse) * delta
         add(tile.of_head(grads.sinks), share)
     for name in ("bias", "mask"):

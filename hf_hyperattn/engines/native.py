@@ -30,6 +30,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("hf_hyperattn")
 _logged: set[str] = set()  # the reasons for which libraries were not built
@@ -227,14 +228,14 @@ def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] 
 
 def _run(calls: list[list[str]]) -> None:
     """Call the compiler with each list of arguments, at the same time."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     running = [
         subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls
     ]
     said = [process.communicate()[0] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:
-            raise RuntimeError(text.strip() or f"{process.args[0]} ended with {process.returncode}")
+            raise RuntimeError(text.strip() or f"{compiler()[0]} ended with {process.returncode}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def dropout(weights: Tensor, options: Options) -> Tensor:
 
 def total_logits(score: PairScore, softcap: float | None = None) -> Tensor:
     """[B, H, N, M]: the terms times their gates, the first one capped by c·tanh(S/c) where asked."""
-    logits = 0.0
+    logits: Any = 0.0  # a tensor from the first term on
     for index, term in enumerate(score.terms):
         part = term.definition()
         if (index == 0 or term.capped) and softcap is not None:

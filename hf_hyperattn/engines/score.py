@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ class Term:
             return self.logits(numbers[0], numbers[1:a], numbers[a:b], numbers[b:])
 
         # engines call this inside an operator, where autograd is switched off; torch.func has a tape of its own
-        out, pull = torch.func.vjp(logits, dot, *row, *column, *head)
+        out, pull, *_ = torch.func.vjp(logits, dot, *row, *column, *head)
 
         def pullback(grad):
             g = pull(grad)
@@ -152,7 +152,8 @@ class DistanceTerm(Term):
                 exact = squared_distance(inexact)
                 near = ~exact.isnan()
                 squared = torch.where(near, exact, squared)
-        return vjp(graph_of(self, required=True), dot, row, column, head, squared, near)
+        graph: Any = graph_of(self, required=True)
+        return vjp(graph, dot, row, column, head, squared, near)
 
 
 def register_term(term: Term) -> Term:
@@ -301,7 +302,8 @@ class PairScore:
 
     def numbers(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """All row statistics, column statistics and head parameters, term by term; a gate ends its term's."""
-        rows, columns, heads = [], [], []
+        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        rows, columns, heads = lists
         for term in self.terms:
             row, column, head, _ = term.numbers()
             rows += row
@@ -331,7 +333,8 @@ class PairScore:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)."""
-        return (*self.raw_query.shape[:3], self.raw_key.shape[2])
+        batch, heads, n, _ = self.raw_query.shape
+        return batch, heads, n, self.raw_key.shape[2]
 
     @property
     def kv_heads(self) -> int:
@@ -360,6 +363,7 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether there will be a backward pass, as far as is known without making statistics."""
     if not torch.is_grad_enabled():
         return False
+    tensors: list[Tensor | float | None]
     tensors = [score.raw_query, score.raw_key, value, options.mask, options.bias, options.sinks]
     for term in score.terms:
         tensors += (
@@ -415,8 +419,8 @@ def working_copy(key: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:
     """Scaled dot product, scale · q·k; `scale` defaults to 1/sqrt(d). The host's own score, and the base of blends."""
-    scale = float(query.shape[-1]) ** -0.5 if scale is None else scale
-    return PairScore(query, key, (dot_term(query, key, scale),), scale)
+    factor: float = float(query.shape[-1]) ** -0.5 if scale is None else scale
+    return PairScore(query, key, (dot_term(query, key, factor),), factor)
 
 
 def dot_term(query: Tensor, key: Tensor, scale: float) -> ScoreTerm:

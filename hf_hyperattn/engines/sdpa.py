@@ -16,6 +16,8 @@ differ.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -158,6 +160,7 @@ def hiding(score: PairScore, options: Options, adding: bool) -> tuple[Tensor | N
         return options.mask, options.is_causal
     n, m = score.shape[2:]
     visible = position_mask(options, (0, n), (0, m), score.device)
+    assert visible is not None  # position hides something here
     if options.mask is None:
         return visible[None, None], False
     if options.mask.dtype == torch.bool:
@@ -167,7 +170,7 @@ def hiding(score: PairScore, options: Options, adding: bool) -> tuple[Tensor | N
 
 def dense(extra: tuple[ScoreTerm, ...], mask: Tensor | None, bias: Tensor | None) -> Tensor:
     """One additive mask of everything that is added to few queries' logits."""
-    total = 0.0 if bias is None else bias
+    total: Any = 0.0 if bias is None else bias  # a tensor from the first term on
     for term in extra:
         part = term.definition()
         total = total + (part if term.gate is None else term.gate[:, None, None] * part)
@@ -211,6 +214,7 @@ def columns_of(term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool
     Args:
         with_row: whether the numbers of the rows are in it.
     """
+    assert term.low_rank_factors is not None  # as of every term that gets here
     left, right, row = term.low_rank_factors()
     gate = (1.0 if term.gate is None else term.gate.to(left.dtype)[:, None, None]) / scale
     if with_row:

@@ -56,7 +56,8 @@ def call(
             extras |= {"points_query": points.query, "points_key": points.key}
     if options.dropout_p:
         extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,))
-    rows, columns, heads = [], [], []
+    lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+    rows, columns, heads = lists
     for term in score.terms:
         row, column, head, factors = (
             (term.row, term.column, term.head, None) if term.statistics is None else term.statistics()
@@ -122,10 +123,11 @@ def read(
     for count in counts:
         parts.append(list(tensors[start : start + count]))
         start += count
+    (query, key, value), row, column, head = parts
     is_causal, window, offset, softcap, dropout_p = options
     named = dict(zip(extras.split(), tensors[start:], strict=True))
     kept = Options(None, None, is_causal, window, offset, softcap, None, dropout_p)
-    return OperatorCall(*parts[0], *parts[1:], named, terms, score_key, width, scale, kept)
+    return OperatorCall(query, key, value, row, column, head, named, terms, score_key, width, scale, kept)
 
 
 def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool]) -> list[tuple[int, ...]]:

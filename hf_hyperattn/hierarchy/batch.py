@@ -89,7 +89,7 @@ class Hierarchy:
             ValueError: a cycle, orphans, several roots, inner nodes without tokens.
         """
         several = len(parents) > 0 and not isinstance(parents[0], int) and torch.as_tensor(parents[0]).dim()
-        every = [parents, tokens, kinds] if several else [[parents], [tokens], [kinds]]
+        every: list[Any] = [parents, tokens, kinds] if several else [[parents], [tokens], [kinds]]
         every = [e if e is not None else [None] * len(every[0]) for e in every]
         trees = tuple(Tree.from_parents(p, k, kind_names) for p, k in zip(every[0], every[2], strict=True))
         return cls.of_trees(trees, every[1], length)

@@ -61,7 +61,8 @@ def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
     Raises:
         ValueError: the model has a head of another kind.
     """
-    embedding, some = model.get_output_embeddings(), ids[:8]
+    embedding: Any = model.get_output_embeddings()
+    some = ids[:8]
     with torch.no_grad():
         logits = model(some[None], use_cache=False).logits[0].float()
         plain = embedding(final_hidden(model, some)).float()

@@ -244,7 +244,7 @@ def plain_hyper(tuner: BaseTuner, names: list[str], check: bool = False) -> Iter
 
 
 @wrap("merge_adapter", BaseTuner)
-def _merge(original, self, adapter_names=None, *args, **kwargs):
+def _merge(original, self, adapter_names: Any = None, *args, **kwargs):
     for _, wrapper in hyper_wrappers(self.model) if adapter_names else ():
         merged = [name for name in adapter_names if name in wrapper.modules_to_save]
         if merged != [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]:

@@ -90,7 +90,7 @@ def _write(part: PreTrainedModel) -> set[int]:
     configs = list(map(attrgetter("config"), hypers))
     if not configs or configs.count(configs[0]) < len(configs):
         if recorded_hosts(part.config) is not None:
-            del part.config.hyperattn
+            delattr(part.config, "hyperattn")
         return set()
     overrides = {}
     for name, hyper in zip(hosts, hypers, strict=True):
@@ -123,7 +123,7 @@ def _erase(configs: Iterable[PreTrainedConfig]) -> None:
         if config.__dict__.get(INTERNAL) == RUNNING and STOCK in config.__dict__:
             setattr(config, INTERNAL, name_before(config))
         if recorded_hosts(config) is not None:
-            del config.hyperattn
+            delattr(config, "hyperattn")
         config.__dict__.pop(STOCK, None)
 
 

@@ -45,7 +45,7 @@ class HierarchyCollator:
         self.collator = DataCollatorWithPadding(tokenizer) if collator is None else collator
         self._read: dict[int, str] = {}
 
-    def tokenize(self, text: Sequence, text_pair: Sequence[str] | None = None, **options) -> BatchEncoding:
+    def tokenize(self, text: list, text_pair: list[str] | None = None, **options) -> BatchEncoding:
         """What the tokenizer gives, with the column `hierarchy`; for `dataset.map(..., batched=True)`.
 
         Args:

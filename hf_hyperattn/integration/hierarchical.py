@@ -100,7 +100,7 @@ def generation_methods(stock: Any) -> dict:
     generation = stock.generate
     prepare: Any = getattr(stock, "prepare_inputs_for_generation", None)
     candidates: Any = getattr(stock, "_get_candidate_generator", None)
-    family_generates = generation is not GenerationMixin.generate
+    family_generates = generation is not vars(GenerationMixin)["generate"]
 
     @functools.wraps(generation)
     def generate(self, *args, hierarchy=None, **kwargs):

@@ -127,7 +127,7 @@ for _model_class in subclasses(
 
 
 @wrap("post_init")
-def _finish(original, self):
+def _finish(original, self: PreTrainedModel):
     names, outer = self.__dict__.pop(REQUESTED, ()), models_around(self)
     for part, name in names:
         setattr(part, INTERNAL, name)
@@ -275,7 +275,7 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     before = [
         (config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)
     ]
-    patched = [(config, name) for config, name, _ in before if marked(config)]
+    patched: list[tuple[Any, Any]] = [(config, name) for config, name, _ in before if marked(config)]
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,8 @@ class Layers(nn.Module):
             out = exact + (out - out.detach())
         return out, attention_weights
 
+    _modules: dict[str, Any]  # the layers by their mechanisms' names
+    starts: Any  # see `Hyper`
     heads: int | None = None  # that the host was patched for; None where a mechanism is used by name
 
 
@@ -103,6 +106,8 @@ class Hyper(Layers):
         config: what is done to the model.
         host: the host it is built for.
     """
+
+    _is_hf_initialized: bool
 
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
@@ -124,7 +129,7 @@ class Hyper(Layers):
         return mechanisms_of(self.config.mechanisms, self.own)
 
     def layers(self) -> list[MechanismLayer]:
-        return list(self.children())
+        return list(self._modules.values())
 
     def starts(self, call: HostCall) -> bool:
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
@@ -135,13 +140,13 @@ class Hyper(Layers):
             or not can_read(*self.parameters())
         ):
             return False
-        self.moved = not all(layer.identical() for layer in self.children())
+        self.moved = not all(layer.identical() for layer in self.layers())
         return not self.moved
 
     def reset_parameters(self) -> None:
         """Every added parameter at its starting value."""
         self.moved = False
-        for layer in self.children():
+        for layer in self.layers():
             layer.reset_parameters()
 
 
@@ -168,8 +173,9 @@ def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host
         heads: those that were chosen, None for all.
         host: where it is to be put.
     """
-    some = heads is not None and len(heads) < host.heads
-    if some and not (layer.honours_heads and layer.heads == heads):
+    if heads is None or len(heads) >= host.heads:
+        return
+    if not (layer.honours_heads and layer.heads == heads):
         raise ValueError(
             f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
@@ -207,7 +213,7 @@ def attention_function(named=None) -> Callable:
             layers = named.of(module) if layers is None or compiling or says is not None else layers
         if layers is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
-        (heads, n, m), mask, window = (*query.shape[1:3], key.shape[2]), attention_mask, get("sliding_window")
+        (_, heads, n, _), m, mask, window = query.shape, key.shape[2], attention_mask, get("sliding_window")
         if not UNHONOURED.isdisjoint(keywords):
             refuse_keywords(module, mask, keywords)
         if exporting_to_onnx() if compiling else torch.onnx.is_in_onnx_export():
@@ -280,7 +286,7 @@ def _stock_output(module, query, key, value, attention_mask, keywords: dict) -> 
 patched_forward = attention_function()
 
 
-def family_mask(*args, config=None, **kwargs):
+def family_mask(*args, config: Any = None, **kwargs):
     """The mask that the family's stock attention gets.
 
     Bool, True = take part, or None where position says it all; for families with eager attention alone additive, and

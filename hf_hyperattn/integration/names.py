@@ -57,7 +57,8 @@ class NamedMechanism:
     """
 
     def __init__(self, default: MechanismConfig):
-        self.default, self.layers = default, None
+        self.default = default
+        self.layers: Layers | None = None
 
     def of(self, module: nn.Module) -> Layers:
         """The layers for this module."""

@@ -6,6 +6,8 @@ while it is built. Nothing of Transformers is wrapped, so only the exported clas
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..config import HyperAttnConfig
@@ -20,7 +22,13 @@ from .stock import PATCHED, RUNNING, marked, run_beneath
 REQUESTED = "_hyperattn_requested"
 
 
-class Patched:
+if TYPE_CHECKING:
+    Stock = PreTrainedModel
+else:
+    Stock = object
+
+
+class Patched(Stock):
     """Stands before a stock class and puts every `hyper` in place before the weights are loaded."""
 
     @classmethod
@@ -47,7 +55,8 @@ class Patched:
             setattr(part, INTERNAL, RUNNING)
         note_all(self)
         resolve_stock(self)
-        record = HyperAttnConfig.from_dict(getattr(self.config, "hyperattn", None))
+        recorded: Any = getattr(self.config, "hyperattn", None)
+        record = HyperAttnConfig.from_dict(recorded)
         repatch(self, record)
         rebuild(self, record)
         for config in all_configs(self):

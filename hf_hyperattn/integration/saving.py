@@ -125,7 +125,7 @@ def refuse_wrapped(model: PreTrainedModel) -> None:
 def warn_of_unsaved_names(model: PreTrainedModel) -> None:
     """Warn where a part runs a name of ours on a config of its own, of which config.json says nothing: T5's encoder."""
     written = {config._attn_implementation for config in tree(model.config)}
-    running = {config._attn_implementation for config in all_configs(model)} & OURS - {PATCHED, RUNNING}
+    running = (OURS - {PATCHED, RUNNING}) & {config._attn_implementation for config in all_configs(model)}
     for name in sorted(running - written):
         logger.warning(
             f"a part of {type(model).__name__} runs attn_implementation={name!r}, which its config.json cannot say; "
@@ -188,8 +188,9 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
     before_saving_adapters(base, self.peft_config, names)
     call = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     description = describe_base(base)
-    stock = description is None or recorded_hosts(base.config) is None
-    if stock or not call.get("is_main_process", True) or os.path.isfile(save_directory):
+    if description is None or recorded_hosts(base.config) is None:
+        return original(self, save_directory, *args, **kwargs)
+    if not call.get("is_main_process", True) or os.path.isfile(save_directory):
         return original(self, save_directory, *args, **kwargs)
     if gathers_elsewhere(self):
         with tempfile.TemporaryDirectory() as nothing_is_kept_here:

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def pack_call(
     table: int,
     vectors: tuple[Tensor, Tensor, Tensor],
     statistics: tuple[Sequence[Tensor], Sequence[Tensor], Sequence],
-    extras: Mapping[str, Tensor | None],
+    extras: Mapping[str, Any],
     options: Options,
     width: int,
     scale: float,
@@ -367,7 +368,8 @@ def norms(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> list[Tensor]:
     """The sums of the squares of the first `width` numbers of each row, [B, H, L] for each tensor [B, H, L, d]."""
-    squares, direct = [], None
+    squares: list[Tensor] = []
+    direct: Any = None
     if not (torch.compiler.is_compiling() or torch.jit.is_tracing()) and _get_current_dispatch_mode() is None:
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
@@ -392,7 +394,8 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
         squares.append(x.new_empty(x.shape[:3], dtype=torch.float32))
         half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
         numbers = half, *x.shape[:3], width, x.shape[3], False, threads
-        direct.hyper_norms(NORMS.pack(x.data_ptr(), *x.stride()[:3], *numbers, squares[-1].data_ptr(), 0, 0))
+        call = NORMS.pack(x.data_ptr(), *x.stride()[:3], *numbers, squares[-1].data_ptr(), 0, 0)
+        direct.hyper_norms(call)  # type: ignore[union-attr]  # `raw` says that it is there
     return squares
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,11 +57,11 @@ TABLES: dict[tuple[str, bool, str], Loaded] = {}
 
 
 #: The engine, by what the environment says of compiled kernels.
-CORES: dict[str | None, ctypes.CDLL | None] = {}
+CORES: dict[str | None, Any] = {}
 
 
-def core() -> ctypes.CDLL | None:
-    """The engine itself, or None where it cannot be built or compiled kernels are turned off."""
+def core() -> Any:
+    """The engine itself (a `ctypes.CDLL`), or None where it cannot be built or compiled kernels are turned off."""
     setting = os.environ.get(native.SETTING)
     if setting not in CORES:
         engine = CORES[setting] = native.load("cpu_core", *CORE, *SHARED) if native.enabled() else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..score import parse_score_key
 from .terms import indented, triton_form, written
@@ -46,6 +47,7 @@ class Part:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     heads: tuple[int, ...]
+    long: bool  # see `TritonTerm`
 
     def value(self) -> list[str]:
         """Lines that leave the term's logits, capped where they are to be, in x<index>."""
@@ -68,10 +70,11 @@ class Part:
         called = ", ".join((g, "dot", "gap", "near", "noise", *self.numbers))
         return [*lines, f"{g} = pull{self.index}({called})"]
 
-    def gradients(self) -> tuple[list[str], list[str], list[str], list[str]]:
+    def gradients(self) -> tuple[list[str], ...]:
         """Of dot, rows, columns and head parameters: the expressions of their gradients."""
         counts = (int(self.dot), len(self.rows), len(self.columns), len(self.heads))
-        gradients, start = [], 0
+        gradients: list[list[str]] = []
+        start = 0
         for count in counts:
             gradients.append([f"g{self.index}[{n}]" for n in range(start, start + count)])
             start += count
@@ -110,16 +113,18 @@ def functions(score_key: str) -> Functions:
         joined(p.columns for p in parts),
         joined((*p.heads, p.gate) if p.gate is not None else p.heads for p in parts),
         (counts[0], counts[1], counts[2] + gates),
-        any(triton_form(term).long for term, *_ in parse_score_key(score_key)),
+        any(p.long for p in parts),
     )
 
 
-def parts_of(score_key: str) -> tuple[list[Part], dict[str, Callable]]:
+def parts_of(score_key: str) -> tuple[list[Part], dict[str, Any]]:
     """The parts of a score, and the terms' functions by the names that the text gives them."""
     rows = columns = heads = 0
-    parts, names = [], {}
+    parts: list[Part] = []
+    names: dict[str, Any] = {}
     for index, (term, gated, capped) in enumerate(parse_score_key(score_key)):
         form = triton_form(term)
+        assert form is not None  # see `functions`
         moving_rows, moving_columns, moving_heads = form.moving(term)
         numbers = [f"row[{rows + n}]" for n in range(term.rows)]
         numbers += [f"column[{columns + n}]" for n in range(term.columns)]
@@ -134,6 +139,7 @@ def parts_of(score_key: str) -> tuple[list[Part], dict[str, Callable]]:
             tuple(rows + n for n in moving_rows),
             tuple(columns + n for n in moving_columns),
             tuple(heads + n for n in moving_heads),
+            form.long,
         )
         parts.append(part)
         names |= {f"value{index}": form.value, f"pull{index}": form.pull, f"inexact{index}": form.inexact}

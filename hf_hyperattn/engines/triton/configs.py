@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -79,7 +80,7 @@ _chosen: dict[Hashable, Config] = {}
 
 def padded(width: int) -> int:
     """The power of two, at least 16, that holds `width`."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def configs(kernel: str, width: int, item: int, long: bool) -> Sequence[Config]:
@@ -134,6 +135,7 @@ def measurable(tried: Sequence[Config]) -> bool:
 def seconds(run: Callable[[Config], None], config: Config) -> float:
     """The time of a launch; infinite where the chip has too little for it."""
     try:
-        return triton.testing.do_bench(lambda: run(config), warmup=10, rep=40, return_mode="median")
+        median: Any = triton.testing.do_bench(lambda: run(config), warmup=10, rep=40, return_mode="median")
+        return median
     except OutOfResources:
         return float("inf")

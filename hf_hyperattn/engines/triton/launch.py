@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -56,9 +57,11 @@ class TritonCall:
         for name in ("row", "column", "head", "sinks"):
             t = getattr(self, name)
             setattr(self, name, None if t is None else t.contiguous())
-        self.points = self.points and tuple(t.contiguous() for t in self.points)
+        if self.points is not None:
+            self.points = self.points[0].contiguous(), self.points[1].contiguous()
         self.batch, self.heads, self.n, self.d = self.query.shape
-        self.kv_heads, self.m, self.dv = *self.key.shape[1:3], self.value.shape[-1]
+        _, self.kv_heads, self.m, _ = self.key.shape
+        self.dv = self.value.shape[-1]
 
     @property
     def functions(self) -> Functions:
@@ -94,7 +97,7 @@ class TritonCall:
             "ROW": self.row,
             "COLUMN": self.column,
             "HEAD": self.head,
-            "MASK": mask.view(torch.uint8) if truth else mask,
+            "MASK": mask.view(torch.uint8) if mask is not None and truth else mask,
             "BIAS": bias,
             "SEED": self.seed,
             "POINTS_Q": points[0],
@@ -124,7 +127,7 @@ class TritonCall:
             "D": self.d,
             "W": self.width,
             "DV": self.dv,
-            "P": points[0].shape[-1] if self.points else 1,
+            "P": self.points[0].shape[-1] if self.points else 1,
             "GROUP": self.heads // self.kv_heads,
             "CAUSAL": self.is_causal,
             "WINDOWED": self.window is not None,
@@ -165,7 +168,9 @@ def pack(numbers: int, lines: int, warps: int) -> int:
     than there are threads, the compiler reads number by number after all.
     """
     return (
-        min(16, max(2, triton.next_power_of_2(max(1, numbers)), 32 * warps // lines)) if numbers <= 16 else 1
+        min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines))
+        if numbers <= 16
+        else 1
     )
 
 
@@ -211,19 +216,19 @@ def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
 def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tensor) -> None:
     """The forward kernel with rows together and keys in parts, and the sum of the parts."""
     rows = 16 if lines <= 16 else 32
-    blocks = call.batch * call.kv_heads * triton.cdiv(lines, rows)
+    blocks = call.batch * call.kv_heads * int(triton.cdiv(lines, rows))
     parts = parts_for(call.m, blocks, out.device)
-    target = (out, lse, None)
+    target: tuple[Tensor, Tensor, Tensor | None] = (out, lse, None)
     if parts > 1:
-        target = (out.new_empty(parts, *out.shape), *(lse.new_empty(parts, *lse.shape) for _ in range(2)))
+        top, total = (lse.new_empty(parts, *lse.shape) for _ in range(2))
+        target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
     columns, stages = few(*call.size)
+    kernels: tuple[Any, Any] = attention_forward, combine  # which take a launch's own arguments too
     wide = pack(call.column.shape[-1], columns, 4)
-    attention_forward[(blocks * parts,)](
-        **arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages
-    )
+    kernels[0][(blocks * parts,)](**arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages)
     if parts > 1:
-        combine[(lse.numel(),)](
+        kernels[1][(lse.numel(),)](
             out,
             lse,
             target[2],
@@ -247,7 +252,7 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 
 def backward(
     call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, row, column and head; of the last three as far as needs_grad, else empty."""
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     made, factors = call.functions, int(call.factored)

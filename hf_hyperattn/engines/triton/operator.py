@@ -55,7 +55,7 @@ def attention(
     """
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key)
+    points = None if points_query is None or points_key is None else (points_query, points_key)
     call = launch.TritonCall(
         *(query, key, value, row, column, head, mask, bias, sinks, seed, points),
         *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),
@@ -104,7 +104,7 @@ def attention_backward(
     """Gradients of query, key, value, row, column and head; of the last three as far as needed, else empty."""
     from . import launch
 
-    points = None if points_query is None else (points_query, points_key)
+    points = None if points_query is None or points_key is None else (points_query, points_key)
     call = launch.TritonCall(
         *(query, key, value, row, column, head, mask, bias, None, seed, points),
         *(score_key, factored, width, scale, is_causal, window, offset, softcap, dropout_p),

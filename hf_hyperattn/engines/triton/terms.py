@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..score import Term
@@ -57,9 +57,9 @@ class TritonTerm:
 
 
 @functools.cache
-def known(term: type[Term]) -> bool:
-    """Whether the package that defines this kind of term has Triton forms; nothing is imported to find out."""
-    package = term.__module__.rpartition(".")[0]
+def known(module: str) -> bool:
+    """Whether the package of this module has Triton forms; nothing is imported to find out."""
+    package = module.rpartition(".")[0]
     try:
         return bool(package) and importlib.util.find_spec(f"{package}.triton_terms") is not None
     except (ImportError, ValueError):
@@ -68,13 +68,13 @@ def known(term: type[Term]) -> bool:
 
 def triton_form(term: Term) -> TritonTerm | None:
     """The Triton form of a term; None where its room gives none."""
-    if not known(type(term)):
+    if not known(type(term).__module__):
         return None
     package = type(term).__module__.rpartition(".")[0]
     return importlib.import_module(f"{package}.triton_terms").TRITON_TERMS.get(term.name)
 
 
-def written(owner: str, lines: list[str], names: dict[str, object]) -> Callable:
+def written(owner: str, lines: list[str], names: Mapping[str, object]) -> Callable:
     """The `@triton.jit` function of these source lines, which Triton reads again from where Python keeps such text.
 
     Args:
@@ -94,7 +94,7 @@ def written(owner: str, lines: list[str], names: dict[str, object]) -> Callable:
 
 def term_of(
     name: str,
-    names: dict[str, object],
+    names: Mapping[str, object],
     numbers: Iterable[str],
     value: str,
     pull: list[str],

@@ -4,6 +4,10 @@ Nothing here knows which way a tile lies: `i` are the queries' numbers and `j` t
 queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes.
 """
 
+# What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
+# mypy: disable-error-code="assignment"
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -234,7 +234,7 @@ def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Mod
     for name, children in kept.items():
         host = modules[name]
         for child, module in children.items():
-            like = next(host._modules[child].parameters())
+            like = next(host.get_submodule(child).parameters())
             setattr(host, child, module.to(like.device, like.dtype).train(host.training))
     take_off(model)
     return model

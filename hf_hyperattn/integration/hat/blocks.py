@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -73,9 +75,8 @@ class HatAttention(nn.Module):
         """The output, and the weights [B, H, N, N] where the attention function returns them."""
         shape = (*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
         query, key, value = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        name: Any = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         out, weights = attend(
             self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords

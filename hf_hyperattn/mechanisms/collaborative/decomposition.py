@@ -119,7 +119,7 @@ class _Problem:
         mixing = _least_squares((a.T @ a) * (b.T @ b), (through_a * (self.b.mT @ b)).sum(1))
         norms = [f.norm(dim=0).clamp_min(1e-150) for f in (mixing, a, b)]
         each = (norms[0] * norms[1] * norms[2]) ** (1 / 3)
-        return tuple(f * (each / norm) for f, norm in zip((mixing, a, b), norms))
+        return mixing * (each / norms[0]), a * (each / norms[1]), b * (each / norms[2])
 
     def error(self, mixing: Tensor, a: Tensor, b: Tensor) -> float:
         """Norm of the residual over that of the tensor; 0 for a tensor of zeros."""

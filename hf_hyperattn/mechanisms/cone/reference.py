@@ -125,6 +125,7 @@ def of_parts(
     if mapping == "psi":
         h = radius * torch.sigmoid(last)
         return h, h
+    assert side is not None
     return _expmap(side, last)
 
 

@@ -22,6 +22,7 @@ as keeps the error of D below 2e-4 where that is large.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -157,7 +158,7 @@ class Penumbral(ConeTerm):
         apart = 0.25 * (gap + 2 * (pq + pk) + difference * ratio)
         inside = torch.where(between, r2 - half.square(), torch.maximum(pq, pk))
         height2 = torch.where(outside, apart, inside)
-        root = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
+        root: Any = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
 
         def pullback(grad):
             d_h2 = -grad if self.squared else grad / (-2 * root)

@@ -4,6 +4,9 @@ Tiles with pairs whose squared distance the product loses are taken from differe
 reciprocal; floors keep both finite.
 """
 
+# What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -109,11 +109,11 @@ def _logit_blocks(
     query: Tensor, key: Tensor, scale: float | None, position_bias: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """The logits of some queries after the other: the rows, and S there, [B, H, n, N]."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     batch, heads, queries, _ = query.shape
     step = max(1, BLOCK_ELEMENTS // (batch * heads * key.shape[2]))
     columns = repeat_heads(key, heads).transpose(-1, -2)
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
-        logits = scale * (query[:, :, rows] @ columns)
+        logits = factor * (query[:, :, rows] @ columns)
         yield rows, logits if position_bias is None else logits + position_bias[..., rows, :]

@@ -90,7 +90,8 @@ def hierarchical_attention(
     if isinstance(block_bias, Tensor):
         check_heads(block_bias, query.shape[1])
         rule = replace(rule, block_bias=block_bias)
-    mask = check_broadcast("attn_mask", attn_mask, (*query.shape[:3], key.shape[2]))
+    batch, heads, n, _ = query.shape
+    mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
     with full_precision(query.device):
         request = Request(hierarchy, rule, is_causal, backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,7 +145,8 @@ def mean_cache_of(call: HostCall) -> MeanCache | None:
     cache, other = MEAN_CACHES.get(call.key), MEAN_CACHES.get(call.value)
     if cache is other:
         return cache
-    if (cache or other).keep is not None:
+    either: Any = cache or other
+    if either.keep is not None:
         raise ValueError(
             "HierarchicalCache(evict=True) cannot serve a host that changes keys or values after they were cached; "
             "allowed: evict=False"

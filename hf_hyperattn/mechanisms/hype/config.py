@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ...config import MechanismConfig, option
 from ...fields import LARGEST, short
@@ -120,7 +120,8 @@ class HypeConfig(MechanismConfig):
                     f"HypeConfig.{name} has {len(values)} numbers; allowed: one, or one for each of the "
                     f"{heads} query heads"
                 )
-        mu = self.mu if self.mu is not None else 1.0 / self.for_model(None).max_length
+        resolved: Any = self if self.mu is not None else self.for_model(None)
+        mu = resolved.mu if resolved.mu is not None else 1.0 / resolved.max_length
         mu = mu if isinstance(mu, tuple) else (float(mu),)
         if self.tau is not None:
             return mu, self.tau if isinstance(self.tau, tuple) else (float(self.tau),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class HypeLayer(ScoreLayer):
     def start(self, form: str, heads: int, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
         """mu and tau as they stand, [H] or, where they are one number and not learned, [1]."""
         starts = (torch.tensor(x, dtype=dtype, device=device) for x in self.config.start(form, heads))
-        logs = self.log_mu, self.log_tau
+        logs: tuple[Any, Any] = self.log_mu, self.log_tau
         mu, tau = (
             x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True)
         )

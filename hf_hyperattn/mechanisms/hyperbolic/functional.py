@@ -61,13 +61,14 @@ def hyperbolic_attention(
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
     if aggregation == "einstein":
         curvature = torch.as_tensor(space.curvature, dtype=torch.float64, device=query.device).reshape(-1)
-        value = midpoint_columns(value, curvature, space.scale)
+        value = midpoint_columns(value, curvature, space.scale_of(query))
         key = repeat_heads(key, value.shape[1])
     score = space.score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(score, value, options, backend=backend)
     if aggregation == "einstein":
-        out = midpoint(out, curvature, space.scale)
+        assert isinstance(curvature, Tensor)
+        out = midpoint(out, curvature, space.scale_of(query))
     return out.to(query.dtype)
 
 

@@ -58,7 +58,8 @@ def _columns_at_once(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
     sinh, width = torch.sinh(r), value.shape[-1]
     columns = value.new_empty(*value.shape[:3], width + EXTRA, dtype=curvature.dtype)
     torch.mul(value, (sinh * (scale / norm))[..., None], out=columns[..., :width])
-    for i, column in enumerate((sinh, torch.exp(-r), 1.0)):
+    further: tuple[Tensor | float, ...] = (sinh, torch.exp(-r), 1.0)
+    for i, column in enumerate(further):
         columns[..., width + i] = column
     return columns
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,8 @@ class HyperbolicSpace:
         return PairScore(query, key, (term,), self.scale_of(query), None, vectors.directions)
 
 
-def beta(distance: str, c: Tensor | float, tau: Tensor | float) -> Tensor | float:
-    """What the term multiplies with: 1/(τ√c) for the geodesic distance, 4/(cτ) for the squared Lorentz distance."""
+def beta(distance: str, c: Any, tau: Any) -> Any:
+    """What the term multiplies with, a tensor where c is one: 1/(τ√c) for "geodesic", 4/(cτ) for "squared_lorentz"."""
     return 1 / (tau * c**0.5) if distance == "geodesic" else 4 / (c * tau)
 
 
@@ -192,7 +193,7 @@ class HyperbolicLayer(ScoreLayer):
             self.midpoint_gate = None
 
     @property
-    def gates(self) -> tuple[str, ...]:
+    def gates(self) -> tuple[str, ...]:  # type: ignore[override]  # nobody sets it
         """The midpoint has a gate of its own."""
         return ("gate", "midpoint_gate") if self.config.aggregation == "einstein" else ("gate",)
 

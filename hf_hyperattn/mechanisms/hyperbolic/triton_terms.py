@@ -2,6 +2,9 @@
 engines/triton/terms.py).
 """
 
+# What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,7 +140,8 @@ class Chunk:
         block, call = self.block, self.block.call
         keys = torch.arange(self.part.start, self.part.stop, device=block.i.device)[None]
         if block.sliding:
-            self.start = block.rows.start + call.options.offset - call.windows.second + 1 + self.part.start
+            second: Any = call.windows.second  # where blocks slide, both windows are there
+            self.start = block.rows.start + call.options.offset - second + 1 + self.part.start
             keys = keys - self.part.start + self.start + block.i - block.rows.start
             # the span of all of them, and the keys of it that there are
             self.stop = self.start + len(block.rows) + len(self.part) - 1

@@ -64,12 +64,12 @@ def both_with_root(
             f"over {lengths[2]} tokens; allowed: the same tokens as queries and as keys, all in the hierarchy"
         )
     dtype = working_dtype(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor: float = query.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v = (x.to(dtype) for x in (query, key, value))
     tables = None if siblings is None else siblings.by_kind()
     if can_read(q, k, v):
-        return run(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
-    return compiled(q, k, v, hierarchy, scale, keep_diagonal, position_bias, tables)
+        return run(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
+    return compiled(q, k, v, hierarchy, factor, keep_diagonal, position_bias, tables)
 
 
 def run(

@@ -147,7 +147,7 @@ def backward(
     _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive
     g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
-    return _cut(g_query, width), g_keys, g_values, *(t.sum(0) for t in heads)
+    return _cut(g_query, width), g_keys, g_values, heads[0].sum(0), heads[1].sum(0)
 
 
 def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -> list[Tensor]:
