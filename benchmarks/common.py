@@ -45,9 +45,7 @@ def environment() -> dict[str, str | int]:
     chip = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         chip = names[0] if names else chip
     return {
         "chip": chip,
@@ -62,9 +60,7 @@ def environment() -> dict[str, str | int]:
 
 def options(description: str, lengths: list[int], rounds: int) -> argparse.ArgumentParser:
     """A parser with what every benchmark of attention over lengths takes."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)

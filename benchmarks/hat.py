@@ -23,9 +23,7 @@ from hf_hyperattn.mechanisms.hat.segments import segment
 
 FULL = "full attention"
 #: MiniLM's sizes.
-SIZES = dict(
-    vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-)
+SIZES = dict(vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 PLAIN = "S S S S S S"
 
 
@@ -98,9 +96,7 @@ def measure(length: int, given: dict[str, torch.nn.Module], args) -> list[dict]:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--layouts", nargs="+", default=["I1", "I3"])
     parser.add_argument("--segment-length", type=int, default=128)
@@ -115,9 +111,7 @@ def main() -> None:
     where, given, found = environment(), models(args), []
     print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; float32, {args.batch} text(s), "
           f"MiniLM's sizes, segments of {args.segment_length}")  # fmt: skip
-    print(
-        f"{'length':>7} {'what':15} {'kind':17} {'x full':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} error"
-    )
+    print(f"{'length':>7} {'what':15} {'kind':17} {'x full':>7} {'low':>6} {'high':>6} {'s':>8} {'MiB':>6} error")
     for length in args.lengths:
         for r in measure(length, given, args):
             found.append(r)

@@ -66,9 +66,7 @@ def row(length: int, kind: str, name: str, seconds: dict, setting: dict | None, 
         found |= {"faster": statistics.median(each), "low": each[0], "high": each[-1]}
     if setting is not None:
         rule = {key: value for key, value in setting.items() if key != "hierarchy"}
-        pairs = attended(
-            length, setting["hierarchy"], rule["near"], rule["sinks"], rule.get("refine_top_k", 0), True
-        )
+        pairs = attended(length, setting["hierarchy"], rule["near"], rule["sinks"], rule.get("refine_top_k", 0), True)
         found["pairs"] = pairs / (length * (length + 1) / 2)
     return found | rest
 
@@ -78,9 +76,7 @@ def full(length: int, args, only_upward: bool = False) -> list[dict]:
     q, k, v = tensors(length, args)
     asked = settings(length, args)
     asked = {"upward": asked["upward"]} if only_upward else asked
-    calls = {
-        n: lambda s=s: key_tied(q, k, v, **s, is_causal=True, backend=args.backend) for n, s in asked.items()
-    }
+    calls = {n: lambda s=s: key_tied(q, k, v, **s, is_causal=True, backend=args.backend) for n, s in asked.items()}
     if not only_upward:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls = {SDPA: lambda: sdpa(q, k, v, is_causal=True), **calls}
@@ -122,17 +118,13 @@ def exponent(rows: list[dict], what: str) -> float | None:
 def show(r: dict) -> None:
     """Print one line."""
     faster = f"{r['faster']:8.1f} {r['low']:6.1f} {r['high']:7.1f}" if "faster" in r else " " * 23
-    rest = "".join(
-        f"{r[key]:{form}}" if key in r else " " * 9 for key, form in (("pairs", "9.2%"), ("error", "9.1e"))
-    )
+    rest = "".join(f"{r[key]:{form}}" if key in r else " " * 9 for key, form in (("pairs", "9.2%"), ("error", "9.1e")))
     print(f"{r['length']:7d} {r['kind']:8} {r['what']:15} {r['seconds']:10.5f} {faster} {rest}", flush=True)
 
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192])
     parser.add_argument(
         "--only-upward", type=int, nargs="*", default=[], help="lengths without SDPA, for the exponent"
@@ -168,9 +160,7 @@ def main() -> None:
     slope = exponent(rows, "upward")
     if slope is not None:
         print(f"cost exponent of `upward` over {sorted({r['length'] for r in rows})}: {slope:.2f}")
-    write_json(
-        args.json, {"environment": environment(), "arguments": vars(args), "rows": rows, "exponent": slope}
-    )
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows, "exponent": slope})
 
 
 if __name__ == "__main__":

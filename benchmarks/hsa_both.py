@@ -92,9 +92,7 @@ def error(leaves, hierarchy: Hierarchy | None) -> float:
 
 def main() -> None:
     """Read the command line, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192])
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--heads", type=int, default=8)

@@ -121,9 +121,7 @@ def show(r: dict) -> None:
 
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="*", default=[32768])
     parser.add_argument("--shapes", nargs="*", default=["8/8", "9/3"], help="query heads / key heads")
     parser.add_argument("--dim", type=int, default=64)
@@ -142,9 +140,7 @@ def main() -> None:
         for shape in args.shapes:
             for length in args.lengths:
                 rows += measure(*map(int, shape.split("/")), length, args)
-    write_json(
-        args.json, {"environment": environment(), "settings": vars(args), "rows": merged(args.json, rows)}
-    )
+    write_json(args.json, {"environment": environment(), "settings": vars(args), "rows": merged(args.json, rows)})
 
 
 if __name__ == "__main__":

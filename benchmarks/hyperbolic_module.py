@@ -25,9 +25,7 @@ def modules(args) -> dict:
     """HyperbolicAttention with as many heads as asked for, one module each."""
     torch.manual_seed(0)
     return {
-        f"HyperbolicAttention, {heads} head{'s' * (heads > 1)}": ha.HyperbolicAttention(
-            args.dim, heads
-        ).eval()
+        f"HyperbolicAttention, {heads} head{'s' * (heads > 1)}": ha.HyperbolicAttention(args.dim, heads).eval()
         for heads in args.heads
     }
 
@@ -71,9 +69,7 @@ def main() -> None:
     timed |= {name: lambda m=module: m(points) for name, module in found.items()}
     timed |= parts(list(found.values())[-1], points)
     if args.compile:
-        compiled = {
-            f"{name}, compiled": torch.compile(module, fullgraph=True) for name, module in found.items()
-        }
+        compiled = {f"{name}, compiled": torch.compile(module, fullgraph=True) for name, module in found.items()}
         timed |= {name: lambda m=module: m(points) for name, module in compiled.items()}
     with torch.no_grad():
         errors = {name: error(module, points) for name, module in found.items()}

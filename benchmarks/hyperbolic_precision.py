@@ -105,9 +105,7 @@ def real_model(length: int) -> None:
 
 def main() -> None:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--radii", type=float, nargs="*", default=[4, 6, 8, 10, 12])
     parser.add_argument("--smollm2", action="store_true", help="also run SmolLM2-135M")
     parser.add_argument("--length", type=int, default=768, help="tokens of text for SmolLM2")

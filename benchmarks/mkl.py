@@ -80,12 +80,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found, where, rows = models(args.ways), environment(), []
-    print(
-        f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1"
-    )
-    print(
-        f"{'length':>7} {'kind':10} {'what':15} {'x stock':>8} {'low':>6} {'high':>6} {'s':>8} {'error':>8}"
-    )
+    print(f"{where['chip']}, {where['threads']} thread(s), torch {where['torch']}; SmolLM2 in float32, batch 1")
+    print(f"{'length':>7} {'kind':10} {'what':15} {'x stock':>8} {'low':>6} {'high':>6} {'s':>8} {'error':>8}")
     for length in args.lengths:
         ids = torch.randint(1, 40000, (1, length), generator=torch.manual_seed(0))
         off = {name: error(model, ids) for name, model in found.items()}

@@ -58,9 +58,7 @@ def generate(model, ids: torch.Tensor, tokens: int) -> tuple[list[int], float]:
     """Greedy generation of exactly `tokens` tokens with a cache, and its seconds."""
     start = time.perf_counter()
     with torch.no_grad():
-        out = model.generate(
-            ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
-        )
+        out = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
     return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
 
 
@@ -97,9 +95,7 @@ def speed(stock, patched, ids: torch.Tensor, tokens: int, rounds: int) -> dict:
 
 def main() -> None:
     """Measure and print JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or Hub id of a causal LM (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--mechanism", default="cone", choices=sorted(MECHANISMS))
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")

@@ -142,10 +142,7 @@ def main(words: list[str] | None = None) -> int:
     todo = [job for job in found if args.again or args.fresh or job.key not in store.rows]
     done = work(todo, store, args)
     left = sum(job.key not in store.rows for job in found)
-    print(
-        f"{store.path}: "
-        + ("all is done" if done else f"{left} of {len(found)} left; the same command goes on")
-    )
+    print(f"{store.path}: " + ("all is done" if done else f"{left} of {len(found)} left; the same command goes on"))
     if args.base:
         text, slower = summary(json.loads(args.base.read_text())["rows"], store.rows)
         print(text)

@@ -49,9 +49,7 @@ class Case:
 
     def three(self, leaves=None, **how) -> torch.Tensor:
         """Three-way attention."""
-        return trilinear_attention(
-            *(leaves or self.leaves), **{"is_causal": True, "windows": self.windows} | how
-        )
+        return trilinear_attention(*(leaves or self.leaves), **{"is_causal": True, "windows": self.windows} | how)
 
     def calls(self, dense_up_to: int) -> dict:
         """What is timed, as functions of no arguments, each with the tensors that it has gradients for."""
@@ -75,9 +73,7 @@ class Case:
                 continue
             q, k, v, k2, v2 = leaves
             one, two = slice(first, i + 1), slice(second, i + 1)
-            found.append(
-                _triples(q[:, :, i : i + 1], k[:, :, one], v[:, :, one], k2[:, :, two], v2[:, :, two])
-            )
+            found.append(_triples(q[:, :, i : i + 1], k[:, :, one], v[:, :, one], k2[:, :, two], v2[:, :, two]))
         return (out.detach()[:, :, rows].double() - torch.cat(found, 2)).abs().max().item()
 
 

@@ -93,9 +93,7 @@ class MechanismConfig(KnownFields):
     def from_dict(data: dict[str, Any]) -> MechanismConfig:
         """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
         if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
-            raise ValueError(
-                f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'"
-            )
+            raise ValueError(f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'")
         cls: Any = get_mechanism(data["mechanism"]).config
         known = cls.__dataclass_fields__
         unknown = sorted(map(str, data.keys() - known.keys() - {"mechanism"}))
@@ -162,9 +160,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             check_stages(self.mechanisms_at(host))
 
     def _refuse(self, name: str, allowed: str) -> NoReturn:
-        raise ValueError(
-            f"HyperAttnConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}"
-        )
+        raise ValueError(f"HyperAttnConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
 
     def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
         """The mechanism configs of one host, by its qualified name, in the order of their stages."""
@@ -196,9 +192,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             "hosts": self.hosts,
         }
         if self.overrides:
-            values["overrides"] = {
-                host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()
-            }
+            values["overrides"] = {host: [m.to_dict() for m in configs] for host, configs in self.overrides.items()}
         return plain(values)
 
     @classmethod
@@ -220,9 +214,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         for name in ("mechanisms", "heads", "layers", "hosts"):
             value, kinds = data.get(name), list | str if name in ("heads", "layers") else list
             if value is not None and (not isinstance(value, kinds) or len(value) > MOST):
-                raise ValueError(
-                    f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}"
-                )
+                raise ValueError(f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}")
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
         if data.get("overrides") is not None:
@@ -335,10 +327,7 @@ def checked_overrides(
             )
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{where} holds {short(names)}; allowed: at least one mechanism, every one once")
-    return {
-        host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism)))
-        for host, configs in value.items()
-    }
+    return {host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism))) for host, configs in value.items()}
 
 
 def read_overrides(data: Any) -> Overrides:
@@ -348,9 +337,7 @@ def read_overrides(data: Any) -> Overrides:
         ValueError: a host has no list of mechanism configs.
     """
     if not isinstance(data, dict) or len(data) > MOST:
-        raise ValueError(
-            f"hyperattn config has overrides={short(data)}; allowed: a dict of at most {MOST} hosts"
-        )
+        raise ValueError(f"hyperattn config has overrides={short(data)}; allowed: a dict of at most {MOST} hosts")
     for host, configs in data.items():
         if not isinstance(configs, list) or len(configs) > MOST:
             raise ValueError(

@@ -57,9 +57,7 @@ class KnownFields:
             if not kwargs.keys() <= known.keys():
                 unknown = next(name for name in kwargs if name not in known)
                 nearest = "".join(f"; did you mean {n!r}?" for n in get_close_matches(unknown, known, 1))
-                raise TypeError(
-                    f"{cls.__name__} has no field {short(unknown)}; allowed: {', '.join(known)}{nearest}"
-                )
+                raise TypeError(f"{cls.__name__} has no field {short(unknown)}; allowed: {', '.join(known)}{nearest}")
             return super().__new__(cls)
 
 

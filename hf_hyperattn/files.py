@@ -46,9 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
     for _ in range(MOST_LEVELS):
         level = [inner for part in level for inner in parts_of(part)]
     if level:
-        raise ValueError(
-            f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object"
-        )
+        raise ValueError(f"cannot read {path}: it is nested more than {MOST_LEVELS} deep; allowed: a JSON object")
     return data
 
 
@@ -120,9 +118,7 @@ def _wait_for(handle: int, place: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > warn_at:
                 warn_at = float("inf")
-                logger.warning(
-                    f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}"
-                )
+                logger.warning(f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}")
             time.sleep(0.002)
         except OSError:  # a file system without locks
             return None

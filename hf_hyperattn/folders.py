@@ -118,7 +118,9 @@ def replace_folder(target: str | os.PathLike, keep_others: bool = True) -> Itera
         if not complete:
             error.filename = error.filename or str(target)  # "No space left on device" does not say where
             raise
-        text = f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
+        text = (
+            f"saving into {target} stopped halfway ({error}); the new files are whole in {stage}: make way, then run"
+        )
         raise OSError(error.errno, f"{text} `hyperattn recover {target}`") from error
     finally:
         if not complete:
@@ -239,9 +241,7 @@ def _stages(target: Path) -> list[Path]:
     ):
         with suppress(OSError), os.scandir(folder) as entries:
             stages += [
-                Path(e.path)
-                for e in entries
-                if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
+                Path(e.path) for e in entries if re.fullmatch(pattern, e.name) and e.is_dir(follow_symlinks=False)
             ]
     return sorted(stages, key=_age)
 

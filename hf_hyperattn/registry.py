@@ -46,9 +46,7 @@ LISTENERS: list[Callable[[Mechanism], None]] = []
 def register(mechanism: Mechanism) -> Mechanism:
     """Make a mechanism known. A second one of the same name, or an unknown stage, is refused."""
     if mechanism.stage not in STAGES:
-        raise ValueError(
-            f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}"
-        )
+        raise ValueError(f"mechanism {mechanism.name!r} has stage={mechanism.stage!r}; allowed: {', '.join(STAGES)}")
     if mechanism.name in MECHANISMS:
         raise ValueError(f"mechanism {mechanism.name!r} is registered already; choose another name")
     MECHANISMS[mechanism.name] = mechanism

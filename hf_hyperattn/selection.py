@@ -14,9 +14,7 @@ Choice = None | str | int | Iterable[int] | Callable[[Any], bool]
 
 MOST = 10_000
 FRACTIONS = {"half": 2, "third": 3, "quarter": 4}
-NAMED = re.compile(
-    r"(?:(first|last)-(half|third|quarter|[1-9]\d{0,5})|every-([1-9]\d{0,5})(?:st|nd|rd|th)|all)"
-)
+NAMED = re.compile(r"(?:(first|last)-(half|third|quarter|[1-9]\d{0,5})|every-([1-9]\d{0,5})(?:st|nd|rd|th)|all)")
 ALLOWED = (
     "numbers from 0 (negative ones count from the end) as a list or range, 'all', 'first-half', 'last-third', "
     "'last-4', 'every-2nd', or a function"

@@ -35,14 +35,10 @@ from .integration import describe, lora_config, patch_model, unpatch_model
 from .registry import get_mechanism
 
 _SIZES = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-_TOKENS = dict(
-    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3
-)
+_TOKENS = dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3)
 _GROUPED = _SIZES | _TOKENS | dict(num_key_value_heads=2, head_dim=8)
 _GPT2 = dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-_BART = dict(
-    vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, init_std=0.3
-)
+_BART = dict(vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, init_std=0.3)
 _BART |= dict(decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=64)
 _T5 = dict(vocab_size=99, d_model=32, num_layers=1, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
 _EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
@@ -65,9 +61,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "vit": ("AutoModelForImageClassification", _SIZES | dict(image_size=16, patch_size=4)),
 }
 #: No dropout anywhere, by the names that families have for it.
-_DROPOUTS = (
-    "hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop dropout dropout_rate"
-)
+_DROPOUTS = "hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop dropout dropout_rate"
 #: Families whose queries see only what is before them.
 CAUSAL = ("llama", "gpt2", "mistral", "gemma2", "gpt_oss")
 #: Families of two stacks.
@@ -118,9 +112,7 @@ class Check:
 
     def __str__(self) -> str:
         changes = ",".join(f"{k}={v}" for k, v in self.config.to_dict().items() if k != "mechanism")
-        return f"{self.contract}-{self.config.mechanism}({changes})-{self.mode}-{self.family}".replace(
-            " ", ""
-        )
+        return f"{self.contract}-{self.config.mechanism}({changes})-{self.mode}-{self.family}".replace(" ", "")
 
     def stock(self, **changes) -> Any:
         """The model, the same numbers every time."""
@@ -261,9 +253,7 @@ def facts(model: hf.PreTrainedModel) -> dict[str, object]:
         known[f"{name}: class"] = type(module)
         for key, value in vars(module).items():
             plain = isinstance(value, int | float | str | None)
-            known[f"{name}.{key}"] = (
-                value if plain else list(value) if isinstance(value, dict) else type(value)
-            )
+            known[f"{name}.{key}"] = value if plain else list(value) if isinstance(value, dict) else type(value)
     return known
 
 
@@ -277,9 +267,7 @@ def identity(check: Check) -> str | None:
     stock = run(check.stock(), check.family)
     check.equal(run(check.patched(0.0), check.family), stock, 1e-5, "patching")
     check.equal(output_of(check.patched(0.0), check.family), stock, 1e-5, "patching for training")
-    check.equal(
-        run(check.patched(1e-12), check.family), stock, 1e-5, "a mechanism that is computed at its start"
-    )
+    check.equal(run(check.patched(1e-12), check.family), stock, 1e-5, "a mechanism that is computed at its start")
     return None
 
 
@@ -347,9 +335,7 @@ def reload(check: Check) -> None:
     model = check.patched()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        check.equal(
-            run(type(model).from_pretrained(folder), check.family), run(model, check.family), 0, "reloading"
-        )
+        check.equal(run(type(model).from_pretrained(folder), check.family), run(model, check.family), 0, "reloading")
         card = Path(folder, "README.md")
         if not card.exists() or check.config.mechanism not in card.read_text():
             check.fail("save_pretrained writes no card that names the mechanism")
@@ -387,9 +373,7 @@ def heads(check: Check) -> str | None:
 def _heads_of(model: nn.Module, family: str) -> Tensor:
     """[B, N, 4, d]: what the heads of the first layer hand to the projection behind them."""
     seen: list[Tensor] = []
-    handle = model.get_submodule(PROJECTION[family]).register_forward_pre_hook(
-        lambda _, args: seen.append(args[0])
-    )
+    handle = model.get_submodule(PROJECTION[family]).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     run(model, family)
     handle.remove()
     return seen[0].unflatten(-1, (4, -1))[1:]  # the row without padding
@@ -465,9 +449,7 @@ def composition(check: Check) -> str | None:
             continue
         tried += 1
         if check.mode == "blend":
-            check.equal(
-                run(model, check.family), run(check.stock(), check.family), 1e-5, f"patching beside {other}"
-            )
+            check.equal(run(model, check.family), run(check.stock(), check.family), 1e-5, f"patching beside {other}")
         try:
             output = run(move(model, 0.2), check.family)
         except ValueError as error:
@@ -554,9 +536,7 @@ def by_name(check: Check) -> str | None:
             replaced = patch_model(check.stock(), config, mode="replace", include_cross_attention=cross)
         except ValueError as error:
             return str(error)
-        check.equal(
-            run(model, check.family), run(replaced, check.family), 1e-5, f"attn_implementation={name!r}"
-        )
+        check.equal(run(model, check.family), run(replaced, check.family), 1e-5, f"attn_implementation={name!r}")
     return None
 
 
@@ -610,9 +590,7 @@ class EngineCheck:
 
     def __call__(self) -> None:
         found, exact = self._run(self.engine, self.dtype), self._run("reference", torch.float64)
-        limits = {torch.float64: (1e-9, 1e-7), torch.float32: (2e-4, 2e-3), torch.bfloat16: (3e-2, 6e-2)}[
-            self.dtype
-        ]
+        limits = {torch.float64: (1e-9, 1e-7), torch.float32: (2e-4, 2e-3), torch.bfloat16: (3e-2, 6e-2)}[self.dtype]
         largest = max(1.0, *(t.abs().max().item() for t in exact[1:]))
         for place, (one, other) in enumerate(zip(found, exact, strict=True)):
             limit = limits[place > 0] * (largest if place else 1.0)
@@ -658,9 +636,7 @@ SCORES: dict[str, Callable[..., Tensor]] = {
     "dot product": lambda *a, **k: _dot(*a, **k),
     "umbral": functional.cone_attention,
     "penumbral": lambda *a, **k: functional.cone_attention(*a, **k, variant="penumbral"),
-    "penumbral heights": lambda *a, **k: functional.cone_attention(
-        *a, **k, variant="penumbral", squared=False
-    ),
+    "penumbral heights": lambda *a, **k: functional.cone_attention(*a, **k, variant="penumbral", squared=False),
     "geodesic": lambda *a, **k: functional.hyperbolic_attention(*a, **k, aggregation="mean"),
     "midpoint": lambda *a, **k: functional.hyperbolic_attention(*a, **k, distance="squared_lorentz"),
     "hype": lambda *a, **k: functional.hype_attention(*a, **k, mu=0.1, tau=2.0),
@@ -672,9 +648,7 @@ def _dot(query, key, value, attn_mask=None, is_causal=False, enable_gqa=False, *
     return attention(dot_score(query, key), value, options, backend=backend)[0]
 
 
-def check_engine(
-    name: str, dtypes: Iterable[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16)
-) -> int:
+def check_engine(name: str, dtypes: Iterable[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16)) -> int:
     """Check that an engine agrees with `reference` in float64, forward and backward; returns how many checks held.
 
     Args:

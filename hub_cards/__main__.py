@@ -20,20 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Write DIR/README.md; 0 when written, 1 when a person's own README.md was kept, 2 on bad input."""
     parser = argparse.ArgumentParser(prog="python -m hub_cards", description=__doc__)
     parser.add_argument("directory", help="what save_pretrained wrote")
-    parser.add_argument(
-        "--facts", help="JSON file with fields of hub_cards.Facts: base_model, license, results, ..."
-    )
+    parser.add_argument("--facts", help="JSON file with fields of hub_cards.Facts: base_model, license, results, ...")
     chosen = parser.parse_args(arguments)
     try:
         written = write_card(chosen.directory, **read_facts(chosen.facts))
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}".replace("\n", " "), file=sys.stderr)
         return 2
-    print(
-        f"wrote {written}"
-        if written
-        else f"kept {chosen.directory}/README.md: it was written or edited by hand"
-    )
+    print(f"wrote {written}" if written else f"kept {chosen.directory}/README.md: it was written or edited by hand")
     return 0 if written else 1
 
 

@@ -25,11 +25,7 @@ def read_made(path: Path):
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     try:
-        if (
-            not path.is_file()
-            or path.stat().st_size > LARGEST
-            or not path.read_bytes().lstrip().startswith(b"---")
-        ):
+        if not path.is_file() or path.stat().st_size > LARGEST or not path.read_bytes().lstrip().startswith(b"---"):
             return None
         header = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
         if header and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[2])):
@@ -95,9 +91,7 @@ def write_results(directory: Path, results) -> None:
     from huggingface_hub import eval_result_entries_to_yaml
 
     (directory / RESULTS).parent.mkdir(exist_ok=True)
-    replace_file(
-        directory / RESULTS, yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode()
-    )
+    replace_file(directory / RESULTS, yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False).encode())
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -24,14 +24,8 @@ class About:
 
 CONEHEADS = "Coneheads: Hierarchy Aware Attention, arXiv 2306.00392"
 SHADOW_CONES = "Shadow Cones: A Generalized Framework for Partial Order Embeddings, arXiv 2305.15215"
-ALIBI = (
-    "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, "
-    "arXiv 2108.12409"
-)
-HSA = (
-    "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, "
-    "arXiv 2509.15448"
-)
+ALIBI = "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, arXiv 2108.12409"
+HSA = "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, arXiv 2509.15448"
 HAT = (
     "An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification, "
     "arXiv 2210.05529"
@@ -110,7 +104,5 @@ def lookup(name: str, about: Mapping | None) -> About:
     allowed = {field.name for field in fields(About)}
     if not isinstance(given, Mapping) or set(given) - allowed:
         raise refuse(f"about[{name!r}]", given, f"a mapping with {', '.join(sorted(allowed))}")
-    extra: dict[str, Any] = {
-        key: value if isinstance(value, str) else tuple(value) for key, value in given.items()
-    }
+    extra: dict[str, Any] = {key: value if isinstance(value, str) else tuple(value) for key, value in given.items()}
     return replace(known, **{key: value for key, value in extra.items() if not getattr(known, key)})

@@ -23,9 +23,7 @@ def card_data(facts: Facts, library_name: str, tags: list[str]):
     relation: dict[str, Any] = {"base_model_relation": facts.base_model_relation} if facts.base_model else {}
     named = [flat(name) for name, _, _ in facts.mechanisms]
     return ModelCardData(
-        language=facts.language
-        if facts.language is None or isinstance(facts.language, str)
-        else list(facts.language),
+        language=facts.language if facts.language is None or isinstance(facts.language, str) else list(facts.language),
         license=facts.license,
         license_name=facts.license_name,
         license_link=facts.license_link,

@@ -17,9 +17,7 @@ HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.
 
 def is_hub_id(name: object) -> bool:
     """Whether ``name`` has the form of a repository id on the Hub (``name`` or ``owner/name``)."""
-    return (
-        isinstance(name, str) and HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
-    )
+    return isinstance(name, str) and HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
 def is_date(value: object) -> bool:
@@ -98,9 +96,7 @@ def read_results(results: Sequence | None) -> tuple[Result, ...]:
             made.append(Result(**result))
         except TypeError:
             missing = [
-                name
-                for name in ("metric", "value", "dataset", "command", "machine", "versions")
-                if name not in result
+                name for name in ("metric", "value", "dataset", "command", "machine", "versions") if name not in result
             ]
             raise refuse("a result", result, f"one that also has {', '.join(missing)}") from None
     return tuple(made)

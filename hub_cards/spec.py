@@ -80,24 +80,14 @@ def span(name: str, value: object) -> str:
 def read_mechanisms(spec: Mapping) -> tuple[tuple[str, str], ...]:
     """(name, settings) of every mechanism; ValueError where the list is missing or malformed."""
     entries = spec.get("mechanisms")
-    if (
-        not isinstance(entries, Sequence)
-        or isinstance(entries, str)
-        or not 0 < len(entries) <= MOST_MECHANISMS
-    ):
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not 0 < len(entries) <= MOST_MECHANISMS:
         raise refuse("config['mechanisms']", entries, f"a list of 1 to {MOST_MECHANISMS} mechanism configs")
     for entry in entries:
-        if (
-            not isinstance(entry, Mapping)
-            or not isinstance(entry.get("mechanism"), str)
-            or not entry["mechanism"]
-        ):
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("mechanism"), str) or not entry["mechanism"]:
             raise refuse("an entry of config['mechanisms']", entry, "an object with a string 'mechanism'")
     count = Counter(str(entry.get("mechanism")) for _, entry in read_overrides(spec))
     other = {name: f"; other settings at {n} of the modules (overrides)" for name, n in count.items()}
-    return tuple(
-        (name, settings(entry) + other.get(name, "")) for entry in entries for name in [entry["mechanism"]]
-    )
+    return tuple((name, settings(entry) + other.get(name, "")) for entry in entries for name in [entry["mechanism"]])
 
 
 def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
@@ -106,15 +96,8 @@ def read_overrides(spec: Mapping) -> list[tuple[str, Mapping]]:
     own: list[tuple[Any, Any]] = list(overrides.items()) if isinstance(overrides, Mapping) else [(None, None)]
     if not all(isinstance(configs, Sequence) and not isinstance(configs, str) for _, configs in own):
         raise refuse("config['overrides']", overrides, "an object with lists of mechanism configs, by module")
-    natural = lambda item: [
-        (int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d{1,9})", str(item[0]))
-    ]
-    return [
-        (str(name), entry)
-        for name, c in sorted(own, key=natural)
-        for entry in c
-        if isinstance(entry, Mapping)
-    ]
+    natural = lambda item: [(int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d{1,9})", str(item[0]))]
+    return [(str(name), entry) for name, c in sorted(own, key=natural) for entry in c if isinstance(entry, Mapping)]
 
 
 def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:
@@ -142,11 +125,7 @@ def read_hosts(spec: Mapping) -> tuple[tuple[str, ...], int | None]:
     if hosts is None:
         layers = spec.get("layers")
         return ("all layers" if layers is None else f"layers: {read_heads(layers)}",), None
-    if (
-        not isinstance(hosts, Sequence)
-        or isinstance(hosts, str)
-        or not all(isinstance(h, str) for h in hosts)
-    ):
+    if not isinstance(hosts, Sequence) or isinstance(hosts, str) or not all(isinstance(h, str) for h in hosts):
         raise refuse("config['hosts']", hosts, "a list of module names")
     return group_hosts(hosts), len(hosts)
 

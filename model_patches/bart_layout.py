@@ -27,9 +27,7 @@ class BartRoute(ProjectedRoute):
     projections = ("q_proj", "k_proj", "v_proj")
     heads = "num_heads"
 
-    def forward(
-        self, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs
-    ):
+    def forward(self, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs):
         states = self.project_cached(hidden_states, key_value_states, past_key_values)
         return self.finish(*states, attention_mask, is_causal=self.is_causal_in(key_value_states), **kwargs)
 

@@ -25,9 +25,7 @@ from .layouts import ProjectedRoute, causal_decoder
 class BertRoute(ProjectedRoute):
     """Self- and cross-attention with a cache; returns output and weights."""
 
-    def forward(
-        self, hidden_states, attention_mask=None, encoder_hidden_states=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, past_key_values=None, **kwargs):
         states = self.project_cached(hidden_states, encoder_hidden_states, past_key_values)
         causal = causal_decoder(self) and encoder_hidden_states is None
         return self.merge(*states, attention_mask, is_causal=causal, **kwargs)

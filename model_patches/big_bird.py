@@ -21,9 +21,7 @@ class BigBirdRoute(BertRoute):
 
     def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, **kwargs):
         if encoder_hidden_states is not None:
-            return self.stock_class.forward(
-                self, hidden_states, attention_mask, encoder_hidden_states, **kwargs
-            )
+            return self.stock_class.forward(self, hidden_states, attention_mask, encoder_hidden_states, **kwargs)
         kwargs.pop("encoder_attention_mask", None)
         return super().forward(hidden_states, attention_mask, **kwargs)
 

@@ -45,12 +45,7 @@ class DebertaRoute(AttentionRoute):
         terms = 1 + len(self.pos_att_type)
         scaling = 1.0 / math.sqrt(query.shape[-1] * terms)
         bias = None
-        if (
-            self.relative_attention
-            and self.pos_att_type
-            and rel_embeddings is not None
-            and relative_pos is not None
-        ):
+        if self.relative_attention and self.pos_att_type and rel_embeddings is not None and relative_pos is not None:
             table = self.pos_dropout(rel_embeddings)
             bias = self.disentangled_att_bias(query * scaling, key, relative_pos, table, terms)
         context, weights = self.attend(

@@ -38,9 +38,7 @@ def eager_attention(
     """
     refused = [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]
     if refused:
-        raise ValueError(
-            f"eager attention of {type(module).__name__} got {refused}, which no served family has"
-        )
+        raise ValueError(f"eager attention of {type(module).__name__} got {refused}, which no served family has")
     scores = _scores(module, query, key, scaling)
     if position_bias is not None:
         scores = scores + position_bias
@@ -64,9 +62,7 @@ def _scores(module: nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: 
         key = key.repeat_interleave(groups, dim=1)
     if getattr(module, "upcast_scores", False):
         query, key = query.float(), key.float()
-    return torch.matmul(query, key.transpose(-1, -2)) * (
-        query.shape[-1] ** -0.5 if scaling is None else scaling
-    )
+    return torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:

@@ -22,9 +22,7 @@ from .routing import AttentionRoute, Route
 class MptModelRoute(Route):
     """`MptModel` with a mask that means the same under every implementation."""
 
-    def forward(
-        self, input_ids=None, past_key_values=None, attention_mask=None, inputs_embeds=None, **kwargs
-    ):
+    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, inputs_embeds=None, **kwargs):
         if attention_mask is None or attention_mask.dim() != 4:  # a user's 4-D mask stays the user's
             embeds = inputs_embeds if inputs_embeds is not None else self.wte(input_ids)
             attention_mask = _hidden(create_causal_mask(self.config, embeds, attention_mask, past_key_values))

@@ -12,12 +12,8 @@ FREQUENCIES = "its attention correlates whole series in the frequency domain"
 DEFORMABLE = "its detection layers use deformable attention or nn.MultiheadAttention, which are not routed"
 CONFORMER = "its speech encoder has a block-wise attention of its own, which is not routed; patch its text model alone"
 TWO_STREAM = "its attention runs several streams over the same keys, and is not routed yet"
-RELATIVE_VALUES = (
-    "its attention adds relative positions to the values too, which no attention call can express"
-)
-COUPLED = (
-    "its text and layout streams share one score matrix between two attentions, and it is not routed yet"
-)
+RELATIVE_VALUES = "its attention adds relative positions to the values too, which no attention call can express"
+COUPLED = "its text and layout streams share one score matrix between two attentions, and it is not routed yet"
 POOLED = "its attention pools queries or keys within the layer, and is not routed yet"
 INTEGER = "its attention is computed in integers"
 DETECTRON = "it needs detectron2, which was not at hand to test a route with"

@@ -28,11 +28,7 @@ def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
     """`mask` (None, bool or additive) with everything hidden that `allowed` (bool, True = take part) hides."""
     if mask is None:
         return allowed
-    return (
-        mask & allowed
-        if mask.dtype == torch.bool
-        else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
-    )
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
 
 
 if TYPE_CHECKING:

@@ -93,9 +93,7 @@ class VitDetRoute(PlaneRoute):
     heads = "num_heads"
 
     def decomposed(self, query, size):
-        return add_decomposed_relative_positions(
-            _zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size
-        )
+        return add_decomposed_relative_positions(_zero(query), query, self.rel_pos_h, self.rel_pos_w, size, size)
 
 
 class SamVisionRoute(PlaneRoute):
@@ -108,9 +106,7 @@ class SamVisionRoute(PlaneRoute):
         return output, None if weights is None else weights.flatten(0, 1)
 
     def decomposed(self, query, size):
-        return self.get_decomposed_rel_pos(query, self.rel_pos_h, self.rel_pos_w, size, size).reshape_as(
-            _zero(query)
-        )
+        return self.get_decomposed_rel_pos(query, self.rel_pos_h, self.rel_pos_w, size, size).reshape_as(_zero(query))
 
 
 ROUTES = {

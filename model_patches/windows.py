@@ -57,9 +57,7 @@ class Swinv2Route(SwinRoute):
         return F.normalize(query, dim=-1) * temperature, F.normalize(key, dim=-1)
 
     def options(self, query):
-        values = self.continuous_position_bias_mlp(self.relative_coords_table).view(
-            -1, self.num_attention_heads
-        )
+        values = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, self.num_attention_heads)
         return {"position_bias": 16 * torch.sigmoid(self._table(values)), "scaling": 1.0}
 
 
@@ -77,9 +75,7 @@ class Data2VecVisionRoute(ProjectedRoute):
         bias = relative_position_bias
         if self.has_relative_position_bias:
             window = tuple(side // self.config.patch_size for side in resolution)
-            own = self.relative_position_bias(
-                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
-            )
+            own = self.relative_position_bias(window, interpolate_pos_encoding, dim_size=hidden_states.shape[1])
             bias = own if bias is None else own + bias
         context, weights = self.merge(*self.project(hidden_states), None, position_bias=_four(bias))
         return (context, weights) if output_attentions else (context,)

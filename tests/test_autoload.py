@@ -52,9 +52,7 @@ def command(environment: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 def python(environment: Path, code: str, *path: Path, autoload: str | None, options=()):
     variables = {k: v for k, v in os.environ.items() if k != "HF_HYPERATTN_AUTOLOAD"}
-    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = (
-        "0"  # an earlier version that is installed here has an entry point
-    )
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # an earlier version that is installed here has an entry point
     variables["PYTHONPATH"] = os.pathsep.join(map(str, path))
     if autoload is not None:
         variables["HF_HYPERATTN_AUTOLOAD"] = autoload

@@ -39,9 +39,7 @@ def test_a_room_of_ours_stands_in_the_face(room):
 def test_the_face_has_nothing_else():
     ours = [MECHANISMS[room] for room in ROOMS]
     assert sorted(functional.__all__) == sorted(name for m in ours for name in m.functions)
-    configs = {
-        name for name, part in vars(ha).items() if inspect.isclass(part) and hasattr(part, "mechanism")
-    }
+    configs = {name for name, part in vars(ha).items() if inspect.isclass(part) and hasattr(part, "mechanism")}
     assert configs == {m.config.__name__ for m in ours} | {"MechanismConfig"}
     assert all(hasattr(ha, name) for name in ha.__all__)
 
@@ -57,9 +55,7 @@ def test_type_checkers_know_the_choices_of_a_field(room):
 
 def test_type_checkers_know_the_modes():
     assert literals(get_type_hints(HyperAttnConfig)["mode"]) == set(MODES)
-    assert literals(inspect.signature(ha.patch_model, eval_str=True).parameters["mode"].annotation) == set(
-        MODES
-    )
+    assert literals(inspect.signature(ha.patch_model, eval_str=True).parameters["mode"].annotation) == set(MODES)
 
 
 @pytest.mark.parametrize(

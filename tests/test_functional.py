@@ -75,9 +75,7 @@ def test_duplicates_and_neighbours_in_float32(backend, pairing):
     k = torch.cat([q[:, :, :8], q[:, :, 8:16] + 1e-5, tensor(1, 2, 8, 16, seed=9).float()], dim=2)
     v = tensor(1, 2, 24, 16, seed=10).float()
     atol = 2e-4 if backend == "reference" else 5e-3
-    assert_close(
-        attend(q, k, v, pairing, backend), loops.attention(q, k, v, **PAIRINGS[pairing]), atol, "output"
-    )
+    assert_close(attend(q, k, v, pairing, backend), loops.attention(q, k, v, **PAIRINGS[pairing]), atol, "output")
 
 
 @core_pairing
@@ -157,9 +155,7 @@ def test_adversarial_inputs_stay_finite_and_inside_the_hull(backend, pairing, dt
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_rows_with_one_or_no_visible_key(backend, pairing, dtype):
     """A row with one key copies its value; a row with none gives zero, and neither leaks a NaN backward."""
-    q, k, v = (
-        t.requires_grad_() for t in qkv(batch=2, heads=2, lq=5, lk=6, d=3, dtype=DTYPES[dtype], seed=14)
-    )
+    q, k, v = (t.requires_grad_() for t in qkv(batch=2, heads=2, lq=5, lk=6, d=3, dtype=DTYPES[dtype], seed=14))
     mask = torch.ones(2, 1, 5, 6, dtype=torch.bool)
     mask[:, :, 1] = False
     mask[0, :, 3] = False
@@ -171,15 +167,11 @@ def test_rows_with_one_or_no_visible_key(backend, pairing, dtype):
     dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
     assert all(torch.isfinite(g).all() for g in (dq, dk, dv))
     assert not dq[:, :, 1].any() and not dq[0, :, 3].any()
-    assert_close(
-        dq[1, :, 3], torch.zeros(2, 3), 1e-2 if dtype == "bfloat16" else 1e-5, "dq of a row with one key"
-    )
+    assert_close(dq[1, :, 3], torch.zeros(2, 3), 1e-2 if dtype == "bfloat16" else 1e-5, "dq of a row with one key")
 
 
 def definition(q, k, v, mask, pairing):
-    return loops.attention(
-        q.detach().double(), k.detach().double(), v.detach().double(), mask, **PAIRINGS[pairing]
-    )
+    return loops.attention(q.detach().double(), k.detach().double(), v.detach().double(), mask, **PAIRINGS[pairing])
 
 
 @every_backend
@@ -235,9 +227,7 @@ def test_a_future_token_never_changes_a_past_output(backend, pairing, dtype, see
     for i, t in enumerate(later):
         t[:, :, cut:] = tensor(1, 2, length - cut, 3, seed=seed + 20 + i, scale=size, dtype=DTYPES[dtype])
     out = attend(q, k, v, pairing, backend, is_causal=True)[:, :, :cut]
-    assert_close(
-        attend(*later, pairing, backend, is_causal=True)[:, :, :cut], out, TOLERANCE[DTYPES[dtype]] / 10
-    )
+    assert_close(attend(*later, pairing, backend, is_causal=True)[:, :, :cut], out, TOLERANCE[DTYPES[dtype]] / 10)
 
 
 @every_backend

@@ -50,9 +50,7 @@ CASES = [
     for name in CALLS
     for argument in inspect.signature(getattr(functional, name)).parameters
     for i, value in enumerate(BAD.get(argument, ()))
-    if not (
-        name == "hype_bias" and isinstance(value, torch.Tensor) and len(value) == 3
-    )  # as many heads as it has
+    if not (name == "hype_bias" and isinstance(value, torch.Tensor) and len(value) == 3)  # as many heads as it has
 ]
 
 

@@ -28,9 +28,7 @@ class Attention(torch.nn.Module):
 
 
 def inputs(length, dtype=torch.float32):
-    return [
-        t.requires_grad_() for t in qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=dtype, seed=60)
-    ]
+    return [t.requires_grad_() for t in qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=dtype, seed=60)]
 
 
 @every_backend

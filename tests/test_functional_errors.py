@@ -135,9 +135,7 @@ def test_unknown_arguments_are_not_swallowed():
         cone_attention(Q, K, V, scale=0.5)
 
 
-@pytest.mark.parametrize(
-    "kind", [int, float, lambda v: torch.full((4,), float(v))], ids=["int", "float", "tensor"]
-)
+@pytest.mark.parametrize("kind", [int, float, lambda v: torch.full((4,), float(v))], ids=["int", "float", "tensor"])
 def test_parameters_may_be_numbers_or_one_value_per_head(kind):
     out = cone_attention(Q, K, V, gamma=kind(2), radius=kind(1))
     assert torch.allclose(out, cone_attention(Q, K, V, gamma=2.0, radius=1.0))

@@ -71,9 +71,7 @@ def test_gradients_equal_the_oracles(backend, pairing, causal, dtype, rtol):
 def test_gradients_over_many_blocks(backend, pairing, dtype, rtol, batch, heads, kv_heads, lq, lk):
     """Every block of rows and of keys adds its share, to the mask as well."""
     q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=44)
-    inputs = leaves(
-        *(t.to(DTYPES[dtype]) for t in (q, k, v, *per_head(heads), tensor(1, heads, lq, lk, seed=45)))
-    )
+    inputs = leaves(*(t.to(DTYPES[dtype]) for t in (q, k, v, *per_head(heads), tensor(1, heads, lq, lk, seed=45))))
     plain = leaves(*(t.double() for t in inputs))
     weight = tensor(batch, heads, lq, 4, seed=46)
     rest = {"attn_mask": inputs[5], "is_causal": True, "enable_gqa": True}
@@ -123,13 +121,9 @@ def test_one_parameter_for_all_heads_gets_the_summed_gradient(backend, shape):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("radius", [1e-4, 100.0])
 def test_gradients_at_extreme_radii_stay_finite(backend, pairing, dtype, radius):
-    inputs = leaves(
-        *qkv(batch=1, heads=2, lq=6, dtype=DTYPES[dtype]), torch.full((2,), radius, dtype=DTYPES[dtype])
-    )
+    inputs = leaves(*qkv(batch=1, heads=2, lq=6, dtype=DTYPES[dtype]), torch.full((2,), radius, dtype=DTYPES[dtype]))
     out = attend(*inputs[:3], pairing, backend, radius=inputs[3])
-    for name, grad in zip(
-        ("q", "k", "v", "radius"), torch.autograd.grad(out.square().sum(), inputs), strict=True
-    ):
+    for name, grad in zip(("q", "k", "v", "radius"), torch.autograd.grad(out.square().sum(), inputs), strict=True):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 

@@ -95,9 +95,7 @@ def test_grouped_heads_equal_repeated_heads(backend, pairing, seed, groups, caus
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
-@pytest.mark.parametrize(
-    "batch, lq, lk", [(1, 4, 0), (1, 0, 4), (0, 4, 4)], ids=["no keys", "no queries", "no batch"]
-)
+@pytest.mark.parametrize("batch, lq, lk", [(1, 4, 0), (1, 0, 4), (0, 4, 4)], ids=["no keys", "no queries", "no batch"])
 def test_empty_inputs(backend, batch, lq, lk):
     """No keys is nothing visible: zeros. No queries, no batch: an empty output, with a graph."""
     q, k, v = tensor(batch, 2, lq, 3), tensor(batch, 2, lk, 3), tensor(batch, 2, lk, 5)
@@ -153,11 +151,7 @@ def test_dropout_over_many_blocks_draws_each_block_anew(backend):
     torch.manual_seed(3)
     kept = attend(q, k, v, "umbral-xi", backend, dropout_p=0.5) != 0
     blocks = [
-        kept[b, h, i : i + 100, j : j + 100]
-        for b in (0, 1)
-        for h in (0, 1)
-        for i in (0, 100, 500)
-        for j in (0, 500)
+        kept[b, h, i : i + 100, j : j + 100] for b in (0, 1) for h in (0, 1) for i in (0, 100, 500) for j in (0, 500)
     ]
     for index, one in enumerate(blocks):
         assert 0.45 < one.double().mean() < 0.55

@@ -80,9 +80,7 @@ def use(site: Path, code: str) -> str:
 def test_wheel_holds_the_packages_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(
-        *(files_in(ROOT / p, ROOT) for p in PACKAGES)
-    )
+    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert held == expected
 
 

@@ -12,9 +12,7 @@ model = AutoModelForCausalLM.from_pretrained("a/model", attn_implementation="con
 model = ha.patch_model(model, ConeConfig(variant="penumbral", gamma=2.0), layers="last-third")
 ha.patch_model(model, ha.HsaConfig(windows=(16, 64), tying="key", near=(32, 64)), heads=[0, 1], mode="blend")
 ha.patch_model(model, HyperAttnConfig([HyperbolicConfig(), ha.HypeConfig(mu=0.01)], layers=range(4)))
-ha.patch_model(
-    model, ha.HeadFusionConfig(), ha.TalkingHeadsConfig(after=False), ha.TrilinearConfig(windows=(8, None))
-)
+ha.patch_model(model, ha.HeadFusionConfig(), ha.TalkingHeadsConfig(after=False), ha.TrilinearConfig(windows=(8, None)))
 model.save_pretrained("a/folder")
 ha.unpatch_model(model)
 linear = ha.patch_model(torch.nn.Linear(2, 2), ha.MklConfig(kind="global"))

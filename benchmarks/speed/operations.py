@@ -142,9 +142,7 @@ OPERATIONS = {
     "squared_lorentz+einstein": Operation(
         "squared Lorentz, Einstein midpoint", hyperbolic("squared_lorentz", "einstein")
     ),
-    "hype": Operation(
-        "HyPE", hype, peers={"dense mask": peers.dense_hype}, limits=limits(1.10, 1.10, (1.15, 1.2))
-    ),
+    "hype": Operation("HyPE", hype, peers={"dense mask": peers.dense_hype}, limits=limits(1.10, 1.10, (1.15, 1.2))),
     "hype columns": Operation("HyPE as columns", hype, engines=("sdpa",)),
     "dot": Operation("dot product", plain, engines=ORDER, peers={"eager": peers.eager}),
 }

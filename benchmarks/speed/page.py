@@ -120,9 +120,7 @@ def gpu_ways(rows):
     lines = []
     for name, operation in OPERATIONS.items():
         for way in ("triton", "sdpa", "blockwise", *operation.peers):
-            found = [
-                rows.get(f"{name} | {way} | {gpu_case(kind, 2048, 64, True).key}") for kind in KIND_TITLES
-            ]
+            found = [rows.get(f"{name} | {way} | {gpu_case(kind, 2048, 64, True).key}") for kind in KIND_TITLES]
             lines.append([f"{operation.title}, {way}", *[cell(r, memory=True) for r in found]])
     return grid(["", *KIND_TITLES.values()], lines)
 
@@ -230,9 +228,7 @@ def plot(rows: dict, path: Path) -> None:
                 found = [(n, rows.get(f"{name} | {peer} | {shape(kind, n).key}")) for n in LENGTHS]
                 line(axis, f"{operation.title}: {peer}", found, "x:")
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(
-            xscale="log", yscale="log", xlabel="length", ylabel="time, SDPA = 1", title=KIND_TITLES[kind]
-        )
+        axis.set(xscale="log", yscale="log", xlabel="length", ylabel="time, SDPA = 1", title=KIND_TITLES[kind])
         axis.set_xticks(LENGTHS, [str(n) for n in LENGTHS], rotation=45)
         axis.minorticks_off()
         axis.set_yticks([0.8, 1, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.5", "2", "3", "5", "10"])

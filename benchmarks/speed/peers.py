@@ -72,9 +72,7 @@ def flex(score, value: Tensor, causal: bool) -> Tensor:
     row, column, head = ([t.contiguous() for t in side] for side in term.numbers()[:3])
 
     def modified(dot, b, h, i, j):
-        return term.term.logits(
-            dot, [t[b, h, i] for t in row], [t[b, h, j] for t in column], [t[h] for t in head]
-        )
+        return term.term.logits(dot, [t[b, h, i] for t in row], [t[b, h, j] for t in column], [t[h] for t in head])
 
     blocks = causal_blocks(score.query.shape[2], score.key.shape[2], value.device.type) if causal else None
     return compiled_flex()(score.query, score.key, value.to(score.query.dtype), score_mod=modified,

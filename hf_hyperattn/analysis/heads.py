@@ -192,8 +192,7 @@ class HeadUsage:
     def entropy(self) -> dict[str, float]:
         """For every host, the mean entropy of beta over the largest there is: 1 where all heads have the same."""
         return {
-            name: float(token_mean(entropy(w / w.shape[-1]), self.mask))
-            / max(largest_entropy(w.shape[-1]), 1e-9)
+            name: float(token_mean(entropy(w / w.shape[-1]), self.mask)) / max(largest_entropy(w.shape[-1]), 1e-9)
             for name, w in self.weights.items()
         }
 

@@ -74,9 +74,7 @@ def certificate(
         ValueError: the model is patched, or its attention is of a kind that hierarchical attention does not allow.
     """
     config = config or HsaConfig()
-    arguments: dict[str, Any] = (
-        dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
-    )
+    arguments: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
     base = base_model(model)
     if hierarchy is not None:
         arguments["hierarchy"] = hierarchy
@@ -101,9 +99,7 @@ def certificate(
     for name in hypers:
         if name not in losses:
             raise ValueError(f"{name} was not run on these inputs; allowed: layers that are")
-    return [
-        LayerLoss(name, tuple((loss / counts[name]).tolist()), counts[name]) for name, loss in losses.items()
-    ]
+    return [LayerLoss(name, tuple((loss / counts[name]).tolist()), counts[name]) for name, loss in losses.items()]
 
 
 def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int]:
@@ -120,9 +116,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
         )
     query, key = linear_features(Plan.of(call).score)
     tree = call.keywords.get("hierarchy")
-    hierarchy = hierarchy_for(
-        config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal
-    )
+    hierarchy = hierarchy_for(config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal)
     mask = options.mask
     if mask is not None:
         real = padding_of(mask, query.shape[2], call.is_causal)

@@ -183,9 +183,7 @@ def tying(demo: Demo, model: Any) -> tuple[str, Any]:
     return TIED, hf_hyperattn.HsaConfig()
 
 
-def measure_row(
-    demo: Demo, label: str, model: Any, bar: ProgressLines, reference: torch.Tensor | None = None
-) -> Row:
+def measure_row(demo: Demo, label: str, model: Any, bar: ProgressLines, reference: torch.Tensor | None = None) -> Row:
     """Measure a model; `reference` are the stock model's logits."""
     measure_generation(model, demo.prompt, 2)  # what is set up on first use is no part of the speed
     step = lambda: bar.advance(GENERATED_STEP)

@@ -36,13 +36,9 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.mechanism not in MECHANISMS:
         allowed = ", ".join(MECHANISMS)
-        raise ValueError(
-            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}"
-        )
+        raise ValueError(f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}")
     if args.budget is not None and not 0 < args.budget < 1:
-        raise ValueError(
-            f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02"
-        )
+        raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     if not 0 <= args.seed < 2**63:
@@ -51,9 +47,7 @@ def check(args: argparse.Namespace) -> None:
         check_replaceable(Path(args.output), args.force, args.model)
         above = Path(args.output).absolute().parent
         if not above.is_dir():
-            raise ValueError(
-                f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder"
-            )
+            raise ValueError(f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder")
 
 
 def inject_hsa(args: argparse.Namespace) -> int:

@@ -72,11 +72,7 @@ def check(args: argparse.Namespace) -> None:
 
 def calls(task: Task) -> list[dict[str, Tensor]]:
     """The first two parts of every text, as calls of the model."""
-    return [
-        {"input_ids": ids if task.is_encoder else ids[None]}
-        for part in task.texts[:2]
-        for ids in part.values()
-    ]
+    return [{"input_ids": ids if task.is_encoder else ids[None]} for part in task.texts[:2] for ids in part.values()]
 
 
 @torch.no_grad()

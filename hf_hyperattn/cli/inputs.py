@@ -30,9 +30,7 @@ def read_config(path: str, label: str) -> PreTrainedConfig:
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{label}: a folder without config.json, not a model; allowed: a saved model or a Hub id"
-        )
+        raise ValueError(f"{label}: a folder without config.json, not a model; allowed: a saved model or a Hub id")
     if not folder.is_dir() and is_path(path):
         kind = "a file" if folder.exists() else "no such folder"
         raise ValueError(f"{label}: {kind}; allowed: the folder of a saved model or a Hub id")
@@ -56,9 +54,7 @@ def window_of(config: PreTrainedConfig, length: int | None, default: int, prefix
     if positions is None:
         return length or default
     if length and length + prefix > positions:
-        raise ValueError(
-            f"--length {length} exceeds what the model reads; allowed: up to {positions - prefix}"
-        )
+        raise ValueError(f"--length {length} exceeds what the model reads; allowed: up to {positions - prefix}")
     return length or min(default, positions - prefix)
 
 

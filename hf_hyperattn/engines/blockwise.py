@@ -146,13 +146,9 @@ def hide(tile: Tile, logits: Tensor) -> Tensor:
     elif t.mask is not None:
         logits.masked_fill_(~tile.of_pair(t.mask), float("-inf"))
     # without a window, causality cuts only the keys from the block's first row on
-    start = (
-        tile.columns.start if options.window else max(tile.columns.start, tile.rows.start + options.offset)
-    )
+    start = tile.columns.start if options.window else max(tile.columns.start, tile.rows.start + options.offset)
     edge = range(min(start, tile.columns.stop), tile.columns.stop)
-    visible = position_mask(
-        options, (tile.rows.start, tile.rows.stop), (edge.start, edge.stop), logits.device
-    )
+    visible = position_mask(options, (tile.rows.start, tile.rows.stop), (edge.start, edge.stop), logits.device)
     if visible is not None and len(edge):
         logits[..., edge.start - tile.columns.start :].masked_fill_(~visible, float("-inf"))
     return logits
@@ -161,11 +157,7 @@ def hide(tile: Tile, logits: Tensor) -> Tensor:
 def softmax(tile: Tile, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised weights (in place), their row sums, and the log-sum-exp; a row that sees nothing sums to 1."""
     lowest = torch.finfo(logits.dtype).min
-    top = (
-        logits.amax(-1, keepdim=True)
-        if len(tile.columns)
-        else logits.new_full((*logits.shape[:-1], 1), lowest)
-    )
+    top = logits.amax(-1, keepdim=True) if len(tile.columns) else logits.new_full((*logits.shape[:-1], 1), lowest)
     sinks = tile.call.tensors.sinks
     if sinks is not None:
         top = torch.maximum(top, tile.of_head(sinks))
@@ -197,9 +189,7 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     if factors is not None:
         d_weights.mul_(factors)
     delta = deltas(tile, weights, d_weights, grad, out, lse)
-    tile.of_key(grads.value).add_(
-        tile.transposed_product(weights if factors is None else weights * factors, grad)
-    )
+    tile.of_key(grads.value).add_(tile.transposed_product(weights if factors is None else weights * factors, grad))
     d_logits = d_weights.sub_(delta).mul_(weights)
     if grads.sinks is not None and t.sinks is not None:
         share = -torch.exp(tile.of_head(t.sinks) - lse) * delta

@@ -131,12 +131,7 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
-    if (
-        backend == "auto"
-        and not weights
-        and not torch.compiler.is_compiling()
-        and depends_on_call(score, name)
-    ):
+    if backend == "auto" and not weights and not torch.compiler.is_compiling() and depends_on_call(score, name):
         return attend_by_choice
     if ENGINES[name] is cpu.attend:
         return cpu.resolve(score, value, options)
@@ -167,9 +162,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     """
     if weights:
         return "reference"
-    compiling = (
-        torch.compiler.is_compiling()
-    )  # no guard on lengths: a compiled or exported call serves all of them
+    compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
     one_product = len(score.terms) == 1 and score.terms[0].reader is None
     if size > dense.DECODED and not one_product and cpu.decodes(score, value, options):
@@ -200,9 +193,7 @@ def checked(options: Options, score: PairScore) -> Options:
     bias = check_broadcast("bias", options.bias, shape)
     sinks = options.sinks
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}; allowed: one value per query head, ({heads},)"
-        )
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; allowed: one value per query head, ({heads},)")
     return replace(
         options,
         mask=mask,

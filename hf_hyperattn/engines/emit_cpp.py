@@ -161,9 +161,7 @@ def functor(term: Term) -> str:
     read: set[Node] = set()
     # what reads the state is written first, so that it is known what that has to hold
     pull = Writer(forward, read)
-    texts = write_pull(t, pull) | (
-        {} if distance is None else write_distance(t.graph, distance, forward, read)
-    )
+    texts = write_pull(t, pull) | ({} if distance is None else write_distance(t.graph, distance, forward, read))
     texts |= {
         "pull": pull.result(),
         "logit": write_forward(t.logit, "s.logit", read, 4 if distance is None else 6),

@@ -69,9 +69,7 @@ def private_directory() -> Path:
     elif fault is None and hasattr(os, "ST_NOEXEC") and os.statvfs(directory).f_flag & os.ST_NOEXEC:
         fault = "is on a file system from which nothing may run (noexec)"
     if fault is not None:
-        raise OSError(
-            f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700"
-        )
+        raise OSError(f"{directory} {fault}; HF_HYPERATTN_BUILD_DIR must name a directory of your own with mode 700")
     return directory
 
 
@@ -229,9 +227,7 @@ def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] 
 def _run(calls: list[list[str]]) -> None:
     """Call the compiler with each list of arguments, at the same time."""
     options: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = [
-        subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls
-    ]
+    running = [subprocess.Popen([*compiler(), *call], text=True, errors="replace", **options) for call in calls]
     said = [process.communicate()[0] for process in running]
     for process, text in zip(running, said, strict=True):
         if process.returncode:

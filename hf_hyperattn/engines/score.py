@@ -111,9 +111,7 @@ class Term:
             g = pull(grad)
             return g[0], g[1:a], g[a:b], g[b:]
 
-        return out if squared_distance is None else self.logits(
-            dot, row, column, head, squared_distance
-        ), pullback
+        return out if squared_distance is None else self.logits(dot, row, column, head, squared_distance), pullback
 
 
 class DistanceTerm(Term):

@@ -112,9 +112,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 
 def rounds(mask: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether an additive mask holds numbers that this dtype does not, as biases of the caller's own."""
-    return (
-        mask is not None and mask.is_floating_point() and not torch.equal(mask.to(dtype).to(mask.dtype), mask)
-    )
+    return mask is not None and mask.is_floating_point() and not torch.equal(mask.to(dtype).to(mask.dtype), mask)
 
 
 def numbers_of(terms) -> list[Tensor]:
@@ -231,9 +229,7 @@ def columns_of(term: ScoreTerm, scale: float, dtype: torch.dtype, with_row: bool
 
 def balance_of(left: Tensor, right: Tensor) -> Tensor:
     """Powers of 2, one a column, that make the largest factors on both sides alike: float16 then holds them."""
-    size_left, size_right = (
-        t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach())
-    )
+    size_left, size_right = (t.abs().amax((0, 1, 2)).clamp_min(1e-30) for t in (left.detach(), right.detach()))
     return torch.exp2(torch.round(torch.log2(size_left / size_right) / 2))
 
 

@@ -101,18 +101,14 @@ class OperatorCall:
     column: list[Tensor]
     head: list[Tensor]
     extras: dict[str, Tensor]
-    terms: tuple[
-        tuple[Term, bool, bool], ...
-    ]  # each with whether it has a gate, and whether softcap acts on it
+    terms: tuple[tuple[Term, bool, bool], ...]  # each with whether it has a gate, and whether softcap acts on it
     score_key: str
     width: int
     scale: float
     options: Options  # its tensors are in `extras`
 
 
-def read(
-    tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options
-) -> OperatorCall:
+def read(tensors: Sequence[Tensor], score_key: str, extras: str, width: int, scale: float, *options) -> OperatorCall:
     """The arguments by name; also of a list of gradients in the order of the tensors."""
     terms, counts = parse_score_key(score_key), [3, 0, 0, 0]
     for term, gated, _ in terms:

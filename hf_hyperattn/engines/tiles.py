@@ -89,9 +89,7 @@ class Call:
             for h in range(0, kv_heads, together):
                 for i in range(0, n, rows):
                     block = range(i, min(i + rows, n))
-                    yield Tile(
-                        self, b, slice(h, h + together), block, key_range(self.options, block, keys), index
-                    )
+                    yield Tile(self, b, slice(h, h + together), block, key_range(self.options, block, keys), index)
                     index += 1
 
 

@@ -206,9 +206,7 @@ class Tracer(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.graph = Graph()
-        self.nodes: dict[
-            int, tuple[Tensor, Node]
-        ] = {}  # by ids of tensors, which are kept: an id is used once
+        self.nodes: dict[int, tuple[Tensor, Node]] = {}  # by ids of tensors, which are kept: an id is used once
 
     def tensor(self, op: str, place: int = 0) -> Tensor:
         """A new argument."""

@@ -95,9 +95,7 @@ class Hierarchy:
         return cls.of_trees(trees, every[1], length)
 
     @classmethod
-    def of_trees(
-        cls, trees: Sequence[Tree], tokens: Sequence | None = None, length: int | None = None
-    ) -> Hierarchy:
+    def of_trees(cls, trees: Sequence[Tree], tokens: Sequence | None = None, length: int | None = None) -> Hierarchy:
         """A batch of trees that are there already; arguments as in `from_parents`."""
         tokens = [None] * len(trees) if tokens is None else tokens
         places = tuple(checked_tokens(t, tree) for t, tree in zip(tokens, trees, strict=True))
@@ -229,9 +227,7 @@ class Hierarchy:
         if not self.is_windows:
             return self
         spans = [self.span(row) for row in range(self.rows)]
-        made = {
-            count: windows_tree(count, self.sizes or ()) for count in {stop - start for start, stop in spans}
-        }
+        made = {count: windows_tree(count, self.sizes or ()) for count in {stop - start for start, stop in spans}}
         tokens = tuple(torch.arange(*span) for span in spans)
         return Hierarchy(self.length, tuple(made[b - a] for a, b in spans), tokens)
 
@@ -311,9 +307,7 @@ def checked_tokens(tokens, tree: Tree) -> Tensor:
     if tokens.shape != (tree.leaves,):
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; allowed: one a leaf, ({tree.leaves},)")
     if bool((tokens < 0).any()) or bool((tokens.diff() <= 0).any()):
-        raise ValueError(
-            "tokens are not in ascending order; allowed: leaves in the order of their tokens, each once"
-        )
+        raise ValueError("tokens are not in ascending order; allowed: leaves in the order of their tokens, each once")
     return tokens
 
 

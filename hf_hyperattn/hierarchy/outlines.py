@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable
 Starts = list[int]
 
 BLANK = re.compile(r"\n[^\S\n]*\n\s*")
-SENTENCE_END = re.compile(
-    r"[.!?\u2026]+[\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*\s*"
-)
+SENTENCE_END = re.compile(r"[.!?\u2026]+[\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d]*\s*")
 ABBREVIATION = re.compile(
     r"\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|etc|cf|al|Fig|Eq|Sec|No|Vol|pp|e\.g|i\.e|U\.S|approx|resp)\.$"
 )

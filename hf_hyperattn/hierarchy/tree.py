@@ -63,9 +63,7 @@ class Tree:
         parents = checked_parents(parents)
         kinds = torch.zeros_like(parents) if kinds is None else torch.as_tensor(kinds).long().cpu()
         if kinds.shape != parents.shape:
-            raise ValueError(
-                f"kinds has shape {tuple(kinds.shape)}; allowed: one a node, {tuple(parents.shape)}"
-            )
+            raise ValueError(f"kinds has shape {tuple(kinds.shape)}; allowed: one a node, {tuple(parents.shape)}")
         if kinds.numel() and (kinds.min() < 0 or kinds.max() >= len(kind_names)):
             raise ValueError(
                 f"kinds goes from {int(kinds.min())} to {int(kinds.max())}; allowed: 0 to {len(kind_names) - 1}, "
@@ -161,9 +159,7 @@ def checked_parents(parents: Sequence[int] | Tensor) -> Tensor:
             + (": the others are orphans" if roots else "; without a root there is a cycle")
         )
     if wrong := _where((parents < -1) | (parents >= nodes)):
-        raise ValueError(
-            f"nodes {_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}"
-        )
+        raise ValueError(f"nodes {_some(wrong)} have parents out of range; allowed: -1 for the root, 0 to {nodes - 1}")
     up = torch.where(parents == -1, roots[0], parents)
     for _ in range(nodes.bit_length()):  # after enough doublings of the step, all stand at the root
         up = up[up]

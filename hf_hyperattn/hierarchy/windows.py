@@ -19,9 +19,7 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-            raise ValueError(
-                f"window size {size!r} is not allowed; allowed: integers of at least 2, bottom first"
-            )
+            raise ValueError(f"window size {size!r} is not allowed; allowed: integers of at least 2, bottom first")
     for small, large in zip(sizes, sizes[1:]):
         if large % small or large == small:
             raise ValueError(

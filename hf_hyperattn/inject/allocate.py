@@ -55,9 +55,7 @@ class Allocation:
         )
 
 
-def predicted_losses(
-    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None
-) -> dict[str, Tensor]:
+def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
     Args:

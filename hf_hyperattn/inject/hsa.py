@@ -140,15 +140,11 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
     near, first, top_k = ([x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k))
     sinks = None if call.options.sinks is None else call.options.sinks.float()
     part = query[:, :, start : start + CHUNK]
-    return attend_levels(
-        part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale)
-    )
+    return attend_levels(part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale))
 
 
 @lru_cache(maxsize=65536)
-def pairs(
-    length: int, sizes: tuple[int, ...], near: int, sinks: int, top_k: int, dropped: bool = False
-) -> int:
+def pairs(length: int, sizes: tuple[int, ...], near: int, sinks: int, top_k: int, dropped: bool = False) -> int:
     """Logits that one causal head computes for a text: tokens, closed blocks, and every block that refinement looks at.
 
     Ordinary attention computes length · (length + 1) / 2.

@@ -81,9 +81,7 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
     if missing:
         # Llama's question answering calls its base `transformer`; Transformers does not load the weights either
         renamed = any(name.partition(".")[2] == missing[0].partition(".")[2] for name in names)
-        advice = (
-            "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
-        )
+        advice = "; save the bare model, model.base_model.save_pretrained(...), and load that" if renamed else ""
         raise ValueError(
             f"hyperattn config names the host {missing[0][:80]!r}, which {type(base).__name__} does not have; "
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
@@ -109,9 +107,7 @@ def _has_stack(base: PreTrainedModel, name: str) -> bool:
     return not forms.isdisjoint(name for name, _ in base.named_modules())
 
 
-def resolve_overrides(
-    config: HyperAttnConfig, selected: list[Selected], base: PreTrainedModel
-) -> HyperAttnConfig:
+def resolve_overrides(config: HyperAttnConfig, selected: list[Selected], base: PreTrainedModel) -> HyperAttnConfig:
     """The config with the names in `overrides` as this model has them, and all that belongs to its hosts alone.
 
     Raises:

@@ -120,8 +120,6 @@ def wants_weights(module: nn.Module, keywords: dict) -> bool:
         return True
     collector = getattr(output_capturing, "_active_collector", None)
     if torch.compiler.is_compiling() and not getattr(collector, "compiling", False):
-        return (
-            False  # the model's own forward does not collect, and the compiler cannot read a context variable
-        )
+        return False  # the model's own forward does not collect, and the compiler cannot read a context variable
     collected = collector.get() if collector is not None else None
     return any(key.endswith("attentions") for key in collected or ())

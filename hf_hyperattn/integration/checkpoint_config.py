@@ -66,9 +66,7 @@ def write_records(model: PreTrainedModel) -> None:
         return erase_records(model)
     configs = {id(host.config): host.config for host in hosts.values()}
     if not configs.keys() <= set(map(id, tree(model.config))):
-        configs[id(model.config)] = (
-            model.config
-        )  # T5's encoder and decoder run on copies, made anew at every load
+        configs[id(model.config)] = model.config  # T5's encoder and decoder run on copies, made anew at every load
     for config in configs.values():
         _mark(config)
     recorded: set[int] = set()

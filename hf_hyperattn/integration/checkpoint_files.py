@@ -70,9 +70,7 @@ def regular_file(directory: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # missing; links in a circle
         raise ValueError(f"cannot read {directory / name}: {error}; allowed: a file") from error
     if not any(real.is_relative_to(place) for place in places):
-        raise ValueError(
-            f"{directory / name} is a link out of the checkpoint; allowed: the file itself in its place"
-        )
+        raise ValueError(f"{directory / name} is a link out of the checkpoint; allowed: the file itself in its place")
     if not real.is_file():
         raise ValueError(f"{directory / name} is no regular file; allowed: a file")
     return real
@@ -135,21 +133,15 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
     """ValueError where there are no weights, a file of them is damaged, or one that an index names is missing."""
     weights = [name for name in files if name.endswith(".safetensors")]
     if not weights:
-        raise ValueError(
-            f"{directory} holds no weights; allowed: model.safetensors, as save_pretrained writes it"
-        )
+        raise ValueError(f"{directory} holds no weights; allowed: model.safetensors, as save_pretrained writes it")
     for name in weights:
         try:
             with safe_open(files[name], "pt"):
                 pass  # reads the header, and compares the size of the file
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{directory / name} is damaged: {error}; allowed: a whole safetensors file"
-            ) from error
+            raise ValueError(f"{directory / name} is damaged: {error}; allowed: a whole safetensors file") from error
     for name in (name for name in files if name.endswith(".index.json")):
         shards = read_json(files[name]).get("weight_map")
         shards = shards.values() if isinstance(shards, dict) else ["weight_map"]
         if missing := [shard for shard in shards if shard not in weights]:
-            raise ValueError(
-                f"{directory / name} names {short(missing[0])}, which is not there; save it again"
-            )
+            raise ValueError(f"{directory / name} names {short(missing[0])}, which is not there; save it again")

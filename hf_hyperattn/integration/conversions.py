@@ -151,9 +151,7 @@ def convert(
 
 def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     """The examples as a list, where each can be the keywords of a call."""
-    calls = (
-        [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
-    )
+    calls = [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
     if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
             f"examples={short(examples)} is not allowed; allowed: a list of dicts, at least one, each the keywords "

@@ -25,17 +25,14 @@ class Description(dict):
         rows = [["host", "family", "heads", "kind", "patched", "added", "gates"]]
         for host in self["hosts"]:
             gates = [
-                f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}"
-                for n, g in host["gates"].items()
+                f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}" for n, g in host["gates"].items()
             ]
             heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
             added = str(host["parameters_added"])
             row = (host["name"], host["family"], heads, host["kind"], mechanisms, added, ", ".join(gates))
             rows.append([cell or "-" for cell in row])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
         lines.append(
             f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
@@ -43,9 +40,7 @@ class Description(dict):
         )
         off = sorted({h["attn_implementation"] for h in self["hosts"] if h["mechanisms"] and not h["active"]})
         if off:
-            lines.append(
-                f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added"
-            )
+            lines.append(f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added")
         by_name = sorted({h["attn_implementation"] for h in self["hosts"]} & (OURS - {PATCHED, RUNNING}))
         lines += [f"by name: attention is {name!r}" for name in by_name]
         return "\n".join(lines)

@@ -104,9 +104,7 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
         settings = read_json(known[name])
         clean, code = without_code(settings)
         if name == "config.json":
-            code = (
-                code[1:] if "auto_map" in settings else code
-            )  # that of an earlier export, as `read_source` saw
+            code = code[1:] if "auto_map" in settings else code  # that of an earlier export, as `read_source` saw
             clean["auto_map"] = {auto: f"{MODELING}.{cls.__name__}" for auto, cls in classes.items()}
         if code or name == "config.json":
             texts[name] = json.dumps(clean, indent=2) + "\n"
@@ -140,29 +138,21 @@ def find_source(source: str | os.PathLike) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if is_path(source):
-        raise ValueError(
-            f"{source} is no directory; allowed: the directory or Hub id of a saved patched model"
-        )
+        raise ValueError(f"{source} is no directory; allowed: the directory or Hub id of a saved patched model")
     return Path(snapshot_download(str(source)))
 
 
 def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfig]:
     """config.json as it is and as a config, and the record of what was patched."""
     if (directory / "adapter_config.json").exists():
-        raise ValueError(
-            f"{directory} holds an adapter; merge it into its model and save that, then export it"
-        )
+        raise ValueError(f"{directory} holds an adapter; merge it into its model and save that, then export it")
     regular_file(directory, "config.json")
     data = read_config(directory)
     record = None if data.get("hyperattn") is None else HyperAttnConfig.from_dict(data["hyperattn"])
     if record is None or record.hosts is None:
-        raise ValueError(
-            f"{directory} holds no patched model; allowed: what save_pretrained wrote after patch_model"
-        )
+        raise ValueError(f"{directory} holds no patched model; allowed: what save_pretrained wrote after patch_model")
     if any(not str(value).startswith(MODELING) for value in (data.get("auto_map") or {}).values()):
-        raise ValueError(
-            f"{directory} has remote code of its own (auto_map); allowed: models of Transformers"
-        )
+        raise ValueError(f"{directory} has remote code of its own (auto_map); allowed: models of Transformers")
     return data, load_config(directory), record
 
 
@@ -196,9 +186,7 @@ def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
 def needed_packages(model: torch.nn.Module, record: HyperAttnConfig) -> list[str]:
     """What has to be installed because it cannot be copied."""
     homes = {type(mechanism).__module__.split(".")[0] for mechanism in record.mechanisms}
-    return (
-        [PACKAGE, *sorted(homes - {PACKAGE})] if any(model_patches.hosts(model)) or homes != {PACKAGE} else []
-    )
+    return [PACKAGE, *sorted(homes - {PACKAGE})] if any(model_patches.hosts(model)) or homes != {PACKAGE} else []
 
 
 def rooms(record: HyperAttnConfig) -> list[str]:
@@ -225,9 +213,7 @@ def modeling_file(classes: dict[str, type], packages: list[str], record: HyperAt
         lines += ["", "", *BY_PACKAGE]
     else:
         copies = [f"from .{flat_name(REMOTE)} import Patched"]
-        copies += [
-            f"from .{flat_name(room)} import __name__ as _room{i}" for i, room in enumerate(rooms(record))
-        ]
+        copies += [f"from .{flat_name(room)} import __name__ as _room{i}" for i, room in enumerate(rooms(record))]
         lines += ["", "try:", f"    import {PACKAGE}  # noqa: F401", "except ImportError:"]
         lines += [f"    {line}  # noqa: F401" for line in copies]
         lines += ["else:", "", *(f"    {line}".rstrip() for line in BY_PACKAGE)]

@@ -42,18 +42,14 @@ def note_all(model: nn.Module) -> None:
             note_masks(part)
 
 
-def first_key(
-    module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int
-) -> FirstKey:
+def first_key(module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int) -> FirstKey:
     """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
     compiling = torch.compiler.is_compiling()
     known = None if compiling or mask is None else FIRST_KEYS.get(mask)
     if known is not None:
         return known
     window = window or getattr(module, "sliding_window", None)
-    unclear = (
-        isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
-    )
+    unclear = isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
     return FirstKey(None if unclear else 0)
 
 

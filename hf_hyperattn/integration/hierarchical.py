@@ -229,9 +229,7 @@ def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[n
     """The hosts whose tokens a hierarchy given to the whole model is about."""
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = model.get_encoder()
-        inside = (
-            set(map(id, encoder.modules())) if isinstance(encoder, nn.Module) and encoder is not model else ()
-        )
+        inside = set(map(id, encoder.modules())) if isinstance(encoder, nn.Module) and encoder is not model else ()
         return [host for host in hosts if id(host) in inside] or hosts
     try:
         text = model.config.get_text_config()

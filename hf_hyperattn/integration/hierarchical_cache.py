@@ -102,9 +102,7 @@ class HierarchicalLayer(DynamicLayer):
         Raises:
             ValueError: always; the means are needed on the device at every token.
         """
-        raise ValueError(
-            "HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower"
-        )
+        raise ValueError("HierarchicalCache cannot be offloaded; use DynamicCache(offloading=True), which is slower")
 
 
 class HierarchicalCache(DynamicCache):

@@ -120,9 +120,7 @@ def _build(original, self, config, *args, **kwargs):
         setattr(self.config, INTERNAL, stock_name(self.config) if marked(self.config) else neutral)
 
 
-for _model_class in subclasses(
-    PreTrainedModel
-):  # after the wrapper of the `__init__` that they have from there
+for _model_class in subclasses(PreTrainedModel):  # after the wrapper of the `__init__` that they have from there
     note_building(_model_class)
 
 
@@ -173,9 +171,7 @@ def restore(model: PreTrainedModel, outer: tuple[PreTrainedModel, ...]) -> bool:
 
 def route_as_before(model: PreTrainedModel) -> bool:
     """Route served families while their configs name the implementation from before, so that it can be undone."""
-    named = [
-        (c, c._attn_implementation) for part in parts(model) for c in tree(part.config) if STOCK in vars(c)
-    ]
+    named = [(c, c._attn_implementation) for part in parts(model) for c in tree(part.config) if STOCK in vars(c)]
     try:
         for config, _ in named:
             setattr(config, INTERNAL, name_before(config))
@@ -272,9 +268,7 @@ def _set(original, self, *args, **kwargs):
 def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     requests = requested(self.config, attn_implementation)
     names, saved = {name for _, name in requests}, saved_name(self.config)
-    before = [
-        (config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)
-    ]
+    before = [(config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)]
     patched: list[tuple[Any, Any]] = [(config, name) for config, name, _ in before if marked(config)]
     if patched and names <= {PATCHED, RUNNING}:
         return None

@@ -37,9 +37,7 @@ def interface_callers(cls: type) -> tuple[FunctionType, ...]:
 
 def _names_interface(code: CodeType) -> bool:
     nested = (c for c in code.co_consts if isinstance(c, CodeType))
-    return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= set(code.co_names) or any(
-        map(_names_interface, nested)
-    )
+    return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= set(code.co_names) or any(map(_names_interface, nested))
 
 
 def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:

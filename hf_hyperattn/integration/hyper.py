@@ -133,12 +133,7 @@ class Hyper(Layers):
 
     def starts(self, call: HostCall) -> bool:
         """Whether training begins here: nothing has moved yet. Not asked again once something has."""
-        if (
-            self.moved
-            or not torch.is_grad_enabled()
-            or call.options.dropout_p
-            or not can_read(*self.parameters())
-        ):
+        if self.moved or not torch.is_grad_enabled() or call.options.dropout_p or not can_read(*self.parameters()):
             return False
         self.moved = not all(layer.identical() for layer in self.layers())
         return not self.moved
@@ -201,11 +196,7 @@ def attention_function(named=None) -> Callable:
             bool(get("output_attentions")),
             getattr(output_capturing, "_active_collector", None),
         )
-        if (
-            compiling
-            or type(module).__name__.startswith(RETURNING_WEIGHTS)
-            or (collector and collector.get())
-        ):
+        if compiling or type(module).__name__.startswith(RETURNING_WEIGHTS) or (collector and collector.get()):
             weights = wants_weights(module, keywords)
         layers = module._modules.get("hyper") if named is None else named.layers
         if named is not None:
@@ -226,9 +217,7 @@ def attention_function(named=None) -> Callable:
             mask = within_indices(mask, keywords["indices"], m)
         if mask is not None and mask.shape[-1] > m:
             mask = mask[..., :m]
-        hides = type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(
-            type(module), "stock_class"
-        )
+        hides = type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
         causal = get("is_causal")
         causal = bool(getattr(module, "is_causal", hides) if causal is None else causal)
         scale, offset = get("scaling"), 0
@@ -266,9 +255,7 @@ def attention_function(named=None) -> Callable:
         if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
             kv_heads = max(key.shape[1], value.shape[1])
             call = replace(call, key=repeat_heads(key, kv_heads), value=repeat_heads(value, kv_heads))
-        output = layers(
-            call, weights, partial(_stock_output, module, query, key, value, attention_mask, keywords)
-        )
+        output = layers(call, weights, partial(_stock_output, module, query, key, value, attention_mask, keywords))
         if output is None:
             return stock_forward(module, query, key, value, attention_mask, weights, **keywords)
         return output[0].transpose(1, 2).contiguous(), output[1]

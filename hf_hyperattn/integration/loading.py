@@ -41,9 +41,7 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
     """
     if is_path(source):
         if not (Path(source) / "config.json").is_file():
-            raise ValueError(
-                f"{source} holds no config.json; allowed: the directory or Hub id of a saved model"
-            )
+            raise ValueError(f"{source} holds no config.json; allowed: the directory or Hub id of a saved model")
         read_config(Path(source))
     with errors_as(f"{source}: cannot load it"):
         return AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -90,9 +90,7 @@ def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> Dims:
             f"cannot tell the number of heads of {name} ({type(module).__name__}); looked for "
             f"{', '.join(NAMES['heads'])} on the module and its config"
         )
-    sizes: dict[
-        str, tuple[int, int]
-    ] = {}  # (in, out) of linear maps: torch's, quantised ones, PEFT's, Conv1D
+    sizes: dict[str, tuple[int, int]] = {}  # (in, out) of linear maps: torch's, quantised ones, PEFT's, Conv1D
     for path, part in module.named_modules():
         part = getattr(part, "base_layer", part)
         ends = ("in_features", "out_features") if hasattr(part, "in_features") else ("nx", "nf")

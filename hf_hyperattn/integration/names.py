@@ -74,9 +74,7 @@ class NamedMechanism:
 
 def is_cross_module(module: nn.Module) -> bool:
     """Whether the module reads another sequence, as far as it tells: its name in the model is not known here."""
-    says_decoder = (
-        getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
-    )
+    says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
     return says_decoder or is_cross_attention("", module)
 
 

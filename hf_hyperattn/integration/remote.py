@@ -49,9 +49,7 @@ class Patched(Stock):
         Raises:
             ValueError: the config does not say what was patched, or names hosts that the model does not have.
         """
-        for part in self.__dict__.pop(
-            REQUESTED
-        ):  # some models set the names of their parts from the one at the top
+        for part in self.__dict__.pop(REQUESTED):  # some models set the names of their parts from the one at the top
             setattr(part, INTERNAL, RUNNING)
         note_all(self)
         resolve_stock(self)

@@ -248,6 +248,4 @@ def check_saved_state_dict(model: PreTrainedModel, state_dict: dict | None) -> N
 
 def plain_name(name: str) -> str:
     """The name of a tensor without the parts that wrappers put into it."""
-    return re.sub(
-        r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name
-    )
+    return re.sub(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|original_module)\.", "", name)

@@ -77,20 +77,14 @@ def stock_forward(module, query, key, value, attention_mask, weights: bool = Fal
     return ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, attention_mask, **keywords)
 
 
-def additive_mask(
-    module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
-) -> Tensor | None:
+def additive_mask(module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor | None:
     """The mask as eager attention wants it: 0 where visible, the dtype's minimum elsewhere, causality included."""
     causal = is_causal_host(module) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and causal and position_hides(module):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[
-            None, None
-        ]
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is None or mask.dtype != torch.bool:
         return mask
-    dtype = (
-        torch.float32 if query.dtype == torch.float64 else query.dtype
-    )  # in which families take the softmax
+    dtype = torch.float32 if query.dtype == torch.float64 else query.dtype  # in which families take the softmax
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 

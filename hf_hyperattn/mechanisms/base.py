@@ -160,14 +160,10 @@ class MechanismLayer(nn.Module):
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
 
-    def __init__(
-        self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None
-    ):
+    def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
         super().__init__()
         self.config, self.mode, self.heads = config, mode, heads
-        self.warned: set[str] = (
-            set()
-        )  # what the user was warned of; one set for all layers of a patched model
+        self.warned: set[str] = set()  # what the user was warned of; one set for all layers of a patched model
 
     def forward(self, plan: Plan) -> Plan:
         """The changed plan; the very same plan where the layer changes nothing and nothing is to be learned."""

@@ -74,15 +74,11 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> No
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(t.shape)}; allowed: 4 axes, [batch, heads, length, dim]"
-            )
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; allowed: 4 axes, [batch, heads, length, dim]")
         if not t.is_floating_point():
             raise ValueError(f"{name} has dtype {t.dtype}; allowed: floating point")
         if t.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"{name} has batch size {t.shape[0]}, query has {query.shape[0]}; they must be equal"
-            )
+            raise ValueError(f"{name} has batch size {t.shape[0]}, query has {query.shape[0]}; they must be equal")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"key has dim {key.shape[-1]}, query has {query.shape[-1]}; they must be equal")
     if query.shape[-1] < 2:
@@ -100,13 +96,9 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> No
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"key has {kv_heads} heads, query has {heads}; allowed: equal numbers, or enable_gqa=True"
-        )
+        raise ValueError(f"key has {kv_heads} heads, query has {heads}; allowed: equal numbers, or enable_gqa=True")
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"key has {kv_heads} heads, query has {heads}; allowed: a number that divides the query's"
-        )
+        raise ValueError(f"key has {kv_heads} heads, query has {heads}; allowed: a number that divides the query's")
 
 
 def check_dropout(dropout_p: float) -> None:
@@ -139,9 +131,7 @@ def check_host(mechanism: str, host: Host | None, *dims: str) -> Any:
     return host
 
 
-def check_parameter(
-    name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST
-) -> Tensor:
+def check_parameter(name: str, value: float | Tensor, heads: int, like: Tensor, least: float = SMALLEST) -> Tensor:
     """A number from `least`, or one per query head, as a tensor [1] or [H] on the device of `like`."""
     if not isinstance(value, Tensor):
         check_number(name, value, least)

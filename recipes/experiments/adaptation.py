@@ -123,9 +123,7 @@ def train(settings: dict, name: str, seed: int, rate: float, added: float, steps
         "added": sum(p.numel() for n, p in trained(model) if ".hyper." in n),
         "rates": {"lora": rate, "added": added},
         "largest_added": {
-            n: round(p.detach().abs().max().item(), 4)
-            for n, p in trained(model)
-            if ".hyper." in n and ".20." in n
+            n: round(p.detach().abs().max().item(), 4) for n, p in trained(model) if ".hyper." in n and ".20." in n
         },
     }
 

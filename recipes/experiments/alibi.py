@@ -112,8 +112,7 @@ def attention_errors(length: int, mu_times_length: list[float], log2_slope_lengt
     slopes = (2.0 ** np.linspace(low, high, count) / length).tolist()
     return {
         "curves": {
-            str(x): [[m * length, total_variation(length, m, x / length)] for m in slopes]
-            for x in mu_times_length
+            str(x): [[m * length, total_variation(length, m, x / length)] for m in slopes] for x in mu_times_length
         },
         "constant": steep_constant(),
     }

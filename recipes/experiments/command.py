@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
     parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"])
-    parser.add_argument(
-        "--minutes", type=float, help="start no run after this long; the same command goes on"
-    )
+    parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
     parser.add_argument("--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU")

@@ -25,13 +25,10 @@ def bible_text() -> str:
         root = unpacked(BIBLE)
         program, options = str(root / "usr/bin/bible"), ["-p", str(root / "usr/lib")]
     # The program breaks lines to the terminal's width unless it is told one.
-    done = subprocess.run(
-        [program, *options, "-f", "-l", "100000", "gen1:1-rev22:21"], capture_output=True, text=True
-    )
+    done = subprocess.run([program, *options, "-f", "-l", "100000", "gen1:1-rev22:21"], capture_output=True, text=True)
     if done.returncode or len(done.stdout) < 4_000_000:
         raise ValueError(
-            f"{program} gave {len(done.stdout)} characters of the Bible, 4.4 million are expected; "
-            f"{advice(BIBLE)}"
+            f"{program} gave {len(done.stdout)} characters of the Bible, 4.4 million are expected; {advice(BIBLE)}"
         )
     return done.stdout
 

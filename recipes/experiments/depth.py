@@ -113,9 +113,7 @@ def train(settings: dict, kind: str, depth: int, size: str, seed: int, rate: flo
 
 def model_of(settings: dict, task: LcaTask, kind: str, width: int) -> Encoder:
     """An untrained encoder of this kind and width."""
-    return Encoder(
-        kind, task.vocabulary, task.length, task.depth, width, settings["heads"], settings["layers"]
-    )
+    return Encoder(kind, task.vocabulary, task.length, task.depth, width, settings["heads"], settings["layers"])
 
 
 @torch.no_grad()

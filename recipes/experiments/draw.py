@@ -38,9 +38,7 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     write_atomically(page, text)
 
 
-def draw_page(
-    name: str, tables: dict[str, Callable], plot: Callable, folder: Path, page: Path, plots: Path
-) -> None:
+def draw_page(name: str, tables: dict[str, Callable], plot: Callable, folder: Path, page: Path, plots: Path) -> None:
     """The tables and the one plot of an experiment with a page of its own; nothing where no run is done.
 
     Args:
@@ -75,9 +73,7 @@ def made(make: Callable, name: str, folder: Path):
     try:
         return make(load(name, folder))
     except KeyError as error:
-        raise ValueError(
-            f"{name}.json lacks the run {error}; run: python recipes/experiments {name}"
-        ) from error
+        raise ValueError(f"{name}.json lacks the run {error}; run: python recipes/experiments {name}") from error
 
 
 def put(text: str, name: str, table: str) -> str:
@@ -89,7 +85,5 @@ def put(text: str, name: str, table: str) -> str:
     marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     changed, count = marks.subn(lambda found: f"{found[1]}{table}\n{found[2]}", text)
     if count != 1:
-        raise ValueError(
-            f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one"
-        )
+        raise ValueError(f"the page has {count} places marked <!-- {name} --> ... <!-- /{name} -->; allowed: one")
     return changed

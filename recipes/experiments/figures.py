@@ -64,16 +64,12 @@ def alibi(results: dict) -> Figure:
         left.plot(mu, [e["max"] for e in curve], color=colour, label=f"L = {length:,}")
         left.plot(mu, [e["mean"] for e in curve], color=colour, linestyle="--")
         left.plot(mu, [e["cubic_max"] for e in curve], color=colour, linestyle=":", linewidth=1)
-    left.set(
-        xscale="log", yscale="log", ylim=(1e-3, 1e5), xlabel="mu", ylabel="|HyPE - ALiBi|, logits at slope 1"
-    )
+    left.set(xscale="log", yscale="log", ylim=(1e-3, 1e5), xlabel="mu", ylabel="|HyPE - ALiBi|, logits at slope 1")
     left.set_title("solid: maximum, dashed: mean, dotted: cubic term", fontsize=9)
     left.legend(fontsize=8)
     found = runs["attention"]
     for colour, (x, curve) in zip(COLOURS, found["curves"].items()):
-        right.plot(
-            [p[0] for p in curve], [100 * p[1] for p in curve], color=colour, label=f"mu·L = {float(x):g}"
-        )
+        right.plot([p[0] for p in curve], [100 * p[1] for p in curve], color=colour, label=f"mu·L = {float(x):g}")
         steep = [(p[0], 100 * found["constant"] * (float(x) / p[0]) ** 2) for p in curve if p[0] > 8]
         right.plot(*zip(*steep), color=colour, linestyle=":", linewidth=1)
     right.set(xscale="log", yscale="log", ylim=(1e-3, 30), xlabel="slope · L", ylabel="total variation, %")
@@ -91,9 +87,7 @@ def flash(results: dict) -> Figure:
         for dtype in settings["dtypes"][: 1 if way == "in the kernel" else None]:
             colour, errors = WAYS.get(way, "#8172b3"), [runs[f"bias, L = {n}"][dtype][way] for n in lengths]
             name = way if way == "in the kernel" else f"{way}, {dtype}"
-            left.plot(
-                lengths, errors, color=colour, marker=marks[dtype], markersize=4, linewidth=1, label=name
-            )
+            left.plot(lengths, errors, color=colour, marker=marks[dtype], markersize=4, linewidth=1, label=name)
     left.set(xscale="log", yscale="log", ylim=(1e-5, 1e5), ylabel="largest bias error, logits at slope 1")
     left.legend(fontsize=7, ncols=2, loc="upper left")
     names = [n for n in runs[flash_experiment.key_of("cpu", settings["dtypes"][0], lengths[0])]["ways"]]
@@ -159,18 +153,13 @@ def depth(results: dict) -> Figure:
                  yerr=[statistics.stdev(v) for v in values], error_kw={"capsize": 2, "linewidth": 1})  # fmt: skip
         deepest, full = max(settings["depths"]), next(iter(settings["sizes"]))
         by_depth = [
-            runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"]
-            for s in settings["seeds"]
+            runs[depth_experiment.key_of(kind, deepest, full, s)]["accuracy_by_depth"] for s in settings["seeds"]
         ]
         right.plot([100 * statistics.mean(v) for v in zip(*by_depth)], color=colour, marker="o", markersize=3)
     for g, group in enumerate(groups):
-        names = [
-            100 * runs[depth_experiment.key_of(kinds[0], *group, s)]["names_alone"] for s in settings["seeds"]
-        ]
+        names = [100 * runs[depth_experiment.key_of(kinds[0], *group, s)]["names_alone"] for s in settings["seeds"]]
         line = {"label": "names alone"} if g == 0 else {}
-        left.hlines(
-            statistics.mean(names), g - 0.45, g + 0.45, color="0.3", linestyle="--", linewidth=1, **line
-        )
+        left.hlines(statistics.mean(names), g - 0.45, g + 0.45, color="0.3", linestyle="--", linewidth=1, **line)
     left.set(ylim=(0, 100), ylabel="accuracy, %", xticks=range(len(groups)))
     left.set_xticklabels([f"depth {level},\n{size}" for level, size in groups])
     left.legend(fontsize=7, ncols=2, loc="upper right")

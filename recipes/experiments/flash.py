@@ -78,9 +78,7 @@ def bias_errors(length: int, dtypes: list[str]) -> dict:
             PLAIN: error(product(*plain_columns(queries, keys, mu, tau, dtype))[0]),
             MASK: error(exact.to(dtype)),
             # Engines compute in float32 whatever the inputs are.
-            "in the kernel": error(
-                hype_bias(queries.float(), keys.float(), mu=mu, tau=tau, form="sinh")[0, 0]
-            ),
+            "in the kernel": error(hype_bias(queries.float(), keys.float(), mu=mu, tau=tau, form="sinh")[0, 0]),
         }
     return found
 
@@ -145,9 +143,7 @@ def ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     found[PLAIN] = by_plain_columns
     for name, engine in WAYS.items():
         if engine in available_engines() and (q.is_cuda or engine != "triton"):
-            found[name] = functools.partial(
-                hype_attention, q, k, v, is_causal=True, mu=mu, tau=tau, backend=engine
-            )
+            found[name] = functools.partial(hype_attention, q, k, v, is_causal=True, mu=mu, tau=tau, backend=engine)
     return found
 
 

@@ -116,9 +116,7 @@ def inputs(rows: list[Row], length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([label for _, label in rows])}
 
 
-def passes(
-    model: PreTrainedModel, rows: list[Row], length: int, settings: dict, decay: float, seed: int
-) -> float:
+def passes(model: PreTrainedModel, rows: list[Row], length: int, settings: dict, decay: float, seed: int) -> float:
     """Train for one pass over the rows, all but the table of words; the mean loss at the end."""
     model.get_input_embeddings().weight.requires_grad_(False)
     order = batches(rows, settings["batch"])
@@ -212,9 +210,7 @@ def cost(settings: dict, name: str, tokens: int) -> dict:
     """CPU seconds and memory of a forward pass and of training steps on reviews of so many tokens."""
     count, length = settings["cost"]["batch"], settings["models"][name]["length"]
     draw = random.Random(0)
-    rows = [
-        ([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2) for i in range(count)
-    ]
+    rows = [([101, *(draw.randrange(1000, 30000) for _ in range(tokens - 2)), 102], i % 2) for i in range(count)]
     given, found = inputs(rows, length), {"batch": count}
     for what, dropout in (("forward", 0.0), ("step", 0.0), ("step with attention dropout", 0.1)):
         model = AutoModelForSequenceClassification.from_pretrained(

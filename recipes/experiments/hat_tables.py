@@ -28,9 +28,7 @@ def accuracy(results: dict) -> str:
         before = statistics.mean(100 * run["accuracy_before"] for run in found)
         spread = mean_and_deviation(accuracies, 1) if len(found) > 1 else f"{accuracies[0]:.1f}"
         seconds = [statistics.mean(run[k] for run in found) for k in ("train_cpu", "test_cpu")]
-        rows.append(
-            [name, str(len(found)), f"{before:.1f}", spread, " / ".join(f"{a:.1f}" for a in accuracies)]
-        )
+        rows.append([name, str(len(found)), f"{before:.1f}", spread, " / ".join(f"{a:.1f}" for a in accuracies)])
         rows[-1] += [f"{found[0]['parameters'] / 1e6:.1f} M", *(f"{s:.0f} s" for s in seconds)]
     head = ["model", "seeds", "before, %", "after, %", "by seed", "parameters", "CPU training", "CPU reading"]
     return table(head, rows)

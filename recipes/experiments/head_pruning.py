@@ -128,9 +128,7 @@ def trained(settings: dict, found: dict, way: str, seed: int) -> dict:
         how["learning_rate"] = best_rate(settings, found, way)
         how["loss"] = round(train(settings, model, way, seed, how["learning_rate"]), 4)
         how["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    torch.save(
-        {n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way, seed)
-    )
+    torch.save({n: p for n, p in model.state_dict().items() if ".hyper." in n}, weights_file(settings, way, seed))
     usage, ids = calibrated(settings, model, seed), tokenizer()(settings["sentence"])["input_ids"]
     names = [tokenizer().decode([i]) for i in ids]
     return how | {
@@ -181,8 +179,7 @@ def perplexities(settings: dict, model: nn.Module) -> dict[str, float]:
     """Perplexity of the held-out text of each kind."""
     size, count = settings["held_out_window"], settings["held_out_windows"]
     return {
-        kind: round(perplexity(model, tokens(kind, held_out=True)[: size * count], size).value, 3)
-        for kind in KINDS
+        kind: round(perplexity(model, tokens(kind, held_out=True)[: size * count], size).value, 3) for kind in KINDS
     }
 
 

@@ -30,10 +30,7 @@ class Heads:
 
     def hosts(self) -> dict[str, tuple[nn.Module, int]]:
         """Every host by name, and how many heads it has."""
-        return {
-            n: (self.model.get_submodule(n), layers[0].count)
-            for n, layers in fusion_layers(self.model).items()
-        }
+        return {n: (self.model.get_submodule(n), layers[0].count) for n, layers in fusion_layers(self.model).items()}
 
 
 def by_beta(heads: Heads) -> Ranks:
@@ -122,9 +119,7 @@ def by_layer(ranks: Ranks) -> Ranks:
 def random_ranks(heads: Heads, seed: int) -> Ranks:
     """A random order, the same for a seed."""
     draw = random.Random(seed)
-    return {
-        (name, head): draw.random() for name, (_, count) in heads.hosts().items() for head in range(count)
-    }
+    return {(name, head): draw.random() for name, (_, count) in heads.hosts().items() for head in range(count)}
 
 
 RANKS = {

@@ -31,8 +31,7 @@ def growth(results: dict, way: str, ranking: str, share: float) -> list[float]:
     """How many times the perplexity grows when the share is dropped, geometric mean over texts: one number a seed."""
     pairs = zip(seeds(results, way, "trained"), seeds(results, way, ranking))
     return [
-        math.exp(losses(after["perplexity"][str(share)]) - losses(before["perplexity"]))
-        for before, after in pairs
+        math.exp(losses(after["perplexity"][str(share)]) - losses(before["perplexity"])) for before, after in pairs
     ]
 
 

@@ -43,9 +43,7 @@ def words(text: str) -> list[str]:
 
 #: For every sentence the facts it can have, and all words with the number that stands for each.
 CHOICES = [sorted({facts[slot] for facts in FACTS}) for slot in range(4)]
-VOCABULARY = {
-    word: i for i, word in enumerate(sorted({w for facts in FACTS for w in words(TEXT.format(*facts))}))
-}
+VOCABULARY = {word: i for i, word in enumerate(sorted({w for facts in FACTS for w in words(TEXT.format(*facts))}))}
 #: Places of the four facts among the words.
 SLOTS = [i for i, word in enumerate(words(TEXT.format(*(["FACT"] * 4)))) if word == "FACT"]
 

@@ -183,9 +183,7 @@ def share_of_pairs(settings: dict, way: dict) -> float:
     for i in range(n):
         closed = cover(zero, i, tree, facts, seen, way["near"], way["sinks"], 0)[1]
         tokens, blocks = cover(zero, i, tree, facts, seen, way["near"], way["sinks"], way["refine_top_k"])
-        total += (
-            len(tokens) + len(blocks) + min(len(closed), way["refine_top_k"])
-        )  # those opened were looked at
+        total += len(tokens) + len(blocks) + min(len(closed), way["refine_top_k"])  # those opened were looked at
     return total / n**2
 
 

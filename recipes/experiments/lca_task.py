@@ -55,9 +55,7 @@ class LcaTask:
         above = draw.random((len(leaves), self.depth - 1)).argsort(1)[:, : self.named]
         leaf = np.full((len(leaves), 1), self.depth - 1)
         chosen = np.concatenate([np.sort(above, 1), leaf], 1)
-        return np.concatenate(
-            [np.full_like(leaf, lead), np.take_along_axis(self.paths[leaves], chosen, 1)], 1
-        )
+        return np.concatenate([np.full_like(leaf, lead), np.take_along_axis(self.paths[leaves], chosen, 1)], 1)
 
     def by_names_alone(self, tokens: Tensor) -> Tensor:
         """The answer of a rule that knows every node's depth and nothing else of the tree: the deepest node that

@@ -51,9 +51,7 @@ def load(name: str, folder: Path = FOLDER) -> dict:
     return json.loads(path.read_text())
 
 
-def perform(
-    experiment: Experiment, folder: Path = FOLDER, minutes: float | None = None, fresh: bool = False
-) -> bool:
+def perform(experiment: Experiment, folder: Path = FOLDER, minutes: float | None = None, fresh: bool = False) -> bool:
     """Do the runs that are not done yet; whether all are done now.
 
     Args:

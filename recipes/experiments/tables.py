@@ -75,8 +75,7 @@ def flash(results: dict) -> str:
     ways = [once, *(w for w in ways if w[0] != once[0])]
     head = [way if (way, dtype) == once else f"{way}, {short[dtype]}" for way, dtype in ways]
     rows = [
-        [f"{n:,}", *(number(runs[f"bias, L = {n}"][dtype][way]) for way, dtype in ways)]
-        for n in settings["lengths"]
+        [f"{n:,}", *(number(runs[f"bias, L = {n}"][dtype][way]) for way, dtype in ways)] for n in settings["lengths"]
     ]
     return table(["L", *head], rows)
 
@@ -175,9 +174,7 @@ def circumstances(results: dict) -> str:
     chip, gpu = machine["chip"] or machine["architecture"], machine["accelerator"] or "no GPU"
     last = results.get("last_run", results["date"])
     when = results["date"] + (f" to {last}" if last != results["date"] else "")
-    return (
-        f"{len(results['runs'])} runs, {took} of CPU time on one thread of {chip}, {gpu}; {packages}; {when}."
-    )
+    return f"{len(results['runs'])} runs, {took} of CPU time on one thread of {chip}, {gpu}; {packages}; {when}."
 
 
 #: By the mark on the page; the part before "-" names the results.

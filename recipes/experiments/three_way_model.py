@@ -44,9 +44,7 @@ class Layer(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """[B, L, width] to the same."""
         first, second = self.norms
-        parts = self.project(first(states)).unflatten(
-            -1, (-1, self.heads, self.join.in_features // self.heads)
-        )
+        parts = self.project(first(states)).unflatten(-1, (-1, self.heads, self.join.in_features // self.heads))
         parts = parts.permute(2, 0, 3, 1, 4)
         attend = trilinear_attention if self.three_way else nn.functional.scaled_dot_product_attention
         states = states + self.join(attend(*parts).transpose(1, 2).flatten(2))

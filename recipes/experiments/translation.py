@@ -112,9 +112,7 @@ def train_at_best(settings: dict, found: dict, kind: str, width: int, seed: int)
     return train(settings, kind, width, seed, rate, settings["steps"], read=True)
 
 
-def train(
-    settings: dict, kind: str, width: int, seed: int, rate: float, steps: int, read: bool = False
-) -> dict:
+def train(settings: dict, kind: str, width: int, seed: int, rate: float, steps: int, read: bool = False) -> dict:
     """One run: its loss on pairs that were held out, and with `read` BLEU and chrF of its translations of some."""
     data, device = data_of(*data_key(settings)), "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -138,9 +136,7 @@ def train(
         "held_out": held_out_loss(model, data, "test" if read else "search", device),
         "loss": loss,
         "parameters": size_of(model),
-        "attention_parameters": sum(
-            p.numel() for n, p in model.named_parameters() if ".own." in n or ".cross." in n
-        ),
+        "attention_parameters": sum(p.numel() for n, p in model.named_parameters() if ".own." in n or ".cross." in n),
         "learning_rate": rate,
     }
     return found | (read_translations(settings, model, data, device) if read else {})
@@ -248,9 +244,7 @@ def data_key(settings: dict) -> tuple:
 
 
 @functools.cache
-def data_of(
-    words: tuple, sizes: tuple, folder: str | None, split: int, vocabulary: int, longest: int
-) -> Data:
+def data_of(words: tuple, sizes: tuple, folder: str | None, split: int, vocabulary: int, longest: int) -> Data:
     """The pairs of a folder, or of the help texts those of so many words, as tokens."""
     names = ("train", *dict(sizes))
     rows = {name: pairs_in(Path(folder), name) for name in names} if folder else None

@@ -44,17 +44,13 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     """Differences seed by seed: from dot product at the full width, and from the controls at the same width."""
 
     def values(kind: str, width: int) -> list[float] | None:
-        return (
-            [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
-        )
+        return [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
 
     most, found = max(width for _, width in rows(results["settings"])), []
     for kind, width in whole(results):
         mine, others = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
         cells = [
-            paired(mine, values(*other), MEASURES[measure])
-            if other != (kind, width) and values(*other)
-            else ""
+            paired(mine, values(*other), MEASURES[measure]) if other != (kind, width) and values(*other) else ""
             for other in others
         ]
         if any(cells):

@@ -47,9 +47,7 @@ def curves(results: dict):
         for index, run in enumerate(found):
             steps, values = zip(*run["curve"])
             label = {"label": kind} if index == 0 else {}
-            axes.plot(
-                steps, [100 * v for v in values], color=colour, marker="o", markersize=2, linewidth=1, **label
-            )
+            axes.plot(steps, [100 * v for v in values], color=colour, marker="o", markersize=2, linewidth=1, **label)
     least = statistics.mean(run["most_frequent"] for run in results["runs"].values())
     axes.axhline(100 * least, color="0.3", linestyle="--", linewidth=1, label="the more frequent answer")
     axes.set(xlabel="step", ylabel="accuracy on fresh sequences, %", ylim=(45, 100))

@@ -37,9 +37,7 @@ class Mechanisms(Group):
     """What is done to it, as in `hf_hyperattn.patch_model`."""
 
     use: tuple = option((), "list of mechanisms, each with its name and its options", types=LISTS)
-    layers: Any = option(
-        None, "list of numbers, or a name such as last-third; null: all", types=(str, tuple, int)
-    )
+    layers: Any = option(None, "list of numbers, or a name such as last-third; null: all", types=(str, tuple, int))
     heads: Any = option(None, "list of query heads, or a name; null: all", types=(str, tuple, int))
     mode: str = option("blend", "blend starts as the original model", choices=("blend", "replace"))
     include_cross_attention: bool = option(False, "patch cross-attention too")
@@ -76,13 +74,9 @@ class Peft(Group):
     def __post_init__(self):
         super().__post_init__()
         if self.dropout >= 1:
-            raise ValueError(
-                f"peft.dropout={self.dropout!r} is not allowed; allowed: numbers from 0, below 1"
-            )
+            raise ValueError(f"peft.dropout={self.dropout!r} is not allowed; allowed: numbers from 0, below 1")
         if self.method == "added" and not self.added:
-            raise ValueError(
-                "peft.method='added' with peft.added=false trains nothing; set one of them otherwise"
-            )
+            raise ValueError("peft.method='added' with peft.added=false trains nothing; set one of them otherwise")
 
 
 @dataclass(frozen=True)
@@ -98,9 +92,7 @@ class Data(Group):
     subset: str | None = option(None, "hub: the data set's configuration", types=(str,))
     revision: str | None = option(None, "hub: branch, tag or commit", types=(str,))
     split: str = option("train", "hub: what is trained on")
-    held_out_split: str | None = option(
-        None, "hub: what is held out; null: every tenth document", types=(str,)
-    )
+    held_out_split: str | None = option(None, "hub: what is held out; null: every tenth document", types=(str,))
     column: str = option("text", "hub: where the text is")
     length: int = option(512, "tokens a row", least=8)
     held_out_tokens: int = option(8192, "tokens that perplexity is measured on", least=32)
@@ -129,9 +121,7 @@ class Trainer(Group):
     precision: str = option("float32", "of the arithmetic", choices=("float32", "bf16", "fp16"))
     checkpointing: bool = option(False, "recompute activations, which saves memory")
     save_every: int = option(50, "steps between checkpoints", least=1)
-    held_out_every: int = option(
-        0, "steps between losses on the held-out text; 0: only at both ends", least=0
-    )
+    held_out_every: int = option(0, "steps between losses on the held-out text; 0: only at both ends", least=0)
     log_every: int = option(5, "steps between points of the loss curve", least=1)
     merged: bool = option(False, "also save the patched model with LoRA merged into it")
     seed: int = option(0, "of everything random", least=0)

@@ -59,9 +59,7 @@ def check_length(model: nn.Module, length: int) -> None:
     """Raise if rows are longer than the model has positions for."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise ValueError(
-            f"data.length={length} is not allowed; allowed: up to {positions}, what the model reads"
-        )
+        raise ValueError(f"data.length={length} is not allowed; allowed: up to {positions}, what the model reads")
 
 
 def from_pretrained(cls, model: Model, **options):

@@ -78,7 +78,5 @@ def summary(results: dict) -> str:
     ]
     if gates:
         lines.append(f"gates                {gates['lowest']:+.4f} to {gates['highest']:+.4f}")
-    lines.append(
-        f"time                 {seconds['train']:.0f} s of training, {seconds['total']:.0f} s in all"
-    )
+    lines.append(f"time                 {seconds['train']:.0f} s of training, {seconds['total']:.0f} s in all")
     return "\n".join(lines)

@@ -77,9 +77,7 @@ def check_known(owner: str, data: dict, known: dict) -> None:
     """Raise for the first key that is not known."""
     for key in data:
         if key not in known:
-            raise ValueError(
-                f"{owner} has no key {key!r} (its value: {data[key]!r}); allowed: {', '.join(known)}"
-            )
+            raise ValueError(f"{owner} has no key {key!r} (its value: {data[key]!r}); allowed: {', '.join(known)}")
 
 
 def plain(value: Any) -> Any:

@@ -86,9 +86,7 @@ def library() -> datasets.Dataset:
     """The modules of Python's standard library, by name."""
     files = sorted(Path(argparse.__file__).parent.glob("*.py"))
     if len(files) < 2 * HELD_OUT:
-        raise ValueError(
-            "data.source='python': this Python has no source of its library; use data.source=file"
-        )
+        raise ValueError("data.source='python': this Python has no source of its library; use data.source=file")
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return datasets.Dataset.from_dict({"name": [file.stem for file in files], "text": texts})
 
@@ -99,9 +97,7 @@ def part(whole: datasets.Dataset, is_held_out) -> tuple[datasets.Dataset, datase
     held_out = [i for i, name in enumerate(names) if is_held_out(name, i)]
     rest = sorted(set(range(len(names))) - set(held_out))
     if not held_out or not rest:
-        raise ValueError(
-            f"the data set has {len(names)} documents; allowed: at least {HELD_OUT}, or two splits"
-        )
+        raise ValueError(f"the data set has {len(names)} documents; allowed: at least {HELD_OUT}, or two splits")
     return whole.select(rest), whole.select(held_out)
 
 
@@ -119,9 +115,7 @@ def split_file(path: str) -> tuple[datasets.Dataset, datasets.Dataset]:
 def from_hub(data: Data, split: str, characters: int) -> datasets.Dataset:
     """The first documents of a data set, on the Hub or in a folder, until there are enough characters."""
     try:
-        stream = datasets.load_dataset(
-            data.name, data.subset, split=split, revision=data.revision, streaming=True
-        )
+        stream = datasets.load_dataset(data.name, data.subset, split=split, revision=data.revision, streaming=True)
         texts, read = [], 0
         for row in islice(stream, MOST_DOCUMENTS):
             texts.append(row[data.column])
@@ -129,9 +123,7 @@ def from_hub(data: Data, split: str, characters: int) -> datasets.Dataset:
             if read >= characters and len(texts) >= 2 * HELD_OUT:
                 break
     except KeyError as error:
-        raise ValueError(
-            f"data.column={data.column!r} is not in {data.name}; allowed: {', '.join(row)}"
-        ) from error
+        raise ValueError(f"data.column={data.column!r} is not in {data.name}; allowed: {', '.join(row)}") from error
     except Exception as error:
         raise ValueError(f"data.name={data.name!r}, split {split!r}: {said(error)}") from error
     return datasets.Dataset.from_dict({"name": [str(i) for i in range(len(texts))], "text": texts})
@@ -144,9 +136,7 @@ def said(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def tokenize(
-    texts: datasets.Dataset, tokenizer, tokens: int, share: int | None = None
-) -> tuple[np.ndarray, int]:
+def tokenize(texts: datasets.Dataset, tokenizer, tokens: int, share: int | None = None) -> tuple[np.ndarray, int]:
     """The first `tokens` ids of the documents, each ended by EOS where the tokenizer has one, and how many were read.
 
     Args:

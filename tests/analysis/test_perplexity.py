@@ -91,9 +91,7 @@ def test_an_impossible_token_gives_inf():
     assert perplexity(Bigram(table), [0, 1], 2).value == math.inf
 
 
-@pytest.mark.parametrize(
-    "ids, window, said", [([1], 4, "holds 1 tokens"), ([], 4, "0 tokens"), (IDS, 1, "window=1")]
-)
+@pytest.mark.parametrize("ids, window, said", [([1], 4, "holds 1 tokens"), ([], 4, "0 tokens"), (IDS, 1, "window=1")])
 def test_refusals(model, ids, window, said):
     with pytest.raises(ValueError, match=said):
         perplexity(model, ids, window)

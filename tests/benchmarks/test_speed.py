@@ -146,18 +146,14 @@ def test_limits_hold_for_the_way_that_should_win_at_the_sizes_of_the_table():
 def rows(**medians):
     """Rows with quartiles 2 % around their medians; a text is a status."""
     return {
-        key: {"status": "ok", "median": m, "q1": 0.98 * m, "q3": 1.02 * m}
-        if isinstance(m, float)
-        else {"status": m}
+        key: {"status": "ok", "median": m, "q1": 0.98 * m, "q3": 1.02 * m} if isinstance(m, float) else {"status": m}
         for key, m in medians.items()
     }
 
 
 def test_a_slowdown_is_told_and_noise_is_not():
     base = rows(same=1.0, noise=1.0, slower=1.0, faster=1.0, gone=1.0, broken=1.0, was_broken="mismatch")
-    new = rows(
-        same=1.0, noise=1.03, slower=1.2, faster=0.5, broken="out of memory", was_broken=2.0, fresh=9.0
-    )
+    new = rows(same=1.0, noise=1.03, slower=1.2, faster=0.5, broken="out of memory", was_broken=2.0, fresh=9.0)
     found = compare.slowdowns(base, new)
     assert [line.split(":")[0] for line in found] == ["slower", "broken"]
     wide = {"slower": base["slower"] | {"q3": 1.3}}
@@ -231,16 +227,12 @@ def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
         "umbral, flex",
     ):
         assert line in text
-    assert "GPU" not in page.section(
-        {"environment": where | {"chip": "c"}, "rows": {"x": {**rows[found[0].key]}}}
-    )
+    assert "GPU" not in page.section({"environment": where | {"chip": "c"}, "rows": {"x": {**rows[found[0].key]}}})
 
 
 def test_on_a_gpu_sdpa_is_flash_attention(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        measure, "sdpa_kernel", lambda backend: asked.append(backend) or contextlib.nullcontext()
-    )
+    monkeypatch.setattr(measure, "sdpa_kernel", lambda backend: asked.append(backend) or contextlib.nullcontext())
     q = torch.zeros(1, 1, 4, 8)
     for case in (Case("forward", 4, dtype="bfloat16", device="cuda"), Case("forward", 4)):
         measure.base(case)(q, q, q)

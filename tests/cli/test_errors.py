@@ -115,9 +115,7 @@ def test_traceback_on_request(files, model):
         cli.main(["demo", "--traceback", "--model", str(model), "--text", str(files / "latin.txt")])
 
 
-@pytest.mark.parametrize(
-    "name", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a" * 5000], ids=lambda name: ascii(name)[:9]
-)
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "a\u202eb", "a" * 5000], ids=lambda name: ascii(name)[:9])
 def test_an_error_is_one_printable_line_whatever_a_file_is_called(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recover", name]) == 2

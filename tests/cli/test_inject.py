@@ -158,10 +158,7 @@ def test_the_choice_is_the_cheapest_of_all():
     ]
     layers = [(x, y) for kind in kinds for x in kind for y in kind]
     better = [
-        {"a": a, "b": b}
-        for a in layers
-        for b in layers
-        if Allocation({"a": a, "b": b}, 64).pairs <= chosen.pairs
+        {"a": a, "b": b} for a in layers for b in layers if Allocation({"a": a, "b": b}, 64).pairs <= chosen.pairs
     ]
     assert chosen.pairs <= 0.6
     assert {config.tuned_length for own in chosen.config().overrides.values() for config in own} == {64}
@@ -347,9 +344,7 @@ class Recent(SparseRule):
     @staticmethod
     def compare(call, rules, starts, project):
         at = torch.cat([torch.arange(s, s + 16) for s in starts])
-        key, value = (
-            t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0) for t in (call.key, call.value)
-        )
+        key, value = (t[0].repeat_interleave(len(call.query[0]) // len(t[0]), 0) for t in (call.key, call.value))
         logits = call.scale * call.query[0][:, at] @ key.mT
         age = at[:, None] - torch.arange(key.shape[1])
         exact = logits.masked_fill(age < 0, -math.inf)
@@ -366,9 +361,7 @@ def test_a_rule_from_outside_is_measured_and_allocated(model):
     for costs, kl in zip(measured.costs.values(), measured.kl.values()):
         assert costs[:, [0, 3]].max() < 1e-8 and kl[:, [0, 3]].abs().max() < 1e-4
         assert costs[:, 1].min() > 0 and kl[:, 1].min() > 0
-    losses = {
-        name: costs * torch.tensor([1, i, 1 - i, 1]) for i, (name, costs) in enumerate(measured.costs.items())
-    }
+    losses = {name: costs * torch.tensor([1, i, 1 - i, 1]) for i, (name, costs) in enumerate(measured.costs.items())}
     kinds = [{type(rule) for rule in rules} for rules in choose(rules, losses, 96, pairs=0.7).layers.values()]
     assert {Recent} in kinds and {HsaHeadRule} in kinds and all(len(kind) == 1 for kind in kinds)
 

@@ -49,9 +49,7 @@ def inject(capsys, model, *more):
 def test_full_rank_is_written_and_exact(capsys, folder, tmp_path):
     code, out, _ = inject(capsys, folder / "gpt2", "--rank", 32, "--output", tmp_path / "new")
     assert code == 0 and out.count("32 of 32  0.0000") == 2 and "written:" in out
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(f).eval() for f in (folder / "gpt2", tmp_path / "new")
-    )
+    before, after = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (folder / "gpt2", tmp_path / "new"))
     inputs = {"input_ids": torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(1))}
     assert difference(run(before, inputs), run(after, inputs)) <= 1e-5
     assert sorted(p.name for p in (tmp_path / "new").iterdir() if p.suffix == ".json") == [
@@ -79,9 +77,7 @@ def test_texts_are_fitted_and_measured(capsys, folder, tmp_path, kind):
     code, out, _ = inject(capsys, folder / kind, *arguments)
     report = json.loads((tmp_path / "new" / "hyperattn_inject.json").read_text())
     assert code == 0 and "of logits" in out and list(report["texts"]) == ["one.txt", "two.txt"]
-    assert (
-        str(folder) not in json.dumps(report) and str(folder) not in (tmp_path / "new/README.md").read_text()
-    )
+    assert str(folder) not in json.dumps(report) and str(folder) not in (tmp_path / "new/README.md").read_text()
     assert all(layer["logit_error"] < layer["error"] for layer in report["layers"].values())
     before, after = report["texts"]["one.txt"]
     if kind == "bert":

@@ -268,9 +268,7 @@ def test_blocks_where_nothing_is_compiled(monkeypatch, tmp_path, caplog, off):
 def test_gradients_of_masks_come_from_the_blocks():
     q, k, v = qkv(batch=1, heads=2, lq=20, d=8, dtype=torch.float32)
     bias = torch.randn(1, 2, 20, 20, requires_grad=True)
-    found, expected = (
-        torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias) for b in ("cpu", "reference")
-    )
+    found, expected = (torch.autograd.grad(run(q, k, v, b, bias=bias).cos().sum(), bias) for b in ("cpu", "reference"))
     assert_gradients(found, expected, 1e-4, ["bias"])
 
 

@@ -81,10 +81,7 @@ def test_the_dense_engine_never_holds_a_large_matrix(compiled):
 
 
 def test_a_dot_product_goes_to_sdpa(compiled):
-    assert (
-        chosen(1, 8, 64, 64, dot=True) == "sdpa"
-        and chosen(1, 8, 64, 64, dot=True, weights=True) == "reference"
-    )
+    assert chosen(1, 8, 64, 64, dot=True) == "sdpa" and chosen(1, 8, 64, 64, dot=True, weights=True) == "reference"
 
 
 def test_a_bias_is_evaluated_in_compiled_tiles_and_columns_where_there_are_none(compiled):

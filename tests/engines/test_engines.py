@@ -51,9 +51,7 @@ def test_half_precision_features_are_read_in_float32(backend, dtype):
 @pytest.mark.parametrize("scale", [None, 0.25, 1.0])
 def test_scale(backend, lq, lk, scale):
     q, k, v = qkv(batch=1, heads=2, lq=lq, lk=lk)
-    assert_close(
-        run(q, k, v, backend, scale), F.scaled_dot_product_attention(q, k, v, scale=scale), 1e-12, "output"
-    )
+    assert_close(run(q, k, v, backend, scale), F.scaled_dot_product_attention(q, k, v, scale=scale), 1e-12, "output")
 
 
 @every_backend
@@ -136,9 +134,7 @@ def test_gradcheck_of_features_bias_and_sinks(backend, shape):
 def test_gradients_equal_sdpa_over_many_blocks(backend, causal):
     """The bias and a per-head mask get theirs too, summed where they were broadcast."""
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=350, lk=490, d=8)
-    inputs = [
-        t.clone().requires_grad_() for t in (q, k, v, tensor(1, 4, 350, 490, seed=75), tensor(2, 1, 1, 490))
-    ]
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, tensor(1, 4, 350, 490, seed=75), tensor(2, 1, 1, 490))]
     got = run(*inputs[:3], backend, bias=inputs[3], mask=inputs[4], is_causal=causal)
     total = inputs[3] + inputs[4]
     if causal:
@@ -166,9 +162,7 @@ def test_returned_weights_are_the_softmax(backend, sinks):
     total = weights.sum(-1)
     assert not total[0, :, 3].any(), "a row that sees nothing has no weights"
     seen = keep.any(-1).expand(2, 2, 5)
-    assert (
-        (total[seen] < 1).all() if sinks is not None else torch.allclose(total[seen], torch.ones(()).double())
-    )
+    assert (total[seen] < 1).all() if sinks is not None else torch.allclose(total[seen], torch.ones(()).double())
 
 
 def test_weights_are_returned_only_on_request():

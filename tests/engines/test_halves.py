@@ -45,9 +45,7 @@ def test_gradients_of_points_that_nearly_coincide(name, backend, dtype):
 
 @HALVES
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize(
-    "config", [ConeConfig(), HyperbolicConfig(aggregation="mean")], ids=lambda c: c.mechanism
-)
+@pytest.mark.parametrize("config", [ConeConfig(), HyperbolicConfig(aggregation="mean")], ids=lambda c: c.mechanism)
 def test_gradients_of_a_blend_of_points_that_nearly_coincide(config, backend, dtype):
     layer = get_mechanism(config.mechanism).layer(config, Host("host", 2, 2, False, False, 0), "blend")
     with torch.no_grad():

@@ -74,8 +74,7 @@ def test_processes_that_build_at_once(place):
     path = source(place, 1)
     code = f"print(native.load('add', Path({str(path)!r})).add(2, 3))"
     runs = [
-        subprocess.Popen([sys.executable, "-c", ALONE + code], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", ALONE + code], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     assert [run.communicate(timeout=240)[0].strip() for run in runs] == ["6"] * 2
     assert sorted(p.suffix for p in (place / "built").iterdir()) == [".lock", ".sha256", ".so"]

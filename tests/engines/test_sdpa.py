@@ -126,9 +126,7 @@ def test_what_it_cannot_do_is_refused_and_auto_goes_elsewhere(what):
     q, k, v = qkv(1, 4, lq=N, lk=M, d=6)
     score = dot_score(q, k)
     assert unsupported_reason(score, v, HINDRANCES[what]) and not supports(score, v, HINDRANCES[what])
-    with pytest.raises(
-        ValueError, match="backend='sdpa' cannot compute this call: .*; use backend='auto'"
-    ) as caught:
+    with pytest.raises(ValueError, match="backend='sdpa' cannot compute this call: .*; use backend='auto'") as caught:
         attention(score, v, HINDRANCES[what], backend="sdpa")
     assert "\n" not in str(caught.value)
     exact, _ = attention(score, v, HINDRANCES[what], backend="reference")
@@ -143,8 +141,7 @@ def test_auto_takes_it_for_dot_products_alone():
     assert choose(score, v, Options(dropout_p=0.5), weights=False) == "blockwise"  # there it stores all pairs
     assert choose(score.weighted(torch.ones(4)), v, plain, weights=False) == "blockwise"
     assert (
-        choose(score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False)
-        == "blockwise"
+        choose(score.plus(ScoreTerm(DOT, lambda: score.query @ score.key.mT)), v, plain, weights=False) == "blockwise"
     )
     few = dot_score(q[:, :, :3], k[:, :, :3])
     assert choose(few, v[:, :, :3], plain, weights=False) == "reference"

@@ -37,9 +37,7 @@ def computed(call: Call, backend: str, dtype: torch.dtype) -> tuple[torch.Tensor
     out, _ = attention(score, x["value"], options, backend=backend)
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).cos()
     found = torch.autograd.grad((out * weight.to(out.dtype)).sum(), list(x.values()), allow_unused=True)
-    return out.detach().double(), {
-        n: None if g is None else g.double() for n, g in zip(x, found, strict=True)
-    }
+    return out.detach().double(), {n: None if g is None else g.double() for n, g in zip(x, found, strict=True)}
 
 
 def complaints(seed: int) -> list[str]:
@@ -59,9 +57,7 @@ def complaints(seed: int) -> list[str]:
             if g is not None:
                 many = 1 if g.dim() > 1 else 5  # numbers of heads multiply what is left with a whole score
                 off = slope_allowed * max(float(g.abs().max()), many * noise)
-                row = (
-                    g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0
-                )  # a pair on a kink turns one row
+                row = g.shape[-1] / g.numel() if g.dim() == 4 and g.numel() else 0.0  # a pair on a kink turns one row
                 found += compare(f"gradient of {name}", slopes[name], g, off, max(STRAY, row))
         if found:
             return [f"seed {seed}, {backend}: {call}", *found]

@@ -57,12 +57,7 @@ class Every(Term):
         out = out + where(u > 0, self.guarded(u > 0, u.abs()).sqrt(), 0.5 * u)
         out = out + where(apart <= 0, dot.detach() * u, self.guarded(apart > 0, apart).log())
         out = (
-            out
-            + torch.cosh(dot)
-            - torch.sinh(s * u)
-            + torch.tanh(dot / 2)
-            + torch.sigmoid(-t * dot)
-            + (-apart).exp()
+            out + torch.cosh(dot) - torch.sinh(s * u) + torch.tanh(dot / 2) + torch.sigmoid(-t * dot) + (-apart).exp()
         )
         out = (
             out
@@ -70,16 +65,9 @@ class Every(Term):
             - torch.log1p(apart)
             + torch.expm1(0.3 * u)
         )
+        out = out + F.softplus(dot) + torch.rsqrt(1 + u * u) + (2 + dot**2).reciprocal() - 1 / (3 + u**4) + s**3
         out = (
-            out + F.softplus(dot) + torch.rsqrt(1 + u * u) + (2 + dot**2).reciprocal() - 1 / (3 + u**4) + s**3
-        )
-        out = (
-            out
-            + dot.clamp(-0.5, 0.5)
-            + u.clamp_min(-0.25)
-            - c.clamp_max(0.25)
-            + F.relu(dot - a)
-            + (1 + apart) ** -1.5
+            out + dot.clamp(-0.5, 0.5) + u.clamp_min(-0.25) - c.clamp_max(0.25) + F.relu(dot - a) + (1 + apart) ** -1.5
         )
         out = out + torch.addcmul(u, dot, t, value=-0.5) + 0.5 * u.square() - (1 - dot) * (a >= c)
         mask = ((u < 0) & ~(dot > 0)) | (apart == 0)
@@ -212,9 +200,7 @@ def test_vector_functions_are_exact():
     """Between the numbers given and at them, and what they are at the edges."""
     loop = "for (long j = 0; j < n; j += kLanes) store(x + j, {}(load(x + j)));"
     names = [cpp for cpp, *_ in FUNCTIONS.values()]
-    calls = "\n".join(
-        f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}' for i, n in enumerate(names)
-    )
+    calls = "\n".join(f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}' for i, n in enumerate(names))
     text = f'#include "{library.EMITTED.as_posix()}"\nusing namespace hyper;\n{calls}\n'
     built = native.load("test_functions", text, library.EMITTED, library.HERE / "score.h", *library.SHARED)
     for i, (name, (_, spots, exact, tolerance)) in enumerate(FUNCTIONS.items()):
@@ -315,10 +301,7 @@ class Divided(Term):
     name, rows, columns, heads = "divided_for_test", 1, 1, 1
 
     def logits(self, dot, row, column, head, squared_distance=None):
-        return (
-            torch.maximum(dot / column[0], row[0] * head[0] / column[0])
-            + dot * (row[0] + head[0]) / column[0]
-        )
+        return torch.maximum(dot / column[0], row[0] * head[0] / column[0]) + dot * (row[0] + head[0]) / column[0]
 
 
 DIVIDED = TERMS.setdefault(Divided.name, Divided())
@@ -334,9 +317,7 @@ def test_what_is_beyond_the_keys_reaches_no_gradient_and_nan_is_not_lost(nan, ca
         q[0, 0, 4, 1] = row[0, 1, 6] = math.nan
 
     def score(q, k, row, column, head):
-        logits = lambda: DIVIDED.logits(
-            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
-        )
+        logits = lambda: DIVIDED.logits(q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]])
         return PairScore(q, k, (ScoreTerm(DIVIDED, logits, (row,), (column,), (head,)),))
 
     inputs, options = [q, k, v, row, column, torch.tensor([0.5, -1.0])], Options(is_causal=causal)

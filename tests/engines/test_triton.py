@@ -19,9 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
     pytest.param(
         "cpu",
-        marks=pytest.mark.skipif(
-            not INTERPRETED, reason="runs with TRITON_INTERPRET=1, see test_triton_modes.py"
-        ),
+        marks=pytest.mark.skipif(not INTERPRETED, reason="runs with TRITON_INTERPRET=1, see test_triton_modes.py"),
     ),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
@@ -41,9 +39,7 @@ def untuned(monkeypatch):
     monkeypatch.setenv("HF_HYPERATTN_TRITON_TUNE", "0")
 
 
-def inputs(
-    device, batch=1, heads=2, kv_heads=None, n=36, m=40, d=16, dv=None, dtype=torch.float32, scale=1.5
-):
+def inputs(device, batch=1, heads=2, kv_heads=None, n=36, m=40, d=16, dv=None, dtype=torch.float32, scale=1.5):
     """Leaves that want gradients, on the device."""
     kv_heads, dv = kv_heads or heads, dv or d
     shapes = (batch, heads, n, d), (batch, kv_heads, m, d), (batch, kv_heads, m, dv)
@@ -122,13 +118,9 @@ OPTIONS = {
         sinks=torch.tensor([0.5, -40.0], device=d).requires_grad_(), is_causal=True, offset=-10
     ),
     "bool mask": lambda d: Options(mask=some_rows_see_nothing(d)),
-    "mask of keys": lambda d: Options(
-        mask=(torch.arange(40, device=d) % 3 > 0)[None, None, None], is_causal=True
-    ),
+    "mask of keys": lambda d: Options(mask=(torch.arange(40, device=d) % 3 > 0)[None, None, None], is_causal=True),
     "additive mask": lambda d: Options(mask=lowest(d), is_causal=True),
-    "bias": lambda d: Options(
-        bias=tensor(1, 2, 36, 40, scale=2.0).to(d), mask=some_rows_see_nothing(d), softcap=3.0
-    ),
+    "bias": lambda d: Options(bias=tensor(1, 2, 36, 40, scale=2.0).to(d), mask=some_rows_see_nothing(d), softcap=3.0),
     "shared bias": lambda d: Options(bias=tensor(40, seed=3).to(d)),
 }
 
@@ -237,9 +229,7 @@ def test_hype_far_beyond_the_polynomial(device, form):
     def score(q, k, t):
         i, j = 20 * torch.arange(36, device=device), 20 * torch.arange(40, device=device)
         positions = (x.double()[None, None] for x in (i, j))
-        return with_hype(
-            dot_score(q, k, SCALE), tuple(positions), t["gamma"] / 100, t["radius"] / 50, form, None
-        )
+        return with_hype(dot_score(q, k, SCALE), tuple(positions), t["gamma"] / 100, t["radius"] / 50, form, None)
 
     q, k, v = inputs(device)
     check(score, q, k, v, Options(is_causal=form == "sinh"), tolerance=3.0)
@@ -289,8 +279,7 @@ def test_nothing_to_attend_to(device, n, m):
     out, _ = attention(dot_score(q, k, SCALE), v, backend="triton")
     assert out.shape == (1, 2, n, 16) and not out.any()
     assert all(
-        g.shape == x.shape and not g.any()
-        for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v]), (q, k, v))
+        g.shape == x.shape and not g.any() for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v]), (q, k, v))
     )
 
 

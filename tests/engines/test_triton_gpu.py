@@ -50,9 +50,7 @@ def test_every_tile_size(monkeypatch, name, d):
         pick = lambda kind, tried, run, n=number: run(tried[min(n, len(tried) - 1)])
         monkeypatch.setattr(launch, "tuned", pick)
         try:
-            out, _ = attention(
-                SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton"
-            )
+            out, _ = attention(SCORES[name](q, k, t), v, Options(is_causal=True, offset=255), backend="triton")
             found.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
         except OutOfResources:
             assert torch.cuda.get_device_capability() not in [(8, 0), (9, 0)]
@@ -95,9 +93,7 @@ def test_more_elements_than_32_bits_count():
     n, heads, part = 2**19 + 77, 65, 600
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
-        torch.randn(
-            1, heads, n, 64, device="cuda", dtype=torch.bfloat16, generator=generator
-        ).requires_grad_()
+        torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
         for _ in range(3)
     )
     assert q.numel() > 2**31
@@ -119,9 +115,7 @@ def test_more_elements_than_32_bits_count():
 def test_under_inductor(mode):
     """Compiled as users do it; the second mode replays CUDA graphs, in which nothing may be tuned."""
     t = learned(2, device="cuda")
-    run = lambda q, k, v: attention(
-        SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton"
-    )[0]
+    run = lambda q, k, v: attention(SCORES["umbral_blend"](q, k, t), v, Options(is_causal=True), backend="triton")[0]
     compiled = torch.compile(run, fullgraph=True, mode=mode)
     for _ in range(3):
         q, k, v = inputs("cuda", d=64, dtype=torch.bfloat16, n=300, m=300)

@@ -66,9 +66,7 @@ without_gpu = pytest.mark.skipif(
 @without_gpu
 def test_it_refuses_tensors_on_the_cpu():
     q, k, v = qkv(d=4, dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match=r"backend='triton'.*CUDA device, these are on cpu; use backend='auto'"
-    ):
+    with pytest.raises(ValueError, match=r"backend='triton'.*CUDA device, these are on cpu; use backend='auto'"):
         attention(dot_score(q, k), v, backend="triton")
 
 

@@ -185,10 +185,7 @@ def own_score(name, q, k, first, second, blend=None):
     def points():
         factors = term.factors(statistics[0], statistics[1], head)
         far = [x[..., : x.shape[-1] - term.left_out] for x in features]
-        far = [
-            x if alone else repeat_heads(x, f.shape[1]) * f[..., None]
-            for x, f in zip(far, factors, strict=True)
-        ]
+        far = [x if alone else repeat_heads(x, f.shape[1]) * f[..., None] for x, f in zip(far, factors, strict=True)]
         return Points(*far)
 
     measures = points if isinstance(term, DistanceTerm) else None

@@ -91,9 +91,7 @@ def compiled(kernel, capability, args, named):
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*args, **named)
     options, signature, constexprs, attrs = kernel._pack_args(backend, named, bound, specialization, options)
-    made = triton.compile(
-        ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__
-    )
+    made = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__)
     config = tuple(named.get(name) for name in ("BM", "BN", "num_warps", "num_stages"))
     numbers = made.metadata.shared, *usage(made.asm["cubin"])
     return Built(kernel.__name__, capability, config, *numbers, made.asm["ptx"])
@@ -105,9 +103,7 @@ def usage(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     return tuple(int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK"))
 
 

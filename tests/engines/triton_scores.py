@@ -31,12 +31,8 @@ def hyperbolic(distance):
 
 def hyped(base, form):
     def score(q, k, t):
-        positions = (
-            torch.arange(x.shape[2], dtype=torch.float64, device=q.device)[None, None] for x in (q, k)
-        )
-        return with_hype(
-            base(q, k, t), tuple(positions), t["gamma"] / 50, t["radius"] * 9, form, None, t["gate"]
-        )
+        positions = (torch.arange(x.shape[2], dtype=torch.float64, device=q.device)[None, None] for x in (q, k))
+        return with_hype(base(q, k, t), tuple(positions), t["gamma"] / 50, t["radius"] * 9, form, None, t["gate"])
 
     return score
 

@@ -47,9 +47,7 @@ def start(function: Callable, *arguments, kill_at: int | None = None, before: Ca
         os._exit(code)
 
 
-def killed(
-    function: Callable, *arguments, kill_at: int | None = None, after: float | None = None, **more
-) -> bool:
+def killed(function: Callable, *arguments, kill_at: int | None = None, after: float | None = None, **more) -> bool:
     """Run the function in a child; whether it was killed, by number of changes or after a time in seconds."""
     child = start(function, *arguments, kill_at=kill_at, **more)
     if after is not None:

@@ -112,9 +112,7 @@ def test_killed_before_every_change(way, old, new, tmp_path, monkeypatch):
     else:
         pytest.fail("never came to its end")
     assert loaded(target) == "new" and kill_at > 10
-    assert outcomes == (
-        {None, "new"} if not old else {"old", "new"} if way == "exchange" else {"old", "new", None}
-    )
+    assert outcomes == ({None, "new"} if not old else {"old", "new"} if way == "exchange" else {"old", "new", None})
 
 
 @first_always("way", list(WAYS))
@@ -231,9 +229,7 @@ def test_a_later_save_of_somebody_else_is_not_undone(tmp_path, monkeypatch, caps
     no_exchange(monkeypatch)
     target = tmp_path / "model"
     fill(target, SINGLE, "old")
-    kill_at = next(
-        n for n in range(5, 60) if killed(save, target, SINGLE, kill_at=n) and is_interrupted(target)
-    )
+    kill_at = next(n for n in range(5, 60) if killed(save, target, SINGLE, kill_at=n) and is_interrupted(target))
     assert kill_at
     time.sleep(0.02)
     fill(target, SINGLE, "by hand")
@@ -438,9 +434,7 @@ def test_a_mount_point_is_saved_into(tmp_path):
 def test_names_of_weights():
     assert weights_kind("model-00001-of-00002.safetensors") == weights_kind("model.safetensors.index.json")
     assert (
-        weights_kind("a/adapter_model.bin")
-        == weights_kind("a/adapter_model.safetensors")
-        != weights_kind("model.bin")
+        weights_kind("a/adapter_model.bin") == weights_kind("a/adapter_model.safetensors") != weights_kind("model.bin")
     )
     assert weights_kind("model.fp16.safetensors") == weights_kind("model.safetensors.index.fp16.json")
     assert is_entry("a/adapter_model.safetensors") and not is_entry("model-00001-of-00002.safetensors")

@@ -53,8 +53,7 @@ def runtimes() -> list[str]:
     """The sanitizers' libraries: Python is not built with them, so they have to be loaded first."""
     ask = lambda name: [*compiler(), f"-print-file-name={name}"]
     return [
-        subprocess.run(ask(n), capture_output=True, text=True).stdout.strip()
-        for n in ("libasan.so", "libubsan.so")
+        subprocess.run(ask(n), capture_output=True, text=True).stdout.strip() for n in ("libasan.so", "libubsan.so")
     ]
 
 

@@ -58,9 +58,7 @@ def test_scalars_and_their_derivatives(name):
     assert_close(grad, slope, 1e-12, "derivative")
     zero = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     assert function(zero).item() == 1
-    assert torch.autograd.grad(function(zero).sum(), zero)[0].item() == pytest.approx(
-        float(slope[0]), abs=1e-9
-    )
+    assert torch.autograd.grad(function(zero).sum(), zero)[0].item() == pytest.approx(float(slope[0]), abs=1e-9)
 
 
 # c -> 0.

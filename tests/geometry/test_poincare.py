@@ -141,9 +141,7 @@ def test_angular_similarity():
 
 def least_scattered(x, weights, c):
     """The point that minimises Σ w cosh(√c d), by search in 50 digits over points of the plane."""
-    at = oracle.minimum(
-        lambda at: oracle.scattered(x.tolist(), weights, at, c), x.mean(0).tolist(), step=0.1 / c**0.5
-    )
+    at = oracle.minimum(lambda at: oracle.scattered(x.tolist(), weights, at, c), x.mean(0).tolist(), step=0.1 / c**0.5)
     return torch.tensor([float(v) for v in at], dtype=torch.float64)
 
 
@@ -222,9 +220,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     + [(f"poincare_to_{a}", "docs/geometry.md") for a in ("klein", "lorentz", "halfspace")],
 )
 def test_what_left_the_package_says_what_serves_instead(name, instead):
-    with pytest.raises(
-        AttributeError, match=f"hf_hyperattn.geometry.{name} left the package; use .*{instead}"
-    ):
+    with pytest.raises(AttributeError, match=f"hf_hyperattn.geometry.{name} left the package; use .*{instead}"):
         getattr(geometry, name)
     with pytest.raises(AttributeError, match="has no 'kleins'; it has: angular_similarity, depth, poincare$"):
         geometry.kleins  # noqa: B018

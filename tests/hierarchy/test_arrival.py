@@ -61,9 +61,7 @@ def test_every_family_hears_it(family):
     ha.patch_model(model, ToyListenerConfig())
     CALLS.clear()
     model(**inputs)
-    ignoring = {
-        m.hyper.toy_listener for m in model.modules() if "hyper" in m._modules and ignores_hierarchy(m)
-    }
+    ignoring = {m.hyper.toy_listener for m in model.modules() if "hyper" in m._modules and ignores_hierarchy(m)}
     lengths = {keys for _, keys, layer in CALLS if layer not in ignoring}
     assert len(lengths) == 1 or family == "served blip"
     for length in sorted(lengths):
@@ -236,10 +234,7 @@ def test_checkpoint_wrappers_of_fsdp_carry_it():
     layer = type(model.model.layers[0])
     wrapper.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, layer))
     got = gradients(model, inputs, hierarchy=hierarchy)
-    assert (
-        difference({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in got.items()}, expected)
-        <= 1e-6
-    )
+    assert difference({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in got.items()}, expected) <= 1e-6
 
 
 class Texts(torch.utils.data.Dataset):
@@ -255,9 +250,7 @@ class Texts(torch.utils.data.Dataset):
 def test_the_trainer_keeps_the_column(tmp_path, peft):
     model = patched(llama)
     model = get_peft_model(model, ha.lora_config(model)) if peft else model
-    arguments = hf.TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
-    )
+    arguments = hf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
     assert arguments.remove_unused_columns
     hf.Trainer(model, arguments, train_dataset=Texts()).train()
     found = heard()

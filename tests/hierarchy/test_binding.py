@@ -159,9 +159,7 @@ def wait_after_first_layer(model, wait):
 def test_threads_of_one_model(family):
     """Two calls of one model at a time, with hierarchies of their own, and one without."""
     model = patched(MAKE[family])
-    calls = [
-        text_inputs() | ({} if seed is None else {"hierarchy": ids_of_groups(seed)}) for seed in (0, 1, None)
-    ]
+    calls = [text_inputs() | ({} if seed is None else {"hierarchy": ids_of_groups(seed)}) for seed in (0, 1, None)]
     expected = [run(model, inputs) for inputs in calls]
     assert difference(expected[0], expected[1]) > 1e-3
     barrier = threading.Barrier(3, timeout=60)

@@ -25,9 +25,7 @@ SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 
 
 def wrapped(tokenizer, **options):
-    names = dict(
-        pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", mask_token="[UNK]"
-    )
+    names = dict(pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", mask_token="[UNK]")
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options)
 
 
@@ -185,9 +183,7 @@ def test_errors():
     tokenizer = byte_level()
     flat = hf.DataCollatorWithFlattening()
     collator = ha.HierarchyCollator(tokenizer, collator=flat)
-    features = [
-        {k: v for k, v in row.items() if k != "attention_mask"} for row in rows_of(collator.tokenize(TEXTS))
-    ]
+    features = [{k: v for k, v in row.items() if k != "attention_mask"} for row in rows_of(collator.tokenize(TEXTS))]
     with pytest.raises(ValueError, match="DataCollatorWithFlattening made 1 rows"):
         collator(features)
 
@@ -200,7 +196,5 @@ def test_minilm_reads_its_own_tokens():
     collator = ha.HierarchyCollator(tokenizer, ("sentence", "word"))
     text = ["The first sentence is unbelievably short. A second one, unhyphenated. And 3 more!"]
     with_column, plain = collator(rows_of(collator.tokenize(text))), collator(rows_of(tokenizer(text)))
-    groups = [
-        [part for part in of(b["hierarchy"], 0) if isinstance(part, list)] for b in (with_column, plain)
-    ]
+    groups = [[part for part in of(b["hierarchy"], 0) if isinstance(part, list)] for b in (with_column, plain)]
     assert [leaves(g) for g in groups[0]] == [leaves(g) for g in groups[1]] and len(groups[0]) == 3

@@ -66,9 +66,7 @@ def paragraph_of(text, place):
             end += 1
         blank = "\n" in text[begin + 1 : end]
         started_before = (
-            begin > 0
-            and text[:begin].rstrip() != text[:begin]
-            and "\n" in text[len(text[:begin].rstrip()) : begin]
+            begin > 0 and text[:begin].rstrip() != text[:begin] and "\n" in text[len(text[:begin].rstrip()) : begin]
         )
         count += blank and not started_before and end <= place
     return count
@@ -201,9 +199,7 @@ def test_python_definitions_equal_the_parser(module):
     for begin, end in definitions(source):
         later = [n for n in solid if n > end]
         ends = range(end, (later[0] if later else len(lines) + 1))  # blank lines after it belong to it
-        code = [
-            n for n in range(end + 1, len(lines) + 1) if source[slice(*lines[n - 1])].strip().startswith("#")
-        ]
+        code = [n for n in range(end + 1, len(lines) + 1) if source[slice(*lines[n - 1])].strip().startswith("#")]
         ends = {*ends, *code, *(n for c in code for n in range(c, len(lines) + 1))}  # and comments
         found += any((begin, e) in spans for e in ends)
     everything = list(definitions(source))

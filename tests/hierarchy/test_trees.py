@@ -74,9 +74,7 @@ def test_families_hold_every_inner_node_once_children_first(parents):
 @given(st.data(), st.integers(1, 4), st.integers(1, 12))
 def test_group_ids_equal_nested_groups(data, levels, length):
     rows = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 2), min_size=levels, max_size=levels), min_size=length, max_size=length
-        )
+        st.lists(st.lists(st.integers(0, 2), min_size=levels, max_size=levels), min_size=length, max_size=length)
     )
     hierarchy = Hierarchy.from_segment_ids(torch.tensor([rows]))
     assert of(hierarchy.tree()) == oracle.by_ids(rows)
@@ -147,18 +145,14 @@ def test_windows_count_real_tokens_around_padding_in_between():
 @few
 @given(st.data(), st.integers(1, 8), st.integers(1, 5), st.integers(0, 3))
 def test_growing_in_one_step_or_in_several(data, length, more, left):
-    rows = data.draw(
-        st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=length, max_size=length)
-    )
+    rows = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=length, max_size=length))
     rows = [[-1, -1]] * left + rows
     first = Hierarchy.from_ids(torch.tensor([rows]))
     whole, steps = first.fitted(1, len(rows) + more), first
     for step in range(1, more + 1):
         steps = steps.fitted(1, len(rows) + step)
     assert torch.equal(whole.tree().parents, steps.tree().parents)
-    assert (
-        len(set(whole.tree().parents[length - 1 : length + more].tolist())) == 1
-    )  # siblings of the last token
+    assert len(set(whole.tree().parents[length - 1 : length + more].tolist())) == 1  # siblings of the last token
     back = whole.fitted(1, len(rows))
     assert torch.equal(back.tree().parents, first.tree().parents)
 
@@ -186,9 +180,7 @@ def test_quadtrees_equal_nested_cells(sides, before, after):
 
     def cell(r, c, side):
         found = [
-            before + i * columns + j
-            for i in range(r, min(r + side, rows))
-            for j in range(c, min(c + side, columns))
+            before + i * columns + j for i in range(r, min(r + side, rows)) for j in range(c, min(c + side, columns))
         ]
         if side == 1:
             return found
@@ -209,8 +201,7 @@ def test_quadtrees_equal_nested_cells(sides, before, after):
 @given(st.lists(random_parents(8), min_size=1, max_size=3), st.integers(0, 2))
 def test_joined_signals(parents, special):
     parts = [
-        Hierarchy.from_parents(p, kinds=[1] * len(p), kind_names=("", f"kind{i % 2}"))
-        for i, p in enumerate(parents)
+        Hierarchy.from_parents(p, kinds=[1] * len(p), kind_names=("", f"kind{i % 2}")) for i, p in enumerate(parents)
     ]
     joined = Hierarchy.join([special, *parts])
     start, expected = special, list(range(special))

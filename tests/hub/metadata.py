@@ -82,9 +82,7 @@ def card_errors(content: str) -> list[str]:
         errors.append('"license_name" is required with license "other"')
     for model in _strings(header.get("base_model", [])):
         if not isinstance(model, str) or not MODEL_ID.match(model):
-            errors.append(
-                f'"base_model" with value {model!r} is not valid. Use a model id from https://hf.co/models.'
-            )
+            errors.append(f'"base_model" with value {model!r} is not valid. Use a model id from https://hf.co/models.')
     if header.get("base_model_relation", "finetune") not in RELATIONS:
         errors.append('"base_model_relation" must be one of adapter, finetune, quantized, merge')
     for key in ("tags", "datasets", "metrics", "language"):

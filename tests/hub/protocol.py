@@ -35,9 +35,7 @@ class Handler(Plumbing):
             raise Refused(401, None, "Invalid username or password.")
         repo = f"{wanted.get('organization') or self.user}/{wanted['name']}"
         if not repo.startswith(self.user + "/"):
-            raise Refused(
-                403, None, f"You don't have the rights to create a model under {repo.split('/')[0]}"
-            )
+            raise Refused(403, None, f"You don't have the rights to create a model under {repo.split('/')[0]}")
         url = {"url": f"{self.hub.endpoint}/{repo}"}
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
         try:
@@ -95,14 +93,9 @@ class Handler(Plumbing):
         """GET .../tree: always recursive, files only."""
         repository = self.hub.store.get(repo, self.user)
         files = repository.trees[repository.resolve(rev)]
-        wanted = {
-            name: data for name, data in files.items() if not path or name.startswith(path.rstrip("/") + "/")
-        }
+        wanted = {name: data for name, data in files.items() if not path or name.startswith(path.rstrip("/") + "/")}
         self.answer(
-            [
-                {"type": "file", "path": name, "size": len(data), "oid": blob_oid(data)}
-                for name, data in wanted.items()
-            ]
+            [{"type": "file", "path": name, "size": len(data), "oid": blob_oid(data)} for name, data in wanted.items()]
         )
 
     def on_resolve(self, repo, rev, path):

@@ -192,13 +192,9 @@ def test_the_examples_are_what_the_command_writes(example, tmp_path):
 def test_eval_results_file_reads_back(tmp_path):
     import yaml
 
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], "hyperattn": SPEC})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hyperattn": SPEC}))
     hub_cards.write_card(tmp_path, results=[RESULT | {"dataset_id": "org/bench", "task_id": "default"}])
-    (entry,) = parse_eval_result_entries(
-        yaml.safe_load((tmp_path / ".eval_results/hf_hyperattn.yaml").read_text())
-    )
+    (entry,) = parse_eval_result_entries(yaml.safe_load((tmp_path / ".eval_results/hf_hyperattn.yaml").read_text()))
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/bench", "default", 12.5)
 
 

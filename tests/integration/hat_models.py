@@ -42,9 +42,7 @@ def hat(cls=HatModel, **changes):
     """A HAT model of 3 segment-wise blocks, in float64."""
     torch.manual_seed(0)
     small = {k: v for k, v in SIZES.items() if k != "max_position_embeddings"}
-    config = HatEncoderConfig(
-        **small | dict(segment_length=5, max_position_embeddings=64, num_labels=3) | changes
-    )
+    config = HatEncoderConfig(**small | dict(segment_length=5, max_position_embeddings=64, num_labels=3) | changes)
     return moved(cls(config)).double()
 
 

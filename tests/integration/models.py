@@ -59,9 +59,7 @@ def clip() -> nn.Module:
 def llava() -> nn.Module:
     text, vision = hf.LlamaConfig(**TEXT, num_key_value_heads=2), hf.CLIPVisionConfig(**VISION)
     # the last vision layer is read, not the one before it, so that every layer reaches the output
-    config = hf.LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=98, vision_feature_layer=-1
-    )
+    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=98, vision_feature_layer=-1)
     return hf.LlavaForConditionalGeneration(config).eval()
 
 

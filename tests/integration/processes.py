@@ -77,6 +77,4 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # all is written; at the interpreter's end threads of the process group may still run, and abort it
+    os._exit(0)  # all is written; at the interpreter's end threads of the process group may still run, and abort it

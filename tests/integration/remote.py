@@ -77,9 +77,7 @@ def load(directory: Path) -> dict:
 
 def beneath(model, inputs: dict) -> float:
     """How far a name that is written into the config, as Transformers does for Whisper, takes the output away."""
-    inputs = {
-        name: t for name, t in inputs.items() if name != "attention_mask"
-    }  # padding has no meaning to compare
+    inputs = {name: t for name, t in inputs.items() if name != "attention_mask"}  # padding has no meaning to compare
     expected = tensors(model, inputs)
     model.config._attn_implementation = "eager"
     found = tensors(model, inputs)

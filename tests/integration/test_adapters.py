@@ -60,9 +60,7 @@ METHODS = {
     "LoKr": Method(peft.LoKrConfig, LINEAR),
     "OFT": Method(peft.OFTConfig, LINEAR | dict(oft_block_size=8)),
     "LN tuning": Method(peft.LNTuningConfig, dict(target_modules=["input_layernorm"])),
-    "prompt tuning": Method(
-        peft.PromptTuningConfig, dict(num_virtual_tokens=4), merge=False, native="refused"
-    ),
+    "prompt tuning": Method(peft.PromptTuningConfig, dict(num_virtual_tokens=4), merge=False, native="refused"),
 }
 
 
@@ -134,9 +132,7 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
             model.merge_and_unload()
         return
     merged = model.merge_and_unload()
-    assert type(merged) is hf.LlamaForCausalLM and not any(
-        "modules_to_save" in n for n, _ in merged.named_modules()
-    )
+    assert type(merged) is hf.LlamaForCausalLM and not any("modules_to_save" in n for n, _ in merged.named_modules())
     assert gap(said(merged), trained) <= 1e-6
     merged.save_pretrained(tmp_path / "merged")
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -324,9 +320,7 @@ def test_a_base_that_is_patched_otherwise_is_refused(other, tmp_path, warned):
     adapted().save_pretrained(tmp_path / "whole")
     adapted(modules_to_save=None).save_pretrained(tmp_path / "plain")
     for load in (PeftModel.from_pretrained, lambda m, d: m.load_adapter(d)):
-        with pytest.raises(
-            ValueError, match=r"^this adapter holds [^\n]*its base had cone in 2 [^\n]*otherwise"
-        ):
+        with pytest.raises(ValueError, match=r"^this adapter holds [^\n]*its base had cone in 2 [^\n]*otherwise"):
             load(patched(**other), tmp_path / "whole")
     before = len(warned())
     PeftModel.from_pretrained(patched(**other), tmp_path / "plain")
@@ -392,9 +386,7 @@ def test_adapters_are_switched_and_deleted(native):
         second.setdefault(name, said(model))
         assert gap(said(model), second[name]) == 0
     assert gap(second["one"], first) <= 1e-6 and gap(second["two"], first) > 1e-3
-    with pytest.raises(
-        ValueError, match=r"^set_adapter got the adapters \['one', 'two'\][^\n]*one such adapter"
-    ):
+    with pytest.raises(ValueError, match=r"^set_adapter got the adapters \['one', 'two'\][^\n]*one such adapter"):
         model.set_adapter(["one", "two"]) if native else model.base_model.set_adapter(["one", "two"])
     model.set_adapter("two")
     model.delete_adapter("one")

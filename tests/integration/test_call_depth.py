@@ -15,9 +15,7 @@ ROOT = str(Path(ha.__file__).parent)
 
 
 def model(patched: bool) -> LlamaForCausalLM:
-    sizes = dict(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
-    )
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     made = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2)).eval()
     if not patched:
         made.set_attn_implementation("cone")
@@ -72,9 +70,7 @@ def test_what_training_changes_is_read_afresh():
                 if ".hyper." in name:
                     parameter.data.fill_(value)
             seen.append(llama(ids).logits)
-        host = LlamaForCausalLM(
-            llama.config.__class__.from_dict(ha.unpatch_model(llama).config.to_dict())
-        ).eval()
+        host = LlamaForCausalLM(llama.config.__class__.from_dict(ha.unpatch_model(llama).config.to_dict())).eval()
         host.load_state_dict(llama.state_dict())
         assert torch.equal(seen[1], host(ids).logits)
     assert not torch.equal(seen[0], seen[2]) and torch.equal(seen[0], seen[3])

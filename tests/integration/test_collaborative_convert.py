@@ -96,10 +96,7 @@ def test_a_bare_checkpoint_loads_with_a_head_and_the_other_way(tmp_path):
     headed = hf.BertForSequenceClassification.from_pretrained(tmp_path).eval()
     assert difference(run(model, inputs), run(headed.bert, inputs)) == 0.0
     headed.save_pretrained(tmp_path / "headed")
-    assert (
-        difference(run(model, inputs), run(hf.AutoModel.from_pretrained(tmp_path / "headed").eval(), inputs))
-        == 0
-    )
+    assert difference(run(model, inputs), run(hf.AutoModel.from_pretrained(tmp_path / "headed").eval(), inputs)) == 0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bart", "t5", "whisper"])
@@ -113,9 +110,7 @@ def test_generation_with_a_cache_equals_without(family):
         static = dict(cache_implementation="static", disable_compile=True)
         assert torch.equal(model.generate(**given, **static, **how), plain)
         beams = dict(num_beams=2, use_cache=False, **how)
-        assert torch.equal(
-            model.generate(**given, **beams), model.generate(**given, **beams | dict(use_cache=True))
-        )
+        assert torch.equal(model.generate(**given, **beams), model.generate(**given, **beams | dict(use_cache=True)))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -337,9 +332,7 @@ def test_everything_learns_and_lora_reaches_the_new_projections(tmp_path):
     model(**inputs)[0].square().mean().backward()
     for name, parameter in model.named_parameters():
         if "shared" in name or "content" in name or "mixing" in name:
-            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), (
-                name
-            )
+            assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
     model.eval()
     before = run(model, inputs)
     lora = LoraConfig(target_modules=["query.shared", "key.shared"], modules_to_save=["hyper"])

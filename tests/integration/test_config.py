@@ -102,9 +102,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("field, value", [(f, v) for f, (values, _) in FIELDS.items() for v in values])
 def test_a_value_out_of_range_names_field_value_and_range(field, value):
-    with pytest.raises(
-        ValueError, match=rf"ConeConfig\.{field}=.* is not allowed; allowed: .*({FIELDS[field][1]})"
-    ):
+    with pytest.raises(ValueError, match=rf"ConeConfig\.{field}=.* is not allowed; allowed: .*({FIELDS[field][1]})"):
         ha.ConeConfig(**{field: value})
 
 
@@ -120,9 +118,7 @@ def test_a_combination_without_meaning_is_refused():
 
 
 def test_two_mechanisms_of_one_stage_are_refused():
-    with pytest.raises(
-        ValueError, match="cone and cone both change the score of attention; .* leave one out"
-    ):
+    with pytest.raises(ValueError, match="cone and cone both change the score of attention; .* leave one out"):
         ha.HyperAttnConfig([CONE, ha.ConeConfig(gamma=2.0)])
 
 

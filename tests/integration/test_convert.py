@@ -112,9 +112,7 @@ def test_a_conversion_of_a_whole_model_stands_alone(toy):
         HyperAttnConfig((ToyWholeConfig(),), mode="replace"),
     ):
         refused(convert, bert(), config, match="its config alone")
-    refused(
-        convert, bert(), ToyWholeConfig(), examples=[dict(input_ids=torch.ones(1, 2))], match="no examples"
-    )
+    refused(convert, bert(), ToyWholeConfig(), examples=[dict(input_ids=torch.ones(1, 2))], match="no examples")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +132,7 @@ def test_keep_original_is_a_yes_or_no(wish):
     refused(convert, bert(), RANK, wish, match="allowed: True or False")
 
 
-@pytest.mark.parametrize(
-    "examples", [[], {}, "text", 3, [1], [["input_ids"]], dict(input_ids=torch.ones(1, 3))]
-)
+@pytest.mark.parametrize("examples", [[], {}, "text", 3, [1], [["input_ids"]], dict(input_ids=torch.ones(1, 3))])
 def test_examples_are_calls(examples):
     refused(convert, bert(), RANK, examples=examples, match="allowed: a list of dicts")
 

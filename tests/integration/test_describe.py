@@ -143,9 +143,7 @@ def test_it_says_what_runs():
     model.config._attn_implementation_internal = "eager"
     found = ha.describe(model)
     assert [h["active"] for h in found["hosts"]] == [False] * 4
-    assert str(found).endswith(
-        "not active: the patched hosts run attn_implementation='eager', without what was added"
-    )
+    assert str(found).endswith("not active: the patched hosts run attn_implementation='eager', without what was added")
     model = llama()
     model.set_attn_implementation("cone")
     found = ha.describe(model)

@@ -129,16 +129,11 @@ def test_what_is_in_an_export(tmp_path):
     assert new["auto_map"]["AutoModelForCausalLM"] == "modeling_hyperattn.LlamaForCausalLM"
     assert new["auto_map"]["AutoModel"] == "modeling_hyperattn.LlamaModel"
     manifest = json.loads(after.pop("hyperattn_manifest.json").read_text())
-    assert manifest["sha256"] == {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in after.items()
-    }
+    assert manifest["sha256"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in after.items()}
     for name in after.keys() - before.keys():
         assert re.fullmatch(r"(modeling_hyperattn|hyperattn_\w+)\.py", name)
         text = after[name].read_text()
-        assert (
-            "hyperattn export" in text.splitlines()[0]
-            and "Apache License, Version 2.0" in text.splitlines()[1]
-        )
+        assert "hyperattn export" in text.splitlines()[0] and "Apache License, Version 2.0" in text.splitlines()[1]
         compile(text, name, "exec")
         assert_imports_resolve(text, after.keys())
 
@@ -292,9 +287,7 @@ SOURCES = {
         "holds no weights; allowed: model.safetensors",
     ),
     "a shard that is not there": (
-        lambda d: (d / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model-2.safetensors"}}'
-        ),
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
         "names 'model-2.safetensors', which is not there",
     ),
     "an index of lists": (
@@ -302,9 +295,7 @@ SOURCES = {
         r"names \['x'\], which is not there",
     ),
     "an index that leads out of it": (
-        lambda d: (d / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "../x.safetensors"}}'
-        ),
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
         "names '../x.safetensors', which is not there",
     ),
     "a link out of it": (
@@ -332,9 +323,7 @@ def test_a_source_that_cannot_be_exported(case, tmp_path, capsys):
     change(tmp_path / "source")
     assert main(["export", "--remote-code", str(tmp_path / "source"), str(tmp_path / "export")]) == 2
     error = capsys.readouterr().err
-    assert (
-        re.search(message, error) and error.count("\n") == 1 and error.startswith("hyperattn export: error: ")
-    )
+    assert re.search(message, error) and error.count("\n") == 1 and error.startswith("hyperattn export: error: ")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
@@ -444,7 +433,5 @@ def test_links_within_the_hubs_cache_are_followed(tmp_path):
 
 def test_functions_are_imported_from_the_copies_of_their_modules():
     files = flat_copies(["hf_hyperattn.mechanisms.hyperbolic.midpoint"], "")
-    assert (
-        "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
-    )
+    assert "from .hyperattn_engines_cpu import norms\n" in files["hyperattn_mechanisms_hyperbolic_midpoint.py"]
     assert "from .hyperattn_engines_cpu_kernels import norms" in files["hyperattn_engines_cpu.py"]

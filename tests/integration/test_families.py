@@ -50,9 +50,7 @@ def generate(model, inputs, **how):
     inputs = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 0
-    return model.generate(
-        **inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **how
-    )
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, **how)
 
 
 def logits(model, **inputs):
@@ -138,9 +136,7 @@ def test_attention_weights_are_a_distribution(family, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "family", [f for f in CAUSAL if f != "gpt_oss"]
-)  # it gives its masks no position_ids
+@pytest.mark.parametrize("family", [f for f in CAUSAL if f != "gpt_oss"])  # it gives its masks no position_ids
 def test_packed_sequences_do_not_see_each_other(family, name):
     model = model_of(family, name)
     ids = words(model.config)[:1]

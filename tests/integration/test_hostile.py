@@ -110,9 +110,7 @@ CONE_VALUES = {
 
 
 def cases() -> dict:
-    found = {
-        f"{key[:9]}-{i}": GOOD | {key: v} for key, values in VALUES.items() for i, v in enumerate(values)
-    }
+    found = {f"{key[:9]}-{i}": GOOD | {key: v} for key, values in VALUES.items() for i, v in enumerate(values)}
     for key, values in CONE_VALUES.items():
         for i, value in enumerate(values):
             found[f"cone.{key}-{i}"] = GOOD | {"mechanisms": [GOOD["mechanisms"][0] | {key: value}]}
@@ -150,9 +148,7 @@ def test_one_clear_line_and_no_model(case):
     assert not {m for m in set(sys.modules) - modules if m.startswith(("os.", "posix", "x"))}
 
 
-@pytest.mark.parametrize(
-    "hyperattn", [GOOD | {"mode": "x"}, GOOD | {"hosts": ["nowhere"]}, [1], "cone"], ids=str
-)
+@pytest.mark.parametrize("hyperattn", [GOOD | {"mode": "x"}, GOOD | {"hosts": ["nowhere"]}, [1], "cone"], ids=str)
 def test_from_a_checkpoint(hyperattn, tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
@@ -237,9 +233,7 @@ def test_a_file_of_our_own_that_is_no_config(text, tmp_path):
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"]
-)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
 def test_a_file_of_our_own_that_is_none(make, tmp_path):
     make(tmp_path / "hyperattn_config.json")
     with pytest.raises(ValueError, match="it is no regular file; allowed: a JSON object"):

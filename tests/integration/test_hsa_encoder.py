@@ -158,9 +158,7 @@ def test_a_padded_row_is_the_row_alone(attention, side):
     pad = (0, 3) if side == "right" else (3, 0)
     wide = [torch.nn.functional.pad(t, pad, value=v) for t, v in ((ids, 5), (torch.ones_like(ids), 0))]
     groups = torch.nn.functional.pad(groups, (0, 0, *pad), value=-1)
-    both_rows = [
-        torch.cat([t, t.flip(1)]) for t in (*wide, groups)
-    ]  # the other row has padding at the other end
+    both_rows = [torch.cat([t, t.flip(1)]) for t in (*wide, groups)]  # the other row has padding at the other end
     padded = model(both_rows[0], both_rows[1], image.expand(2, -1, -1, -1), **ask(both_rows[2]))
     assert (padded.pooler_output[0] - alone.pooler_output[0]).abs().max() < 1e-5
 
@@ -245,9 +243,7 @@ def test_saved_and_loaded_by_the_auto_classes(attention, tmp_path):
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
     again = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(again) is HsaEncoderForSequenceClassification and torch.equal(
-        again(**inputs).logits, expected
-    )
+    assert type(again) is HsaEncoderForSequenceClassification and torch.equal(again(**inputs).logits, expected)
     ignored = {"_name_or_path": None, "dtype": None}
     assert again.config.to_dict() | ignored == model.config.to_dict() | ignored
     body = hf.AutoModel.from_pretrained(tmp_path)

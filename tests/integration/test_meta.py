@@ -163,12 +163,8 @@ def test_flops_of_attention_are_counted(name):
             perturb(model)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))
-        linear = (
-            2 * n * sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
-        )
-        linear -= (
-            2 * n * sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n and p.dim() == 2)
-        )
+        linear = 2 * n * sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+        linear -= 2 * n * sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n and p.dim() == 2)
         counts[device] = counter.get_total_flops() - linear
         assert 0.9 * products <= counts[device] <= 1.6 * products, (device, counts, products)
 

@@ -101,9 +101,7 @@ def attentions(model, inputs) -> dict:
     return {k: v for k, v in output.items() if k.endswith("attentions") and v is not None}
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt_oss", "bart", "t5", "whisper", "falcon", "bloom", "mpt", "mpnet"]
-)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bart", "t5", "whisper", "falcon", "bloom", "mpt", "mpnet"])
 def test_there_is_one_entry_for_every_layer(family):
     """Equal to those of the stock model under "eager" where the gates are 0, with and without gradients."""
     model, inputs = make(family)
@@ -117,9 +115,7 @@ def test_there_is_one_entry_for_every_layer(family):
         with torch.set_grad_enabled(grad):
             found = attentions(model, inputs)
         assert {k: len(v) for k, v in found.items()} == {k: len(v) for k, v in expected.items()}
-        assert all(
-            (a - b).abs().max() <= 1e-6 for k in found for a, b in zip(found[k], expected[k], strict=True)
-        )
+        assert all((a - b).abs().max() <= 1e-6 for k in found for a, b in zip(found[k], expected[k], strict=True))
     perturb(model)
     found = attentions(model, inputs)
     moved = [[(a - b).abs().max() > 1e-5 for a, b in zip(found[k], expected[k], strict=True)] for k in found]
@@ -150,9 +146,7 @@ def test_a_config_may_ask_for_them_for_good(name, tmp_path):
     with torch.no_grad():
         assert len(again(**inputs).attentions) == 4
     again.config.output_attentions = False
-    with pytest.raises(
-        Exception, match="Please set it to 'eager'"
-    ):  # what Transformers asks of its own names stays
+    with pytest.raises(Exception, match="Please set it to 'eager'"):  # what Transformers asks of its own names stays
         hf.LlamaConfig(attn_implementation="sdpa", output_attentions=True)
 
 

@@ -153,15 +153,11 @@ def test_only_mechanisms_and_hosts_in_use():
         ha.HyperAttnConfig([CONE], hosts=["model.layers.0.self_attn"], overrides={ONE: [OWN]})
 
 
-@pytest.mark.parametrize(
-    ("host", "layers"), [("model.layers.9.self_attn", None), ("nonsense", None), (ONE, [0])]
-)
+@pytest.mark.parametrize(("host", "layers"), [("model.layers.9.self_attn", None), ("nonsense", None), (ONE, [0])])
 def test_a_host_that_is_not_patched_is_refused_and_the_model_left_alone(host, layers):
     model = llama()
     before = State(model)
-    config = ha.HyperAttnConfig(
-        [CONE], layers=layers, overrides={host: [OWN], "model.layers.0.self_attn": [OWN]}
-    )
+    config = ha.HyperAttnConfig([CONE], layers=layers, overrides={host: [OWN], "model.layers.0.self_attn": [OWN]})
     with pytest.raises(ValueError, match=f"overrides names the host '{host}', which is not patched"):
         ha.patch_model(model, config)
     assert not before.differences(State(model))

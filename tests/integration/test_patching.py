@@ -73,9 +73,7 @@ def test_gradients_at_the_start_are_those_of_the_mechanism(family):
 
 
 def tensors_with_grad(output) -> dict:
-    return {
-        str(i): t for i, t in enumerate(output.to_tuple()) if isinstance(t, torch.Tensor) and t.requires_grad
-    }
+    return {str(i): t for i, t in enumerate(output.to_tuple()) if isinstance(t, torch.Tensor) and t.requires_grad}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -89,9 +87,7 @@ def test_every_variant_starts_as_the_identity(family, variant):
         assert difference(before, real(tensors(model(**inputs)), inputs)) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "gemma2", "gpt_oss", "bert", "t5", "bart", "clip", "bloom"]
-)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "bert", "t5", "bart", "clip", "bloom"])
 def test_the_identity_holds_with_eager_attention_and_its_weights(family):
     model, inputs = make(family)
     set_implementation(model, "eager")

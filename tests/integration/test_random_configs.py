@@ -68,11 +68,7 @@ def read_or_refused(read, *arguments):
 
 
 def rendered(config, adapter=None):
-    return (
-        hub_cards.render_adapter_card(config, adapter=adapter)
-        if adapter
-        else hub_cards.render_model_card(config)
-    )
+    return hub_cards.render_adapter_card(config, adapter=adapter) if adapter else hub_cards.render_model_card(config)
 
 
 @settings(max_examples=300)
@@ -112,9 +108,7 @@ def test_files(tmp_path, content):
         (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 10**6, '{"x":' * 10**5 + "1" + "}" * 10**5, '{"a": ' + "9" * 5000 + "}"]
-)
+@pytest.mark.parametrize("content", ["[" * 10**6, '{"x":' * 10**5 + "1" + "}" * 10**5, '{"a": ' + "9" * 5000 + "}"])
 def test_files_that_are_made_to_break_readers(content, tmp_path):
     """Nesting beyond the stack, and numbers beyond what Python converts."""
     (tmp_path / "config.json").write_text(content)

@@ -54,10 +54,7 @@ def there_and_back(model, inputs: dict, directory: Path) -> None:
     assert difference(before, expected) > 1e-3
     model.save_pretrained(directory / "patched")
     assert (
-        difference(
-            expected, run(type(model).from_pretrained(directory / "patched", dtype=torch.float32), inputs)
-        )
-        == 0
+        difference(expected, run(type(model).from_pretrained(directory / "patched", dtype=torch.float32), inputs)) == 0
     )
     ha.unpatch_model(model)
     assert state.differences(State(model)) == []

@@ -14,9 +14,7 @@ from tests.integration.collaborative import make, quiet
 from tests.integration.models import bert, clip, difference, llama, llava, perturb, run, text_inputs
 from tests.integration.patches import CONE, added, patched
 
-MISSING = (
-    r"lacks {} of the 12 added tensors .* cone\) asks for, such as '.*\.hyper\.cone\.\w+'; .*fresh_patch"
-)
+MISSING = r"lacks {} of the 12 added tensors .* cone\) asks for, such as '.*\.hyper\.cone\.\w+'; .*fresh_patch"
 STRANGE = r"holds 12 added tensors, such as '.*\.hyper\.cone\.gate', that no record .*fresh_patch"
 
 
@@ -197,9 +195,7 @@ def test_state_dicts_that_are_loaded_loosely_are_not_silent(caplog):
         assert "the state dict holds 12 added tensors" in caplog.text and "patch it first" in caplog.text
         caplog.clear()
         model.load_state_dict(model.state_dict(), strict=False)
-        model.load_state_dict(
-            {"model.norm.weight": torch.ones(32)}, strict=False
-        )  # nothing of the patched layers
+        model.load_state_dict({"model.norm.weight": torch.ones(32)}, strict=False)  # nothing of the patched layers
         llama().load_state_dict(llama().state_dict(), strict=False)
         assert not caplog.text
 
@@ -210,9 +206,4 @@ def test_models_of_others_are_left_alone(tmp_path):
     model.save_pretrained(tmp_path / "1")
     tensors = load_file(tmp_path / "1" / "model.safetensors") | {"pooler.hyper.cone.gate": torch.ones(4)}
     save_file(tensors, tmp_path / "1" / "model.safetensors", {"format": "pt"})
-    assert (
-        difference(
-            run(model, text_inputs()), run(hf.BertModel.from_pretrained(tmp_path / "1"), text_inputs())
-        )
-        == 0
-    )
+    assert difference(run(model, text_inputs()), run(hf.BertModel.from_pretrained(tmp_path / "1"), text_inputs())) == 0

@@ -81,9 +81,7 @@ def test_any_head_class_from_any_head_class(source, target, tmp_path):
     perturb(model)
     model.save_pretrained(tmp_path)
     again, report = getattr(hf, target).from_pretrained(tmp_path, output_loading_info=True)
-    assert not [
-        key for keys in (report["missing_keys"], report["unexpected_keys"]) for key in keys if "hyper" in key
-    ]
+    assert not [key for keys in (report["missing_keys"], report["unexpected_keys"]) for key in keys if "hyper" in key]
     bodies = [run(getattr(m, "bert", m), inputs)[".last_hidden_state"] for m in (model, again)]
     assert torch.equal(*bodies)
     assert again.config.hyperattn["hosts"] == [n for n, m in again.named_modules() if "hyper" in m._modules]
@@ -133,15 +131,11 @@ PLACES = {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(4)} | {
 }
 
 
-@pytest.mark.parametrize(
-    "device_map", ["auto", "cpu", {"": "cpu"}, PLACES], ids=["auto", "cpu", "one", "disk"]
-)
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, PLACES], ids=["auto", "cpu", "one", "disk"])
 def test_device_maps(device_map, tmp_path):
     model, inputs, expected = patched("llama")
     model.save_pretrained(tmp_path / "1")
-    again = type(model).from_pretrained(
-        tmp_path / "1", device_map=device_map, offload_folder=tmp_path / "disk"
-    )
+    again = type(model).from_pretrained(tmp_path / "1", device_map=device_map, offload_folder=tmp_path / "disk")
     assert difference(expected, run(again, inputs)) == 0
     again.save_pretrained(tmp_path / "2")
     assert difference(expected, run(type(model).from_pretrained(tmp_path / "2"), inputs)) == 0
@@ -176,9 +170,7 @@ def test_keys_of_another_size_start_afresh_where_the_user_asked_for_it(tmp_path)
     model, _, _ = patched("llama")
     model.save_pretrained(tmp_path)
     halves = dict(num_attention_heads=2, head_dim=16, num_key_value_heads=1)
-    with pytest.raises(
-        ValueError, match=r"hyper.cone.gate' with shape \(4,\), and its config asks for \(2,\)"
-    ):
+    with pytest.raises(ValueError, match=r"hyper.cone.gate' with shape \(4,\), and its config asks for \(2,\)"):
         type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)
     with ha.fresh_patch():
         again = type(model).from_pretrained(tmp_path, ignore_mismatched_sizes=True, **halves)

@@ -48,8 +48,5 @@ def test_the_page(tmp_path, monkeypatch, capsys):
 
 def test_the_stock_implementation_is_what_the_page_says():
     model = ha.patch_model(llama(), ha.ConeConfig())
-    assert (
-        model.config.hyperattn_stock == "sdpa"
-        and model.config.to_dict()["attn_implementation"] == "hf_hyperattn"
-    )
+    assert model.config.hyperattn_stock == "sdpa" and model.config.to_dict()["attn_implementation"] == "hf_hyperattn"
     assert isinstance(model, AutoModelForCausalLM._model_mapping[type(model.config)])

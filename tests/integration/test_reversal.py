@@ -119,9 +119,7 @@ def test_unpatching_after_saving_and_after_reloading(family, tmp_path):
 
 
 def without_path(values: dict) -> dict:
-    return {
-        k: without_path(v) if isinstance(v, dict) else v for k, v in values.items() if k != "_name_or_path"
-    }
+    return {k: without_path(v) if isinstance(v, dict) else v for k, v in values.items() if k != "_name_or_path"}
 
 
 def test_an_eager_model_is_eager_after_reload_and_unpatch(tmp_path):

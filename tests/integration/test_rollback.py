@@ -89,9 +89,7 @@ def test_a_host_that_a_mechanism_refuses_leaves_the_others_alone():
 
 def test_parts_that_one_config_cannot_describe_are_refused_late():
     model = hf.BartModel(
-        hf.BartConfig(
-            vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4
-        )
+        hf.BartConfig(vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4)
     )
     ha.patch_model(model.encoder, ha.ConeConfig())
     state = State(model)

@@ -64,9 +64,7 @@ def test_patch_train_save_reload_unpatch(family, toy, tmp_path):
     with torch.no_grad():
         model.load_state_dict(body, strict=False)
     ha.unpatch_model(model)
-    fresh = [
-        f for f in state.differences(State(model)) if not f.startswith(("model.config.", "model.config"))
-    ]
+    fresh = [f for f in state.differences(State(model)) if not f.startswith(("model.config.", "model.config"))]
     assert fresh == []
     assert difference(before, run(model, inputs)) == 0
 
@@ -127,9 +125,7 @@ def test_the_public_face_knows_it():
     assert toy["stage"] == "score" and toy["options"] == {"temperature": "what the cosine is multiplied with"}
     model = ha.patch_model(llama(), ToyCosineConfig())
     assert {m for host in ha.describe(model)["hosts"] for m in host["mechanisms"]} == {"toy_cosine"}
-    with pytest.raises(
-        ValueError, match="ToyCosineConfig.temperature=0 is not allowed; allowed: numbers above 0"
-    ):
+    with pytest.raises(ValueError, match="ToyCosineConfig.temperature=0 is not allowed; allowed: numbers above 0"):
         ToyCosineConfig(temperature=0)
 
 
@@ -154,9 +150,7 @@ def test_loading_without_the_package_that_registers_it(tmp_path):
     model = ha.patch_model(llama(), ToyCosineConfig())
     model.save_pretrained(tmp_path)
     del MECHANISMS["toy_cosine"]
-    with pytest.raises(
-        ValueError, match="'toy_cosine' is unknown; .* import the package that registers them"
-    ):
+    with pytest.raises(ValueError, match="'toy_cosine' is unknown; .* import the package that registers them"):
         type(model).from_pretrained(tmp_path)
 
 
@@ -164,9 +158,7 @@ def test_a_second_mechanism_of_one_name_and_an_unknown_stage_are_refused():
     with pytest.raises(ValueError, match="'toy_cosine' is registered already"):
         toy_rooms.register_toys()
     with pytest.raises(ValueError, match="stage='flavour'; allowed: score, bias, mixing"):
-        toy_rooms.register(
-            toy_rooms.Mechanism("other", "flavour", "none", ToySlopeConfig, toy_rooms.ToySlopeLayer)
-        )
+        toy_rooms.register(toy_rooms.Mechanism("other", "flavour", "none", ToySlopeConfig, toy_rooms.ToySlopeLayer))
     assert len(LISTENERS) == 1 and "other" not in MECHANISMS
 
 

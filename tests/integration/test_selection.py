@@ -64,9 +64,7 @@ def test_a_number_that_only_one_stack_has():
 
 def test_a_function_sees_what_is_known_of_a_host():
     seen = []
-    ha.patch_model(
-        FAMILIES["bart"][0](), CONE, include_cross_attention=True, layers=lambda h: not seen.append(h)
-    )
+    ha.patch_model(FAMILIES["bart"][0](), CONE, include_cross_attention=True, layers=lambda h: not seen.append(h))
     facts = {(h.name.split(".", 1)[1], h.heads, h.is_causal, h.is_cross, h.layer_index) for h in seen}
     assert ("decoder.layers.1.self_attn", 4, True, False, 1) in facts
     assert ("decoder.layers.0.encoder_attn", 4, False, True, 0) in facts

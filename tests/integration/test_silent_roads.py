@@ -76,14 +76,9 @@ def test_a_stock_checkpoint_in_a_patched_model_and_another_patch(saved, warned, 
     llama().save_pretrained(tmp_path / "stock", max_shard_size="80KB")
     LOADS["and a device map"](patched("llama")[0], tmp_path / "stock")
     assert len(warned()) == 1 and "lacks 12 added tensors of the patched LlamaForCausalLM" in warned()[0]
-    other = ha.patch_model(
-        llama(), ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)
-    )  # the same tensors
+    other = ha.patch_model(llama(), ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0))  # the same tensors
     LOADS["and a device map"](other, saved / "patched")
-    assert (
-        len(warned()) == 2
-        and "had cone in 4 attention modules, and LlamaForCausalLM is patched o" in warned()[1]
-    )
+    assert len(warned()) == 2 and "had cone in 4 attention modules, and LlamaForCausalLM is patched o" in warned()[1]
     with ha.fresh_patch():
         LOADS["load_checkpoint_in_model"](other, saved / "patched")
     assert len(warned()) == 2
@@ -125,16 +120,12 @@ def test_a_state_dict_that_no_load_would_take_is_not_saved(tmp_path):
         {n: t for n, t in state.items() if "hyper" not in n},
         {k: state[k] for k in state if k != gate},
     ):
-        with pytest.raises(
-            ValueError, match=r"lacks 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"
-        ):
+        with pytest.raises(ValueError, match=r"lacks 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"):
             model.save_pretrained(tmp_path / "1", state_dict=wrong)
     with pytest.raises(ValueError, match=r"holds 'model.layers.0.*hyper.cone.gate', unlike LlamaForCausalLM"):
         llama().save_pretrained(tmp_path / "1", state_dict=state)
     assert not (tmp_path / "1").exists()
-    model.save_pretrained(
-        tmp_path / "1", state_dict={}
-    )  # as the Trainer does under ZeRO: weights come otherwise
+    model.save_pretrained(tmp_path / "1", state_dict={})  # as the Trainer does under ZeRO: weights come otherwise
     model.save_pretrained(tmp_path / "1", state_dict=state)
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "1")
     assert difference(expected, run(again, inputs)) == 0

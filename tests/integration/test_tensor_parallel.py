@@ -26,9 +26,7 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("shared")
     model = llama(num_hidden_layers=2)
     ha.patch_model(model, ha.ConeConfig(), ha.HypeConfig()).save_pretrained(folder / "patched")
-    hsa = ha.HsaConfig(
-        windows=(2, 4), near=1, sinks=0, refine_top_k=0
-    )  # of which a short text sees something
+    hsa = ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)  # of which a short text sees something
     ha.unpatch_model(model).config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
     model.save_pretrained(folder / "stock")
     model.save_pretrained(folder / "parts")

@@ -62,9 +62,7 @@ def expected_output(q, k, v, mode, heads):
 @pytest.mark.parametrize("engine, dtype, tolerance", ENGINES)
 @pytest.mark.parametrize("heads", [None, (0, 2)])
 @pytest.mark.parametrize("mode", ["blend", "replace"])
-def test_every_engine_computes_the_formula_and_its_gradients(
-    engine, dtype, tolerance, heads, mode, monkeypatch
-):
+def test_every_engine_computes_the_formula_and_its_gradients(engine, dtype, tolerance, heads, mode, monkeypatch):
     compiled, pack_call = [], kernels.pack_call
     monkeypatch.setattr(kernels, "pack_call", lambda *args: compiled.append(1) or pack_call(*args))
     host = Host("host", heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0)
@@ -127,6 +125,4 @@ def test_beside_ties_between_keys_it_is_refused_when_patched():
 
 def test_its_line_in_the_list_of_mechanisms():
     facts = {f["name"]: f for f in ha.list_mechanisms()}
-    assert facts["toy_score"]["stage"] == "score" and facts["toy_score"]["attn_implementation"] == [
-        "toy_score"
-    ]
+    assert facts["toy_score"]["stage"] == "score" and facts["toy_score"]["attn_implementation"] == ["toy_score"]

@@ -45,9 +45,7 @@ def expected(q, k, v, setting, *, mask=None, causal=False, curvature=1.0, temper
 
 def dense(q, k, v, setting, **rest):
     chosen = SETTINGS[setting]
-    return oracle.dense_attention(
-        q, k, v, aggregation=chosen["aggregation"], distance_name=chosen["distance"], **rest
-    )
+    return oracle.dense_attention(q, k, v, aggregation=chosen["aggregation"], distance_name=chosen["distance"], **rest)
 
 
 def leaves(*tensors):

@@ -13,9 +13,7 @@ HEADS, D = 4, 3
 
 
 def host(heads=HEADS, kv_heads=None, head_dim=D, rotary=""):
-    return Host(
-        "layer.0", heads, kv_heads or heads, False, False, 0, head_dim=head_dim, value_dim=5, rotary=rotary
-    )
+    return Host("layer.0", heads, kv_heads or heads, False, False, 0, head_dim=head_dim, value_dim=5, rotary=rotary)
 
 
 def tensors(*shapes, dtype=torch.float64, seed=0):
@@ -31,9 +29,7 @@ def loops(query, key, mixing, scale, content=None):
         for h in range(heads):
             for i in range(n):
                 for j in range(m):
-                    total = sum(
-                        float(mixing[h, r]) * float(query[b, i, r]) * float(key[b, j, r]) for r in range(rank)
-                    )
+                    total = sum(float(mixing[h, r]) * float(query[b, i, r]) * float(key[b, j, r]) for r in range(rank))
                     if content is not None:
                         total += float(content[b, j, h])
                     out[b, h, i, j] = scale * total
@@ -53,9 +49,7 @@ def test_definition_is_the_formula(rank, with_content):
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("scale", [1.0, 40.0], ids=["unit", "saturated"])
 def test_engines_agree_with_loops(backend, with_content, scale):
-    query, key, mixing, content, value = tensors(
-        (2, 5, 7), (2, 6, 7), (HEADS, 7), (2, 6, HEADS), (2, HEADS, 6, 5)
-    )
+    query, key, mixing, content, value = tensors((2, 5, 7), (2, 6, 7), (HEADS, 7), (2, 6, HEADS), (2, HEADS, 6, 5))
     content = content if with_content else None
     mask = torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.3
     mask[..., 0] = True

@@ -9,9 +9,7 @@ from hf_hyperattn.mechanisms.collaborative.decomposition import decompose
 def weights(heads=4, d=3, width=10, width_key=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape = (heads, d)
-    return [
-        torch.randn(*shape, w, generator=generator, dtype=torch.float64) for w in (width, width_key or width)
-    ]
+    return [torch.randn(*shape, w, generator=generator, dtype=torch.float64) for w in (width, width_key or width)]
 
 
 def tensor(query, key):
@@ -50,9 +48,7 @@ def test_full_rank_is_exact_and_keeps_the_weights():
 
 def test_a_tensor_of_low_rank_is_found_again():
     generator = torch.Generator().manual_seed(1)
-    mixing, a, b = (
-        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 5), (5, 8), (5, 8))
-    )
+    mixing, a, b = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((4, 5), (5, 8), (5, 8)))
     # heads of dimension 5 that already share: W_Q^h = diag(m_h) a, W_K^h = b
     query, key = mixing[..., None] * a, b.expand(4, -1, -1)
     assert decompose(query, key, 5, steps=400).error < 1e-5

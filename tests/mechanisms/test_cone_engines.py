@@ -58,9 +58,7 @@ def test_sinks_and_caps_act_on_the_whole_logit(backend, pairing, dtype, asked):
     sinks = torch.tensor(asked["sinks"], dtype=torch.float64) if "sinks" in asked else None
     options = Options(is_causal=True, sinks=sinks, softcap=asked.get("softcap"))
     out, _ = attention(space_of(q, pairing, gamma, radius).score(q, k), v, options, backend=backend)
-    logits = dense.scores(
-        q.double(), k.double(), gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing]
-    )
+    logits = dense.scores(q.double(), k.double(), gamma=gamma.double(), radius=radius.double(), **PAIRINGS[pairing])
     expected, _ = softmax.attention(logits, v, causal=True, **{**asked, "sinks": sinks})
     assert_close(out, expected, 1e-9 if dtype == "float64" else 2e-4, "output")
 
@@ -90,9 +88,7 @@ def test_a_blend_is_dot_product_plus_gated_cone(backend, pairing, dtype, scale):
     out, _ = attention(blend_score(q, k, pairing, gate, gamma, radius, scale), v, backend=backend)
     plain = (t.double() for t in (q, k))
     logits = blend_logits(*plain, pairing, gate.double(), gamma.double(), radius.double(), scale)
-    assert_close(
-        out, dense.softmax_average(logits, v.double()), 1e-9 if dtype == "float64" else 2e-4, "output"
-    )
+    assert_close(out, dense.softmax_average(logits, v.double()), 1e-9 if dtype == "float64" else 2e-4, "output")
 
 
 @every_backend
@@ -122,9 +118,7 @@ def test_gradients_of_a_blend_over_many_blocks(backend, pairing, dtype, rtol):
     out, _ = attention(blend_score(*inputs[:2], pairing, *inputs[3:], 0.5), inputs[2], backend=backend)
     expected = dense.softmax_average(blend_logits(*plain[:2], pairing, *plain[3:], 0.5), plain[2])
     assert_close(out, expected, 1e-9 if dtype == "float64" else 2e-4, "output")
-    grads = [
-        torch.autograd.grad((o.double() * weight).sum(), t) for o, t in ((out, inputs), (expected, plain))
-    ]
+    grads = [torch.autograd.grad((o.double() * weight).sum(), t) for o, t in ((out, inputs), (expected, plain))]
     names = ("query", "key", "value", "gate", "gamma", "radius")
     assert_gradients(*grads, rtol, names, stray=1e-3)
 

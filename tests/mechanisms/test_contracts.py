@@ -22,11 +22,7 @@ CONFIGS = {
 }
 CHECKS = [check for name, configs in CONFIGS.items() for check in mechanism_checks(name, *configs)]
 #: Slow ones run here for one setting of each mechanism.
-SLOW = [
-    c
-    for c in CHECKS
-    if c.contract in ("compiled", "composition") and (c.mode, c.family) != ("blend", "llama")
-]
+SLOW = [c for c in CHECKS if c.contract in ("compiled", "composition") and (c.mode, c.family) != ("blend", "llama")]
 
 
 def test_every_mechanism_is_here():

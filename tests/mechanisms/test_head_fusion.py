@@ -27,9 +27,7 @@ def layer_of(config=CONFIG, heads=None, **facts):
 
 
 def call_of(batch=2, queries=5, keys=5, dtype=torch.float64):
-    q, k, v = (
-        tensor(batch, h, n, 6, seed=n + h, dtype=dtype) for h, n in ((4, queries), (2, keys), (2, keys))
-    )
+    q, k, v = (tensor(batch, h, n, 6, seed=n + h, dtype=dtype) for h, n in ((4, queries), (2, keys), (2, keys)))
     hidden = tensor(batch, queries, 12, seed=9, dtype=dtype)
     return HostCall(q, k, v, 0.4, True, Options(is_causal=True), hidden=hidden)
 
@@ -137,9 +135,7 @@ def test_a_checkpoint_without_it_is_patched_on_load_where_it_starts(tmp_path):
 def test_refusals():
     with pytest.raises(ValueError, match="HeadFusionConfig.size=0 is not allowed; allowed: numbers from 1"):
         ha.HeadFusionConfig(size=0)
-    with pytest.raises(
-        ValueError, match="HeadFusionConfig.spread=0 is not allowed; allowed: numbers above 0"
-    ):
+    with pytest.raises(ValueError, match="HeadFusionConfig.spread=0 is not allowed; allowed: numbers above 0"):
         ha.HeadFusionConfig(spread=0)
     with pytest.raises(ValueError, match="head_fusion reads the hidden states that enter host, .* how wide"):
         layer_of(width=None)
@@ -186,9 +182,7 @@ def test_the_entropy_is_over_real_tokens_and_has_gradients():
     found.backward()
     added = [p for n, p in model.named_parameters() if ".hyper." in n]
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in added)
-    with pytest.raises(
-        ValueError, match=r"attention_mask has shape \(2, 3\), the tokens of this call \(2, 11\)"
-    ):
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), the tokens of this call \(2, 11\)"):
         record.entropy(torch.ones(2, 3))
 
 
@@ -239,9 +233,7 @@ def test_the_report():
     assert len(by_host) == 6 and by_host[2].startswith("| model.layers.0.self_attn | 0.")
     rows = usage.by_token([str(i) for i in range(11)], top=2).splitlines()
     assert len(rows) == 2 + 8 and rows[2].startswith("| `3` |")  # padding has no row
-    best = max(
-        (x, f"{n}.{h}") for n, w in enumerate(usage.weights.values()) for h, x in enumerate(w[0, 3].tolist())
-    )
+    best = max((x, f"{n}.{h}") for n, w in enumerate(usage.weights.values()) for h, x in enumerate(w[0, 3].tolist()))
     assert f"{best[1]} ({best[0]:.2f})" in rows[2].split("|")[2]
     even = head_usage(ha.patch_model(llama(), CONFIG), **inputs)
     assert all(abs(e - 1) < 1e-5 for e in even.entropy().values())

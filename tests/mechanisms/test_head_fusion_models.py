@@ -53,9 +53,7 @@ def test_beside_cone_hype_and_lora_in_one_checkpoint(mode, tmp_path):
     weighed = given["without"].unflatten(-1, (4, 8)) * factors[..., None]
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(given["with"][real], weighed.flatten(-2)[real], atol=1e-5, rtol=0)
-    peft = get_peft_model(
-        ha.unpatch_model(model) and ha.patch_model(model, *mechanisms), ha.lora_config(model)
-    )
+    peft = get_peft_model(ha.unpatch_model(model) and ha.patch_model(model, *mechanisms), ha.lora_config(model))
     peft(**next_character()).loss.backward()
     assert all(p.grad is not None for n, p in peft.named_parameters() if p.requires_grad)
     ha.unpatch_model(peft.unload())

@@ -75,9 +75,7 @@ def test_masks_and_causality_intersect(causal):
     q, k, v = inputs()
     mask = torch.rand(2, 4, N, N, generator=torch.Generator().manual_seed(3)) > 0.2
     mask |= torch.eye(N, dtype=torch.bool)
-    call = lambda m: hierarchical_attention(
-        q, k, v, m, is_causal=causal, hierarchy=SIZES, tying="key", **RULE
-    )
+    call = lambda m: hierarchical_attention(q, k, v, m, is_causal=causal, hierarchy=SIZES, tying="key", **RULE)
     expected = brute(q, k, v, causal, visible=mask)
     assert_close(call(mask), expected, 1e-10, "bool")
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)
@@ -92,9 +90,7 @@ def test_padding_is_as_if_it_were_not_there(side, causal):
     mask = torch.zeros(2, 1, 1, N + 3, dtype=torch.bool)
     mask[..., real] = True
     got = hierarchical_attention(q, k, v, mask, is_causal=causal, hierarchy=SIZES, tying="key", **RULE)
-    assert_close(
-        got[:, :, real], brute(q[:, :, real], k[:, :, real], v[:, :, real], causal), 1e-10, "real rows"
-    )
+    assert_close(got[:, :, real], brute(q[:, :, real], k[:, :, real], v[:, :, real], causal), 1e-10, "real rows")
 
 
 @pytest.mark.parametrize("keys", [N + 3, N + 6])
@@ -326,9 +322,7 @@ def test_growing_keeps_what_it_should():
         grown.evict(max(0, grown.length - 10), 4)
         held, places = grown.entries()
         assert torch.equal(held, all_of_it[:, :, places])
-        assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {
-            *places.tolist()
-        }
+        assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {*places.tolist()}
         assert grown.room.shape[2] <= 40
 
 

@@ -93,9 +93,7 @@ def windows(batch, length, rng):
 
 
 def padded_windows(batch, length, rng):
-    return Hierarchy.windows(
-        length, rng.choice([(2,), (2, 4), (3, 6, 12), (4, 16), ()]), spans(batch, length, rng)
-    )
+    return Hierarchy.windows(length, rng.choice([(2,), (2, 4), (3, 6, 12), (4, 16), ()]), spans(batch, length, rng))
 
 
 def one_tree(batch, length, rng):
@@ -145,9 +143,7 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
         grads = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads)]
         assert_gradients(grads, wanted, 1e-9, names)
         with torch.no_grad():
-            assert_close(
-                both(*inputs[:3], hierarchy, 1.3, keep_diagonal=keep, **rest), found, 0, "without tape"
-            )
+            assert_close(both(*inputs[:3], hierarchy, 1.3, keep_diagonal=keep, **rest), found, 0, "without tape")
 
 
 def test_gradcheck():

@@ -22,9 +22,7 @@ def both_ways(inputs, hierarchy, bias, tables, keep):
     found = []
     for way in (compiled, run):
         out, root = way(*inputs[:3], hierarchy, 0.7, keep, bias, tables)
-        loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(
-            root.isfinite(), root, 0.0
-        ).square().sum()
+        loss = (out * tensor(*out.shape, seed=5)).sum() + torch.where(root.isfinite(), root, 0.0).square().sum()
         found.append((out, root, torch.autograd.grad(loss, inputs)))
     return found
 
@@ -33,9 +31,7 @@ def both_ways(inputs, hierarchy, bias, tables, keep):
 @pytest.mark.parametrize("biased", [False, True])
 def test_operator_equals_what_it_computes(layout, biased):
     rng = random.Random(layout.__name__)
-    inputs = [*qkv(batch=2, heads=4, kv_heads=2, lq=11, d=4), tensor(1, 4, 11, 11, seed=3)][
-        : 4 if biased else 3
-    ]
+    inputs = [*qkv(batch=2, heads=4, kv_heads=2, lq=11, d=4), tensor(1, 4, 11, 11, seed=3)][: 4 if biased else 3]
     inputs = [t.requires_grad_() for t in inputs]
     bias = inputs[3] if biased else None
     (out, root, grads), (expected, wanted, slopes) = both_ways(inputs, layout(2, 11, rng), bias, None, True)
@@ -76,9 +72,7 @@ def test_windows_compile_into_one_graph_for_any_length():
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (9, 40):
-        inputs = [
-            t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)
-        ]
+        inputs = [t.requires_grad_() for t in qkv(batch=2, heads=4, kv_heads=2, lq=length, d=4, dtype=torch.float32)]
         eager, out = run(*inputs), compiled(*inputs)
         assert_close(out, eager, 1e-6, f"output at {length}")
         grads = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, eager)]
@@ -110,9 +104,7 @@ def test_key_tying_of_a_tree_compiles_into_one_graph():
 
     def run(q, k, v):
         rule = dict(tying="key", near=1, refine_top_k=1, enable_gqa=True)
-        return hierarchical_attention(
-            q, k, v, mask | torch.eye(10, dtype=torch.bool), hierarchy=hierarchy, **rule
-        )
+        return hierarchical_attention(q, k, v, mask | torch.eye(10, dtype=torch.bool), hierarchy=hierarchy, **rule)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     eager, out = run(*inputs), compiled(*inputs)

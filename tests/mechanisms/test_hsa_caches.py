@@ -51,9 +51,7 @@ def test_chunks_and_steps_with_any_cache_equal_the_full_pass(family, pads):
 @pytest.mark.parametrize("pads", [0, 5])
 def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 4)
-    config = HsaConfig(
-        (2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0)
-    )
+    config = HsaConfig((2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0))
     model = patched(family, config, sharp=2.0)
     inputs = padded(ids_of(model, 70), pads)
     expected, cache = logits(model, **inputs, use_cache=False), HierarchicalCache(model, evict=True)
@@ -150,9 +148,7 @@ def test_blends_and_decoders_of_pairs_use_the_cache():
     perturb(model)
     inputs = {"input_ids": ids_of(model, length=9)}
     plain = generate(model, inputs, use_cache=False, pad_token_id=0)
-    assert torch.equal(
-        generate(model, inputs, past_key_values=HierarchicalCache(model), pad_token_id=0), plain
-    )
+    assert torch.equal(generate(model, inputs, past_key_values=HierarchicalCache(model), pad_token_id=0), plain)
     model = patched("bart", config)
     both = hf.EncoderDecoderCache(HierarchicalCache(model), hf.DynamicCache())
     plain = generate(model, inputs, use_cache=False)
@@ -275,10 +271,7 @@ def test_a_hierarchy_that_leaves_out_tokens_which_no_mask_hides():
     own = Hierarchy.windows(20, (2, 4), mask)
     expected = logits(model, input_ids=ids, hierarchy=own, use_cache=False)
     cache = HierarchicalCache(model)
-    got = [
-        logits(model, input_ids=ids[:, a:b], hierarchy=own, past_key_values=cache)
-        for a, b in ((0, 15), (15, 20))
-    ]
+    got = [logits(model, input_ids=ids[:, a:b], hierarchy=own, past_key_values=cache) for a, b in ((0, 15), (15, 20))]
     assert_close(torch.cat(got, 1), expected, 1e-4, "logits")
 
 

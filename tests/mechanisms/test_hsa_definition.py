@@ -135,9 +135,7 @@ def test_a_window_of_one_token_is_no_block():
     tree = Tree.from_parents(hsa.windows_parents(9, (2,)))
     S = torch.tensor([0.0, 0.0, 1.0, 3.0, 2.0, 2.5, 0.0, 0.0, 50.0]).expand(9, 9)
     P = definition_key(S, tree, refine_top_k=1)
-    logits = np.array(
-        [0.0, 0.0, 2.0, 2.0, 2.0, 2.5, 0.0, 0.0, 50.0]
-    )  # of the windows, {4, 5} has the largest mean
+    logits = np.array([0.0, 0.0, 2.0, 2.0, 2.0, 2.5, 0.0, 0.0, 50.0])  # of the windows, {4, 5} has the largest mean
     assert_close(P[0], np.exp(logits) / np.exp(logits).sum(), 1e-12, "query 0")
 
 

@@ -99,16 +99,12 @@ def test_a_softcap_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit", "t5", "bart", "mistral", "qwen3"])
-@pytest.mark.parametrize(
-    "config", [HsaConfig(()), HsaConfig((2, 4), tying="key", near=64)], ids=["flat", "near"]
-)
+@pytest.mark.parametrize("config", [HsaConfig(()), HsaConfig((2, 4), tying="key", near=64)], ids=["flat", "near"])
 def test_identity_in_replace_mode(family, config):
     """A flat tree of either tying, and every block opened."""
     make, inputs = FAMILIES[family]
     model, inputs = make(), inputs()
-    outputs = lambda: {
-        n: t for n, t in run(model, inputs).items() if "pooler" not in n
-    }  # BERT pools a padded token
+    outputs = lambda: {n: t for n, t in run(model, inputs).items() if "pooler" not in n}  # BERT pools a padded token
     stock = outputs()
     patch_model(model, config, mode="replace")
     assert difference(outputs(), stock) < 1e-5
@@ -204,9 +200,7 @@ COMPILED = {
 SLOW = ("llama padded", "mistral padded", "bert key padded")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in COMPILED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in COMPILED])
 def test_compiles_into_one_graph(name):
     make, config, padding = COMPILED[name]
     model, inputs = make(num_hidden_layers=1), text_inputs()

@@ -163,9 +163,7 @@ def test_sink_and_scale():
         S = 0.3 * q[0, h] @ k[0, h // 2].T
         group = lambda i: key_tying.bottom_window(i, 0, 21, 4)
         P = key_tying.weights(S, key_tying.windows(0, 21, (4, 8)), group, near=3, sinks=1, top_k=1)
-        tied = torch.full_like(
-            S, -INF
-        )  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact
+        tied = torch.full_like(S, -INF)  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact
         tied = S.diagonal() - P.diagonal().log()
         share = 1 / (1 + torch.exp(sink[h] - tied))
         assert_close(out[0, h], share[:, None] * (P @ v[0, h // 2]), 1e-11, f"head {h}")

@@ -100,10 +100,7 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
     for a in range(60, 71):
         fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
-        kept = [
-            (t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole, strict=True)))
-            for t in (fresh.keys, fresh.values)
-        ]
+        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole, strict=True))) for t in (fresh.keys, fresh.values)]
         levels = Levels(sizes, *kept, **where)
         parts.append(attend(q[:, :, a : a + 1], levels, offset=a, **rule))
     assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")

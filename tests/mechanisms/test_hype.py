@@ -87,9 +87,7 @@ def test_output_is_the_definition(backend, form, lq, lk, causal):
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=lq, lk=lk, d=3, dv=5)
     mu, tau = per_head(4)
     expected = loops.attention(q, k, v, None, causal, mu=mu, tau=tau, form=form)
-    got = hype_attention(
-        q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
-    )
+    got = hype_attention(q, k, v, is_causal=causal, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
     assert_close(got, expected, 1e-9, "output")
 
 

@@ -93,9 +93,7 @@ def fed(model, ids, mask, cache, sizes):
         given = {} if mask.all() else {"attention_mask": mask[:, :end]}
         with torch.no_grad():
             out.append(
-                model(
-                    ids[:, start:end], position_ids=positions, past_key_values=cache, use_cache=True, **given
-                ).logits
+                model(ids[:, start:end], position_ids=positions, past_key_values=cache, use_cache=True, **given).logits
             )
         start = end
     return torch.cat(out, 1)

@@ -41,9 +41,7 @@ def test_bad_configs_are_refused_in_one_line(what):
 @pytest.mark.parametrize("name", ["mu", "tau", "slopes"])
 def test_numbers_for_another_count_of_heads_are_refused(name):
     state = State(model := llama())
-    with pytest.raises(
-        ValueError, match=f"HypeConfig.{name} has 3 numbers; allowed: one, or one for each of the 4"
-    ):
+    with pytest.raises(ValueError, match=f"HypeConfig.{name} has 3 numbers; allowed: one, or one for each of the 4"):
         patch_model(model, HypeConfig(**{name: (1.0, 2.0, 3.0)}))
     assert state.differences(State(model)) == []
 

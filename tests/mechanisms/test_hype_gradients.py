@@ -21,9 +21,7 @@ def test_gradcheck(backend, form, lq):
     inputs = [t.clone().requires_grad_() for t in (q, k, v, mu, tau)]
 
     def run(q, k, v, mu, tau):
-        return hype_attention(
-            q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend
-        )
+        return hype_attention(q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
 
     assert torch.autograd.gradcheck(run, inputs)
 
@@ -58,9 +56,7 @@ def test_half_precision_gradients_take_the_way_that_is_exact_enough(form, dtype)
         wide = torch.promote_types(dtype, torch.float32)
         inputs = [t.detach().clone().to(dtype) for t in (q, k, v)] + [t.clone().to(wide) for t in (mu, tau)]
         inputs = [t.requires_grad_() for t in inputs]
-        out = hype_attention(
-            *inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend
-        )
+        out = hype_attention(*inputs[:3], is_causal=True, mu=inputs[3], tau=inputs[4], form=form, backend=backend)
         return torch.autograd.grad(out.double().square().sum(), inputs)
 
     exact = grads(torch.float64, "reference")

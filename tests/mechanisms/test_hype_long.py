@@ -100,9 +100,7 @@ def test_columns(form, dtype, dotted, learned):
     bias = logits.double() - q[0, :, ROWS].double() @ k[0].double().mT * 0.125
     expected = exact(form, mu, tau)
     if not learned:
-        bias = bias - bias.gather(
-            -1, ROWS[None, :, None].expand(2, -1, 1)
-        )  # the diagonal, where the bias is 0
+        bias = bias - bias.gather(-1, ROWS[None, :, None].expand(2, -1, 1))  # the diagonal, where the bias is 0
     assert within(bias, expected, form)[0] <= COLUMNS[form, dtype]
 
 
@@ -149,9 +147,7 @@ def test_columns_of_a_long_range_stay_in_range(dtype):
     """tau = 1e7 at mu = 1e-7 is a slope of 1 a token; its factor alone is beyond float16."""
     q, k, v = (torch.randn(1, 2, 200, 32, dtype=torch.float64).to(dtype) for _ in range(3))
     outs = [
-        hype_attention(
-            q.to(t), k.to(t), v.to(t), is_causal=True, mu=1e-7, tau=1e7, scale=0.01, backend=backend
-        )
+        hype_attention(q.to(t), k.to(t), v.to(t), is_causal=True, mu=1e-7, tau=1e7, scale=0.01, backend=backend)
         for t, backend in ((dtype, "sdpa"), (torch.float64, "reference"))
     ]
     assert (outs[0].double() - outs[1]).abs().max() <= 2e-2
@@ -207,9 +203,7 @@ def test_gradients_of_mu_and_tau_by_columns_at_full_length():
 
     def grads(backend, dtype):
         mu, tau = (t.to(dtype).clone().requires_grad_() for t in numbers("sinh", slopes=(1.0, 2.0**-6)))
-        out = hype_attention(
-            q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, mu=mu, tau=tau, backend=backend
-        )
+        out = hype_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, mu=mu, tau=tau, backend=backend)
         return torch.autograd.grad((out * weight.to(dtype)).sum(), (mu, tau))
 
     assert_gradients(grads("sdpa", torch.float32), grads("sdpa", torch.float64), 1e-2, ("mu", "tau"))

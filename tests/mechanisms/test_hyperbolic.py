@@ -78,9 +78,7 @@ def test_adversarial_points(distance, dtype):
     x = torch.stack([*rows, tensor(4, seed=6)]).to(DTYPES[dtype])[None, None]
     got, expected = hyperbolic_scores(x, x, distance=distance), oracle.scores(x, x, distance_name=distance)
     size = np.maximum(np.abs(expected), 1.0)
-    assert_close(
-        got.double() / torch.tensor(size), expected / size, 1e-12 if dtype == "float64" else 1e-5, "scores"
-    )
+    assert_close(got.double() / torch.tensor(size), expected / size, 1e-12 if dtype == "float64" else 1e-5, "scores")
 
 
 @every_distance
@@ -168,9 +166,7 @@ def test_scores_and_gradients_stay_finite(distance, dtype, scale):
     leaves = [t.requires_grad_() for t in (q, k, *per_head(2, DTYPES[dtype]))]
     score = hyperbolic_scores(*leaves[:2], curvature=leaves[2], temperature=leaves[3], distance=distance)
     assert torch.isfinite(score).all()
-    for name, grad in zip(
-        ("query", "key", "curvature", "temperature"), torch.autograd.grad(score.sum(), leaves)
-    ):
+    for name, grad in zip(("query", "key", "curvature", "temperature"), torch.autograd.grad(score.sum(), leaves)):
         assert torch.isfinite(grad).all(), f"gradient of {name}"
 
 

@@ -70,15 +70,11 @@ def test_output_over_many_blocks(backend, setting, causal, dtype, batch, heads, 
 @every_setting
 def test_scores_and_attention_are_one_operator(setting):
     q, k, v = qkv(seed=11)
-    logits = hyperbolic_scores(
-        q, k, curvature=0.8, temperature=1.1, scale=0.7, distance=SETTINGS[setting]["distance"]
-    )
+    logits = hyperbolic_scores(q, k, curvature=0.8, temperature=1.1, scale=0.7, distance=SETTINGS[setting]["distance"])
     got = attend(q, k, v, setting, "reference", curvature=0.8, temperature=1.1, scale=0.7)
     weights = torch.softmax(logits, -1)
     einstein = SETTINGS[setting]["aggregation"] == "einstein"
-    assert_close(
-        got, oracle.dense_midpoints(weights, v, curvature=0.8, scale=0.7) if einstein else weights @ v, 1e-10
-    )
+    assert_close(got, oracle.dense_midpoints(weights, v, curvature=0.8, scale=0.7) if einstein else weights @ v, 1e-10)
 
 
 @every_backend

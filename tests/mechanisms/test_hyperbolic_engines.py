@@ -77,9 +77,7 @@ def test_a_blend_is_dot_product_plus_gated_distance(backend, distance, dtype, sc
     q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=27, lk=29, d=4, dtype=DTYPES[dtype], seed=93)
     (c, tau), gate = per_head(4, DTYPES[dtype]), tensor(4, seed=94, dtype=DTYPES[dtype])
     out, _ = attention(blend(q, k, distance, gate, c, tau, scale, own), v, backend=backend)
-    logits = blend_logits(
-        *(t.double() for t in (q, k)), distance, gate.double(), c.double(), tau.double(), scale, own
-    )
+    logits = blend_logits(*(t.double() for t in (q, k)), distance, gate.double(), c.double(), tau.double(), scale, own)
     want = dense.softmax_average(logits, v.double())
     assert_close(out, want, 1e-9 if dtype == "float64" else 2e-4, "output")
 
@@ -250,9 +248,7 @@ def test_pairs_that_differ_by_rounding_get_the_gradient_of_equal_ones(radius, bl
     """And no gradient is steeper than the distance can be, 2 sinh(r)/r a unit of the tangent vector."""
     q = at_radius(tensor(1, 1, 200, 16, seed=113), radius).float()
     gate, eye = torch.ones(1), torch.eye(200)[None, None]
-    pull = tensor(
-        1, 1, 200, 200, seed=115
-    ).float()  # at most 1: a row's logits get gradients of at most 2 together
+    pull = tensor(1, 1, 200, 200, seed=115).float()  # at most 1: a row's logits get gradients of at most 2 together
 
     def gradients(k):
         leaves = [t.clone().requires_grad_() for t in (q, k)]

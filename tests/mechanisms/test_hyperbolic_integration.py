@@ -57,9 +57,7 @@ def manual(call, name, c, tau, gate, share, mode):
     config, options = CONFIGS[name], call.options
     dot = SCALE * q @ k.repeat_interleave(2, dim=1).mT
     other = torch.tensor(oracle.scores(q, k, curvature=c, temperature=tau, distance_name=config.distance))
-    if (
-        options.softcap
-    ):  # in a blend the host's own logits are capped, in a replacement those that take their place
+    if options.softcap:  # in a blend the host's own logits are capped, in a replacement those that take their place
         dot, other = ((options.softcap * torch.tanh(x / options.softcap)) if capped else x
                       for x, capped in ((dot, True), (other, mode == "replace")))  # fmt: skip
     gate = torch.as_tensor(gate, dtype=torch.float64).reshape(-1, 1, 1)
@@ -126,9 +124,7 @@ def test_half_precision_hosts_stay_finite(name, dtype, size):
     call = call_of(Options(is_causal=True), DTYPES[dtype], size)
     out, _ = layer(Plan.of(call)).run("blockwise")
     assert out.dtype == DTYPES[dtype] and torch.isfinite(out).all()
-    if (
-        dtype == "float16" and size > 1
-    ):  # far out, a gate's true gradient is a number that float16 does not have
+    if dtype == "float16" and size > 1:  # far out, a gate's true gradient is a number that float16 does not have
         return
     grads = torch.autograd.grad(out.float().mean(), list(layer.parameters()))
     assert all(torch.isfinite(g).all() for g in grads)

@@ -53,9 +53,7 @@ def test_midpoint_of_two_equal_weights_is_halfway():
 
 
 @pytest.mark.parametrize("c", [0.25, 4.0])
-@pytest.mark.parametrize(
-    "wrong", ["Poincaré coordinates taken for Klein", "sign of c", "no root of c in artanh"]
-)
+@pytest.mark.parametrize("wrong", ["Poincaré coordinates taken for Klein", "sign of c", "no root of c in artanh"])
 def test_known_wrong_midpoints_are_others(c, wrong):
     """The three slips of a known source: no conversion to Klein, 1 + c|k|² in the Lorentz factor, artanh without √c."""
     v, w = tensor(2, 2, seed=56, scale=0.9), [0.3, 0.7]
@@ -145,9 +143,7 @@ def test_midpoints_and_gradients_stay_finite(dtype, scale):
 def test_dense_midpoints_agree_with_the_loops():
     v, weights = tensor(1, 1, 6, 3, seed=69), torch.softmax(tensor(1, 2, 4, 6, seed=70), -1)
     c = torch.tensor([0.4, 1.7], dtype=torch.float64)
-    assert_close(
-        oracle.dense_midpoints(weights, v, curvature=c), oracle.midpoints(weights, v, curvature=c), 1e-11, ""
-    )
+    assert_close(oracle.dense_midpoints(weights, v, curvature=c), oracle.midpoints(weights, v, curvature=c), 1e-11, "")
     leaves = [weights.requires_grad_(), v.requires_grad_(), c.requires_grad_()]
     ours = midpoint(weights @ midpoint_columns(v, c, 3**-0.5), c, 3**-0.5)
     plain = oracle.dense_midpoints(*leaves[:2], curvature=c)
@@ -168,6 +164,4 @@ def test_columns_without_gradients_are_those_with(heads, dtype):
     found = midpoint_columns(value, curvature, 0.3)
     assert found.dtype == expected.dtype and found.shape == expected.shape
     assert_close(found, expected, 1e-6 * expected.abs().max(), "columns")
-    assert_close(
-        found[:, :, 3::8], expected[:, :, 3::8], 1e-6 * expected[:, :, 3::8].abs().max(), "short ones"
-    )
+    assert_close(found[:, :, 3::8], expected[:, :, 3::8], 1e-6 * expected[:, :, 3::8].abs().max(), "short ones")

@@ -139,9 +139,7 @@ def test_hostile_points_give_points_of_the_ball(dtype):
     assert all(p.grad.isfinite().all() for p in made.parameters())
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
-)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_precisions(dtype, tolerance):
     made, x = module(), points(2, 9, 8, seed=8, reach=0.7)
     expected = made(x)

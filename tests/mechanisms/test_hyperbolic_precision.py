@@ -24,9 +24,7 @@ def test_float32_out_to_radius_eight(backend, radius, apart, lk):
     what "auto" would; with 600, a few pairs among many need differences.
     """
     towards = tensor(32, seed=14) if apart else tensor(lk, 32, seed=14)
-    near = towards / towards.norm(dim=-1, keepdim=True) + tensor(lk, 32, seed=15) * (
-        apart or 0.0
-    ) / math.sinh(radius)
+    near = towards / towards.norm(dim=-1, keepdim=True) + tensor(lk, 32, seed=15) * (apart or 0.0) / math.sinh(radius)
     near[20:] = near[20:] if lk == 24 else tensor(lk - 20, 32, seed=16)
     x = at_radius(near, radius).float()[None, None]
     logits = logits_by(backend, x[:, :, :20], x)
@@ -39,9 +37,7 @@ def test_float32_out_to_radius_eight(backend, radius, apart, lk):
 def logits_by(backend, q, k, distance="geodesic"):
     """The logits an engine computes, read from its weights of one-hot values, up to the row's own constant."""
     eye = torch.eye(k.shape[2])[None, None]
-    weights = hyperbolic_attention(
-        q, k, eye, scale=1.0, distance=distance, aggregation="mean", backend=backend
-    )
+    weights = hyperbolic_attention(q, k, eye, scale=1.0, distance=distance, aggregation="mean", backend=backend)
     logits = weights.double().log()
     known = torch.tensor(oracle.scores(q, k[:, :, :1], scale=1.0))
     return logits - logits[..., :1] + known

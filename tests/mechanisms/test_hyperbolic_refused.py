@@ -55,9 +55,7 @@ def test_argument_order_is_that_of_torch():
     assert_close(positional, hyperbolic_attention(q, k, v, attn_mask=mask, scale=0.5), 0.0, "output")
 
 
-@pytest.mark.parametrize(
-    "value", [1e-50, 1e39, True, torch.tensor([1.0, 1e-50], dtype=torch.float64)], ids=str
-)
+@pytest.mark.parametrize("value", [1e-50, 1e39, True, torch.tensor([1.0, 1e-50], dtype=torch.float64)], ids=str)
 @pytest.mark.parametrize("name", ["curvature", "temperature"])
 def test_parameters_that_float32_does_not_hold_are_refused(name, value):
     """They would be 0 or infinite there, and the output NaN."""

@@ -22,9 +22,7 @@ def registry():
 def test_what_a_stranger_registers_keeps_every_contract():
     register_toys()
     for name in ("toy_cosine", "toy_slope"):
-        slow = ["compiled"] + ["composition"] * (
-            name == "toy_cosine"
-        )  # beside hsa it is refused when it runs
+        slow = ["compiled"] + ["composition"] * (name == "toy_cosine")  # beside hsa it is refused when it runs
         quick = [c for c in CONTRACTS if c not in slow]
         done = check_mechanism(name, contracts=quick, families=["llama", "bert"])
         assert done["held"] >= 30, done

@@ -99,9 +99,7 @@ def test_weights_sum_to_the_number_of_heads():
         index = torch.tensor([0, 2, 3])
         assert torch.equal(part.index_select(min(1, beta.dim() - 1), index), torch.ones_like(part).index_select(
             min(1, beta.dim() - 1), index))  # fmt: skip
-        assert_close(
-            part.sum(min(1, beta.dim() - 1)), torch.full_like(part.sum(min(1, beta.dim() - 1)), 5.0), 1e-12
-        )
+        assert_close(part.sum(min(1, beta.dim() - 1)), torch.full_like(part.sum(min(1, beta.dim() - 1)), 5.0), 1e-12)
     extreme = head_weights(torch.tensor([1e4, -1e4, 0.0]))
     assert extreme.tolist() == [3.0, 0.0, 0.0]
 
@@ -295,13 +293,9 @@ def test_a_call_that_does_not_say_which_keys_are_the_queries_own(causal):
     hyper, _ = hyper_of(FORMS["conditional"])
     call = call_of()
     whole = hyper(call)[0]
-    last = HostCall(
-        call.query[:, :, 4:], call.key, call.value, 0.4, causal, Options(is_causal=causal, offset=4)
-    )
+    last = HostCall(call.query[:, :, 4:], call.key, call.value, 0.4, causal, Options(is_causal=causal, offset=4))
     if not causal:
-        with pytest.raises(
-            ValueError, match="mkl cannot tell which of 7 keys are those of the 3 queries in host"
-        ):
+        with pytest.raises(ValueError, match="mkl cannot tell which of 7 keys are those of the 3 queries in host"):
             hyper(last)
         return
     assert_close(hyper(last)[0], whole[:, :, 4:], 1e-12)

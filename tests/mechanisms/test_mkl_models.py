@@ -52,9 +52,7 @@ def test_it_composes_with_cone_and_hype(tmp_path):
         got = fed(model, ids, torch.ones_like(ids), DynamicCache(config=model.config), [5, 1, 1, 2])
         torch.testing.assert_close(got, exact, atol=3e-5, rtol=0)
         model.save_pretrained(tmp_path / form)
-        assert torch.equal(
-            logits(type(model).from_pretrained(tmp_path / form), input_ids=ids, use_cache=False), exact
-        )
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path / form), input_ids=ids, use_cache=False), exact)
 
 
 def test_global_weights_and_key_tying():
@@ -110,7 +108,5 @@ def test_refused_settings():
         ha.patch_model(bart, MklConfig(kind="conditional"), include_cross_attention=True)
     ha.patch_model(bart, MklConfig(), include_cross_attention=True)
     sinks = ha.patch_model(FAMILIES["gpt_oss"][0](), MklConfig(combine=True), mode="replace")
-    with pytest.raises(
-        ValueError, match="attention sinks, which differ between heads; allowed: combine=False"
-    ):
+    with pytest.raises(ValueError, match="attention sinks, which differ between heads; allowed: combine=False"):
         run(sinks, FAMILIES["gpt_oss"][1]())

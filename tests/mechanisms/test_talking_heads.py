@@ -105,9 +105,7 @@ def test_permutations_of_heads(backend):
     both = talking_heads_attention(q, k, v, is_causal=True, before=turn, after=turn.T, backend=backend)
     assert_close(both, plain, 1e-12)
     first = talking_heads_attention(q, k, v, is_causal=True, before=turn, after=None, backend=backend)
-    other = torch.nn.functional.scaled_dot_product_attention(
-        q[:, [2, 0, 3, 1]], k[:, [2, 0, 3, 1]], v, is_causal=True
-    )
+    other = torch.nn.functional.scaled_dot_product_attention(q[:, [2, 0, 3, 1]], k[:, [2, 0, 3, 1]], v, is_causal=True)
     assert_close(first, other, 1e-12)
 
 
@@ -135,9 +133,7 @@ def test_any_score_is_mixed(backend, name, small_tiles):
 
     def call(q, k, v, before, after):
         score, _ = SCORES[name](q, k)
-        return talking_heads(score, v, Options(is_causal=True), before=before, after=after, backend=backend)[
-            0
-        ]
+        return talking_heads(score, v, Options(is_causal=True), before=before, after=after, backend=backend)[0]
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
@@ -148,13 +144,9 @@ def test_a_positional_bias_is_mixed_with_the_score(backend, small_tiles):
     host = Host("host", heads=4, kv_heads=4, is_causal=True, is_cross=False, layer_index=0)
     numbers = {"mu": 0.5, "tau": (0.1, 0.3, 1.0, 2.0)}
     q, k, v = qkv(heads=4, lq=7)
-    plan = HypeLayer(ha.HypeConfig(**numbers), host).double()(
-        Plan.of(HostCall(q, k, v, 0.6, True, Options()))
-    )
+    plan = HypeLayer(ha.HypeConfig(**numbers), host).double()(Plan.of(HostCall(q, k, v, 0.6, True, Options())))
     before, after = matrices(4)
-    out, _ = talking_heads(
-        plan.score, v, Options(is_causal=True), before=before, after=after, backend=backend
-    )
+    out, _ = talking_heads(plan.score, v, Options(is_causal=True), before=before, after=after, backend=backend)
     bias = hype_bias(
         torch.arange(7),
         torch.arange(7),
@@ -208,9 +200,7 @@ def test_no_keys_no_queries_and_one_head(backend):
     )
     half = torch.full((1, 1), 0.5, dtype=torch.float64)
     out = talking_heads_attention(q[:, :1], k[:, :1], v[:, :1], before=half, after=half, backend=backend)
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        q[:, :1], k[:, :1], v[:, :1], scale=0.5 * 3**-0.5
-    )
+    plain = torch.nn.functional.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], scale=0.5 * 3**-0.5)
     assert_close(out, 0.5 * plain, 1e-12)
 
 
@@ -233,9 +223,7 @@ def test_backward_drops_what_forward_dropped(small_tiles):
 
     def call(q, k, v, before, after):
         torch.manual_seed(1)
-        return talking_heads_attention(
-            q, k, v, dropout_p=0.4, before=before, after=after, backend="blockwise"
-        )
+        return talking_heads_attention(q, k, v, dropout_p=0.4, before=before, after=after, backend="blockwise")
 
     assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
@@ -292,9 +280,7 @@ def test_refusals():
     before, after = matrices(4)
     with pytest.raises(ValueError, match=r"before has shape \(2, 2\) .* allowed: .*\(4, 4\); or None"):
         talking_heads_attention(q, k, v, enable_gqa=True, before=before[:2, :2], after=after)
-    with pytest.raises(
-        ValueError, match="backend='sdpa' is unknown to talking heads, .* reference, blockwise"
-    ):
+    with pytest.raises(ValueError, match="backend='sdpa' is unknown to talking heads, .* reference, blockwise"):
         talking_heads_attention(q, k, v, enable_gqa=True, before=before, after=after, backend="sdpa")
     with pytest.raises(ValueError, match="key has 2 heads, query has 4"):
         talking_heads_attention(q, k, v, before=before, after=after)

@@ -76,9 +76,7 @@ def test_bias_softcap_sinks_and_an_offset(backend, extra, windows, tiles):
     q, k, v, k2, v2 = qkvkv(n=5, m=8)
     options = Options(is_causal=True, offset=3, mask=torch.arange(8) > 0, **EXTRAS[extra])
     wanted = backend == "reference"
-    out, weights = attend(
-        q * 0.5, (k, k2), (v, v2), options, Windows(*windows, True), backend=backend, weights=wanted
-    )
+    out, weights = attend(q * 0.5, (k, k2), (v, v2), options, Windows(*windows, True), backend=backend, weights=wanted)
     how = dict(scale=0.5, causal=True, offset=3, mask=torch.arange(8) > 0, windows=windows)
     expected, marginal = by_hand.attention(q, k, v, k2, v2, **how, **EXTRAS[extra])
     assert_close(out, torch.from_numpy(expected), 1e-12)
@@ -92,18 +90,12 @@ def test_ones_make_it_ordinary_attention(backend, how):
     """Whatever the window of k: its sum is one factor of a whole row."""
     q, k, v, _, _ = qkvkv(n=9)
     mask = torch.arange(9) >= torch.tensor([[3], [0]]) if how == "padded" else None
-    mask = (
-        None
-        if mask is None
-        else mask[:, None, None].expand(2, 1, 9, 9) & torch.ones(9, 9, dtype=torch.bool).tril()
-    )
+    mask = None if mask is None else mask[:, None, None].expand(2, 1, 9, 9) & torch.ones(9, 9, dtype=torch.bool).tril()
     causal, windows = how != "padded", (None, 3) if how == "windowed" else None
     out = trilinear_attention(q, k, v, torch.ones_like(k), torch.ones_like(v), mask, is_causal=causal, enable_gqa=True,
                               windows=windows, backend=backend)  # fmt: skip
     given = mask if causal is False else None
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, given, is_causal=causal, enable_gqa=True
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, given, is_causal=causal, enable_gqa=True)
     assert_close(out, expected.nan_to_num(0.0), 1e-12)
 
 
@@ -113,9 +105,7 @@ def test_gradcheck(backend, windows, causal, tiles):
     inputs = [t.requires_grad_() for t in qkvkv(1, 2, 1, n=4, m=5, d=2, dv=2)]
 
     def run(*inputs):
-        return trilinear_attention(
-            *inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend
-        )
+        return trilinear_attention(*inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend)
 
     assert torch.autograd.gradcheck(run, inputs)
 
@@ -125,9 +115,7 @@ def test_gradcheck(backend, windows, causal, tiles):
 @pytest.mark.parametrize("back", [False, True])
 def test_gradients_of_tiles_are_those_of_the_definition(extra, windows, back, tiles):
     q, k, v, k2, v2 = (t.requires_grad_() for t in qkvkv(n=5, m=8))
-    given = {
-        n: t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for n, t in EXTRAS[extra].items()
-    }
+    given = {n: t.clone().requires_grad_() if isinstance(t, torch.Tensor) else t for n, t in EXTRAS[extra].items()}
     mask = torch.arange(8) < torch.tensor([8, 5])[:, None, None, None]
     options = Options(is_causal=back, offset=3, mask=mask, **given)
     leaves = [q, k, v, k2, v2, *(t for t in given.values() if isinstance(t, torch.Tensor))]
@@ -146,9 +134,7 @@ def test_longer_sequences_in_float32(causal):
     found = []
     for dtype, backend in ((torch.float32, "blockwise"), (torch.float64, "reference")):
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        out = trilinear_attention(
-            *leaves, is_causal=causal, enable_gqa=True, windows=(60, 9), backend=backend
-        )
+        out = trilinear_attention(*leaves, is_causal=causal, enable_gqa=True, windows=(60, 9), backend=backend)
         found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for one, other in zip(*found):
         torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-4)
@@ -210,10 +196,7 @@ def test_one_graph_for_all_lengths():
     compiled = torch.compile(trilinear_attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (9, 12):
         inputs = [t.float().requires_grad_() for t in qkvkv(n=n)]
-        found = [
-            f(*inputs, is_causal=True, enable_gqa=True, windows=(4, 3))
-            for f in (compiled, trilinear_attention)
-        ]
+        found = [f(*inputs, is_causal=True, enable_gqa=True, windows=(4, 3)) for f in (compiled, trilinear_attention)]
         grads = [torch.autograd.grad(out.sum(), inputs) for out in found]
         for one, other in zip((found[0], *grads[0]), (found[1], *grads[1])):
             assert_close(one, other, 1e-5)

@@ -88,18 +88,14 @@ def test_it_is_what_the_formula_says(name, mode, causal):
     assert_close(out, torch.from_numpy(expected), 1e-12)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"softcap": 0.8}, {"sinks": tensor(4, seed=6)}], ids=["", "cap", "sinks"]
-)
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.8}, {"sinks": tensor(4, seed=6)}], ids=["", "cap", "sinks"])
 def test_bidaf_is_what_the_formula_says(options):
     hyper, layer = hyper_of(CONFIGS["bidaf"])
     call = call_of(**options)
     out, _ = hyper(call)
     w1, w2, w3 = (p.detach() for p in (layer.w1, layer.w2, layer.w3))
     scores = by_hand.bidaf(call.query, call.key, w1, w2, 0.4 * (1 + w3))
-    assert_close(
-        bidaf_scores(call.query, call.key, w1=w1, w2=w2, w3=0.4 * (1 + w3)), torch.from_numpy(scores), 1e-12
-    )
+    assert_close(bidaf_scores(call.query, call.key, w1=w1, w2=w2, w3=0.4 * (1 + w3)), torch.from_numpy(scores), 1e-12)
     expected, _ = attention(scores, call.value, causal=True, **options)
     assert_close(out, torch.from_numpy(expected), 1e-12)
     (grad,) = torch.autograd.grad(out.square().sum(), layer.w1)
@@ -176,9 +172,7 @@ def test_bad_configurations(fields, said):
 def test_refused_hosts_and_companions():
     model = llama()
     state = State(model)
-    with pytest.raises(
-        ValueError, match="TrilinearConfig.rank=9 is not allowed; allowed: 1 to 8, the head dimension"
-    ):
+    with pytest.raises(ValueError, match="TrilinearConfig.rank=9 is not allowed; allowed: 1 to 8, the head dimension"):
         ha.patch_model(model, TrilinearConfig(tensor="cp", rank=9))
     for other in (ha.ConeConfig(), ha.HsaConfig()):
         with pytest.raises(ValueError, match="trilinear|hsa"):
@@ -187,9 +181,7 @@ def test_refused_hosts_and_companions():
         ha.patch_model(model, TrilinearConfig(), ha.MechanismConfig.from_dict({"mechanism": "mkl"}))
     assert state.differences(State(model)) == []
     bart = FAMILIES["bart"][0]()
-    with pytest.raises(
-        ValueError, match="windows=.* no meaning for cross-attention .*include_cross_attention=False"
-    ):
+    with pytest.raises(ValueError, match="windows=.* no meaning for cross-attention .*include_cross_attention=False"):
         ha.patch_model(bart, TrilinearConfig(), include_cross_attention=True)
     inputs = FAMILIES["bart"][1]()
     before = run(bart, inputs)

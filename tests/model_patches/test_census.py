@@ -68,9 +68,7 @@ def test_dicts_of_names_are_known():
     assert stems <= known
 
 
-@pytest.mark.parametrize(
-    "model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)]
-)
+@pytest.mark.parametrize("model_type, name", [("falcon", "eager"), ("sam_vision_model", "eager"), ("bloom", None)])
 def test_construct_as(model_type, name):
     assert model_patches.construct_as(model_type) == name
 

@@ -21,9 +21,7 @@ def check(model, inputs):
     switch(model, "sdpa")
     assert distance(outputs(model, inputs), expected, mask) <= TOLERANCE
     runs = []
-    hooks = [
-        module.register_forward_hook(lambda module, *_: runs.append(module)) for module in hosts.values()
-    ]
+    hooks = [module.register_forward_hook(lambda module, *_: runs.append(module)) for module in hosts.values()]
     with reference() as calls:
         switch(model, NAME)
         result = outputs(model, inputs)
@@ -52,9 +50,7 @@ def test_single_token(name):
     check(TEXT[name](), ids(length=1))
 
 
-@pytest.mark.parametrize(
-    "name", ["bloom", "codegen", "deberta-v3", "falcon-grouped", "gpt_neo", "mpnet", "mpt"]
-)
+@pytest.mark.parametrize("name", ["bloom", "codegen", "deberta-v3", "falcon-grouped", "gpt_neo", "mpnet", "mpt"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
 def test_output_attentions(name, implementation):
     model, inputs = TEXT[name](), padded("right") | {"output_attentions": True}
@@ -82,9 +78,7 @@ def test_bidirectional_by_config():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "name", ["bloom", "codegen", "deberta-v2", "falcon-alibi", "gpt_neo", "gptj", "mpnet", "mpt"]
-)
+@pytest.mark.parametrize("name", ["bloom", "codegen", "deberta-v2", "falcon-alibi", "gpt_neo", "gptj", "mpnet", "mpt"])
 def test_half_precision(name, dtype):
     model = TEXT[name]().to(dtype)
     expected = outputs(model, padded("right"))

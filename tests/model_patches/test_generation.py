@@ -27,9 +27,7 @@ def logits(model, **inputs):
 def sees_future(model) -> bool:
     """Whether later tokens change earlier logits, as in some decoders of Transformers 5.17; a cache then does too."""
     whole, first = ids()["input_ids"], ids()["input_ids"][:, :6]
-    return not torch.allclose(
-        logits(model, input_ids=whole)[:, :6], logits(model, input_ids=first), atol=TOLERANCE
-    )
+    return not torch.allclose(logits(model, input_ids=whole)[:, :6], logits(model, input_ids=first), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", NAME])
@@ -56,9 +54,7 @@ def test_chunks_equal_one_call(name, pieces, implementation, calls):
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, side, calls):
     model = DECODERS[name]()
-    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (
-        ids() if side is None else padded(side)
-    )
+    inputs = {"attention_mask": torch.ones(2, 11, dtype=torch.long)} | (ids() if side is None else padded(side))
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(**inputs, **options)
     model_patches.serve(model)

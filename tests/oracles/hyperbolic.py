@@ -70,9 +70,7 @@ def klein_midpoint(weights, points, c):
     gamma = [1 / mpmath.sqrt(1 - c * norm(k) ** 2) for k in klein]
     share = [w * g for w, g in zip(weights, gamma, strict=True)]
     total = mpmath.fsum(share)
-    middle = [
-        mpmath.fsum(s * k[i] for s, k in zip(share, klein, strict=True)) / total for i in range(len(klein[0]))
-    ]
+    middle = [mpmath.fsum(s * k[i] for s, k in zip(share, klein, strict=True)) / total for i in range(len(klein[0]))]
     return [a / (1 + mpmath.sqrt(1 - c * norm(middle) ** 2)) for a in middle]
 
 

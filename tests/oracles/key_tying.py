@@ -34,9 +34,7 @@ def bottom_window(i, first, last, size):
     return range(a, min(a + size, last))
 
 
-def weights(
-    logits, tree, group, *, near=0, sinks=0, top_k=0, block_bias=0.0, visible=None, queries=None, order=None
-):
+def weights(logits, tree, group, *, near=0, sinks=0, top_k=0, block_bias=0.0, visible=None, queries=None, order=None):
     """Weights [N, M] of key-tied attention for one head.
 
     logits: [N, M] float64. tree: nested list over real tokens. group(i): the tokens of query i's smallest group.

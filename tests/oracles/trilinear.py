@@ -67,7 +67,5 @@ def bidaf(q, k, w1, w2, w3):
     for b, h, i, j in np.ndindex(B, H, N, M):
         key = k[b, h // (H // Hkv), j]
         for n in range(d):
-            out[b, h, i, j] += (
-                w1[h, n] * q[b, h, i, n] + w2[h, n] * key[n] + w3[h, n] * q[b, h, i, n] * key[n]
-            )
+            out[b, h, i, j] += w1[h, n] * q[b, h, i, n] + w2[h, n] * key[n] + w3[h, n] * q[b, h, i, n] * key[n]
     return out

@@ -57,9 +57,7 @@ def test_without_apt_the_error_says_what_to_install(bare):
 
 def test_the_installed_program_is_asked_first(bare):
     fake(bare / "bin", "bible", 'i=0; while [ $i -lt 5 ]; do echo "Ge1:1 In the beginning"; i=$((i+1)); done')
-    with pytest.raises(
-        ValueError, match=r"bin/bible gave 115 characters of the Bible, 4.4 million are expected"
-    ):
+    with pytest.raises(ValueError, match=r"bin/bible gave 115 characters of the Bible, 4.4 million are expected"):
         debian.bible_text()
     assert not (bare / "cache").exists()
 
@@ -67,9 +65,7 @@ def test_the_installed_program_is_asked_first(bare):
 def test_packages_are_fetched_once_and_a_failure_leaves_nothing(bare):
     fake(bare / "bin", "dpkg", 'echo data > "$3/unpacked"')
     fake(bare / "bin", "apt-get", "echo 'E: Unable to locate package' >&2; exit 100")
-    with pytest.raises(
-        ValueError, match=r"apt-get download wordnet-base failed \(E: Unable to locate package\)"
-    ):
+    with pytest.raises(ValueError, match=r"apt-get download wordnet-base failed \(E: Unable to locate package\)"):
         debian.unpacked(debian.WORDNET)
     assert list((bare / "cache").iterdir()) == []
     fake(bare / "bin", "apt-get", 'shift; for name in "$@"; do : > "$name.deb"; done')

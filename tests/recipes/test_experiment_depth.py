@@ -91,13 +91,9 @@ def test_the_controls_are_the_limits_they_are_called():
     one = torch.tensor([0.5, 1.0, 2.0], dtype=torch.double)
     # where curvature vanishes, the geodesic distance of the ball is twice Euclid's, and the midpoint a mean
     flat = ha.hyperbolic_scores(q, k, curvature=1e-8, temperature=2 * one, scale=1.0).softmax(-1) @ v
-    torch.testing.assert_close(
-        scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(scores.distance_attention(q, k, v, temperature=one), flat, rtol=1e-4, atol=1e-4)
     found = scores.normalised_attention(q, k, v, scale=one)
-    cosine = torch.einsum(
-        "bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-    )
+    cosine = torch.einsum("bhid,bhjd->bhij", q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True))
     weights = (one[:, None, None] * math.log2(20) * cosine).exp()
     torch.testing.assert_close(found, weights / weights.sum(-1, keepdim=True) @ v)
 

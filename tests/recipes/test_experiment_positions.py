@@ -31,9 +31,7 @@ def test_hype_with_a_small_mu_is_alibi_in_the_whole_model():
     ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
     flat = {"positions": {"hype": {"hype": 100_000, "learned": False}}}
     with torch.no_grad():
-        by_mask, by_hype, none = (
-            m(ids).logits for m in (model("ALiBi"), model("hype", **flat), model("none"))
-        )
+        by_mask, by_hype, none = (m(ids).logits for m in (model("ALiBi"), model("hype", **flat), model("none")))
     assert (by_mask - by_hype).abs().max() < 1e-4 < 1e-2 < (by_mask - none).abs().max()
 
 

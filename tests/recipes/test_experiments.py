@@ -183,9 +183,7 @@ def test_tables_are_put_between_their_marks():
 def test_a_missing_run_is_named(tmp_path):
     results = store.load("alibi") | {"runs": {}}
     (tmp_path / "alibi.json").write_text(json.dumps(results))
-    with pytest.raises(
-        ValueError, match=r"alibi.json lacks the run 'heads'; run: python recipes/experiments alibi"
-    ):
+    with pytest.raises(ValueError, match=r"alibi.json lacks the run 'heads'; run: python recipes/experiments alibi"):
         draw.made(tables.alibi_heads, "alibi", tmp_path)
 
 
@@ -202,9 +200,7 @@ def test_paired_differences_are_students(monkeypatch):
     mine, others = [70.1, 68.2, 73.3, 71.0], [69.0, 68.4, 70.2, 70.1]
     found = [a - b for a, b in zip(mine, others)]
     error = statistics.stdev(found) / 2
-    low, high = (
-        statistics.mean(found) + sign * 3.18245 * error for sign in (-1, 1)
-    )  # t of 3 degrees, 97.5 %
+    low, high = (statistics.mean(found) + sign * 3.18245 * error for sign in (-1, 1))  # t of 3 degrees, 97.5 %
     said = tables.paired(mine, others, 2)
     assert said.startswith(f"{statistics.mean(found):+.2f} ({low:+.2f} to {high:+.2f}), p = 0.1")
     assert tables.paired([1.0, 2.0, 3.001], [0.0, 1.0, 2.0]).endswith("p < 0.001")
@@ -217,9 +213,7 @@ def test_the_page_says_what_the_results_say():
         assert draw.put(text, name, table(store.load(name.split("-")[0]))) == text, name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=under_way) if n in ("length", "depth") else n for n in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=under_way) if n in ("length", "depth") else n for n in NAMES])
 def test_the_committed_results_are_whole_and_of_these_settings(name):
     experiment = __import__(f"experiments.{name}", fromlist=["EXPERIMENT"]).EXPERIMENT
     results = store.load(name)

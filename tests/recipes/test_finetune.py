@@ -80,9 +80,7 @@ def test_a_finished_run_is_not_done_again(straight, capsys):
     folder, data, results = straight
     changed = json.loads(json.dumps(data))
     changed["trainer"]["learning_rate"] = 0.5
-    with pytest.raises(
-        ValueError, match=r"holds a run with trainer.learning_rate=0.01, now it is 0.5; [^\n]*$"
-    ):
+    with pytest.raises(ValueError, match=r"holds a run with trainer.learning_rate=0.01, now it is 0.5; [^\n]*$"):
         do(folder, changed)
     started = time.perf_counter()
     assert do(folder, data) == results
@@ -103,9 +101,7 @@ def test_killed_and_resumed_it_ends_bit_for_bit_where_it_would_have(straight, tm
     assert code == -signal.SIGKILL, said
     assert not (out / "results.json").exists() and not (out / "adapter").exists()
     half_written = out / "checkpoint-7"  # as a kill in the middle of a save leaves one
-    shutil.copytree(
-        out / "checkpoint-4", half_written, ignore=shutil.ignore_patterns("whole", "optimizer.pt")
-    )
+    shutil.copytree(out / "checkpoint-4", half_written, ignore=shutil.ignore_patterns("whole", "optimizer.pt"))
     code, out_text, said = finish(start("--config", path))
     assert code == 0, said
     resumed = json.loads((out / "results.json").read_text())
@@ -178,9 +174,7 @@ def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
         data = recipe(model, out, peft={"dropout": 0.0}, trainer={"batch_size": 1})
         path = write(tmp_path / f"{way}.yaml", data)
         for _ in range(2):
-            process = start(
-                "--config", path, launcher=launcher, script=way == "ddp", ACCELERATE_USE_CPU="true"
-            )
+            process = start("--config", path, launcher=launcher, script=way == "ddp", ACCELERATE_USE_CPU="true")
             code, _, said = finish(process)
             assert code == 0, said[-3000:]
             adapters.setdefault(way, []).append(load_file(out / WEIGHTS))
@@ -218,9 +212,7 @@ def test_what_was_trained_is_published_with_its_numbers(model, tmp_path):
     with Hub() as hub:
         environment = client_environment(hub, tmp_path / "home")
         code, _, said = finish(start("--config", path, **environment | {"HF_TOKEN": "hf_wrong"}))
-        assert code == 2 and said.splitlines()[-1].startswith(
-            "finetune: error: hub.id='tester/tiny-cone' failed: "
-        )
+        assert code == 2 and said.splitlines()[-1].startswith("finetune: error: hub.id='tester/tiny-cone' failed: ")
         assert "token" in said.splitlines()[-1] and not (tmp_path / "out").exists()  # told before the work
         code, said, errors = finish(start("--config", path, **environment))
         assert code == 0, errors
@@ -238,9 +230,7 @@ def test_errors_are_one_line_and_code_two(model, tmp_path):
     path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out"))
     code, said, errors = finish(start("--config", path, "--set", "trainer.steps=0"))
     assert (code, said) == (2, "")
-    assert (
-        errors.splitlines()[-1] == "finetune: error: trainer.steps=0 is not allowed; allowed: numbers from 1"
-    )
+    assert errors.splitlines()[-1] == "finetune: error: trainer.steps=0 is not allowed; allowed: numbers from 1"
 
 
 def test_a_model_or_text_that_is_not_there_is_named(model, tmp_path):

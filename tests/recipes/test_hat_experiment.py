@@ -79,9 +79,7 @@ def test_runs(name, monkeypatch):
     found = hat_imdb.train(SETTINGS, name, 0)
     assert len(found["right"]) == 16 and found["accuracy"] == round(found["right"].count("1") / 16, 4)
     again = hat_imdb.train(SETTINGS, name, 0)
-    assert {k: again[k] for k in ("accuracy", "loss", "right")} == {
-        k: found[k] for k in ("accuracy", "loss", "right")
-    }
+    assert {k: again[k] for k in ("accuracy", "loss", "right")} == {k: found[k] for k in ("accuracy", "loss", "right")}
     kind = type(hat_imdb.made_long(SETTINGS, name, classifier())).__name__
     assert kind.startswith("Hat" if "hat" in SETTINGS["models"][name] else "Bert")
 

@@ -71,9 +71,7 @@ def test_measures_by_layer_have_a_mean_of_one_in_each(heads):
         for layer in heads.hosts():
             values = [by_layer[layer, head] for head in range(4)]
             assert sum(values) == pytest.approx(4)
-            assert sorted(range(4), key=values.__getitem__) == sorted(
-                range(4), key=lambda head: plain[layer, head]
-            )
+            assert sorted(range(4), key=values.__getitem__) == sorted(range(4), key=lambda head: plain[layer, head])
 
 
 def test_every_head_has_a_rank(heads):
@@ -111,9 +109,7 @@ def test_two_steps_of_every_way(tmp_path, monkeypatch):
     runs = results["runs"]
     trained = {way: runs[f"{way}, seed 0; trained"] for way in ("input-dependent", "static", "untrained")}
     assert trained["static"]["parameters"] == 16 < trained["input-dependent"]["parameters"]
-    assert (
-        trained["untrained"]["perplexity"] == runs["stock"]["perplexity"] != trained["static"]["perplexity"]
-    )
+    assert trained["untrained"]["perplexity"] == runs["stock"]["perplexity"] != trained["static"]["perplexity"]
     assert set(trained["static"]["entropy"].values()) != {1.0}
 
 

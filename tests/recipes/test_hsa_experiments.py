@@ -59,9 +59,7 @@ def test_labelled_reviews_are_disjoint_and_balanced(monkeypatch, tmp_path):
 
 
 def test_a_package_that_is_missing_is_named():
-    with pytest.raises(
-        ValueError, match="the package no-such is not installed; run: pip install --no-deps no-such"
-    ):
+    with pytest.raises(ValueError, match="the package no-such is not installed; run: pip install --no-deps no-such"):
         hsa_texts.package_folder("no_such_package", "no-such")
 
 
@@ -100,8 +98,7 @@ def test_descriptions_tell_the_facts_unless_they_are_wrong():
 def test_the_tree_of_a_description():
     tree = hsa_fashion.hierarchy().tree()
     groups = sorted(
-        [i for i in range(tree.leaves) if node in ancestors(tree, i)]
-        for node in range(tree.leaves, tree.nodes - 1)
+        [i for i in range(tree.leaves) if node in ancestors(tree, i)] for node in range(tree.leaves, tree.nodes - 1)
     )
     spans = [range(0, 5), range(0, 10), range(5, 10), range(10, 15), range(10, 20), range(15, 20)]
     assert groups == sorted(map(list, spans))
@@ -226,9 +223,7 @@ def test_a_classifier_is_patched_and_left_as_it_was(classifier, monkeypatch):
     # windows of two change every text, near 32 none that is shorter
     assert (parts["both, 2-8-64-1024"] - stock).abs().max() > 1e-3
     assert (parts["key, 16-64, near 32, top 4"] - stock).abs().max() < 1e-4
-    assert (
-        "HsaConfig" not in str(model.config) and len(list(experiment.runs(experiment.settings, found))) == 4
-    )
+    assert "HsaConfig" not in str(model.config) and len(list(experiment.runs(experiment.settings, found))) == 4
 
 
 @pytest.mark.parametrize(
@@ -287,8 +282,7 @@ def test_reviews_have_paragraphs_and_sentences():
     text = "A bb. B aa.\n\nA a aa. B bb."
     tree = hsa_imdb.inputs_of(hsa_imdb.SETTINGS, "tree", [text, "a"], ENTRY)["hierarchy"].tree(0)
     groups = sorted(
-        [i for i in range(tree.leaves) if node in ancestors(tree, i)]
-        for node in range(tree.leaves, tree.nodes - 1)
+        [i for i in range(tree.leaves) if node in ancestors(tree, i)] for node in range(tree.leaves, tree.nodes - 1)
     )
     spans = [range(0, 3), range(0, 6), range(3, 6), range(6, 10), range(6, 13), range(10, 13)]
     assert tree.leaves == 13 and groups == sorted(map(list, spans))

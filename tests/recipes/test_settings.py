@@ -18,9 +18,7 @@ def path(tmp_path):
     return tmp_path / "recipe.yaml"
 
 
-@pytest.mark.parametrize(
-    "published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem)
 def test_published_recipes_are_valid_and_come_back_from_their_own_json(published, path):
     settings = read_settings(published)
     assert read_settings(write(path, settings.to_dict())) == settings

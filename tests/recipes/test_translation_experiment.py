@@ -14,9 +14,7 @@ SMALL = {"width": 8, "heads": 2, "layers": 1, "dropout": 0.0, "longest": 20}
 
 
 def test_paragraphs_are_aligned_by_their_ids(tmp_path, monkeypatch):
-    page = (
-        '<h1 id="hd_id1" dir="auto">{}</h1><p id="par_id2" class="x">{} <b>{}</b>\n {}</p><p id="bm_3">no</p>'
-    )
+    page = '<h1 id="hd_id1" dir="auto">{}</h1><p id="par_id2" class="x">{} <b>{}</b>\n {}</p><p id="bm_3">no</p>'
     words = {
         "de": ("Ein langer deutscher Titel", "Das ist", "nur", "ein Satz"),
         "en-US": ("A long English title", "This is", "only", "a sentence"),
@@ -27,9 +25,7 @@ def test_paragraphs_are_aligned_by_their_ids(tmp_path, monkeypatch):
         (inside / language / "text" / "a.html").write_text(page.format(*said))
     (inside / "de" / "text" / "alone.html").write_text(page.format(*"abcd"))
     monkeypatch.setattr(help_texts, "unpacked", lambda packages: tmp_path)
-    monkeypatch.setattr(
-        help_texts, "Path", lambda path: tmp_path / "none" if path == "/" else type(tmp_path)(path)
-    )
+    monkeypatch.setattr(help_texts, "Path", lambda path: tmp_path / "none" if path == "/" else type(tmp_path)(path))
     help_texts.pairs.cache_clear()
     found = help_texts.pairs(4, 16)
     help_texts.pairs.cache_clear()
@@ -81,18 +77,14 @@ def test_padding_and_the_future_change_nothing(kind):
 def test_the_full_size_has_a_fifth_fewer_parameters_at_width_16():
     full = translation.SETTINGS | translation.FULL
     with torch.device("meta"):
-        sizes = [
-            sum(p.numel() for p in Translator("dot product", w, 10000, full).parameters()) for w in (128, 16)
-        ]
+        sizes = [sum(p.numel() for p in Translator("dot product", w, 10000, full).parameters()) for w in (128, 16)]
     assert sizes[0] - sizes[1] == pytest.approx(39.5e6 - 31.2e6, rel=0.01)  # the paper's
 
 
 def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     pytest.importorskip("sacrebleu")
     names = ["Datei", "Ordner", "Seite", "Zeile", "Tabelle", "Ansicht", "Menü", "Symbol"]
-    rows = tuple(
-        (f"die {a} und {b} {i}", f"the {a} and {b} {i}") for i in range(4) for a in names for b in names
-    )
+    rows = tuple((f"die {a} und {b} {i}", f"the {a} and {b} {i}") for i in range(4) for a in names for b in names)
     monkeypatch.setattr(translation, "pairs", lambda least, most: rows)
     translation.data_of.cache_clear()
     small = SMALL | {"steps": 2, "seeds": [0, 1], "sizes": {"search": 8, "test": 12}, "vocabulary": 300}

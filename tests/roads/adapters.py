@@ -151,9 +151,7 @@ for label, method in METHODS.items():
     for step, function in STEPS.items():
         fast = (label, step) in {("LoRA", "save, load"), ("IA3", "merge")}
         options = {"tolerance": 1e-4} if step == "merge" else {}  # weights are put together anew
-        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(
-            partial(function, method)
-        )
+        road(f"{label}: {step}", GROUP, fast=fast, applies=cases_of(label), **options)(partial(function, method))
 
 
 LORA = METHODS["LoRA"]
@@ -171,9 +169,7 @@ def with_hyper(method):
     return make
 
 
-for label in [
-    m for m in METHODS if not m.startswith(("prompt", "prefix", "P-", "trainable", "LoRA with", "LoRA on"))
-]:
+for label in [m for m in METHODS if not m.startswith(("prompt", "prefix", "P-", "trainable", "LoRA with", "LoRA on"))]:
     for step in ("save, load", "disable", "merge"):
         options = {"tolerance": 1e-4} if step == "merge" else {}
         applies = lambda case, every=label == "LoRA": patched(case) and (every or case.label in FEW)
@@ -288,9 +284,7 @@ def native_switch_ours(case, folder):
     yield logits(model), found
 
 
-@road(
-    "ha.lora_config: Transformers' own add_adapter, save, load_adapter", GROUP, applies=patched, control=False
-)
+@road("ha.lora_config: Transformers' own add_adapter, save, load_adapter", GROUP, applies=patched, control=False)
 def native_ours(case, folder):
     model = case.model()
     model.add_adapter(ours(case), "first")

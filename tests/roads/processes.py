@@ -170,10 +170,7 @@ def bare_answers() -> dict[tuple[str, str], tuple[str | None, Path]]:
                 pass  # the road itself shows it
     for place in folders.values():
         torch.save(inputs_of(), place / "inputs.pt")
-    jobs = [
-        [str(place), BY_LABEL[label].auto.__name__, kind == "export"]
-        for (label, kind), place in folders.items()
-    ]
+    jobs = [[str(place), BY_LABEL[label].auto.__name__, kind == "export"] for (label, kind), place in folders.items()]
     run = subprocess.run(
         [sys.executable, "-c", BARE, json.dumps(jobs)],
         cwd=workplace(),
@@ -249,9 +246,7 @@ def together(jobs: list[tuple[str, str]], folder: Path, write) -> None:
             raise RuntimeError(f"no process of a pair answers: {broken}")
         if done < len(jobs):
             tail = [(place / f"{rank}.log").read_text().strip().splitlines()[-1:] for rank in range(WORLD)]
-            found = gathered(place, done) or Cell(
-                "crash", words=f"the processes hung or died; they said last: {tail}"
-            )
+            found = gathered(place, done) or Cell("crash", words=f"the processes hung or died; they said last: {tail}")
             write(*jobs[done], found)
             done += 1
         jobs = jobs[done:]

@@ -144,12 +144,8 @@ def arguments(argv):
     parser.add_argument("--timeout", type=float, default=600, help="seconds a cell may take (default: 600)")
     parser.add_argument("--write", action="store_true", help="run nothing, write what there is so far")
     parser.add_argument("--all", action="store_true", help="fail where a third party's program is missing")
-    parser.add_argument(
-        "--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})"
-    )
-    parser.add_argument(
-        "--report", type=pathlib.Path, default=ROOT / "docs" / "roads.md", help="file to write"
-    )
+    parser.add_argument("--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})")
+    parser.add_argument("--report", type=pathlib.Path, default=ROOT / "docs" / "roads.md", help="file to write")
     return parser.parse_args(argv)
 
 
@@ -168,9 +164,7 @@ def main(argv=None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not options.write:
         run_cells(items, folder, options)
-    cells = {
-        i: Cell(**json.loads(file_of(folder, i).read_text())) for i in items if file_of(folder, i).exists()
-    }
+    cells = {i: Cell(**json.loads(file_of(folder, i).read_text())) for i in items if file_of(folder, i).exists()}
     if not options.roads and not options.cases:
         options.report.write_text(report.page(cells, versions()))
     print(", ".join(f"{n} {outcome}" for outcome, n in report.totals(cells).items() if n))

@@ -273,9 +273,7 @@ def offloaded_at_load(case, folder):
     modules = dict(case.model().named_modules())
     stack = next(n for n, m in modules.items() if isinstance(m, torch.nn.ModuleList) and len(m) == LAYERS)
     leaves = [n for n, m in modules.items() if not any(m.children())]
-    leaves += [
-        n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves
-    ]  # BERT's head
+    leaves += [n for n, _ in case.model().named_parameters() if n.rpartition(".")[0] not in leaves]  # BERT's head
     leaves = [n for n in leaves if not n.startswith(f"{stack}.")]
     places = {n: "cpu" for n in leaves} | {f"{stack}.{i}": ("cpu", "disk", "cpu")[i] for i in range(LAYERS)}
     model = case.auto.from_pretrained(case.folder(), device_map=places, offload_folder=str(folder))
@@ -393,8 +391,7 @@ def assisted(case, folder):
     model = case.model()
     row = {n: t[1:] for n, t in inputs_of(9).items()}
     plain, other = (
-        model.generate(**row, max_new_tokens=6, do_sample=False, **o)
-        for o in ({}, {"assistant_model": case.stock()})
+        model.generate(**row, max_new_tokens=6, do_sample=False, **o) for o in ({}, {"assistant_model": case.stock()})
     )
     yield torch.equal(plain, other), True
 
@@ -417,9 +414,7 @@ def batched(case, folder):
     rows = [r[m.bool()].tolist() for r, m in zip(*inputs_of(9).values())]
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
     small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # else the cache fills the memory
-    found = model.generate_batch(
-        rows, generation_config=config, continuous_batching_config=small, progress_bar=False
-    )
+    found = model.generate_batch(rows, generation_config=config, continuous_batching_config=small, progress_bar=False)
     tokens = [v.generated_tokens for v in found.values()]
     alone = [
         model.generate(torch.tensor([r]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, len(r) :]

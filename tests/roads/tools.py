@@ -118,9 +118,7 @@ def with_weights(case: Case, quantised: nn.Module, plain) -> nn.Module:
     """
     model = case.model()
     modules = dict(quantised.named_modules())
-    weights = {
-        n: plain(modules[n]) for n, m in model.named_modules() if n in modules and "weight" in m._parameters
-    }
+    weights = {n: plain(modules[n]) for n, m in model.named_modules() if n in modules and "weight" in m._parameters}
     weights = {n: w for n, w in weights.items() if w is not None}
     assert weights, f"nothing of {type(model).__name__} is quantised"
     for name, weight in weights.items():
@@ -137,9 +135,7 @@ def torchao_weight(module):
 def torchao_model(case: Case, folder):
     from torchao.quantization import Int8WeightOnlyConfig
 
-    return case.auto.from_pretrained(
-        folder, quantization_config=hf.TorchAoConfig(Int8WeightOnlyConfig(version=2))
-    )
+    return case.auto.from_pretrained(folder, quantization_config=hf.TorchAoConfig(Int8WeightOnlyConfig(version=2)))
 
 
 @road("int8 weights (torchao)", GROUP, needs=("torchao",))
@@ -176,14 +172,10 @@ def nf4_weight(module):
 
 @road("nf4 weights (bitsandbytes)", GROUP, needs=("bitsandbytes",))
 def nf4(case, folder):
-    config = hf.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
+    config = hf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = case.auto.from_pretrained(case.folder(), quantization_config=config, device_map="cpu")
     expected = with_weights(case, model, nf4_weight)
-    with_gradients = (
-        logits.__wrapped__
-    )  # without them a call packs the weights anew, and computes in bfloat16
+    with_gradients = logits.__wrapped__  # without them a call packs the weights anew, and computes in bfloat16
     yield with_gradients(model), logits(expected)
 
 
@@ -295,9 +287,7 @@ def supervised_lora(case, folder):
     from peft import AutoPeftModelForCausalLM, LoraConfig
 
     base = case.auto.from_pretrained(case.folder())
-    run = sft(
-        case, base, folder, peft_config=LoraConfig(target_modules=["c_proj", "q_proj"], task_type="CAUSAL_LM")
-    )
+    run = sft(case, base, folder, peft_config=LoraConfig(target_modules=["c_proj", "q_proj"], task_type="CAUSAL_LM"))
     run.train()
     run.save_model(str(folder / "adapter"))
     yield logits(AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")), logits(run.model)
@@ -328,9 +318,7 @@ def moved_under_adapter(case: Case, model) -> bool:
     before = {n.rpartition(".")[2]: [] for n in case.added(case.fresh())}
     for name, parameter in case.added(case.fresh()).items():
         before[name.rpartition(".")[2]].append(parameter)
-    trained = {
-        n: p for n, p in model.named_parameters() if p.requires_grad and ".hyper." in n or ".hyper_" in n
-    }
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and ".hyper." in n or ".hyper_" in n}
     return any(
         all(p.shape != q.shape or not torch.equal(p, q) for q in before.get(n.rpartition(".")[2], []))
         for n, p in trained.items()

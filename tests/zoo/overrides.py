@@ -284,9 +284,7 @@ OVERRIDES = {
         "d_fine deimv2 pp_doclayout_v3 pp_doclayout_v4".split(),
         {"anchor_image_size": ..., "encoder_in_channels": ..., "decoder_in_channels": [64, 64, 64]},
     ),
-    **dict.fromkeys(
-        "rt_detr rt_detr_v2".split(), {"anchor_image_size": ..., "decoder_in_channels": [64, 64, 64]}
-    ),
+    **dict.fromkeys("rt_detr rt_detr_v2".split(), {"anchor_image_size": ..., "decoder_in_channels": [64, 64, 64]}),
     **dict.fromkeys(
         "grounding-dino mm-grounding-dino oneformer mask2former maskformer".split(),
         {"backbone_config": SWIN_LEVELS},

@@ -57,10 +57,7 @@ def gradients(one, configs):
             return None, "no output carries a gradient"
         sum((torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in used).backward()
         added = [
-            p
-            for m in {id(m): m for m in modules}.values()
-            if "hyper" in m._modules
-            for p in m.hyper.parameters()
+            p for m in {id(m): m for m in modules}.values() if "hyper" in m._modules for p in m.hyper.parameters()
         ]
         grads = [p.grad for p in added]
     finally:
@@ -83,9 +80,7 @@ def stock_reaches(one):
     """Whether every stock attention parameter that ran reaches the outputs, so that ours must too."""
     with counted("sdpa") as modules:
         out = run(one.model, one.inputs, grad=True)
-    sum(
-        (torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in out.values() if v.requires_grad
-    ).backward()
+    sum((torch.where(v.isfinite(), v, 0).float() ** 2).mean() for v in out.values() if v.requires_grad).backward()
     reached = all(p.grad is not None for m in modules for p in m.parameters())
     one.model.zero_grad(set_to_none=True)
     return reached
@@ -116,9 +111,7 @@ def reloaded(model, kind, inputs, directory):
     model.save_pretrained(directory)
     other = KINDS[kind][0].from_pretrained(directory).eval()
     mine, theirs = model.state_dict(), other.state_dict()
-    if mine.keys() != theirs.keys() or not all(
-        torch.equal(v, theirs[k]) or v.isnan().any() for k, v in mine.items()
-    ):
+    if mine.keys() != theirs.keys() or not all(torch.equal(v, theirs[k]) or v.isnan().any() for k, v in mine.items()):
         return float("inf")
     for one in (model, other):
         for tensor in (*one.parameters(), *one.buffers()):

@@ -70,9 +70,7 @@ def page(results, versions):
     ]
     for verdict, meaning in VERDICTS.items():
         lines.append(
-            f"| {verdict} | "
-            + " | ".join(str(totals(results, k)[verdict]) for k in kinds)
-            + f" | {meaning} |"
+            f"| {verdict} | " + " | ".join(str(totals(results, k)[verdict]) for k in kinds) + f" | {meaning} |"
         )
     lines.append("| all | " + " | ".join(str(sum(totals(results, k).values())) for k in kinds) + " | |")
     for kind in kinds:

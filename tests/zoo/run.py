@@ -77,9 +77,7 @@ def arguments(argv):
     parser.add_argument(
         "--timeout", type=float, default=600, help="seconds a type may wait for its answer (default: 600)"
     )
-    parser.add_argument(
-        "--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})"
-    )
+    parser.add_argument("--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})")
     parser.add_argument(
         "--report", type=pathlib.Path, default=ROOT / "docs" / "compatibility.md", help="file to write"
     )
@@ -90,9 +88,7 @@ def main(argv=None):
     """Returns the exit status: 0 where nothing failed and, in a whole run, enough types work."""
     options = arguments(argv)
     worker.prepare()
-    items = [
-        (kind, t) for kind in options.kinds for t in types(kind) if not options.types or t in options.types
-    ]
+    items = [(kind, t) for kind in options.kinds for t in types(kind) if not options.types or t in options.types]
     folder = options.cache / fingerprint()
     examine_all(items, folder, options.processes, options.timeout)
     results = {item: json.loads(file_of(folder, item).read_text()) for item in items}

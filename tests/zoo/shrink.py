@@ -86,9 +86,7 @@ SIZES = {
         "first_k_dense_replace num_dense_layers num_mtp_layers num_nextn_predict_layers".split(),
         1,
     ),
-    **dict.fromkeys(
-        "q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input laurel_rank".split(), 16
-    ),
+    **dict.fromkeys("q_lora_rank kv_lora_rank o_lora_rank hidden_size_per_layer_input laurel_rank".split(), 16),
     **dict.fromkeys(
         "qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim mamba_d_state state_size "
         "codevector_dim proj_codevector_dim".split(),
@@ -101,8 +99,7 @@ SIZES = {
     ),
     **dict.fromkeys("num_mel_bins input_feat_size".split(), 16),
     **dict.fromkeys(
-        "image_size pretrain_image_size crop_size max_image_size max_img_size anchor_image_size "
-        "input_size".split(),
+        "image_size pretrain_image_size crop_size max_image_size max_img_size anchor_image_size input_size".split(),
         32,
     ),
     **dict.fromkeys("num_queries num_query_tokens two_stage_num_proposals num_denoising".split(), 6),
@@ -184,11 +181,7 @@ def kwargs_of(config_class, model_type=None, keep_widths=False):
     fields = fields_of(config_class)
     sub = sub_configs(config_class, keep_widths)
     kwargs = {n: v for n, d in fields.items() if n not in sub and (v := small(n, d, keep_widths)) is not None}
-    kwargs |= {
-        n: v
-        for n, v in token_ids(fields).items()
-        if fields[n] is not None or n.startswith(("image", "video"))
-    }
+    kwargs |= {n: v for n, v in token_ids(fields).items() if fields[n] is not None or n.startswith(("image", "video"))}
     kwargs |= sub
     if not keep_widths and {"kv_lora_rank", "num_key_value_heads"} <= fields.keys():
         kwargs["num_key_value_heads"] = HEADS

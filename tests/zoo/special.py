@@ -100,9 +100,7 @@ INPUTS = {
         "pixel_values": noise(BATCH, 1, 3, 32, 32),
         "pixel_attention_mask": ones(BATCH, 1).bool(),
     },
-    "seggpt": lambda c: {
-        n: noise(BATCH, 3, 32, 32) for n in ("pixel_values", "prompt_pixel_values", "prompt_masks")
-    },
+    "seggpt": lambda c: {n: noise(BATCH, 3, 32, 32) for n in ("pixel_values", "prompt_pixel_values", "prompt_masks")},
     "muse_glimmer_assistant": lambda c: {
         "noise_embeds": hidden(c),
         "context_hidden_states": noise(BATCH, LENGTH, 5 * c.hidden_size),

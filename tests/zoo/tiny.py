@@ -52,11 +52,7 @@ def ruffle(model):
     tensors = [*model.parameters(), *(b for b in model.buffers() if b.dim() > 1)]
     with torch.no_grad():
         for tensor in tensors:
-            if (
-                tensor.is_floating_point()
-                and tensor.numel() > 1
-                and bool((tensor == tensor.flatten()[0]).all())
-            ):
+            if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
                 tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
     return model
 

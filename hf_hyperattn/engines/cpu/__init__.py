@@ -73,9 +73,7 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
         return "its tensors are not on the CPU"
     if score.dtype != torch.float32 or value.dtype == torch.float64:
         return "it is in float64"
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (options.mask, options.bias)
-    ):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (options.mask, options.bias)):
         return "its mask or bias wants a gradient"
     key = score.score_key
     if library.ready(key, options.softcap is not None):

@@ -124,9 +124,7 @@ def forward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and, of each row, what `Call::lse` says, [2, B, H, N]; arguments as `serialize` has them."""
-    a = serialize.read(
-        tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
-    )
+    a = serialize.read(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
     out = a.query.new_empty(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *a.query.shape[:3])
     loaded = library.TABLES.get((score_key, softcap is not None, "")) or library.require(
@@ -166,9 +164,7 @@ def gradients(
     dropout_p: float,
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for the extras that have none."""
-    a = serialize.read(
-        tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
-    )
+    a = serialize.read(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
     loaded = library.require(score_key, softcap is not None)
     statistics = a.row, a.column, a.head
     call, alive = pack_call(
@@ -188,9 +184,7 @@ def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
 serialize.differentiable(forward, gradients)
 
 
-def backward(
-    a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Tensor, lse: Tensor
-) -> list[Tensor]:
+def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Tensor, lse: Tensor) -> list[Tensor]:
     """All gradients, in the order of the operator's tensors; empty ones for what has none."""
     (batch, heads, n, _), (_, kv_heads, m, _) = a.query.shape, a.key.shape
     delta = lse.new_empty(a.query.shape[:3])
@@ -319,9 +313,7 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
             columns += term.column
             head = term.head
         for number in head:
-            number = (
-                number.float().expand(heads) if isinstance(number, Tensor) else repeated(number, heads)[1]
-            )
+            number = number.float().expand(heads) if isinstance(number, Tensor) else repeated(number, heads)[1]
             numbers.append(number)
         if term.gate is not None:
             numbers.append(term.gate)
@@ -374,20 +366,9 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # while tracing no question about lengths, which would be a guard
-        raw = (
-            direct is not None
-            and dtype == torch.float32
-            and x.dtype in serialize.RAW_DTYPES
-            and type(x) is Tensor
-        )
+        raw = direct is not None and dtype == torch.float32 and x.dtype in serialize.RAW_DTYPES and type(x) is Tensor
         learns = x.requires_grad and torch.is_grad_enabled()
-        if (
-            not raw
-            or learns
-            or x.numel() <= SMALL
-            or x.device.type != "cpu"
-            or is_functorch_wrapped_tensor(x)
-        ):
+        if not raw or learns or x.numel() <= SMALL or x.device.type != "cpu" or is_functorch_wrapped_tensor(x):
             squares.append(_squared_norms(x, dtype, width))
             continue
         x = x if x.stride(-1) == 1 else x.contiguous()  # as the operator does it, without its overhead
@@ -413,15 +394,11 @@ def norms_compiled(x: Tensor, dtype: torch.dtype) -> bool:
     return raw and dtype == torch.float32 and library.core_is_ready()
 
 
-def pack_norms(
-    x: Tensor, width: int, root: bool, out: Tensor, grad: Tensor | None = None, to: Tensor | None = None
-):
+def pack_norms(x: Tensor, width: int, root: bool, out: Tensor, grad: Tensor | None = None, to: Tensor | None = None):
     """`struct NormCall`."""
     threads, addresses = torch.get_num_threads(), (0 if t is None else t.data_ptr() for t in (out, grad, to))
     half = x.dtype == torch.bfloat16
-    return NORMS.pack(
-        x.data_ptr(), *x.stride()[:3], half, *x.shape[:3], width, x.shape[3], root, threads, *addresses
-    )
+    return NORMS.pack(x.data_ptr(), *x.stride()[:3], half, *x.shape[:3], width, x.shape[3], root, threads, *addresses)
 
 
 @torch.library.custom_op("hf_hyperattn::cpu_norms", mutates_args=())

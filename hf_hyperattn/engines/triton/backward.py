@@ -72,9 +72,7 @@ def attention_backward_query(
     k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
     v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
     key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
-    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (
-        COLUMNS + FACTORS
-    )
+    column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (COLUMNS + FACTORS)
 
     d_q = tl.zeros([BM, BD], tl.float32)
     d_rows, d_heads = zeros(BM, D_ROWS), zeros(BM, D_HEADS)
@@ -120,17 +118,13 @@ def attention_backward_query(
         tl.store(D_HEAD + index * row_step.to(tl.int64) + place, d_heads[index], mask=there)
     d_q = multiplied(d_q, scale, None, None)
     if D_FACTORS:
-        tl.store(
-            D_ROW + place * (D_ROWS + 1) + D_ROWS, tl.sum(d_q * q, 1), mask=there
-        )  # q has zeros beyond W
+        tl.store(D_ROW + place * (D_ROWS + 1) + D_ROWS, tl.sum(d_q * q, 1), mask=there)  # q has zeros beyond W
     d_q = tl.where(width[None, :] < W, multiplied(d_q, None, factor_q, None), 0.0)
     tl.store(D_Q + place[:, None] * D + width[None, :], d_q, mask=inside & (width[None, :] < D))
 
 
 @triton.jit
-def queries_in_reach(
-    first, last, n, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr
-):
+def queries_in_reach(first, last, n, offset, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BM: tl.constexpr):
     """Of queries: the first and the end that can see some of the keys `first` to `last` by position, the first cut to
     a multiple of BM; and the start, such a multiple, of those that see all of them.
     """
@@ -235,9 +229,7 @@ def attention_backward_key(
         tl.store(D_COLUMN + place * (D_COLUMNS + D_FACTORS) + index, d_columns[index], mask=there)
     d_k = multiplied(d_k, scale, None, None)
     if D_FACTORS:
-        tl.store(
-            D_COLUMN + place * (D_COLUMNS + 1) + D_COLUMNS, tl.sum(d_k * k, 1), mask=there
-        )  # k: zeros beyond W
+        tl.store(D_COLUMN + place * (D_COLUMNS + 1) + D_COLUMNS, tl.sum(d_k * k, 1), mask=there)  # k: zeros beyond W
     d_k = tl.where(width[None, :] < W, multiplied(d_k, None, factor_k, None), 0.0)
     tl.store(D_K + (line + j) * D + width[None, :], d_k, mask=inside & (width[None, :] < D))
     tl.store(D_V + (line + j) * DV + width_v[None, :], d_v, mask=inside & (width_v[None, :] < DV))

@@ -167,11 +167,7 @@ def pack(numbers: int, lines: int, warps: int) -> int:
     """In how wide a tile the numbers of so many lines are read, see `tile.load_records`: where it has fewer elements
     than there are threads, the compiler reads number by number after all.
     """
-    return (
-        min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines))
-        if numbers <= 16
-        else 1
-    )
+    return min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines)) if numbers <= 16 else 1
 
 
 def noise(width: int, item: int) -> float:
@@ -258,13 +254,9 @@ def backward(
     made, factors = call.functions, int(call.factored)
     new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
-    shared_dtype = (
-        None if call.heads == call.kv_heads else torch.float32
-    )  # for shared keys one sum of each query head
+    shared_dtype = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
     d_query = torch.empty_like(call.query, memory_format=torch.contiguous_format)
-    d_key, d_value = (
-        t.new_empty((*key_shape, t.shape[-1]), dtype=shared_dtype) for t in (call.key, call.value)
-    )
+    d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=shared_dtype) for t in (call.key, call.value))
     d_row = new(*shape, (len(made.rows) + factors) * needs_grad[0])
     d_column = new(*key_shape, (len(made.columns) + factors) * needs_grad[1])
     d_head = new(len(made.heads) * needs_grad[2], *shape)

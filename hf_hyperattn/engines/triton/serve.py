@@ -39,9 +39,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
 def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """A call that `unsupported_reason` has nothing against."""
     points: list[Tensor | None] = [None] * 2
-    if (
-        score.points is not None
-    ):  # without gradient: it flows through the statistics that distances are functions of
+    if score.points is not None:  # without gradient: it flows through the statistics that distances are functions of
         between = score.points()
         points = [t.detach().float().contiguous() for t in (between.query, between.key)]
     numbers = [term.numbers() for term in score.terms]

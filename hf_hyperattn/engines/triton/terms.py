@@ -51,8 +51,7 @@ class TritonTerm:
         """The numbers of the row statistics, column statistics and head parameters that have a gradient."""
         counts = {"rows": term.rows, "columns": term.columns, "heads": term.heads}
         return tuple(
-            tuple(range(n)) if (places := getattr(self, name)) is None else places
-            for name, n in counts.items()
+            tuple(range(n)) if (places := getattr(self, name)) is None else places for name, n in counts.items()
         )
 
 
@@ -111,9 +110,7 @@ def term_of(
         more: further arguments of `TritonTerm`.
     """
     names_of = ", ".join(numbers)
-    make = lambda kind, first, body: written(
-        name, [f"def {kind}({first}, {names_of}):", *indented(body)], names
-    )
+    make = lambda kind, first, body: written(name, [f"def {kind}({first}, {names_of}):", *indented(body)], names)
     return TritonTerm(
         make("value", "dot, gap, near, noise", [f"return {value}"]),
         make("pull", "grad, dot, gap, near, noise", pull),

@@ -32,9 +32,7 @@ def product(a, b):
 
 
 @triton.jit
-def load_vectors(
-    start, line, width, stride, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr
-):
+def load_vectors(start, line, width, stride, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
     """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
 
     PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
@@ -93,9 +91,7 @@ def split_in_16(t, N: tl.constexpr):
 
 
 @triton.jit
-def load_records(
-    start, first, lines, INSIDE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr
-):
+def load_records(start, first, lines, INSIDE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
     """The COUNT numbers that belong to each of the N lines from `first` on, as a tuple of [1, N].
 
     They are read as one tile [N, PACK], PACK a power of two, or 1: number by number. Then the compiler has every thread

@@ -66,7 +66,5 @@ def moments_of(model: PreTrainedModel, parts: list, examples: Iterable[Mapping])
             model(**inputs)
     for part, pair in zip(parts, pairs, strict=True):
         if not all(moment.tokens for moment in pair):
-            raise ValueError(
-                f"no example reaches {part.host.name}; allowed: calls that run every converted host"
-            )
+            raise ValueError(f"no example reaches {part.host.name}; allowed: calls that run every converted host")
     return [(query.moment, key.moment) for query, key in pairs]

@@ -78,9 +78,7 @@ class HatAttention(nn.Module):
         name: Any = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
-        out, weights = attend(
-            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords
-        )
+        out, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **keywords)
         return self.out(out.flatten(2)), weights
 
 

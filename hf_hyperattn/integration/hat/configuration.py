@@ -78,12 +78,8 @@ class HatEncoderConfig(PreTrainedConfig):
     @property
     def max_segments(self) -> int:
         """The most segments of a text; one more where a CLS token may have to be put before it."""
-        return segments_of(
-            self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length
-        )
+        return segments_of(self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length)
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:
-            raise ValueError(
-                f"HatEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}"
-            )
+            raise ValueError(f"HatEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")

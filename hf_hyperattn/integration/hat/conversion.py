@@ -76,9 +76,7 @@ def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
     if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
         raise ValueError(f"{name} is a decoder; allowed: encoders, with config.is_decoder=False")
     if getattr(model, "is_quantized", False) or model.device.type == "meta":
-        raise ValueError(
-            f"{name} is quantised or on the meta device; allowed: the model as it was trained, loaded"
-        )
+        raise ValueError(f"{name} is quantised or on the meta device; allowed: the model as it was trained, loaded")
     return FAMILIES[kind], ends[0]
 
 
@@ -113,9 +111,7 @@ def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: Ha
     return HatEncoderConfig(max_position_embeddings=config.max_length, **fields)
 
 
-def _copy_body(
-    made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool
-) -> None:
+def _copy_body(made: HatPreTrainedModel, model: PreTrainedModel, family: EncoderFamily, crossed: bool) -> None:
     body: Any = made.base_model
     theirs: Any = model.base_model
     tables, positions = theirs.embeddings, _positions(theirs, family)

@@ -68,9 +68,7 @@ class _HatWithHead(HatPreTrainedModel):
         )  # fmt: skip
         logits = self.logits(body)
         loss = None if labels is None else self.loss(logits, labels, **counted)
-        return self.output(
-            loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions
-        )
+        return self.output(loss=loss, logits=logits, hidden_states=body.hidden_states, attentions=body.attentions)
 
 
 class HatForSequenceClassification(_HatWithHead):

@@ -115,9 +115,7 @@ class HatModel(HatPreTrainedModel):
         x = self._embed(segments, input_ids, inputs_embeds, token_type_ids)
         attentions = self.config.output_attentions if output_attentions is None else output_attentions
         states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        names = ("hidden_states",) * bool(states) + ("attentions", "cross_segment_attentions") * bool(
-            attentions
-        )
+        names = ("hidden_states",) * bool(states) + ("attentions", "cross_segment_attentions") * bool(attentions)
         recorded: dict[str, list[Tensor]] = {name: [] for name in names}
         x = self._encode(x, segments, recorded, kwargs | ({"output_attentions": True} if attentions else {}))
         last, rows = segments.to_tokens(x), segments.cls_rows(x)
@@ -152,9 +150,7 @@ class HatModel(HatPreTrainedModel):
         if can_read(real):
             lengths = real.sum(1)
             if not bool(lengths.all()):
-                raise ValueError(
-                    "a text has no tokens; allowed: at least one 1 in each row of attention_mask"
-                )
+                raise ValueError("a text has no tokens; allowed: at least one 1 in each row of attention_mask")
             tokens, padded = int(lengths.max()), ""
         if tokens > longest:
             raise ValueError(
@@ -199,9 +195,7 @@ class HatModel(HatPreTrainedModel):
         mask = create_bidirectional_mask(self.config, x, filled)
         cross_mask = create_bidirectional_mask(self.config, rows, present)
         there, cross = segments.present[..., None, None, None], iter(self.cross_blocks)
-        states, within, across = map(
-            recorded.get, ("hidden_states", "attentions", "cross_segment_attentions")
-        )
+        states, within, across = map(recorded.get, ("hidden_states", "attentions", "cross_segment_attentions"))
         if states is not None:
             states.append(segments.to_tokens(x))
         for block, number in zip(self.segment_blocks, self.config.cross_blocks, strict=True):

@@ -47,9 +47,7 @@ class EncoderFamily:
         heads = {
             "SequenceClassification": {"hat.pooler": self.pooler, "classifier": self.classifier},
             "TokenClassification": {"classifier": "classifier"},
-            "MaskedLM": dict(
-                zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)
-            ),
+            "MaskedLM": dict(zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)),
         }
         return heads.get(end, {})
 

@@ -77,13 +77,9 @@ class HsaEncoderConfig(PreTrainedConfig):
         self._check("hidden_size", fits, f"multiples of num_attention_heads={self.num_attention_heads}")
         fits = self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
         self._check("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
-        self._check(
-            "vocab_size", self.vocab_size > 0 or self.image_size > 0, "more than 0 where there are no images"
-        )
+        self._check("vocab_size", self.vocab_size > 0 or self.image_size > 0, "more than 0 where there are no images")
         super().__post_init__(**kwargs)
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:
-            raise ValueError(
-                f"HsaEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}"
-            )
+            raise ValueError(f"HsaEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")

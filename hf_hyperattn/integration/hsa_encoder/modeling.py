@@ -49,9 +49,7 @@ class HsaAttention(nn.Module):
         self.siblings = None
         if config.attention == "tree" and config.sibling_positions:
             positions = dict(sorted(config.sibling_positions.items()))  # config.json keeps no order
-            self.siblings = SiblingEmbeddings(
-                positions, self.heads, config.sibling_size, config.initializer_range
-            )
+            self.siblings = SiblingEmbeddings(positions, self.heads, config.sibling_size, config.initializer_range)
 
     def forward(self, x: Tensor, hierarchy: Hierarchy | None, mask: Tensor | None) -> Tensor:
         """[B, N, width] to the same; `mask`, bool, broadcastable to [B, H, N, N], is read where `hierarchy` is None."""
@@ -101,9 +99,7 @@ class HsaEncoderPreTrainedModel(PreTrainedModel):
                 init.normal_(table, std=self.config.initializer_range)
 
     def _returned(self, output, return_dict: bool | None):
-        return (
-            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class HsaEncoder(HsaEncoderPreTrainedModel):
@@ -114,9 +110,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
     def __init__(self, config: HsaEncoderConfig):
         super().__init__(config)
         width, places = config.hidden_size, config.max_position_embeddings
-        self.words = (
-            nn.Embedding(config.vocab_size, width, config.pad_token_id) if config.vocab_size else None
-        )
+        self.words = nn.Embedding(config.vocab_size, width, config.pad_token_id) if config.vocab_size else None
         self.places = nn.Embedding(places, width) if config.vocab_size and places else None
         self.side = config.image_size // config.patch_size
         self.patches = self.patch_places = None
@@ -193,19 +187,13 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             ("pixel_values", pixel_values, self.patches, "image_size"),
         ):
             if signal is not None and module is None:
-                raise ValueError(
-                    f"{name} was given to a model made with {field}=0; allowed: None, or another model"
-                )
+                raise ValueError(f"{name} was given to a model made with {field}=0; allowed: None, or another model")
         if input_ids is None and pixel_values is None:
-            raise ValueError(
-                "HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both"
-            )
+            raise ValueError("HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both")
         if hierarchy is not None and input_ids is None:
             raise ValueError("hierarchy was given without input_ids, whose tokens it is about; allowed: None")
         if hierarchy is not None and self.config.attention == "flat":
-            raise ValueError(
-                "hierarchy was given to a model with attention='flat', which has none; allowed: None"
-            )
+            raise ValueError("hierarchy was given to a model with attention='flat', which has none; allowed: None")
 
     def _embedded_text(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
@@ -220,8 +208,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             most = int(real.sum(1).max())
             if most > self.places.num_embeddings:
                 raise ValueError(
-                    f"a text has {most} tokens; allowed: at most max_position_embeddings="
-                    f"{self.places.num_embeddings}"
+                    f"a text has {most} tokens; allowed: at most max_position_embeddings={self.places.num_embeddings}"
                 )
             x = x + self.places((real.cumsum(1) - 1).clamp_min(0))
         return x, real
@@ -250,11 +237,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         batch, length = input_ids.shape
         real = torch.ones(1, length) if attention_mask is None else attention_mask.cpu()
         if hierarchy is None:
-            return (
-                flat_tree(length)
-                if bool((real != 0).all())
-                else Hierarchy.windows(length, (), attention_mask)
-            )
+            return flat_tree(length) if bool((real != 0).all()) else Hierarchy.windows(length, (), attention_mask)
         if isinstance(hierarchy, Tensor):
             hierarchy = Hierarchy.from_ids(hierarchy, self.config.text_kinds or ("",))
         if hierarchy.length != length or hierarchy.rows not in (1, batch):

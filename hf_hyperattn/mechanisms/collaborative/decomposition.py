@@ -77,9 +77,7 @@ def decompose(
         exact = None if moments is None else 0.0
         return Decomposition(mixing, query.flatten(0, 1), key.flatten(0, 1), 0.0, exact, 0)
     roots = (None, None) if moments is None else tuple(_root(m.double()) for m in moments)
-    (basis_q, left), (basis_k, right) = (
-        _reduced(w if r is None else w @ r) for w, r in zip((query, key), roots)
-    )
+    (basis_q, left), (basis_k, right) = (_reduced(w if r is None else w @ r) for w, r in zip((query, key), roots))
     (mixing, a, b), error, taken = _solved(_Problem(left, right), rank, steps, seed)
     a, b = basis_q @ a, basis_k @ b
     if moments is None:
@@ -150,9 +148,7 @@ class _Problem:
         return mixing, a, b
 
 
-def _solved(
-    problem: _Problem, rank: int, steps: int, seed: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
+def _solved(problem: _Problem, rank: int, steps: int, seed: int) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
     """The factors, their error, and the steps taken: from the better start until steps bring nothing more."""
     generator = torch.Generator().manual_seed(seed)
     starts, trial = [], min(TRIAL, steps)

@@ -63,9 +63,7 @@ def definition(
     height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
     if squared:
         return -gamma * height_squared
-    return -gamma * torch.sqrt(
-        height_squared.clamp_min(torch.finfo(dtype).tiny)
-    )  # a finite slope at height 0
+    return -gamma * torch.sqrt(height_squared.clamp_min(torch.finfo(dtype).tiny))  # a finite slope at height 0
 
 
 def inverse_sinh(r: Tensor) -> Tensor:
@@ -82,9 +80,7 @@ def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor
     """Squared height of the lowest point whose penumbral cone holds both points; heights are below r."""
     a, b = half_width(hq, r), half_width(hk, r)
     inside = torch.maximum(torch.maximum(hq**2, hk**2), r**2 - ((a + b - distance).clamp_min(0) / 2) ** 2)
-    apart = torch.where(
-        distance > a + b, distance, torch.ones_like(distance)
-    )  # no 0/0 in the branch not taken
+    apart = torch.where(distance > a + b, distance, torch.ones_like(distance))  # no 0/0 in the branch not taken
     outside = ((apart**2 + hk**2 - hq**2) / (2 * apart)) ** 2 + hq**2
     return torch.where(distance > a + b, outside, inside)
 

@@ -105,9 +105,7 @@ class ConeVectors:
             else:
                 numbers.append(torch.full((1,), number, dtype=dtype, device=query.device))
         gamma, radius = torch.broadcast_tensors(*numbers)
-        weight = (
-            gamma.sqrt() if space.squared else gamma
-        )  # penumbral lengths are stretched so that gamma becomes 1
+        weight = gamma.sqrt() if space.squared else gamma  # penumbral lengths are stretched so that gamma becomes 1
         if space.variant == "umbral":
             height_factor = gamma / 2
             gap_factor = height_factor * (2 * torch.exp(-radius) / -torch.expm1(-2 * radius))
@@ -127,9 +125,7 @@ class ConeVectors:
             else:
                 height, stretch = of_parts(last, norm, dim, "expmap")
             self.stretches.append(stretch)
-            length = (
-                norm * stretch * stretch
-            )  # |X|²; 0 too where expmap stretches so far that the square is infinite
+            length = norm * stretch * stretch  # |X|²; 0 too where expmap stretches so far that the square is infinite
             if len(gamma) > 1 and x.shape[1] != heads:
                 owner = torch.arange(heads, device=x.device) // (heads // kv_heads)
                 height = height.index_select(1, owner)
@@ -187,6 +183,4 @@ class ConeLayer(ScoreLayer):
 
     def __init__(self, config: ConeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        self.space = partial(
-            ConeSpace, config.variant, config.resolved_mapping, config.squared, config.clamp_heights
-        )
+        self.space = partial(ConeSpace, config.variant, config.resolved_mapping, config.squared, config.clamp_heights)

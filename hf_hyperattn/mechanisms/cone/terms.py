@@ -96,9 +96,7 @@ class ConeTerm(Term):
             return d_gap.mul_(-2), (by_row,), (by_column,)
         _, stretch_q, last_q = row[self.before :]
         _, stretch_k, last_k = column[self.before :]
-        inner = (
-            torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_gap).mul_(-2)
-        )  # d_gap · d gap / d(stretches)
+        inner = torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_gap).mul_(-2)  # d_gap · d gap / d(stretches)
         d_dot = d_gap.mul_(-2).mul_(stretch_k).mul_(stretch_q)
         rows = (by_row, inner @ stretch_k.mT, -(d_dot @ last_k.mT))
         columns = (by_column, stretch_q.mT @ inner, -(last_q.mT @ d_dot))

@@ -162,10 +162,7 @@ DISTANCES = {
         ("norm_{0}", "stretch_{0}", "last_{0}"),
         f"_gap_on_product(dot, gap, near, {ON_HOST})",
         f"_too_near(_product_of_host(dot, {ON_HOST}), {SIZE}, weight)",
-        (
-            "d_dot, d_sq, d_lq, d_sk, d_lk = "
-            "_through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)",
-        ),
+        ("d_dot, d_sq, d_lq, d_sk, d_lk = _through_product(d_square, dot, stretch_q, last_q, stretch_k, last_k)",),
         ("d_dot", "d_square, d_sq, d_lq", "d_square, d_sk, d_lk"),
     ),
 }

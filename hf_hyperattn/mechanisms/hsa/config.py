@@ -65,9 +65,7 @@ class HsaConfig(MechanismConfig):
         choices=TYINGS,
         optional=True,
     )
-    keep_diagonal: bool = option(
-        True, "both: whether a token attends to itself; the paper's own setting is False"
-    )
+    keep_diagonal: bool = option(True, "both: whether a token attends to itself; the paper's own setting is False")
     near: Counts = _counts("key: blocks less than so many tokens away are opened; None: 64")
     sinks: Counts = _counts("key: blocks of the first so many tokens are opened; None: 4")
     refine_top_k: Counts = _counts("key: so many blocks of every level are opened, chosen by query; None: 16")

@@ -65,9 +65,7 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """What the function of this name computes; gradients reach all floating tensors but the mask."""
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    if not torch.is_grad_enabled() and can_read(
-        *tensors
-    ):  # such as decoding, of which dispatch is a good part
+    if not torch.is_grad_enabled() and can_read(*tensors):  # such as decoding, of which dispatch is a good part
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
@@ -96,9 +94,7 @@ def unflatten(named: Named, sizes: Sequence[int] | None, length: int) -> Hierarc
 
 
 @lru_cache(maxsize=16)
-def _hierarchy_of(
-    content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int
-) -> Hierarchy:
+def _hierarchy_of(content: tuple[tuple[str, bytes], ...], sizes: tuple[int, ...] | None, length: int) -> Hierarchy:
     parts = [torch.frombuffer(bytearray(data), dtype=torch.long) for _, data in content]
     if sizes is not None:
         spans = dict(zip((name for name, _ in content), parts))
@@ -125,9 +121,7 @@ def hsa(
 @hsa.register_fake
 def _(tensors, names, sizes, numbers, scale):
     function, (query, key, value), _ = _unflatten_call(tensors, names)
-    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(
-        function.shape(query, key, numbers)
-    )
+    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(function.shape(query, key, numbers))
 
 
 @torch.library.custom_op("hf_hyperattn::hsa_backward", mutates_args=())
@@ -153,9 +147,7 @@ def backward(
     ]
 
 
-def _by_autograd(
-    function: Function, grads, tensors: Sequence[Tensor], names: str, *rest
-) -> list[Tensor | None]:
+def _by_autograd(function: Function, grads, tensors: Sequence[Tensor], names: str, *rest) -> list[Tensor | None]:
     keys = [*["feature"] * 3, *names.split(BREAK)[1:]]
     learned = [t.is_floating_point() and key != "mask" for t, key in zip(tensors, keys, strict=True)]
     with autograd_inside_operator():

@@ -38,8 +38,7 @@ def kin(tree: Tree) -> tuple[list[list[int]], list[list[int]]]:
     for node, parent in enumerate(parents[:-1]):  # a child stands before its parent
         leaves[parent] = sorted(leaves[parent] + leaves[node])
     children = [
-        sorted((c for c, p in enumerate(parents) if p == a), key=leaves.__getitem__)
-        for a in range(len(parents))
+        sorted((c for c, p in enumerate(parents) if p == a), key=leaves.__getitem__) for a in range(len(parents))
     ]
     return children, leaves
 
@@ -63,11 +62,7 @@ def definition_both(
 
     def mean(B: int, C: int) -> Tensor:
         mean = S[..., leaves[B], :][..., leaves[C]].mean((-1, -2))
-        return (
-            mean
-            if embedding is None
-            else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
-        )
+        return mean if embedding is None else mean + (embedding[..., B, :] * embedding[..., C, :]).double().sum(-1)
 
     nothing = torch.full_like(S[..., 0, 0], -INF)
     rho = {i: S[..., i, i] if keep_diagonal else nothing for i in range(tree.leaves)}
@@ -127,9 +122,7 @@ def definition_key(
     seen = seen if visible is None else seen & visible
     batch, heads, queries, _ = S.shape
     facts = kin(tree)
-    near, sinks, refine_top_k, block_bias = (
-        _per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias)
-    )
+    near, sinks, refine_top_k, block_bias = (_per_head(r, heads) for r in (near, sinks, refine_top_k, block_bias))
     P = torch.zeros_like(S)
     for b, h, i in product(range(batch), range(heads), range(queries)):
         row = S[b, h, i]

@@ -164,14 +164,10 @@ def _tied_keys(
 
 def _same(real: Tensor, outside: Tensor | None) -> bool:
     """Whether what a mask shows of the keys are all real tokens that there are."""
-    return (
-        bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
-    )
+    return bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
 
 
-def cached_levels(
-    cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int
-) -> Levels | None:
+def cached_levels(cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
     """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
     everything that windows do not know.
 
@@ -276,9 +272,7 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
             "hsa with a mask and attention dropout cannot be compiled; allowed: attention_dropout=0, or no compiling"
         )
     if options.mask is not None and options.mask.requires_grad:
-        raise ValueError(
-            "hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias"
-        )
+        raise ValueError("hsa with a learned mask cannot be compiled; allowed: what is learned as position_bias")
     rule, hierarchy, heads = request.rule, request.hierarchy, query.shape[1]
     block_bias = torch.as_tensor(rule.block_bias, dtype=query.dtype, device=query.device).expand(heads)
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks, "block_bias": block_bias}
@@ -291,9 +285,7 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
         sizes = list(hierarchy)
     else:
         (sizes, parts), length = operator.flatten(hierarchy), hierarchy.length
-    counts = [
-        list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)
-    ]
+    counts = [list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)]
     numbers = [
         length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
         rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, *counts[0], *counts[1], *counts[2],
@@ -311,9 +303,7 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    near, sinks, top_k = (
-        0 if is_both else tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3)
-    )
+    near, sinks, top_k = (0 if is_both else tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3))
     rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
     options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
                       window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip

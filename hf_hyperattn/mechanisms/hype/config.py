@@ -84,9 +84,7 @@ class HypeConfig(MechanismConfig):
         for x in values:
             number = isinstance(x, int | float) and not isinstance(x, bool)
             if not number or not 0 <= x < LARGEST or (above and x == 0):
-                self._refuse(
-                    name, f"finite numbers {'above' if above else 'from'} 0, one for each query head"
-                )
+                self._refuse(name, f"finite numbers {'above' if above else 'from'} 0, one for each query head")
         if not values:
             self._refuse(name, "at least one number")
 

@@ -94,7 +94,5 @@ class HypeLayer(ScoreLayer):
         """mu and tau as they stand, [H] or, where they are one number and not learned, [1]."""
         starts = (torch.tensor(x, dtype=dtype, device=device) for x in self.config.start(form, heads))
         logs: tuple[Any, Any] = self.log_mu, self.log_tau
-        mu, tau = (
-            x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True)
-        )
+        mu, tau = (x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True))
         return mu, tau

@@ -30,9 +30,7 @@ class HyperbolicConfig(MechanismConfig):
     temperature: float = option(
         1.0, "what distances are divided by; where it is learned, the starting value", symbol="τ", above=0
     )
-    distance: Distance = option(
-        "geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES
-    )
+    distance: Distance = option("geodesic", "geodesic distance, or squared Lorentz distance", choices=DISTANCES)
     aggregation: Aggregation = option(
         "einstein", "einstein: the Einstein midpoint of the values; mean: as usual", choices=AGGREGATIONS
     )

@@ -45,8 +45,7 @@ class HyperbolicSpace:
     def numbers(self, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
         """c and τ as tensors, both [H] or both [1]."""
         c, tau = (
-            torch.as_tensor(x, dtype=dtype, device=device).reshape(-1)
-            for x in (self.curvature, self.temperature)
+            torch.as_tensor(x, dtype=dtype, device=device).reshape(-1) for x in (self.curvature, self.temperature)
         )
         return torch.broadcast_tensors(c, tau)
 
@@ -105,9 +104,7 @@ class HyperbolicVectors:
         """Norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         if self.lengths is None:
             dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
-            query, key = (
-                (scale * norms(x, dtype)).clamp_min(shortest(dtype)) for x in (self.query, self.key)
-            )
+            query, key = ((scale * norms(x, dtype)).clamp_min(shortest(dtype)) for x in (self.query, self.key))
             self.lengths = query, key
         return self.lengths
 

@@ -104,9 +104,7 @@ def _geodesic_pull(grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_
 def _squared_pull(grad, cosine, gap, near, noise, sinh_q, cosh_q, sinh_k, cosh_k, beta):
     opening, x, w = _numbers(cosine, gap, near, sinh_q, cosh_q, sinh_k, cosh_k)
     # by the product nothing is left out (no w is below -1): the slope by w is the same everywhere
-    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(
-        -beta * grad, opening, x, near, -1.0, w, sinh_q, cosh_q, sinh_k, cosh_k
-    )
+    d_cosine, d_sq, d_cq, d_sk, d_ck = _pull(-beta * grad, opening, x, near, -1.0, w, sinh_q, cosh_q, sinh_k, cosh_k)
     return d_cosine, d_sq, d_cq, d_sk, d_ck, -grad * w
 
 

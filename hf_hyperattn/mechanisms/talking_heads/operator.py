@@ -85,9 +85,7 @@ def in_blocks(
     matrices = {name: m for name, m in (("before", before), ("after", after)) if m is not None}
 
     def run(tensors: list[Tensor], score_key: str, extras: str, *rest) -> tuple[Tensor, Tensor]:
-        return forward(
-            [*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest
-        )
+        return forward([*tensors, *matrices.values()], score_key, " ".join([*extras.split(), *matrices]), *rest)
 
     return serialize.call(run, score.score_key, False, score, value, options)
 
@@ -200,9 +198,7 @@ def _(tensors, score_key, extras, *_):
     schema="(Tensor grad, Tensor out, Tensor nothing, Tensor[] tensors, bool[] needs_grad, "
     f"{serialize.SETTINGS}) -> Tensor[]",
 )
-def backward(
-    grad: Tensor, out: Tensor, nothing: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest
-):
+def backward(grad: Tensor, out: Tensor, nothing: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest):
     """Gradients of all tensors; empty for an extra that needs none."""
     talk = Talk(tensors, score_key, extras, *rest)
     buffers = [grad.new_zeros(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]

@@ -95,9 +95,7 @@ def read_call(
     offset = int(named["offset"]) if "offset" in named else offset
     options = Options(None, None, bool(is_causal), window or None, offset, softcap, None, dropout_p)
     seed = int(named["seed"]) if "seed" in named else 0
-    return SimplicialCall(
-        grouped(tensors, named), options, Windows(first or None, second or None, bool(back)), seed
-    )
+    return SimplicialCall(grouped(tensors, named), options, Windows(first or None, second or None, bool(back)), seed)
 
 
 def grouped(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTensors:

@@ -62,9 +62,7 @@ class TrilinearConfig(MechanismConfig):
                 self._refuse("windows", "None with form='bidaf', which has no windows")
 
     def _refuse(self, name: str, allowed: str):
-        raise ValueError(
-            f"TrilinearConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}"
-        )
+        raise ValueError(f"TrilinearConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
 
     @property
     def stages(self) -> tuple[str, ...]:

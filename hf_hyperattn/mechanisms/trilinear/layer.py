@@ -20,9 +20,7 @@ from .config import TrilinearConfig
 from .reference import Windows, bidaf_scores
 
 
-def trilinear_layer(
-    config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None
-) -> MechanismLayer:
+def trilinear_layer(config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None) -> MechanismLayer:
     """The layer of the form that the config asks for; arguments as in `MechanismLayer`."""
     kind = BidafLayer if config.form == "bidaf" else SimplicialLayer
     return kind(config, host, mode, heads)
@@ -50,9 +48,7 @@ class BidafLayer(MechanismLayer):
     def change(self, plan: Plan) -> Plan:
         call, mask = plan.call, self.chosen(plan.call.query)
         dtype = working_dtype(call.query, call.key)
-        w1, w2, w3 = (
-            (w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3)
-        )
+        w1, w2, w3 = ((w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3))
         with_row = plan.options.sinks is not None or plan.options.softcap is not None
         return plan.change(score=bidaf_score(call.query, call.key, w1, w2, call.scale * (1 + w3), with_row))
 
@@ -174,9 +170,7 @@ class SimplicialLayer(MechanismLayer):
         mixed: Any = (None if a is None else a + share * (b - a) for a, b in zip(plain, outputs, strict=True))
         return tuple(mixed)
 
-    def share(
-        self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype
-    ) -> Tensor | None:
+    def share(self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
         mask, w1, gated = self.chosen(call.query), self.windows.first, None
         if gate is not None and self.rank < self.width:
@@ -192,9 +186,7 @@ class SimplicialLayer(MechanismLayer):
             share = share * mask.to(dtype)[:, None]
         return share[..., None]
 
-    def features(
-        self, query: Tensor, key: Tensor, p: dict[str, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def features(self, query: Tensor, key: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """q, k and k2 after the tensor's maps."""
         key2 = 1 + key @ p["key_map"].mT
         if self.config.tensor == "distmult":

@@ -155,9 +155,7 @@ class Chunk:
                 mask = mask.expand(-1, rows, -1).gather(2, inside.expand(len(mask), rows, -1))
         w, back, like = call.windows.second, call.windows.back, call.tensors.query
         second = added(call.options, w, back, block.i, keys, like, keys == inside, mask)
-        self.second = second.expand(
-            mask.shape[0] if mask is not None else 1, len(block.rows), -1
-        )  # [G|1, R, C]
+        self.second = second.expand(mask.shape[0] if mask is not None else 1, len(block.rows), -1)  # [G|1, R, C]
 
     def read(self, t: Tensor) -> Tensor:
         """[R|1, C, d] of [B, Hkv, M, d]."""

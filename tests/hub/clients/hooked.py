@@ -38,9 +38,7 @@ def models() -> dict:
     model.config.hyperattn = SPEC | {"mode": "replace"}
     model.push_to_hub("tester/hooked", tags=["extra"])
     facts["refreshed"] = remote_text("tester/hooked")
-    HfApi().upload_file(
-        path_or_fileobj=io.BytesIO(OWN.encode()), path_in_repo="README.md", repo_id="tester/hooked"
-    )
+    HfApi().upload_file(path_or_fileobj=io.BytesIO(OWN.encode()), path_in_repo="README.md", repo_id="tester/hooked")
     model.model.norm.weight.data.mul_(2)
     model.push_to_hub("tester/hooked")
     facts["own_remote"] = remote_text("tester/hooked")

@@ -116,9 +116,7 @@ def faults(model) -> dict:
     facts["wrong_token"] = refused(lambda: model.push_to_hub(REPO, token=WRONG_TOKEN))
     facts["wrong_token_new"] = refused(lambda: model.push_to_hub("tester/patched-never", token=WRONG_TOKEN))
     config = ha.HyperAttnConfig([ha.ConeConfig()])
-    facts["wrong_token_config"] = refused(
-        lambda: config.push_to_hub("tester/patched-never", token=WRONG_TOKEN)
-    )
+    facts["wrong_token_config"] = refused(lambda: config.push_to_hub("tester/patched-never", token=WRONG_TOKEN))
     facts |= {"unchanged": state(REPO) == before, "never": state("tester/patched-never")}
     model.load_state_dict(kept)
     return facts | {"gap_after_faults": gap(model, load(REPO, force_download=True))}
@@ -142,6 +140,4 @@ if __name__ == "__main__":
     hooked = hasattr(PushToHubMixin._upload_modified_files, HOOKED)
     hub_cards.hook_uploads(PushToHubMixin)
     tiny, first = patched()
-    report(
-        {"hooked": hooked} | first | models(tiny) | adapters() | configs(tiny) | faults(tiny) | saves(tiny)
-    )
+    report({"hooked": hooked} | first | models(tiny) | adapters() | configs(tiny) | faults(tiny) | saves(tiny))

@@ -43,9 +43,7 @@ def padded(side, batch=2, length=11):
 
 
 def pixels(size=32, batch=2):
-    return {
-        "pixel_values": torch.linspace(-1, 1, batch * 3 * size * size).reshape(batch, 3, size, size).sin()
-    }
+    return {"pixel_values": torch.linspace(-1, 1, batch * 3 * size * size).reshape(batch, 3, size, size).sin()}
 
 
 def boxes(batch=2, length=11):

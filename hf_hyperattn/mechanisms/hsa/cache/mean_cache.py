@@ -109,9 +109,7 @@ class MeanCache:
         self.tokens: Pair = GrowingTensor(key, dtype), GrowingTensor(value, dtype)
         # means and logits are float32: half precision is kept in both, so that no step converts what it has converted
         both = half and keep is None
-        self.exact = (
-            (GrowingTensor(key, torch.float32), GrowingTensor(value, torch.float32)) if both else self.tokens
-        )
+        self.exact = (GrowingTensor(key, torch.float32), GrowingTensor(value, torch.float32)) if both else self.tokens
         self.sizes: tuple[int, ...] = ()
         self.starts: Tensor | None = None
         self.means: list[Pair] = []
@@ -151,8 +149,7 @@ class MeanCache:
             self.sizes, self.starts, self.gathered = sizes, starts, None
             key, value = self.exact
             self.means = [
-                (GrowingTensor(key.room, key.room.dtype), GrowingTensor(value.room, value.room.dtype))
-                for _ in sizes
+                (GrowingTensor(key.room, key.room.dtype), GrowingTensor(value.room, value.room.dtype)) for _ in sizes
             ]
             self.counts = [[0] * len(key.room) for _ in sizes]
         below, width = self.exact, 1

@@ -217,9 +217,7 @@ class TreeLayout:
             for families in tree.families:
                 key = int(tree.height[families.parent[0]]), families.children.shape[1].bit_length()
                 steps.setdefault(key, []).append((number, families))
-        place = [
-            first + torch.arange(t.nodes) for t, first in zip(trees, first_leaf)
-        ]  # inner nodes' comes below
+        place = [first + torch.arange(t.nodes) for t, first in zip(trees, first_leaf)]  # inner nodes' comes below
         groups, start = [], self.leaf_count
         for key in sorted(steps):
             first = start
@@ -324,6 +322,4 @@ def _line(places: Tensor) -> Tensor | slice:
 
 def _all_equal(trees: Sequence[Tree], tokens: Sequence[Tensor]) -> bool:
     """Whether all rows have the very same tree over the same tokens."""
-    return all(t is trees[0] or t.same(trees[0]) for t in trees) and all(
-        torch.equal(t, tokens[0]) for t in tokens
-    )
+    return all(t is trees[0] or t.same(trees[0]) for t in trees) and all(torch.equal(t, tokens[0]) for t in tokens)

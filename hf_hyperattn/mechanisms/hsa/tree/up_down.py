@@ -112,9 +112,7 @@ class UpDown:
         for group in reversed(layout.groups):
             above, p = layout.parents(a, group), layout.parents(self.p, group)
             m = layout.children(self.message, group)
-            layout.put_children(
-                a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m)
-            )
+            layout.put_children(a, group, torch.addcmul(above[:, :, :, None], p.exp()[:, :, :, None, :, None], m))
             if group.fixed is None:
                 continue
             log_z = layout.children(self.log_z, group)

@@ -118,7 +118,6 @@ class Cover:
     def has_chains(self) -> bool:
         """Whether collapsing moves blocks of the right edge up a level: a last block with one child, not the root."""
         return any(
-            self.blocks(level) > 1
-            and (self.blocks(level) - 1) * self.branching(level) == self.blocks(level - 1) - 1
+            self.blocks(level) > 1 and (self.blocks(level) - 1) * self.branching(level) == self.blocks(level - 1) - 1
             for level in range(1, self.top + 1)
         )

@@ -91,9 +91,7 @@ def key_tied(
     if reason is not None and backend not in ("auto", "rows"):
         raise ValueError(f"backend={backend!r} cannot compute {reason}; use backend='auto' or 'rows'")
     if reason is None and backend != "rows":
-        levels = pool(
-            key.to(working_dtype(query)), value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops
-        )
+        levels = pool(key.to(working_dtype(query)), value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops)
         return _attend(query, levels, **rule, backend=backend), None
     dtype, heads = working_dtype(query), query.shape[1]
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
@@ -192,9 +190,7 @@ def attend_levels(
         is_causal, offset, scale, backend: as in `key_tied`.
     """
     (key, *keys), (value, *values) = levels.keys, [t.to(query.dtype) for t in levels.values]
-    named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [
-        (f"value {i}", t) for i, t in enumerate(values, 1)
-    ]
+    named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [(f"value {i}", t) for i, t in enumerate(values, 1)]
     extras = {
         "block_bias": block_bias,
         "sink_logit": sink_logit,
@@ -227,9 +223,7 @@ def _call_of(tensors, named: operator.Named, sizes, numbers, scale):
     return native if compiled else tiles, arguments
 
 
-def _backward(
-    grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest
-) -> list[Tensor | None]:
+def _backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest) -> list[Tensor | None]:
     way, arguments = _call_of(tensors, named, *rest)
     query, keys, values, bias, sink = way.backward(grad, out, lse, *arguments)
     gradients = {"block_bias": bias, "sink_logit": sink}

@@ -81,9 +81,7 @@ def _means(t: Tensor, sizes: tuple[int, ...], starts: Tensor | None, stops: Tens
     return means
 
 
-def span_lists(
-    batch: int, length: int, starts: Tensor | None, stops: Tensor | None
-) -> tuple[list[int], list[int]]:
+def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | None) -> tuple[list[int], list[int]]:
     """First real token of every row, and one past the last."""
     first = [0] * batch if starts is None else starts.tolist()
     last = [length] * batch if stops is None else [min(stop, length) for stop in stops.tolist()]

@@ -9,9 +9,7 @@ import torch
 from .cover import Cover
 
 
-def attended(
-    length: int, sizes: Sequence[int], near: int, sinks: int, refine_top_k: int, is_causal: bool
-) -> int:
+def attended(length: int, sizes: Sequence[int], near: int, sinks: int, refine_top_k: int, is_causal: bool) -> int:
     """Logits that enter the softmax of one head, over all queries of a full pass without padding.
 
     Ordinary attention has length² of them, or length · (length + 1) / 2 where causal. A closed block counts once.
@@ -19,9 +17,7 @@ def attended(
     refine_top_k more for every level and query.
     """
     cover = Cover(() if near >= length else tuple(sizes), near, sinks, refine_top_k, is_causal, length)
-    windows = torch.arange(
-        -(-length // cover.bottom())
-    )  # queries of a window have one cover before refinement
+    windows = torch.arange(-(-length // cover.bottom()))  # queries of a window have one cover before refinement
     rows = (length - windows * cover.bottom()).clamp_max(cover.bottom())
     total, laid = torch.zeros_like(windows), torch.zeros_like(windows)
     for level in range(cover.top, 0, -1):
@@ -37,8 +33,6 @@ def attended(
     first, last = cover.moving(0, windows)
     seen = windows * cover.bottom() + rows if is_causal else torch.full_like(windows, length)
     front = torch.full_like(seen, cover.front(0))
-    tokens = torch.minimum(front, seen) + (torch.minimum(last, seen) - torch.maximum(first, front)).clamp_min(
-        0
-    )
+    tokens = torch.minimum(front, seen) + (torch.minimum(last, seen) - torch.maximum(first, front)).clamp_min(0)
     later = rows * (rows - 1) // 2 if is_causal else 0  # of the own window
     return int((rows * (tokens + total + laid) - later).sum())

@@ -279,18 +279,14 @@ class WindowTile:
         sums = sum(s.combine(w, values[s.level][self.heads]) for s, w in zip(seen, weights))
         return sums / total, top + total.log()
 
-    def back(
-        self, values: Sequence[Tensor], grad: Tensor, delta: Tensor, lse: Tensor, into: Gradients
-    ) -> None:
+    def back(self, values: Sequence[Tensor], grad: Tensor, delta: Tensor, lse: Tensor, into: Gradients) -> None:
         """Add the tile's gradients; the selection of blocks has none."""
         grad, delta = self.padded(grad), self.padded(delta[..., None])
         lse = self.padded(lse[..., None], float("inf"))
         query = torch.zeros_like(self.query)
         for s in self.seen():
             weights = torch.exp(s.logits - lse)
-            if (
-                self.inside.stop - self.inside.start < self.rows
-            ):  # rows round the queries, whose logits may be NaN
+            if self.inside.stop - self.inside.start < self.rows:  # rows round the queries, whose logits may be NaN
                 weights.masked_fill_(lse.isposinf(), 0.0)
             s.spread(weights, grad, into.values[s.level][self.heads])
             g_logits = product(grad, values[s.level][self.heads], s.index).sub_(delta).mul_(weights)
@@ -313,9 +309,7 @@ class WindowTile:
             for s in here:
                 tokens = self.tokens(s)
                 s.logits += torch.log(tokens)
-                s.logits += torch.where(
-                    tokens > 1, self.block_bias, 0.0
-                )  # a block of one token is that token
+                s.logits += torch.where(tokens > 1, self.block_bias, 0.0)  # a block of one token is that token
             cover += here
         cover += self.standing(0)
         return cover if opened is None else [*cover, self.candidates(0, *opened)]
