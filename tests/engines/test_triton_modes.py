@@ -97,7 +97,7 @@ class Elsewhere:
 
 def test_auto_falls_back_with_one_line(monkeypatch, caplog):
     monkeypatch.setattr(engine, "unsupported_reason", lambda *_: "for a test")
-    engine._told.cache_clear()
+    engine.log_once.cache_clear()
     q, k, _ = qkv(d=4, dtype=torch.float32)
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         assert not any(engine.supports(dot_score(q, k), Elsewhere, Options()) for _ in range(3))
