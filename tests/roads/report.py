@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
+
 from tests.roads.cases import BY_LABEL, CASES
 from tests.roads.outcome import FACTOR, Cell
 from tests.roads.road import GROUPS, ROADS
@@ -102,7 +105,8 @@ def show(cell: Cell | None, label: str, notes: dict) -> str:
         return ""
     if cell.outcome == "equal":
         return "0" if cell.difference == 0 else f"{cell.difference:.0e}"
-    words = " ".join(cell.words.replace("|", "\\|").split())[:600]
+    words = " ".join(re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/ ]+", "FOLDER", cell.words).split())
+    words = words.replace("|", "\\|")[:600]
     number = notes.setdefault(words, len(notes) + 1)
     outcome = cell.outcome if cell.holds or cell.outcome == "not run" else f"**{cell.outcome}**"
     return f"{outcome} [{number}]"
