@@ -21,8 +21,15 @@ CONFIGS = {
     "trilinear": [ha.TrilinearConfig(windows=(4, 3)), ha.TrilinearConfig(form="bidaf")],
 }
 CHECKS = [check for name, configs in CONFIGS.items() for check in mechanism_checks(name, *configs)]
-#: Slow ones run here for one setting of each mechanism.
-SLOW = [c for c in CHECKS if c.contract in ("compiled", "composition") and (c.mode, c.family) != ("blend", "llama")]
+#: What differs by family is tried in all of them at once; the rest of them, and what takes long, with the slow tests.
+BY_FAMILY = ("identity", "cached", "padding")
+FAST = [
+    c
+    for c in CHECKS
+    if (c.family in ("llama", "bert") and c.contract not in ("compiled", "composition"))
+    or (c.contract in BY_FAMILY and c.mode == "blend")
+    or (c.mode, c.family, c.config) == ("blend", "llama", CONFIGS[c.config.mechanism][0])
+]
 
 
 def test_every_mechanism_is_here():
@@ -30,7 +37,7 @@ def test_every_mechanism_is_here():
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CHECKS], ids=str
+    "check", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS], ids=str
 )
 def test_contract(check):
     check()
