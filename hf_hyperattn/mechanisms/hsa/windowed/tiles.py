@@ -155,7 +155,7 @@ class CoverPart:
 
     def gradients(self, values: Sequence[Tensor]) -> Gradients:
         """Zeros to add gradients to."""
-        zeros = torch.zeros_like
+        zeros = lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)  # `spread` writes into views
         return Gradients(zeros(self.query), [*map(zeros, self.keys)], [*map(zeros, values)], zeros(self.bias))
 
     def tiles(self) -> Iterator[WindowTile]:
