@@ -56,7 +56,7 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("form", ["", " shards"])
+@pytest.mark.parametrize("form", ["", pytest.param(" shards", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("load", LOADS)
 def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warned):
     LOADS[load](llama(), saved / f"patched{form}")

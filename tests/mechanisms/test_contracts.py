@@ -28,7 +28,10 @@ FAST = [
     for c in CHECKS
     if (c.family in ("llama", "bert") and c.contract not in ("compiled", "composition"))
     or (c.contract in BY_FAMILY and c.mode == "blend")
-    or (c.mode, c.family, c.config) == ("blend", "llama", CONFIGS[c.config.mechanism][0])
+    or (
+        (c.mode, c.family, c.config) == ("blend", "llama", CONFIGS[c.config.mechanism][0])
+        and (c.contract != "compiled" or c.config.mechanism in ("cone", "mkl"))
+    )
 ]
 
 
