@@ -110,6 +110,7 @@ def test_a_type_checker_flags_what_is_wrong_in_a_users_script_and_nothing_else(c
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_the_packages_pass_a_type_checker(checker):
     done = checked(checker)
