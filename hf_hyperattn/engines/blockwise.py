@@ -31,26 +31,14 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     return serialize.call(forward, score.score_key, False, score, value, options)
 
 
-@torch.library.custom_op("hf_hyperattn::blockwise", mutates_args=())
-def forward(
-    tensors: Sequence[Tensor],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("hf_hyperattn::blockwise", mutates_args=(), schema=serialize.FORWARD)
+def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N]; arguments as `serialize` has them."""
-    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
-    call = Call.of(serialize.read(tensors, *arguments))
+    call = Call.of(serialize.read(tensors, *settings))
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
     lse = t.query.new_empty(t.query.shape[:-1])
-    for tile in call.tiles(BACKWARD_ELEMENTS if dropout_p else FORWARD_ELEMENTS):
+    for tile in call.tiles(BACKWARD_ELEMENTS if call.options.dropout_p else FORWARD_ELEMENTS):
         weights, sums, tile_lse = softmax(tile, hide(tile, total(tile, evaluate_terms(tile, derive=False))))
         factors = keep(tile, weights)
         weights = weights if factors is None else weights.mul_(factors)
@@ -65,29 +53,15 @@ def _(tensors, *_):
     return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3])
 
 
-@torch.library.custom_op("hf_hyperattn::blockwise_backward", mutates_args=())
+@torch.library.custom_op("hf_hyperattn::blockwise_backward", mutates_args=(), schema=serialize.BACKWARD)
 def gradients(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
+    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for an extra that needs none."""
-    arguments = score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p
-    call = Call.of(serialize.read(tensors, *arguments))
-    shapes = _shapes(tensors, needs_grad, extras)
+    call = Call.of(serialize.read(tensors, *settings))
+    shapes = _shapes(tensors, needs_grad, settings[1])
     buffers = [out.new_zeros(shape) for shape in shapes]
-    grads = Call.of(serialize.read(buffers, *arguments), gradients=True).tensors
+    grads = Call.of(serialize.read(buffers, *settings), gradients=True).tensors
     group = call.tensors.query.shape[1:3]
     grad, out, lse = (x.unflatten(1, group) for x in (grad, out, lse))
     with full_precision(grad.device):  # backward may be called under autocast

@@ -22,11 +22,13 @@ from .flops import count_flops
 from .options import Options
 from .score import PairScore, Term, parse_score_key
 
-#: The schema of what follows the tensors, for `torch.library.custom_op`.
-SETTINGS = (
+_SETTINGS = (
     "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
     "float? softcap, float dropout_p"
 )
+#: The schemas of an engine's operator, and of that of its gradients, for `torch.library.custom_op`.
+FORWARD = f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)"
+BACKWARD = f"(Tensor grad, Tensor out, Tensor lse, Tensor[] tensors, bool[] needs_grad, {_SETTINGS}) -> Tensor[]"
 
 #: What kernels that take vectors as they are take them in.
 RAW_DTYPES = (torch.float32, torch.bfloat16)

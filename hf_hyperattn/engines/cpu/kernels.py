@@ -110,30 +110,16 @@ def pack_call(
     return call, alive
 
 
-@torch.library.custom_op("hf_hyperattn::cpu", mutates_args=())
-def forward(
-    tensors: Sequence[Tensor],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("hf_hyperattn::cpu", mutates_args=(), schema=serialize.FORWARD)
+def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and, of each row, what `Call::lse` says, [2, B, H, N]; arguments as `serialize` has them."""
-    a = serialize.read(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
+    a = serialize.read(tensors, *settings)
     out = a.query.new_empty(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float32)
     lse = out.new_empty(2, *a.query.shape[:3])
-    loaded = library.TABLES.get((score_key, softcap is not None, "")) or library.require(
-        score_key, softcap is not None
-    )
-    statistics = a.row, a.column, a.head
-    call, alive = pack_call(
-        loaded.table, (a.query, a.key, a.value), statistics, a.extras, a.options, width, scale, out, lse
-    )
+    capped = a.options.softcap is not None
+    loaded = library.TABLES.get((a.score_key, capped, "")) or library.require(a.score_key, capped)
+    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
+    call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     loaded.core.hyper_forward(call)
     del alive
     return out, lse
@@ -146,30 +132,15 @@ def _(tensors, *_):
     return out, out.new_empty(2, *query.shape[:3])
 
 
-@torch.library.custom_op("hf_hyperattn::cpu_backward", mutates_args=())
+@torch.library.custom_op("hf_hyperattn::cpu_backward", mutates_args=(), schema=serialize.BACKWARD)
 def gradients(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-    score_key: str,
-    extras: str,
-    width: int,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    softcap: float | None,
-    dropout_p: float,
+    grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for the extras that have none."""
-    a = serialize.read(tensors, score_key, extras, width, scale, is_causal, window, offset, softcap, dropout_p)
-    loaded = library.require(score_key, softcap is not None)
-    statistics = a.row, a.column, a.head
-    call, alive = pack_call(
-        loaded.table, (a.query, a.key, a.value), statistics, a.extras, a.options, width, scale, out, lse
-    )
+    a = serialize.read(tensors, *settings)
+    loaded = library.require(a.score_key, a.options.softcap is not None)
+    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
+    call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
     return all_gradients

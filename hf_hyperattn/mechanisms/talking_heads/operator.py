@@ -165,11 +165,7 @@ def output_heads(tensors: Sequence[Tensor], extras: str) -> int:
     return tensors[0].shape[1] if before is None else before.shape[0]
 
 
-@torch.library.custom_op(
-    "hf_hyperattn::talking_heads",
-    mutates_args=(),
-    schema=f"(Tensor[] tensors, {serialize.SETTINGS}) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("hf_hyperattn::talking_heads", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], score_key: str, extras: str, *rest) -> tuple[Tensor, Tensor]:
     """The operator: output [B, H, N, dv], and nothing beside it that gradients need; arguments as in `serialize`."""
     talk = Talk(tensors, score_key, extras, *rest)
@@ -192,13 +188,8 @@ def _(tensors, score_key, extras, *_):
     return query.new_empty(shape), query.new_empty(0)
 
 
-@torch.library.custom_op(
-    "hf_hyperattn::talking_heads_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor out, Tensor nothing, Tensor[] tensors, bool[] needs_grad, "
-    f"{serialize.SETTINGS}) -> Tensor[]",
-)
-def backward(grad: Tensor, out: Tensor, nothing: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest):
+@torch.library.custom_op("hf_hyperattn::talking_heads_backward", mutates_args=(), schema=serialize.BACKWARD)
+def backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest):
     """Gradients of all tensors; empty for an extra that needs none."""
     talk = Talk(tensors, score_key, extras, *rest)
     buffers = [grad.new_zeros(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
@@ -212,7 +203,7 @@ def backward(grad: Tensor, out: Tensor, nothing: Tensor, tensors, needs_grad, sc
 
 
 @backward.register_fake
-def _(grad, out, nothing, tensors, needs_grad, score_key, extras, *_):
+def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
     return [grad.new_empty(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
 
 
