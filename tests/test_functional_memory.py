@@ -54,9 +54,9 @@ def test_no_matrix_of_all_pairs(backend, pairing, causal):
         return cone_attention(q, k, v, backend=backend, **rest, **PAIRINGS[pairing])
 
     out, largest, peak = allocations(forward)
-    assert largest < SQUARE / 16 and peak < 0.3 * SQUARE, f"forward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"forward: largest {largest}, peak {peak} bytes"
     grads, largest, peak = allocations(lambda: torch.autograd.grad(out.sum(), leaves))
-    assert largest < SQUARE / 16 and peak < 0.3 * SQUARE, f"backward: largest {largest}, peak {peak} bytes"
+    assert largest < SQUARE / 16 and peak < SQUARE / 4, f"backward: largest {largest}, peak {peak} bytes"
     assert all(torch.isfinite(g).all() for g in grads)
     rows = slice(0, LENGTH, 512)
     mask = torch.arange(LENGTH)[rows, None] >= torch.arange(LENGTH) if causal else None
@@ -89,7 +89,7 @@ def test_a_boolean_mask_is_not_spread_out(backend):
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     with torch.no_grad():
         _, largest, peak = allocations(lambda: cone_attention(q, k, v, attn_mask=mask, backend=backend))
-    assert peak < 0.3 * SQUARE, f"largest {largest}, peak {peak} bytes"
+    assert peak < SQUARE / 4, f"largest {largest}, peak {peak} bytes"
 
 
 @lean

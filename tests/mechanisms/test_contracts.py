@@ -22,7 +22,7 @@ CONFIGS = {
 }
 #: What is refused, by the check's name; every other refusal fails.
 REFUSES = {
-    "hype": {"by_name-.*-(t5|vit)": "max_length=None means the model's max_position_embeddings, and .* has None"},
+    "hype": {"by_name-.*-t5": "max_length=None means the model's max_position_embeddings, and .* has None"},
     "hsa": {
         ".*-gemma2": "logits have a softcap",
         # in models without causal layers the tree has nothing to learn beside the gate
