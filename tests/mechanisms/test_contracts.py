@@ -35,18 +35,25 @@ REFUSES = {
 CHECKS = [
     check for name, configs in CONFIGS.items() for check in mechanism_checks(name, *configs, refuses=REFUSES.get(name))
 ]
-#: What differs by family is tried in all of them at once; the rest of them, and what takes long, with the slow tests.
+#: What differs by family is tried in all of them at once.
 BY_FAMILY = ("identity", "cached", "padding")
-FAST = [
-    c
-    for c in CHECKS
-    if (c.family in ("llama", "bert") and c.contract not in ("compiled", "composition"))
-    or (c.contract in BY_FAMILY and c.mode == "blend")
-    or (
-        (c.mode, c.family, c.config) == ("blend", "llama", CONFIGS[c.config.mechanism][0])
-        and (c.contract != "compiled" or c.config.mechanism in ("cone", "mkl"))
-    )
-]
+#: Stages that take the same way in either mode.
+MODELESS = ("mixing", "fusion")
+
+
+def is_quick(check) -> bool:
+    """Whether every run does it; the rest, and what takes long, is with the slow tests."""
+    is_first = (check.mode, check.config) == ("blend", CONFIGS[check.config.mechanism][0])
+    if check.contract == "compiled":
+        return is_first and check.family == "llama" and check.config.mechanism in ("cone", "mkl")
+    if check.contract == "composition":
+        return is_first and check.family == "llama"
+    if check.contract in BY_FAMILY and check.mode == "blend":
+        return True
+    again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS
+    if check.contract == "adapter":
+        return is_first
+    return check.family in ("llama", "bert") and (not again or check.contract in ("identity", "reversal", "reload"))
 
 
 def test_every_mechanism_is_here():
@@ -54,7 +61,7 @@ def test_every_mechanism_is_here():
 
 
 @pytest.mark.parametrize(
-    "check", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS], ids=str
+    "check", [c if is_quick(c) else pytest.param(c, marks=pytest.mark.slow) for c in CHECKS], ids=str
 )
 def test_contract(check):
     check()
