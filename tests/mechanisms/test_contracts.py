@@ -45,7 +45,7 @@ def is_quick(check) -> bool:
     """Whether every run does it; the rest, and what takes long, is with the slow tests."""
     is_first = (check.mode, check.config) == ("blend", CONFIGS[check.config.mechanism][0])
     if check.contract == "compiled":
-        return is_first and check.family == "llama" and check.config.mechanism in ("cone", "mkl")
+        return is_first and check.family == "llama" and check.config.mechanism == "cone"
     if check.contract == "composition":
         return is_first and check.family == "llama"
     if check.contract in BY_FAMILY and check.mode == "blend":
