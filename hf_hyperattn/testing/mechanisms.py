@@ -21,11 +21,15 @@ from ..integration import describe, lora_config, patch_model, unpatch_model
 from ..registry import get_mechanism
 from .checks import Expectation, Refused, run_all, with_refusals
 
-_SIZES = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+_SIZES: dict[str, Any] = dict(
+    vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+)
 _SIZES |= dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3)
 _T5 = dict(vocab_size=99, d_model=32, num_layers=1, num_heads=4, d_ff=40, d_kv=8, decoder_start_token_id=0)
 _GROUPED = _SIZES | dict(num_key_value_heads=2, head_dim=8)
-_STACKS = dict(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=40, decoder_ffn_dim=40, encoder_attention_heads=4)
+_STACKS: dict[str, Any] = dict(
+    encoder_layers=1, decoder_layers=1, encoder_ffn_dim=40, decoder_ffn_dim=40, encoder_attention_heads=4
+)
 _STACKS |= dict(decoder_attention_heads=4, init_std=0.3, decoder_start_token_id=1, forced_eos_token_id=None)
 
 #: Tiny models by model type, each by the class and the config it is made of: grouped heads and rotary positions;
@@ -93,10 +97,10 @@ class Check(Expectation):
         """The model, the same numbers every time."""
         return _model(self.family, **changes)
 
-    def patch(self, model: Any, *configs: MechanismConfig, amount: float = 0.0, **settings) -> Any:
+    def patch(self, model: Any, *configs: MechanismConfig, amount: float = 0.0, **settings: Any) -> Any:
         """The model patched, with this check's config if no other is given, its added parameters moved by `amount`."""
         try:
-            patch_model(model, *(configs or (self.config,)), **{"mode": self.mode} | settings)
+            patch_model(model, *(configs or (self.config,)), mode=self.mode, **settings)
         except ValueError as error:
             raise Refused(str(error)) from error
         return move(model, amount)
@@ -296,7 +300,7 @@ def reversal(check: Check) -> None:
     check.equal(run(model, check.family), output, 0, "patching and unpatching")
 
 
-def _slopes(model: Any, family: str, **call) -> dict[str, Tensor | None]:
+def _slopes(model: Any, family: str, **call) -> dict[str, Any]:
     """Gradients of the added parameters, by name."""
     model.zero_grad()
     output_of(model, family, **call).float().square().mean().backward()
@@ -435,7 +439,7 @@ def cached(check: Check) -> None:
             chunks, real = _by_chunks(model, call, past), call.get("attention_mask", torch.ones(1, 11)).bool()
             with torch.no_grad():
                 expected = model(**call).logits
-            check.equal(chunks[real], expected[real], 5e-5, f"reading by {type(past).__name__}")
+            check.equal(chunks[real], expected[real], 1e-4, f"reading by {type(past).__name__}")
 
 
 @torch.no_grad()
@@ -522,8 +526,8 @@ def checkpointing(check: Check) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         _slopes(model, check.family, **call)
         for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-            if one.grad is not None or other.grad is not None:
-                check.equal(one.grad, other.grad, most, f"checkpointing (use_reentrant={reentrant}) of {name}")
+            first, second = (torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other))
+            check.equal(first, second, most, f"checkpointing (use_reentrant={reentrant}) of {name}")
 
 
 @contract("llama", "bert", about_learning=True)
