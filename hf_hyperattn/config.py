@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
-from .fields import KnownFields, check_field, option, short
+from .fields import KnownFields, check_field, option, refuse, short
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
-from .selection import checked
+from .selection import MOST, checked
 
 __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 
@@ -31,8 +31,6 @@ FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
 Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
-#: Entries of any list in a config.
-MOST = 10_000
 #: What mechanisms may count on, where no other takes it away.
 PROPERTIES = {
     "linear_in_key": "logits are a product of features of the query with features of the key",
@@ -158,9 +156,6 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         object.__setattr__(self, "overrides", checked_overrides(self.overrides, self.mechanisms, self.hosts))
         for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
-
-    def _refuse(self, name: str, allowed: str) -> NoReturn:
-        raise ValueError(f"HyperAttnConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
 
     def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
         """The mechanism configs of one host, by its qualified name, in the order of their stages."""
@@ -306,9 +301,9 @@ def checked_overrides(
         return None
     owner = "HyperAttnConfig.overrides"
     if not isinstance(value, Mapping) or len(value) > MOST or not all(isinstance(h, str) for h in value):
-        raise ValueError(
-            f"{owner}={short(value)} is not allowed; allowed: names of at most {MOST} hosts, each with a list of "
-            "mechanism configs, such as {'model.layers.3.self_attn': [ConeConfig()]}"
+        example = "{'model.layers.3.self_attn': [ConeConfig()]}"
+        refuse(
+            owner, value, f"names of at most {MOST} hosts, each with a list of mechanism configs, such as {example}"
         )
     patched = value if hosts is None else set(hosts)
     unknown = next((h for h in value if h not in patched), None)

@@ -46,7 +46,7 @@ from .checkpoint_config import (
 )
 from .conversions import rebuild
 from .families import note_all, note_masks
-from .hierarchical import Accepting, settle_names
+from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper
 from .patching import route
@@ -135,7 +135,7 @@ def _finish(original, self: PreTrainedModel):
     if not restored and not outer and names:
         check_part_names(self, names)
     if isinstance(self, Accepting) or set(map(itemgetter(1), names)) - {PATCHED, RUNNING}:
-        settle_names(self)
+        resolve_names(self)
     MODELS.add(self)
     return original(self)
 
@@ -297,7 +297,7 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
                 setattr(config, STOCK, beneath)
         raise
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
-    settle_names(self)
+    resolve_names(self)
     return result
 
 

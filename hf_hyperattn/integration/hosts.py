@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
-from .module_dims import module_dims, rotary_reason, settings_of
+from .module_dims import methods_of, module_dims, names_in, rotary_reason, settings_of
 
 CROSS = re.compile(r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att", re.IGNORECASE)
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -23,31 +22,14 @@ def interface_callers(cls: type) -> tuple[FunctionType, ...]:
     """The methods of the class and its parents that ask `ALL_ATTENTION_FUNCTIONS` for their attention function; the
     modules of a class that has some are hosts.
     """
-    callers = []
-    for base in cls.__mro__:
-        if base.__module__ != PreTrainedModel.__module__ and base is not nn.Module:
-            for function in vars(base).values():
-                function = getattr(function, "__func__", function)
-                while hasattr(function, "__wrapped__"):
-                    function = function.__wrapped__
-                if isinstance(function, FunctionType) and _names_interface(function.__code__):
-                    callers.append(function)
-    return tuple(callers)
-
-
-def _names_interface(code: CodeType) -> bool:
-    nested = (c for c in code.co_consts if isinstance(c, CodeType))
-    return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= set(code.co_names) or any(map(_names_interface, nested))
+    calls = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
+    return tuple(method for method in methods_of(cls) if calls <= set(names_in(method.__code__)))
 
 
 def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
-    hosts = []
-    for name, module in model.named_modules():
-        cls: Any = type(module)
-        if interface_callers(cls):
-            hosts.append((name, module))
-    return iter(hosts)
+    modules: Any = model.named_modules()
+    return iter([(name, module) for name, module in modules if interface_callers(type(module))])
 
 
 def has_hosts(model: nn.Module) -> bool:
@@ -82,7 +64,7 @@ def host_facts(name: str, module: nn.Module, layer_index: int, known: dict[int, 
         layer_index=layer_index,
         config=config,
         rotary=rotary_reason(module, settings),
-        **module_dims(name, module, settings)._asdict(),
+        **module_dims(name, module, settings),  # type: ignore[arg-type]
     )
 
 

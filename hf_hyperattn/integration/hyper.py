@@ -112,12 +112,12 @@ class Hyper(Layers):
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
         self.config = config.for_any_host
-        self.own = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
+        self.overrides = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
         heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
-        mechanisms = mechanisms_of(config.mechanisms, self.own) if self.own else config.mechanisms
+        mechanisms = mechanisms_of(config.mechanisms, self.overrides) if self.overrides else config.mechanisms
         for mechanism in mechanisms:
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             if heads is not None:
@@ -126,7 +126,7 @@ class Hyper(Layers):
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
         """The mechanism configs that hold for this host."""
-        return mechanisms_of(self.config.mechanisms, self.own)
+        return mechanisms_of(self.config.mechanisms, self.overrides)
 
     def layers(self) -> list[MechanismLayer]:
         return list(self._modules.values())
@@ -174,7 +174,7 @@ def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host
         raise ValueError(
             f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
-            "changes those alone (self.chosen) and says honours_heads = True"
+            "changes those alone (self.head_mask) and says honours_heads = True"
         )
 
 

@@ -25,7 +25,7 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
     Raises:
         ValueError: it is no model that this Transformers knows, or cannot be found or read.
     """
-    config = load_config(source)
+    config = load_config(source, str(source))
     with errors_as(f"{source}: cannot load it"):
         if is_recorded(config):
             return class_of(config).from_pretrained(source, dtype="auto")
@@ -33,18 +33,35 @@ def load_to_look_at(source: str | os.PathLike) -> PreTrainedModel:
             return class_of(config)._from_config(config)
 
 
-def load_config(source: str | os.PathLike) -> PreTrainedConfig:
+def load_config(source: str | os.PathLike, label: str) -> PreTrainedConfig:
     """The config of a model of Transformers' own code, on the disk checked before anything is made of it.
+
+    Args:
+        source: folder or Hub id.
+        label: what errors call it.
 
     Raises:
         ValueError: there is none, it is damaged, or it is one that this Transformers does not know.
     """
-    if is_path(source):
-        if not (Path(source) / "config.json").is_file():
-            raise ValueError(f"{source} holds no config.json; allowed: the directory or Hub id of a saved model")
-        read_config(Path(source))
-    with errors_as(f"{source}: cannot load it"):
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    folder = find_folder(source, label)
+    with errors_as(f"{label}: not a model that Transformers can load"):
+        if folder is not None:
+            read_config(folder)
+        return AutoConfig.from_pretrained(folder or source, trust_remote_code=False)
+
+
+def find_folder(source: str | os.PathLike, label: str) -> Path | None:
+    """The folder of a saved model; None for an id on the Hub.
+
+    Raises:
+        ValueError: it can be neither.
+    """
+    folder, allowed = Path(source).expanduser(), "allowed: the folder of a saved model or a Hub id"
+    if not folder.is_dir() and is_path(source):
+        raise ValueError(f"{label}: {'a file' if folder.exists() else 'no such folder'}; {allowed}")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{label}: a folder without config.json, not a model; {allowed}")
+    return folder if folder.is_dir() else None
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import repeat
-from types import CodeType
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,16 +50,6 @@ ROTARY_KINDS = (
 READ = (*(name for names in NAMES.values() for name in names), *ROTARY_KINDS, "alibi", *ROTARY_SETTINGS)
 
 
-class Dims(NamedTuple):
-    """The fields of `mechanisms.base.Host` that are numbers."""
-
-    heads: int
-    kv_heads: int
-    width: int | None
-    head_dim: int | None
-    value_dim: int | None
-
-
 def settings_of(config: object) -> dict[str, Any]:
     """What a config has of the names above; it may refuse one that differs between layers."""
     values = {}
@@ -70,8 +61,9 @@ def settings_of(config: object) -> dict[str, Any]:
     return values
 
 
-def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> Dims:
-    """Heads and widths of the host `name`. Its projections are asked first, then its own names, then its config.
+def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[str, int | None]:
+    """Heads and widths of the host `name`, by the fields of `mechanisms.base.Host` that are numbers. Its projections
+    are asked first, then its own names, then its config.
 
     Args:
         settings: what `settings_of` read of its config.
@@ -106,7 +98,8 @@ def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> Dims:
         head_dim = (width or read or 0) // heads
     if value_dim is None and value_map and value_map[1] % kv_heads == 0:
         value_dim = value_map[1] // kv_heads
-    return Dims(heads, kv_heads, read, head_dim, value_dim or head_dim)
+    sizes_of_heads = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
+    return {"heads": heads, "kv_heads": kv_heads, "width": read, **sizes_of_heads}
 
 
 def rotary_reason(module: nn.Module, settings: dict[str, Any]) -> str:
@@ -136,23 +129,24 @@ def rotary_reason(module: nn.Module, settings: dict[str, Any]) -> str:
 @cache
 def rotating_name(cls: type) -> str:
     """A rotary name in the methods of the class and its parents, or in what they call; "" where there is none."""
+    names = (name for method in methods_of(cls) for name in names_in(method.__code__))
+    return next(filter(ROTARY.search, names), "")
+
+
+def methods_of(cls: type) -> Iterator[FunctionType]:
+    """The methods of a class and its parents, as they are written, but for those of every module or model."""
     for base in cls.__mro__:
-        if base is nn.Module or base.__module__ in ("builtins", PreTrainedModel.__module__):
-            continue
-        for function in vars(base).values():
-            function = getattr(function, "__func__", function)
-            while hasattr(function, "__wrapped__"):
-                function = function.__wrapped__
-            code = getattr(function, "__code__", None)
-            name = next((n for n in _names(code) if ROTARY.search(n)), "") if code else ""
-            if name:
-                return name
-    return ""
+        if base is not nn.Module and base.__module__ not in ("builtins", PreTrainedModel.__module__):
+            for member in vars(base).values():
+                function = inspect.unwrap(getattr(member, "__func__", member))
+                if isinstance(function, FunctionType):
+                    yield function
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """All names that a function reads or sets, those of functions inside it included."""
     yield from code.co_names
     yield from code.co_varnames
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)

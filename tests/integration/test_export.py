@@ -330,7 +330,7 @@ def test_a_source_that_cannot_be_exported(case, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
 def test_a_source_that_does_not_exist(name, tmp_path, capsys):
     assert main(["export", "--remote-code", name, str(tmp_path / "export")]) == 2
-    assert f"{name} is no directory; allowed: the directory or Hub id" in capsys.readouterr().err
+    assert f"{name}: no such folder; allowed: the folder of a saved model or a Hub id" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, capsys):

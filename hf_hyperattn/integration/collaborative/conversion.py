@@ -24,12 +24,9 @@ from ..attach import Selected, attach, resolve_overrides
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
 from ..families import note_all
-from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
-from ..stock import PATCHED
-from ..unsupported import check_parts
+from ..patching import rollback_on_error, route, select_hosts, take_off
 from .moments import Moments, moments_of
-from .projections import FUSED, Projections, SharedShape, projections, shared_modules
-from .rebuilding import is_shared
+from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
 
 logger = logging.get_logger(__name__)
 
@@ -98,8 +95,6 @@ def as_whole(config: MechanismConfig | HyperAttnConfig) -> HyperAttnConfig:
 def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[SharedHost]]:
     """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
     chosen = select_hosts(model, config)
-    check_own_attention(chosen)
-    check_parts(model, PATCHED, [module.config for module, _ in chosen])
     config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
