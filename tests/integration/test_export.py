@@ -255,7 +255,7 @@ SOURCES = {
         lambda d: spoil(d, auto_map={"AutoModel": "mine.Model"}),
         "remote code of its own",
     ),
-    "no config": (lambda d: (d / "config.json").unlink(), "cannot read .*config.json"),
+    "no config": (lambda d: (d / "config.json").unlink(), "a folder without config.json"),
     "a hostile record": (lambda d: spoil(d, hyperattn={"format": 99}), "format 99, this hf_hyperattn reads"),
     "hosts that are not there": (
         lambda d: spoil(d, hyperattn=ha.HyperAttnConfig([CONE], hosts=["nowhere"]).to_dict()),
