@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import hf_hyperattn
 
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
-from ..integration.loading import errors_as, load_config
+from ..integration.checkpoint_files import errors_as, load_config
 from . import smollm2
 from .console import Progress, progress, table
 from .inputs import default_text, encode, prefix_of, quiet, read_text, read_tokenizer, window_of

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..analysis import perplexity
 from ..inject.injection import distance, embeddings
+from ..integration.checkpoint_files import class_of, errors_as
 from ..integration.collaborative.conversion import report, share_heads
-from ..integration.loading import class_of, errors_as
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from .console import table
 from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 import hub_cards
 
 from ..folders import replace_folder
-from ..integration.loading import errors_as, load_config
+from ..integration.checkpoint_files import errors_as, load_config
 from .inputs import encode, read_text, read_tokenizer, window_of
 
 REPORT = "hyperattn_inject.json"

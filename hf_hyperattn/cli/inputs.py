@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from ..integration.loading import errors_as
+from ..integration.checkpoint_files import errors_as
 
 #: Below this many tokens a perplexity says nothing.
 MIN_TOKENS = 32

@@ -31,10 +31,19 @@ from ..config import HyperAttnConfig
 from ..files import read_json
 from ..folders import check_replaceable, replace_folder
 from ..registry import MECHANISMS
-from .checkpoint_files import SETTINGS, check_weights, files_of, read_config, regular_file, without_code
+from .checkpoint_files import (
+    SETTINGS,
+    check_weights,
+    errors_as,
+    files_of,
+    find_folder,
+    load_config,
+    read_config,
+    regular_file,
+    without_code,
+)
 from .conversions import REBUILDERS
 from .copy_sources import PACKAGE, PREFIX, flat_copies, flat_name
-from .loading import errors_as, find_folder, load_config
 
 MODELING = f"modeling_{PREFIX}"
 REMOTE = f"{PACKAGE}.integration.remote"

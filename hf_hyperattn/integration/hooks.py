@@ -31,6 +31,7 @@ from model_patches.routing import check_unroute, is_routed
 
 from ..config import read_record
 from .attach import repatch, resolve_stock
+from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
     RECORD,
@@ -45,7 +46,6 @@ from .checkpoint_config import (
     tree,
 )
 from .conversions import rebuild
-from .families import note_all, note_masks
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper

@@ -27,21 +27,19 @@ from ..registry import get_mechanism
 from ..selection import head_numbers
 from .call import (
     BACKEND,
-    UNHONOURED,
-    exporting_to_onnx,
-    heads_of_rank,
-    onnx_error,
-    refuse_keywords,
-    wants_weights,
-    within_indices,
-)
-from .families import (
     FIRST_KEYS,
     MASK_SAYS_ALL,
     RETURNING_WEIGHTS,
+    UNHONOURED,
     UNROUTED,
+    exporting_to_onnx,
     first_key,
+    heads_of_rank,
+    onnx_error,
+    refuse_keywords,
     scaling_already_applied,
+    wants_weights,
+    within_indices,
 )
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call

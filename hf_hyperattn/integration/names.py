@@ -17,7 +17,7 @@ import model_patches
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import MechanismConfig, read_record
 from ..registry import Mechanism, get_mechanism, on_register
-from .families import UNROUTED
+from .call import UNROUTED
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function, family_mask, patched_forward
 from .stock import OURS, PATCHED

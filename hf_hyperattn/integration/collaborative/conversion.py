@@ -21,9 +21,9 @@ from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ..attach import Selected, attach, resolve_overrides
+from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
-from ..families import note_all
 from ..patching import rollback_on_error, route, select_hosts, take_off
 from .moments import Moments, moments_of
 from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
