@@ -212,8 +212,10 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
                 raise ValueError(f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}")
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
-        if data.get("overrides") is not None:
-            values["overrides"] = read_overrides(data["overrides"])
+        overrides = data.get("overrides")
+        if isinstance(overrides, dict) and len(overrides) <= MOST:  # what is of another form is refused as it is
+            lists = {h: c for h, c in overrides.items() if isinstance(c, list) and len(c) <= len(STAGES)}
+            values["overrides"] = overrides | {h: list(map(MechanismConfig.from_dict, c)) for h, c in lists.items()}
         return cls(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
@@ -323,22 +325,6 @@ def checked_overrides(
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{where} holds {short(names)}; allowed: at least one mechanism, every one once")
     return {host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism))) for host, configs in value.items()}
-
-
-def read_overrides(data: Any) -> Overrides:
-    """Overrides out of JSON: the configs read, the shape checked where it is needed to read them.
-
-    Raises:
-        ValueError: a host has no list of mechanism configs.
-    """
-    if not isinstance(data, dict) or len(data) > MOST:
-        raise ValueError(f"hyperattn config has overrides={short(data)}; allowed: a dict of at most {MOST} hosts")
-    for host, configs in data.items():
-        if not isinstance(configs, list) or len(configs) > MOST:
-            raise ValueError(
-                f"hyperattn config has overrides[{short(host)}]={short(configs)}; allowed: a list of mechanism configs"
-            )
-    return {host: tuple(map(MechanismConfig.from_dict, configs)) for host, configs in data.items()}
 
 
 def mechanisms_of(

@@ -72,7 +72,7 @@ class Layers(nn.Module):
                 "the form in which it runs"
             )
         if call.keywords.get("hierarchy") is not None:
-            warn_of_hierarchy(call, tuple(self._modules))
+            warn_of_hierarchy(tuple(self._modules))
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
         plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)
         for layer in self._modules.values():
@@ -143,11 +143,10 @@ class Hyper(Layers):
             layer.reset_parameters()
 
 
-def warn_of_hierarchy(call: HostCall, names: tuple[str, ...]) -> None:
-    """Warn where a call has a hierarchy, and none of these mechanisms can use one."""
-    if call.keywords.get("hierarchy") is not None and not torch.compiler.is_compiling():
-        if all(get_mechanism(name).stage != "structure" for name in names):
-            _warn_of_hierarchy(" and ".join(names))
+def warn_of_hierarchy(names: tuple[str, ...]) -> None:
+    """Warn where none of these mechanisms can use the hierarchy of a call."""
+    if not torch.compiler.is_compiling() and all(get_mechanism(name).stage != "structure" for name in names):
+        _warn_of_hierarchy(" and ".join(names))
 
 
 @lru_cache(maxsize=64)
@@ -158,17 +157,15 @@ def _warn_of_hierarchy(names: str) -> None:
     )
 
 
-def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:
+def check_heads(layer: MechanismLayer, heads: tuple[int, ...], host: Host) -> None:
     """Refuse some of a host's heads for a layer that would change all of them.
 
     Args:
         layer: as its mechanism built it.
-        heads: those that were chosen, None for all.
+        heads: those that were chosen.
         host: where it is to be put.
     """
-    if heads is None or len(heads) >= host.heads:
-        return
-    if not (layer.honours_heads and layer.heads == heads):
+    if len(heads) < host.heads and not (layer.honours_heads and layer.heads == heads):
         raise ValueError(
             f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "

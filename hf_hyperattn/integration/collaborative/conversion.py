@@ -139,7 +139,7 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
     if old.query.is_meta:
         raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
     check_rank(config.rank, host)
-    shape = SharedShape.of(old, config.rank or 0, host.heads)
+    shape = old.shared(config.rank or 0, host.heads)
     if shape.content and shape.rank + host.heads > shape.width:
         raise ValueError(
             f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "

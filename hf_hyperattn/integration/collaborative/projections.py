@@ -40,6 +40,10 @@ class Projections:
     query_bias: Tensor | None
     key_bias: Tensor | None
 
+    def shared(self, rank: int, heads: int) -> SharedShape:
+        """The shared ones for a rank that is allowed."""
+        return SharedShape(rank, self.query.shape[0], heads, self.query_bias is not None)
+
 
 def projections(host: nn.Module) -> Projections | None:
     """The projections of a host, None where they are not of a kind that can be shared."""
@@ -121,11 +125,6 @@ class SharedShape:
     heads: int
     biased: bool
 
-    @classmethod
-    def of(cls, projections: Projections, rank: int, heads: int) -> SharedShape:
-        """The shape for a host's projections and a rank that is allowed."""
-        return cls(rank, projections.query.shape[0], heads, projections.query_bias is not None)
-
     @property
     def bias(self) -> bool:
         return self.biased and self.rank == self.width
@@ -178,7 +177,7 @@ def rebuild(model: PreTrainedModel) -> None:
                 f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
                 "allowed: the config that was saved with the model"
             )
-        for child, module in shared_modules(old, SharedShape.of(old, *layer.mixing.shape[::-1])).items():
+        for child, module in shared_modules(old, old.shared(*layer.mixing.shape[::-1])).items():
             setattr(host, child, module)
 
 
