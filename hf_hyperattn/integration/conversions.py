@@ -197,19 +197,14 @@ def _checked(model: nn.Module) -> PreTrainedModel:
         raise ValueError(
             f"{type(model).__name__} is converted already, by {name}; allowed: one conversion, of the original model"
         )
-    refuse_patched(model)
-    return model
-
-
-def refuse_patched(model: PreTrainedModel) -> None:
-    """Raise where something is done to a model already: patches and conversions start from the original."""
     if recorded_hosts(model.config) is not None or any(patched_hosts(model)):
         raise ValueError(
-            f"{type(model).__name__}, or a model that it shares its config with, is patched already; call "
-            "unpatch_model(model) first, or patch all in one call"
+            f"{type(model).__name__} is patched, and a conversion starts from the original; call "
+            "unpatch_model(model) first"
         )
     if getattr(model.config, "hyperattn", None) is not None:
         raise ValueError(
             f"config.hyperattn of {type(model).__name__} holds parameters of mechanisms used by name; take it out "
-            "first: del model.config.hyperattn"
+            "before converting: del model.config.hyperattn"
         )
+    return model

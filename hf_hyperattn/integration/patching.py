@@ -19,7 +19,7 @@ from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
 from .call import note_all
 from .checkpoint_config import erase_records, inner, patched_hosts, recorded_hosts, tree
-from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions, refuse_patched
+from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
 from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy, resolve_names
 from .stock import OURS, PATCHED
@@ -61,11 +61,22 @@ def patch_model(
     """
     config = gather(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
-    refuse_patched(base)
+    if recorded_hosts(base.config) is not None or any(patched_hosts(base)):
+        raise ValueError(
+            f"{type(base).__name__}, or a model that it shares its config with, is patched already; call "
+            "unpatch_model(model) first, or patch all in one call"
+        )
+    if getattr(base.config, "hyperattn", None) is not None:
+        raise ValueError(
+            f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
+            "before patching: del model.config.hyperattn"
+        )
     note_all(base)
     with rollback_on_error(base):
         newly_routed = route(base)
         selected = select_hosts(base, config)
+        check_own_attention(selected)
+        check_parts(base, PATCHED, [module.config for module, _ in selected])
         config = resolve_overrides(resolve_heads(config, selected), selected, base)
         attach(base, config, selected, newly_routed)
         give_adapters_hyper(model, base)
@@ -191,7 +202,7 @@ def route(base: PreTrainedModel) -> bool:
 
 
 def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selected]:
-    """The hosts that the config means, each with its facts, all of which can be patched with it."""
+    """The hosts that the config means, each with its facts."""
     hosts = all_hosts(base)
     if not hosts:
         if has_attention(base):
@@ -213,8 +224,6 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, selected)
-    check_own_attention(selected)
-    check_parts(base, PATCHED, [cast(Any, module).config for module, _ in selected])
     return selected
 
 

@@ -24,7 +24,9 @@ from ..attach import Selected, attach, resolve_overrides
 from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
-from ..patching import rollback_on_error, route, select_hosts, take_off
+from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
+from ..stock import PATCHED
+from ..unsupported import check_parts
 from .moments import Moments, moments_of
 from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
 
@@ -103,6 +105,8 @@ def share_heads(
 def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[SharedHost]]:
     """The hosts that the config means, and those of them whose projections are to be shared, all checked."""
     chosen = select_hosts(model, config)
+    check_own_attention(chosen)
+    check_parts(model, PATCHED, [module.config for module, _ in chosen])
     config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
