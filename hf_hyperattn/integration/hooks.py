@@ -60,7 +60,8 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
-#: Every model, by which a name that is set on a config finds those that run on it.
+#: Every model, by which a name that is set on a config finds those that run on it: those whose config is that very
+#: object, and no others. It holds nothing of their calls.
 MODELS: Any = WeakSet()
 #: Whether `set_attn_implementation` is at work, which sets names on configs itself.
 SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
