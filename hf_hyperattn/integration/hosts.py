@@ -68,8 +68,12 @@ def interface_callers(cls: type) -> tuple[FunctionType, ...]:
 
 def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
-    modules: Any = model.named_modules()
-    return iter([(name, module) for name, module in modules if interface_callers(type(module))])
+    hosts = []
+    for name, module in model.named_modules():
+        cls: Any = type(module)
+        if interface_callers(cls):
+            hosts.append((name, module))
+    return iter(hosts)
 
 
 def has_hosts(model: nn.Module) -> bool:
