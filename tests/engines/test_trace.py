@@ -202,8 +202,8 @@ def test_vector_functions_are_exact():
     loop = "for (long j = 0; j < n; j += kLanes) store(x + j, {}(load(x + j)));"
     names = [cpp for cpp, *_ in FUNCTIONS.values()]
     calls = "\n".join(f'extern "C" void f{i}(float* x, long n) {{ {loop.format(n)} }}' for i, n in enumerate(names))
-    text = f'#include "{library.SCORE[0].as_posix()}"\nusing namespace hyper;\n{calls}\n'
-    built = native.load("test_functions", text, *library.SCORE, *library.SHARED)
+    text = f'#include "{library.SCORE.as_posix()}"\nusing namespace hyper;\n{calls}\n'
+    built = native.load("test_functions", text, library.SCORE, *library.SHARED)
     for i, (name, (_, spots, exact, tolerance)) in enumerate(FUNCTIONS.items()):
         runs = [torch.linspace(a, b, 64, dtype=torch.float64) for a, b in pairwise(spots)]
         edges = EDGES.get(name, {})

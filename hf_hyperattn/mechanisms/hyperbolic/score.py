@@ -118,7 +118,7 @@ class HyperbolicVectors:
         return self.lengths
 
     def statistics(self) -> Numbers:
-        """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms of its vectors; of heads β."""
+        """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms; of heads β."""
         lengths, heads, scale = self.norms(), self.query.shape[1], self.space.scale_of(self.query)
         c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
         sides = []
