@@ -1,4 +1,4 @@
-"""The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
+"""The engine's libraries: the core, and one for each score, from the wheel or built when first met (see native.py).
 
 A score's library is a few lines of C++ made from its key, which name the functors of its terms, and the functors of
 terms that have none by hand (emit_cpp.py). They share nothing with the core but `struct Tile` (tile.h), so that a score
@@ -38,9 +38,11 @@ CORE = [
 TEXT = """// {score_key}
 {includes}
 {functors}
-extern "C" const hyper::ScoreTable* hyper_score() {{
-  return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
+namespace {{
+using Score = hyper::Score<{pieces}>;
+const hyper::ScoreTable* const tables[] = {{{tables}}};
 }}
+extern "C" const hyper::ScoreTable* hyper_score(int reader) {{ return tables[reader]; }}
 """
 
 
@@ -90,14 +92,25 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     engine = core() if refusal(score_key) is None else None
     if engine is None:
         return None
-    text, terms = text_of(score_key, capped, reader), parse_score_key(score_key)
-    headers = sorted({term.cpp[0] if term.cpp else EMITTED for term, *_ in terms} | {HERE / "score.h"})
-    library = native.load("cpu_score", text, *headers, *SHARED)
-    if library is None:
-        return None
-    library.hyper_score.restype = ctypes.c_void_p
-    TABLES[kind] = Loaded(library, library.hyper_score(), engine)
+    carried = native.prebuilt()
+    name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
+    if carried is not None and name and carried.library is engine:
+        library, table = carried.library, carried.library[name]
+    else:
+        text, terms = text_of(score_key, capped, reader), parse_score_key(score_key)
+        headers = sorted({term.cpp[0] if term.cpp else EMITTED for term, *_ in terms} | {HERE / "score.h"})
+        library = native.load("cpu_score", text, *headers, *SHARED)
+        if library is None:
+            return None
+        table = library.hyper_score
+    table.restype = ctypes.c_void_p
+    TABLES[kind] = Loaded(library, table(at), engine)
     return TABLES[kind]
+
+
+def prebuilt_name(score_key: str, capped: bool, reader: str) -> str:
+    """What a score is called in the manifest of a wheel."""
+    return f"{score_key}|{capped:d}|{reader}"
 
 
 def require(score_key: str, capped: bool) -> Loaded:
@@ -125,8 +138,8 @@ def ready(score_key: str, capped: bool) -> bool:
     return load(score_key, capped) is not None
 
 
-def text_of(score_key: str, capped: bool, reader: str = "") -> str:
-    """The C++ source of a score's library."""
+def text_of(score_key: str, capped: bool, *readers: str) -> str:
+    """The C++ source of a score's library, whose `hyper_score(i)` gives the table for reader i of these; "" is none."""
     boolean = lambda value: str(bool(value)).lower()
     pieces, headers, functors = [], [HERE / "score.h"], ""
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
@@ -135,9 +148,20 @@ def text_of(score_key: str, capped: bool, reader: str = "") -> str:
             functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
         headers.append(header)
         pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
-    includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
-    index, _, kind = reader.partition(" ")
-    read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
+    tables = []
+    for reader in readers or ("",):
+        index, _, kind = reader.partition(" ")
+        tables.append(f"&hyper::Passes<Score{f', hyper::ReadBy<{index}, {kind}>' if reader else ''}>::table")
     return TEXT.format(
-        score_key=score_key, includes=includes, functors=functors, pieces=", ".join(pieces), reader=read
+        score_key=score_key,
+        includes="\n".join(f'#include "{include_name(header)}"' for header in dict.fromkeys(headers)),
+        functors=functors,
+        pieces=", ".join(pieces),
+        tables=", ".join(tables),
     )
+
+
+def include_name(header: Path) -> str:
+    """How a source names a header: relative to the package, so that its text is the same wherever that is."""
+    inside = header.is_relative_to(native.PACKAGE)
+    return (header.relative_to(native.PACKAGE) if inside else header).as_posix()
