@@ -166,6 +166,7 @@ def prebuilt_site(prebuilt_wheel, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 20 s of one core a level
 def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel, archive, tmp_path):
     assert prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"] and "manylinux_2_" in prebuilt_wheel.name
     with zipfile.ZipFile(prebuilt_wheel) as held:
@@ -199,7 +200,8 @@ for _ in range(2):
 assert seconds[0] - seconds[1] < 0.1, seconds
 
 def near(a, b, tolerance):
-    assert float((a - b).abs().max()) <= tolerance * max(1.0, float(b.abs().max())), (a - b).abs().max()
+    error, size = (a - b).detach().abs().max().item(), b.detach().abs().max().item()
+    assert error <= tolerance * max(1.0, size), error
 
 for call in (F.cone_attention, F.hyperbolic_attention):
     results = {}
@@ -233,7 +235,7 @@ near(*(torch.tensor(losses[b]) for b in ("auto", "reference")), 1e-4)
 
 hierarchy = ha.Hierarchy.windows(200, (16, 64))
 hsa_call = lambda b: F.hierarchical_attention(q, k, v, is_causal=True, hierarchy=hierarchy, tying="key", backend=b)
-near(hsa_call("auto"), hsa_call("reference"), 2e-4)
+near(hsa_call("auto"), hsa_call("rows"), 2e-4)
 
 carried = native.prebuilt()
 assert carried.library is library.core() is hsa.library() and library.TABLES
@@ -244,6 +246,7 @@ print(carried.level)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", ["1", *(name for name in LEVELS if name != "v4_bf16")])
 def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path, level):
     """Forward, a training step, decoding and key-tied attention, each on the compiled engine."""
