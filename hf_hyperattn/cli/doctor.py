@@ -79,7 +79,7 @@ def compiled_kernels() -> str:
     if not native.enabled():
         return f"turned off by {native.SETTING}={os.environ[native.SETTING]}"
     try:
-        carried, level = native.prebuilt(), native.level()
+        level, carried = native.level(), native.prebuilt()
     except ValueError as error:
         return str(error)
     if carried is not None:

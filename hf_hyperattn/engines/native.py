@@ -121,7 +121,13 @@ def manifest() -> dict:
 
 def prebuilt() -> Prebuilt | None:
     """The wheel's library for this CPU; None where it has none, or that is not what it should be, which is logged."""
-    return None if not enabled() or setting() == BUILD else _open_prebuilt(level())
+    if not enabled() or setting() == BUILD:
+        return None
+    try:
+        return _open_prebuilt(level())
+    except (ValueError, OSError) as error:
+        log_once(str(error), "kernels of the wheel are not used")
+        return None
 
 
 @functools.cache

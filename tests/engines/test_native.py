@@ -367,7 +367,7 @@ def test_a_level_that_is_not_there_is_refused_in_one_line(place, carried, monkey
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         assert loaded(place) is None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"HF_HYPERATTN_NATIVE='{wish}'" in line and "allowed: 0, 1, build, v2" in line and "\n" not in line
+    assert f"HF_HYPERATTN_NATIVE={wish!r}" in line and "allowed: 0, 1, build, v2" in line and "\n" not in line
 
 
 @pytest.mark.parametrize("what", ["library", "sources"])

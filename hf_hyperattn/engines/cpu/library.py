@@ -89,20 +89,19 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
         return TABLES[kind]
-    engine = core() if refusal(score_key) is None else None
-    if engine is None:
-        return None
     carried = native.prebuilt()
     name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
-    if carried is not None and name and carried.library is engine:
-        library, table = carried.library, carried.library[name]
-    else:
+    engine = core() if name or refusal(score_key) is None else None
+    if engine is None:
+        return None
+    library = engine
+    if not name or carried is None or carried.library is not engine:
         text, terms = text_of(score_key, capped, reader), parse_score_key(score_key)
         headers = sorted({term.cpp[0] if term.cpp else EMITTED for term, *_ in terms} | {HERE / "score.h"})
-        library = native.load("cpu_score", text, *headers, *SHARED)
+        library, name, at = native.load("cpu_score", text, *headers, *SHARED), "hyper_score", 0
         if library is None:
             return None
-        table = library.hyper_score
+    table = library[name]
     table.restype = ctypes.c_void_p
     TABLES[kind] = Loaded(library, table(at), engine)
     return TABLES[kind]
