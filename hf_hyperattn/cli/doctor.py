@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
@@ -35,10 +34,10 @@ def run(args: argparse.Namespace) -> None:
 def report() -> dict[str, str]:
     """What there is, by its name. Kernels of one score are compiled for this, where the wheel does not carry them."""
     missing = []
-    engine, compiled = check_engine(), compiled_kernels()
+    engine, compiled, command = check_engine(), compiled_kernels(), compiler()
     if not engine.startswith("cpu"):
         missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
-    if not compiler() and not native.manifest():
+    if command is None and not native.manifest():
         missing.append("a C++ compiler (g++ or clang++, or set CXX)")
     if torch.cuda.is_available() and not found("triton"):
         missing.append("triton, for kernels on the GPU")
@@ -47,7 +46,7 @@ def report() -> dict[str, str]:
         "python": f"{platform.python_version()}, {', '.join(f'{p} {found(p)}' for p in PROGRAMS if found(p))}",
         "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(native.levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "compiler": compiler() or "none",
+        "compiler": command or "none",
         "kernels": compiled,
         "cache": cache(),
         "cone attention": engine,
@@ -71,7 +70,7 @@ def compiler() -> str | None:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     except (RuntimeError, OSError, subprocess.CalledProcessError):
         return None
-    return f"{shutil.which(command[0])}: {done.stdout.partition(chr(10))[0]}"
+    return f"{' '.join(command)}: {done.stdout.partition(chr(10))[0]}"
 
 
 def compiled_kernels() -> str:

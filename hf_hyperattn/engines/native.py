@@ -336,15 +336,17 @@ def told(library: Path) -> Iterator[None]:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is.
+    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is, on the PATH
+    or beside this interpreter, whose environment need not be activated.
 
     Raises:
         RuntimeError: there is none.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
-            return command
+        path = shutil.which(command[0]) or shutil.which(command[0], path=str(Path(sys.executable).parent))
+        if path is not None:
+            return [path, *command[1:]]
     raise RuntimeError(f"no C++ compiler {(chosen or ['c++'])[0]!r}; install one, or set CXX")
 
 

@@ -134,6 +134,18 @@ def test_the_name_says_what_a_library_depends_on(place, monkeypatch):
             assert name != native.library_name("add", [path]), what
 
 
+@posix
+def test_a_compiler_beside_the_interpreter_is_found(place, monkeypatch):
+    """As in an environment that is not activated: a notebook's, or a service's."""
+    (place / "bin").mkdir()
+    (place / "bin" / "g++").write_text("#!/bin/sh")
+    (place / "bin" / "g++").chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(place))
+    monkeypatch.setattr(sys, "executable", str(place / "bin" / "python"))
+    assert native.compiler() == [str(place / "bin" / "g++")]
+
+
 def test_a_lock_goes_with_its_holder(place):
     """A process that is killed while it builds leaves nothing that others wait for."""
     pytest.importorskip("fcntl")
