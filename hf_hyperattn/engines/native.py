@@ -336,8 +336,8 @@ def told(library: Path) -> Iterator[None]:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is, on the PATH
-    or beside this interpreter, whose environment need not be activated.
+    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is, on PATH or
+    beside this interpreter, whose environment need not be activated.
 
     Raises:
         RuntimeError: there is none.
