@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 def report() -> dict[str, str]:
     """What there is, by its name. Kernels of one score are compiled for this, where the wheel does not carry them."""
     missing = []
-    engine, compiled, command = check_engine(), compiled_kernels(), compiler()
+    engine, command = check_engine(), compiler()
     if not engine.startswith("cpu"):
         missing.append("compiled kernels: attention runs 3 to 5 times slower on CPUs")
     if command is None and not native.manifest():
@@ -47,7 +47,7 @@ def report() -> dict[str, str]:
         "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads, {' '.join(native.levels()) or 'no levels'}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "compiler": command or "none",
-        "kernels": compiled,
+        "kernels": kernels("compiled when first used" if command else "not compiled, for want of a compiler"),
         "cache": cache(),
         "cone attention": engine,
         "key-tied hsa": "compiled" if hsa.library() is not None else "plain torch",
@@ -73,8 +73,8 @@ def compiler() -> str | None:
     return f"{' '.join(command)}: {done.stdout.partition(chr(10))[0]}"
 
 
-def compiled_kernels() -> str:
-    """Where kernels come from."""
+def kernels(others: str) -> str:
+    """Where kernels come from; `others`: what becomes of those that the wheel does not carry."""
     if not native.enabled():
         return f"turned off by {native.SETTING}={os.environ[native.SETTING]}"
     try:
@@ -82,8 +82,8 @@ def compiled_kernels() -> str:
     except ValueError as error:
         return str(error)
     if carried is not None:
-        return f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are compiled when first used"
-    return f"compiled when first used, for {level or 'this CPU'}; the installed package carries none"
+        return f"of the wheel, for {carried.level}: {len(carried.scores)} scores; others are {others}"
+    return f"{others}, for {level or 'this CPU'}; the installed package carries none"
 
 
 def cache() -> str:
