@@ -1,4 +1,4 @@
-"""The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
+"""The engine's libraries: the core, and one for each score, from the wheel or built when first met (see native.py).
 
 A score's library is C++ that is written from its key: the functors of its terms (emit_cpp.py). They share nothing with
 the core but `struct Tile` (tile.h), so that a score builds in a second or two.
@@ -37,9 +37,11 @@ CORE = [
 TEXT = """// {score_key}
 #include "{header}"
 {functors}
-extern "C" const hyper::ScoreTable* hyper_score() {{
-  return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
+namespace {{
+using Score = hyper::Score<{pieces}>;
+const hyper::ScoreTable* const tables[] = {{{tables}}};
 }}
+extern "C" const hyper::ScoreTable* hyper_score(int reader) {{ return tables[reader]; }}
 """
 
 
@@ -86,15 +88,26 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
         return TABLES[kind]
-    engine = core() if refusal(score_key) is None else None
+    carried = native.prebuilt()
+    name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
+    engine = core() if name or refusal(score_key) is None else None
     if engine is None:
         return None
-    library = native.load("cpu_score", text_of(score_key, capped, reader), SCORE, *SHARED)
-    if library is None:
-        return None
-    library.hyper_score.restype = ctypes.c_void_p
-    TABLES[kind] = Loaded(library, library.hyper_score(), engine)
+    library = engine
+    if not name or carried is None or carried.library is not engine:
+        text = text_of(score_key, capped, reader)
+        library, name, at = native.load("cpu_score", text, SCORE, *SHARED), "hyper_score", 0
+        if library is None:
+            return None
+    table = library[name]
+    table.restype = ctypes.c_void_p
+    TABLES[kind] = Loaded(library, table(at), engine)
     return TABLES[kind]
+
+
+def prebuilt_name(score_key: str, capped: bool, reader: str) -> str:
+    """What a score is called in the manifest of a wheel."""
+    return f"{score_key}|{capped:d}|{reader}"
 
 
 def require(score_key: str, capped: bool) -> Loaded:
@@ -121,17 +134,23 @@ def ready(score_key: str, capped: bool) -> bool:
     return load(score_key, capped) is not None
 
 
-def text_of(score_key: str, capped: bool, reader: str = "") -> str:
-    """The C++ source of a score's library."""
+def text_of(score_key: str, capped: bool, *readers: str) -> str:
+    """The C++ source of a score's library, whose `hyper_score(i)` gives the table for reader i of these; "" is none."""
     boolean = lambda value: str(bool(value)).lower()
-    pieces, functors = [], ""
+    pieces, tables, functors = [], [], ""
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
         functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
         pieces.append(f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>")
-    index, _, name = reader.partition(" ")
-    if reader:
-        functors += emitted_reader(READERS[name])
+    for i, reader in enumerate(readers or ("",)):
+        index, _, name = reader.partition(" ")
+        if reader:
+            functors += emitted_reader(READERS[name]).replace("struct EmittedReader ", f"struct EmittedReader{i} ")
+        read = f", hyper::ReadBy<{index}, hyper::EmittedReader{i}>" if reader else ""
+        tables.append(f"&hyper::Passes<Score{read}>::table")
     return TEXT.format(
-        score_key=score_key, header=SCORE.as_posix(), functors=functors, pieces=", ".join(pieces),
-        reader=f", hyper::ReadBy<{index}, hyper::EmittedReader>" if reader else "",
-    )  # fmt: skip
+        score_key=score_key,
+        header=SCORE.relative_to(native.PACKAGE).as_posix(),  # the same wherever the package is
+        functors=functors,
+        pieces=", ".join(pieces),
+        tables=", ".join(tables),
+    )
