@@ -133,7 +133,7 @@ def prebuilt() -> Prebuilt | None:
 @functools.cache
 def _open_prebuilt(name: str | None) -> Prebuilt | None:
     said = manifest()
-    if name not in said.get("libraries", ()):
+    if name is None or name not in said.get("libraries", ()):
         return None
     library = PREBUILT / f"{name}.so"
     if fingerprint(said["sources"]) != said["fingerprint"]:

@@ -27,6 +27,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path, capsys, case):
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path / "built"))
     monkeypatch.setenv("CXX", "/no/compiler")
     monkeypatch.setenv("HF_HYPERATTN_NATIVE", {"off": "0", "no compiler": "1", "unknown": "v9"}[case])
+    monkeypatch.setattr(native, "_logged", set())
     monkeypatch.setattr(library, "TABLES", {})
     monkeypatch.setattr(library, "CORES", {})
     native.load.cache_clear()
