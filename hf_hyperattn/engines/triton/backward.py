@@ -72,18 +72,18 @@ def attention_backward_query(
     b, h = number // heads, number % heads
     kv = h // GROUP
     bh = (b * heads + h).to(tl.int64)
-    i = block * BM + tl.arange(0, BM)[:, None]
-    inside = i < n
+    lines = block * BM + tl.arange(0, BM)[:, None]
+    inside, i = lines < n, tl.minimum(lines, n - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
 
-    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, False)
-    row = load_statistics(ROW + (bh * n + i) * (ROWS + FACTORS), inside, ROWS + FACTORS)
+    q = load_vectors(head_of(Q, b, h), i, width[None, :], W, W < BD)
+    row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
-    grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], n, DV, DV < BDV, False)
-    out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], n, DV, DV < BDV, False)
+    grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], DV, DV < BDV)
+    out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], DV, DV < BDV)
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
-    lse = tl.load(LSE + bh * n + i, mask=inside, other=float("inf")) * (LOG2E if FUSED else 1.0)
+    lse = tl.load(LSE + bh * n + i) * (LOG2E if FUSED else 1.0)
     record = RECORD + (bh * n + i) * (ROWS + FACTORS + 2) + ROWS + FACTORS
     tl.store(record, lse, mask=inside)
     tl.store(record + 1, delta, mask=inside)
@@ -101,14 +101,15 @@ def attention_backward_query(
     low, high, clean = reach(first, last, m, window, CAUSAL, WINDOWED, BN)
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
-            j = start + tl.arange(0, BN)[None, :]
-            k = load_vectors(keys, j, width[:, None], m, D, D < BD, EDGE == 0)
-            v = load_vectors(values, j, width_v[:, None], m, DV, DV < BDV, EDGE == 0)
-            column = load_records(column_start, start, m, EDGE == 0, BN, COLUMNS + FACTORS, PACK)
+            line = start + tl.arange(0, BN)[None, :]
+            j = line if EDGE == 0 else tl.minimum(line, m - 1)
+            k = load_vectors(keys, j, width[:, None], D, D < BD)
+            v = load_vectors(values, j, width_v[:, None], DV, DV < BDV)
+            column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
             s, square = logits(
-                dot, row, column, head, softcap, MASKS, points, b, h, i, j, n, m, inside & (j < m), offset, window,
+                dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & (line < m), offset, window,
                 SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
             )  # fmt: skip
             p = weights(s, lse, FUSED)
@@ -173,15 +174,15 @@ def attention_backward_key(
     b, h = number // heads, number % heads
     kv = h // GROUP
     bh = (b * heads + h).to(tl.int64)
-    j = block * BN + tl.arange(0, BN)[:, None]
-    inside = j < m
+    lines = block * BN + tl.arange(0, BN)[:, None]
+    inside, j = lines < m, tl.minimum(lines, m - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
-    _, COLUMN, HEAD = NUMBERS
-    k = load_vectors(head_of(K, b, kv), j, width[None, :], m, W, W < BD, False)
-    v = load_vectors(head_of(V, b, kv), j, width_v[None, :], m, DV, DV < BDV, False)
+    COLUMN, HEAD = NUMBERS[1], NUMBERS[2]
+    k = load_vectors(head_of(K, b, kv), j, width[None, :], W, W < BD)
+    v = load_vectors(head_of(V, b, kv), j, width_v[None, :], DV, DV < BDV)
     head = load_parameters(HEAD, h, heads, HEADS)
     column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
-    column = load_statistics(COLUMN + (column_line + j) * (COLUMNS + FACTORS), inside, COLUMNS + FACTORS)
+    column = load_statistics(COLUMN, column_line + j, COLUMNS + FACTORS)
     factor_k = column[COLUMNS] if FACTORS else None
     queries, grads = head_of(Q, b, h), head_of(GRAD, b, h)
     points = POINTS
@@ -195,16 +196,17 @@ def attention_backward_key(
     for EDGE in tl.static_range(2):
         if EDGE == 0 or CAUSAL or WINDOWED:
             for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
-                i = start + tl.arange(0, BM)[None, :]
-                q = load_vectors(queries, i, width[:, None], n, D, D < BD, False)
-                grad = load_vectors(grads, i, width_v[:, None], n, DV, DV < BDV, False)
+                line = start + tl.arange(0, BM)[None, :]
+                there, i = line < n, tl.minimum(line, n - 1)
+                q = load_vectors(queries, i, width[:, None], D, D < BD)
+                grad = load_vectors(grads, i, width_v[:, None], DV, DV < BDV)
                 records = RECORD + bh * n * (ROWS + FACTORS + 2)
-                row = load_records(records, start, n, False, BM, ROWS + FACTORS + 2, PACK)
+                row = load_records(records, i, BM, ROWS + FACTORS + 2, PACK)
                 factor_q = row[ROWS] if FACTORS else None
-                lse, delta = tl.where(i < n, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
+                lse, delta = tl.where(there, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
                 s, square = logits(
-                    dot, row, column, head, softcap, MASKS, points, b, h, i, j, n, m, inside & (i < n), offset, window,
+                    dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & there, offset, window,
                     SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
                 )  # fmt: skip
                 p = weights(s, lse, FUSED)
@@ -218,8 +220,7 @@ def attention_backward_key(
                 if d_dot is not None:
                     d_k += product(multiplied(d_dot, factor_q, None, None).to(q.dtype), tl.trans(q))
 
-    line = bh * m
     store_vectors(
-        D_K, D_COLUMN, d_k, k, d_columns, scale, factor_k, block * BN, m, line, D_COLUMNS, D_FACTORS, W, D, BN, BD
+        D_K, D_COLUMN, d_k, k, d_columns, scale, factor_k, block * BN, m, bh * m, D_COLUMNS, D_FACTORS, W, D, BN, BD
     )
-    store_vectors(D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, line, 0, 0, DV, DV, BN, BDV)
+    store_vectors(D_V, D_COLUMN, d_v, v, (), None, None, block * BN, m, bh * m, 0, 0, DV, DV, BN, BDV)

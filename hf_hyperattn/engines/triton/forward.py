@@ -49,8 +49,8 @@ def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, 
 
 @triton.jit
 def rows_of(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr):
-    """What a program serves: its batch element, key head, heads and queries, which of these there are, and the first
-    and last query. PACKED, the heads and queries of a group lie down the tile, [BM, 1] each.
+    """What a program serves: its batch element, key head, heads and queries, which of these are there for the first
+    time, and the first and last query. PACKED, the heads and queries of a group lie down the tile, [BM, 1] each.
     """
     blocks = tl.cdiv(n * GROUP if PACKED else n, BM)
     block = blocks - 1 - number % blocks  # causal rows with most keys to see come first
@@ -61,7 +61,7 @@ def rows_of(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.
         return b, kv, kv * GROUP + tl.minimum(line // n, GROUP - 1), line % n, line < n * GROUP, 0, n - 1
     else:
         b, h = number // heads, number % heads
-        return b, h // GROUP, h, line, line < n, block * BM, tl.minimum(block * BM + BM, n) - 1
+        return b, h // GROUP, h, tl.minimum(line, n - 1), line < n, block * BM, tl.minimum(block * BM + BM, n) - 1
 
 
 @triton.jit
@@ -108,10 +108,8 @@ def attention_forward(
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
-    q_start, q_stride = head_of(Q, b, h)
-    pointers = q_start + i.to(tl.int64) * q_stride + width[None, :]
-    q = tl.load(pointers, mask=inside & (width[None, :] < W), other=0.0)  # zeros keep out what is beyond W
-    row = load_statistics(ROW + (bh * n + i) * (ROWS + FACTORS), inside, ROWS + FACTORS)
+    q = load_vectors(head_of(Q, b, h), i, width[None, :], W, W < BD)  # zeros keep out what is beyond W
+    row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
     keys, values = head_of(K, b, kv), head_of(V, b, kv)
@@ -137,21 +135,22 @@ def attention_forward(
         low, high, clean = part_of(low, high, clean, part, PARTS, BN)
     for EDGE in tl.static_range(2):  # first the tiles of which everything is seen, then the others
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
-            j = start + tl.arange(0, BN)[None, :]
-            k = load_vectors(keys, j, width[:, None], m, D, D < BD, EDGE == 0)
+            line = start + tl.arange(0, BN)[None, :]
+            j = line if EDGE == 0 else tl.minimum(line, m - 1)
+            k = load_vectors(keys, j, width[:, None], D, D < BD)
             if SHARED or not PACKED:
-                column = load_records(column_start, start, m, EDGE == 0, BN, COLUMNS + FACTORS, PACK)
+                column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:
-                column = load_statistics(column_start + j * (COLUMNS + FACTORS), j < m, COLUMNS + FACTORS)
+                column = load_statistics(column_start, j, COLUMNS + FACTORS)
             dot = multiplied(product(q, k), scale, column[COLUMNS] if FACTORS else None, factor_q)
             s, _ = logits(
-                dot, row, column, head, softcap, MASKS, points, b, h, i, j, n, m, inside & (j < m), offset, window,
+                dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & (line < m), offset, window,
                 SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
             )  # fmt: skip
             top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
             if SEED is not None:
                 p *= kept(SEED, bh, i, j, dropout)
-            v = load_vectors(values, tl.trans(j), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
+            v = load_vectors(values, tl.trans(j), width_v[None, :], DV, DV < BDV)
             total = total * shrink[:, None] + product(p.to(v.dtype), v)
 
     if SEED is not None:

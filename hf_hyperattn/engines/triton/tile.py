@@ -1,7 +1,9 @@
 """What all kernels do with one tile of pairs, as Triton functions.
 
 Nothing here knows which way a tile lies: `i` are the queries' numbers and `j` the keys', [R, 1] and [1, C] where
-queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes.
+queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes. Where a tile ends
+beyond the last line, that one is loaded again: what a score makes of numbers that are there is a number, which a weight
+of 0 takes off.
 """
 
 # What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
@@ -40,29 +42,25 @@ def head_of(vectors, b, h):
 
 
 @triton.jit
-def load_vectors(vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
-    """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
+def load_vectors(vectors, line, width, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Vectors number `line`, whose components number `width` run along the other axis; PADDED: over more than WIDTH.
 
-    vectors: as of `head_of`. PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
+    vectors: as of `head_of`.
     """
     start, stride = vectors
     pointers = start + line.to(tl.int64) * stride + width
-    if INSIDE and not PADDED:
-        return tl.load(pointers)
-    elif INSIDE:
+    if PADDED:
         return tl.load(pointers, mask=(width < WIDTH) & (line >= 0), other=0.0)
-    elif PADDED:
-        return tl.load(pointers, mask=(width < WIDTH) & (line < lines), other=0.0)
     else:
-        return tl.load(pointers, mask=(line < lines) & (width >= 0), other=0.0)
+        return tl.load(pointers)
 
 
 @triton.jit
-def load_statistics(pointers, there, COUNT: tl.constexpr):
-    """A tuple of the COUNT numbers that lie side by side from each pointer on."""
+def load_statistics(start, line, COUNT: tl.constexpr):
+    """The COUNT numbers of each line, which lie side by side, as a tuple of what has the shape of `line`."""
     values = ()
     for index in tl.static_range(COUNT):
-        values = values + (tl.load(pointers + index, mask=there, other=0.0),)
+        values = values + (tl.load(start + line.to(tl.int64) * COUNT + index),)
     return values
 
 
@@ -77,34 +75,30 @@ def halves(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_records(start, first, lines, INSIDE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
-    """The COUNT numbers that belong to each of the N lines from `first` on, as a tuple of [1, N].
+def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
+    """As `load_statistics` of lines [1, N].
 
     They are read as one tile [N, PACK], PACK a power of two up to 16, or 1: number by number. Then the compiler has
     every thread copy all that it will need, for each number as many words as the tile has columns in a thread: a third
     of all instructions.
     """
-    line = first + tl.arange(0, N)
-    there = (line < lines) | INSIDE
-    values = ()
     if PACK == 1:
-        for index in tl.static_range(COUNT):
-            number = tl.load(start + line.to(tl.int64) * COUNT + index, mask=there, other=0.0)
-            values = values + (number[None, :],)
+        return load_statistics(start, line, COUNT)
     else:
         place = tl.arange(0, PACK)[None, :]
-        pointers = start + line.to(tl.int64)[:, None] * COUNT + place
+        pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
         # splitting halves of halves leaves the columns in their order
-        parts = halves((tl.load(pointers, mask=there[:, None] & (place < COUNT), other=0.0),), N, PACK)
+        parts = halves((tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK)
         if PACK >= 4:
             parts = halves(parts, N, PACK // 2)
         if PACK >= 8:
             parts = halves(parts, N, PACK // 4)
         if PACK == 16:
             parts = halves(parts, N, PACK // 8)
+        values = ()
         for index in tl.static_range(COUNT):
             values = values + (parts[index][None, :],)
-    return values
+        return values
 
 
 @triton.jit
@@ -153,14 +147,14 @@ def any_of(x):
 
 
 @triton.jit
-def differences(points, i, j, n, m, like, WIDTH: tl.constexpr):
+def differences(points, i, j, like, WIDTH: tl.constexpr):
     """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; of points that coincide but for rounding 0,
     so that this steers no gradient.
     """
     square, size = tl.zeros_like(like), tl.zeros_like(like)
     for c in range(WIDTH):
-        q = tl.load(points[0] + i.to(tl.int64) * WIDTH + c, mask=i < n, other=0.0)
-        k = tl.load(points[1] + j.to(tl.int64) * WIDTH + c, mask=j < m, other=0.0)
+        q = tl.load(points[0] + i.to(tl.int64) * WIDTH + c)
+        k = tl.load(points[1] + j.to(tl.int64) * WIDTH + c)
         square += (q - k) * (q - k)
         size += q * q
     return tl.where(square <= size * 2.2737367544323206e-13, 0.0, square)  # (4 eps)²
@@ -168,7 +162,7 @@ def differences(points, i, j, n, m, like, WIDTH: tl.constexpr):
 
 @triton.jit
 def logits(
-    dot, row, column, head, softcap, masks, points, b, h, i, j, n, m, there, offset, window,
+    dot, row, column, head, softcap, masks, points, b, h, i, j, there, offset, window,
     SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr, P: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -188,13 +182,13 @@ def logits(
         square = DISTANCE(dot, row, column, head)
     if INEXACT is not None:
         if any_of(INEXACT(square * (1 / SLACK), row, column, head) & there):
-            square = differences(points, i, j, n, m, dot, P)
+            square = differences(points, i, j, dot, P)
     s = SCORE(dot, square, row, column, head, softcap)
     mask, bias = masks
     if bias[0] is not None:
-        s += load_pairs(bias, b, h, i, j, there).to(tl.float32)
+        s += load_pairs(bias, b, h, i, j).to(tl.float32)
     if mask[0] is not None:
-        seen = load_pairs(mask, b, h, i, j, there)
+        seen = load_pairs(mask, b, h, i, j)
         s = tl.where(seen != 0, s, float("-inf")) if TRUTH else s + seen.to(tl.float32)
     if EDGE:
         s = tl.where(there & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
@@ -202,12 +196,12 @@ def logits(
 
 
 @triton.jit
-def load_pairs(of_pairs, b, h, i, j, there):
+def load_pairs(of_pairs, b, h, i, j):
     """A tile of a mask or bias."""
     pointers, strides = of_pairs
     offsets = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     offsets += i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    return tl.load(pointers + offsets, mask=there, other=0)
+    return tl.load(pointers + offsets)
 
 
 @triton.jit
