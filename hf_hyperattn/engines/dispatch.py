@@ -114,7 +114,7 @@ def attention(
     for tensor in (options.mask, options.bias):
         kind.append(tensor is not None and tensor.requires_grad)
     for term in score.terms:
-        reader = None if term.reader is None else term.reader.cpp
+        reader = None if term.reader is None else term.reader.name
         kind += (term.term, term.gate is None, term.capped, reader, term.low_rank_factors is None)
         kind += (term.statistics is None, score.make_features is None)
     run = RESOLVED.get(tuple(kind))

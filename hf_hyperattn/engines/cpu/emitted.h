@@ -58,10 +58,16 @@ struct FactorGradients {
   FactorGradients to;
   for (int i = 0; i < kLanes; ++i) {
     if (grad[i] == 0) continue;
-    const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i];
-    const auto inner = p.inner_of_difference(i, q, k, width);
-    p.add_difference(i, q, k, width, twice * q, -twice * k);
-    to.query[i] = 2.0f * inner.query, to.key[i] = -2.0f * inner.key;
+    const int64_t start = (p.at_column + i) * p.tile->key_step;
+    const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i], *key = p.tile->key_rows + start;
+    float *d_q = p.tile->d_query + p.at_row * p.tile->query_step, *d_k = p.tile->d_keys + start;
+    float by_query = 0, by_key = 0;
+    for (int64_t e = 0; e < width; ++e) {
+      const float apart = q * p.query[e] - k * key[e];
+      by_query += apart * p.query[e], by_key += apart * key[e];
+      d_q[e] += twice * q * apart, d_k[e] -= twice * k * apart;
+    }
+    to.query[i] = 2.0f * by_query, to.key[i] = -2.0f * by_key;
   }
   return to;
 }

@@ -243,14 +243,12 @@ class DecodeLayout:
 def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     """How the kernel for few queries computes this score; None where it does not."""
     terms = score.terms
-    readers = [(i, t.reader.cpp) for i, t in enumerate(terms) if t.reader is not None]
-    reader, cpp = readers[0] if readers else (None, "")
-    if reader is not None and terms[reader].term.cpp is None:
-        return None  # a reader stands in the header of its term
+    readers = [(i, t.reader.name) for i, t in enumerate(terms) if t.reader is not None]
+    reader, name = readers[0] if readers else (None, "")
     unread = [t for i, t in enumerate(terms) if i != reader]
     if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
         return None  # they would be made of all keys; and distances are taken from differences where they are read
-    text = "" if reader is None else f"{reader} {cpp}"
+    text = "" if reader is None else f"{reader} {name}"
     loaded = library.load(score.score_key, options.softcap is not None, text)
     if loaded is None:
         return None

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import TERMS, Numbers, PairScore, Points, ScoreTerm, VectorReader
+from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, VectorReader
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
 from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, definition, horizontal, of_parts
-
-#: Mappings whose statistics the CPU engine reads from vectors itself (cone.h).
-READERS = {"xi": "cone::kXi", "psi": "cone::kPsi"}
-
-#: What `kind_of` gives, by its arguments.
-KINDS: dict[tuple, tuple[str, str | None]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,35 +41,43 @@ class ConeSpace:
             scale: of a host's product that it reads, scale · q·k; None: it reads that of the horizontal parts.
             gate, capped: as in `ScoreTerm`.
         """
-        kind = self.variant, self.mapping, self.squared, self.clamp_heights, scale is not None
-        name, reader = KINDS.get(kind) or kind_of(*kind)
+        name = "umbral" if self.variant == "umbral" else "penumbral_squared" if self.squared else "penumbral"
+        reader = self.reader()
         vectors, gamma, radius = ConeVectors(query, key, self, scale), self.gamma, self.radius
         head = () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
         term = ScoreTerm(
-            TERMS[name],
+            TERMS[name if scale is None else f"{name}_on_product"],
             vectors.definition,
             gate=gate,
             statistics=vectors.statistics,
             capped=capped,
             # decoding takes distances from differences, for which it does not read the last parameter
-            reader=None if reader is None else VectorReader(reader, (gamma, radius), (*head, 1.0)),
+            reader=VectorReader(reader.name, (gamma, radius), (*head, 1.0)),
             points=vectors.points,
         )
         if scale is not None:
             return PairScore(query, key, (term,), scale)
         return PairScore(query, key, (term,), 1.0, query.shape[-1] - 1, vectors.features)
 
+    def reader(self) -> Reader:
+        """How the statistics are read from vectors where each key is read once. Parameters: gamma and the radius."""
+        name = f"cone {self.variant} {self.mapping} {self.squared:d}{self.clamp_heights:d}"
+        if name not in READERS:
+            READERS[name] = Reader(name, replace(self, gamma=0.0, radius=0.0).read, 2, left_out=1)
+        return READERS[name]
 
-def kind_of(
-    variant: str, mapping: str, squared: bool, clamp_heights: bool, on_product: bool
-) -> tuple[str, str | None]:
-    """The name of the score's term, and the C++ type that reads its statistics from vectors, where there is one."""
-    name = "umbral" if variant == "umbral" else "penumbral_squared" if squared else "penumbral"
-    flags = (variant == "penumbral", squared, clamp_heights, on_product)
-    types = ", ".join(str(int(f)) for f in flags)
-    reader = f"cone::Vectors<{READERS[mapping]}, {types}>" if mapping in READERS else None
-    KINDS[variant, mapping, squared, clamp_heights, on_product] = name + "_on_product" * on_product, reader
-    return KINDS[variant, mapping, squared, clamp_heights, on_product]
+    def read(self, row, column, head):
+        """See `Reader`: the statistics before |X|²."""
+        (dim,), (last, side), (gamma, radius) = row, column, head
+        height, stretch = of_parts(last, side, dim, self.mapping, radius)
+        if self.variant == "umbral":
+            half = gamma / 2
+            return stretch * (half / torch.sinh(radius)), (height * half,)
+        weight = gamma.sqrt() if self.squared else gamma
+        height, rim = height * weight, radius * weight
+        height = torch.minimum(height, CLAMP * rim) if self.clamp_heights else height
+        square = rim * rim
+        return stretch * weight, (height * height, torch.maximum(square - height * height, FLOOR * square).sqrt())
 
 
 @dataclass(eq=False)

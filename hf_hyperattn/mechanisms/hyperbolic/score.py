@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ...engines.cpu import norms
 from ...engines.score import (
+    READERS,
     TERMS,
     Numbers,
     PairScore,
     Points,
+    Reader,
     ScoreTerm,
     VectorReader,
     dot_score,
@@ -73,16 +75,23 @@ class HyperbolicSpace:
             statistics=vectors.statistics,
             capped=capped,
             linear_features=linear,
-            reader=VectorReader(
-                f"hyperbolic::Vectors<{on_product:d}>",
-                parameters,
-                (beta(self.distance, self.curvature, self.temperature),),
-            ),
+            reader=VectorReader("hyperbolic", parameters, (beta(self.distance, self.curvature, self.temperature),)),
             points=vectors.points,
         )
         if scale is not None:
             return PairScore(query, key, (term,), scale)
         return PairScore(query, key, (term,), self.scale_of(query), None, vectors.directions)
+
+
+def read(row, column, head):
+    """See `Reader`. Parameters: the curvature, and what vectors are scaled with."""
+    (_, square), (curvature, scale) = column, head
+    norm = (scale * square.sqrt()).clamp_min(shortest(torch.float32))
+    sine = torch.sinh(half_radius(norm, curvature))
+    return scale / norm, (sine, (1 + sine * sine).sqrt())
+
+
+READERS["hyperbolic"] = Reader("hyperbolic", read, 2)
 
 
 def beta(distance: str, c: Any, tau: Any) -> Any:
