@@ -1,18 +1,14 @@
 """A score's Triton functions, value and derivative, written from the graph of the sum of its terms (trace.py).
 
-All numbers are float32 and broadcast against the tile, whichever way it lies. Triton parses the source of its functions;
-the text is kept where Python looks for the source of what was not read from a file (`linecache`), so that nothing that
-lies on a disk is ever run. Importing this does not import Triton.
+All numbers are float32 and broadcast against the tile, whichever way it lies. Nothing here imports Triton.
 """
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -22,10 +18,11 @@ from .trace import GRAD, LEAVES, Node, Traced, Untraceable, trace
 #: Names that are not Triton's own are functions of triton/arithmetic.py.
 EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
-    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}", "where": "tl.where({}, {}, {})",
-    "max": "larger({}, {})", "min": "smaller({}, {})", "abs": "tl.abs({})", "sqrt": "tl.sqrt({})", "exp": "exp({})",
-    "expm1": "expm1({})", "log": "tl.log({})", "log1p": "log1p({})", "acosh1p": "log1p({} + {})", "sinh": "sinh({})",
-    "cosh": "cosh({})", "cosh_of_sinh": "cosh_of_sinh({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
+    "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "not": "~{}",
+    "where": "tl.where({}, {}, {})", "max": "larger({}, {})", "min": "smaller({}, {})", "abs": "tl.abs({})",
+    "sqrt": "tl.sqrt({})", "exp": "exp({})", "expm1": "expm1({})", "log": "tl.log({})", "log1p": "log1p({})",
+    "acosh1p": "log1p({} + {})", "sinh": "sinh({})", "cosh": "cosh({})", "cosh_of_sinh": "cosh_of_sinh({})",
+    "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
 }  # fmt: skip
 
 
@@ -119,31 +116,28 @@ class Writer:
         return self.names[node]
 
 
-@dataclass(frozen=True)
-class Functions:
-    """The `@triton.jit` functions of a score, and which of its statistics and parameters have gradients.
+class Emitted(NamedTuple):
+    """The Triton functions of a score, and which of its statistics and parameters have gradients.
 
     Args:
-        score: from (dot, squared_distance, row, column, head, softcap) to the logits.
-        pull: from (grad, ...) and the same to the gradient of dot or None, tuples of those of the statistics of rows
-            and columns, and one of the slopes of the logits by the parameters. They are those by the product form,
-            wherever the distance was taken from.
-        by_product: from (dot, row, column, head) to the squared distance; None where the score reads none.
-        is_inexact: from (squared_distance, row, column, head) to the pairs to take from differences.
+        texts: by their names,
+            score: from (dot, squared_distance, row, column, head, softcap) to the logits.
+            pull: from (grad, ...) and the same to the gradient of dot or None, tuples of those of the statistics of
+                rows and columns, and one of the slopes of the logits by the parameters. They are those by the product
+                form, wherever the distance was taken from.
+            by_product: from (dot, row, column, head) to the squared distance, where the score reads one.
+            is_inexact: from (squared_distance, row, column, head) to the pairs to take from differences, likewise.
         rows, columns, heads: the places of what has gradients.
     """
 
-    score: Callable
-    pull: Callable
-    by_product: Callable | None
-    is_inexact: Callable | None
+    texts: dict[str, str]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     heads: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
-def functions(score_key: str, capped: bool) -> Functions:
+def emitted(score_key: str, capped: bool) -> Emitted:
     """The Triton functions of a score that has a graph.
 
     Args:
@@ -154,50 +148,33 @@ def functions(score_key: str, capped: bool) -> Functions:
     assert t is not None, reason
     g, numbers = t.graph, "row, column, head"
     softcap = g.node("head", value=SumOfTerms(score_key, capped).heads - 1) if capped else None
-
-    def compiled(name: str, arguments: str, result: Callable[[Writer], str]) -> Callable:
-        writer = Writer(softcap)
-        returned = result(writer)
-        lines = [f"def {name}({arguments}):", *(f"    {line}" for line in (*writer.lines, f"return {returned}"))]
-        return jit(f"{name} of {score_key}{' capped' * capped}", name, lines)
-
     by_grad, _ = t.through_logit(g.node("local", value=GRAD), masked=False)
     by_one, _ = t.through_logit(g.number(1), masked=False)
-    places = lambda op: tuple(
-        sorted(n.value for n, d in by_grad.items() if n.op == op and n is not softcap and d is not g.number(0))
-    )
-    rows, columns, heads, dots = map(places, ("row", "column", "head", "dot"))
+    learns = [n for n, d in by_grad.items() if n is not softcap and d is not g.number(0)]
+    rows, columns, heads = (tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head"))
 
     def gradients(w: Writer) -> str:
         of = lambda op, source, at: listed(w.text(source[g.node(op, value=i)]) for i in at)
-        dot = w.text(by_grad[g.node("dot")]) if dots else "None"
+        dot = w.text(by_grad[g.node("dot")]) if g.node("dot") in learns else "None"
         return f"{dot}, {of('row', by_grad, rows)}, {of('column', by_grad, columns)}, {of('head', by_one, heads)}"
 
+    texts: dict[str, str] = {}
+
+    def write(name: str, arguments: str, result: Callable[[Writer], str]) -> None:
+        writer = Writer(softcap)
+        returned = result(writer)
+        texts[name] = "\n    ".join([f"def {name}({arguments}):", *writer.lines, f"return {returned}"]) + "\n"
+
     pair = f"dot, squared_distance, {numbers}, softcap"
-    distance = t.distance
-    return Functions(
-        compiled("score", pair, lambda w: w.text(t.logit)),
-        compiled("pull", f"grad, {pair}", gradients),
-        distance and compiled("by_product", f"dot, {numbers}", lambda w: w.text(distance.by_product)),
-        distance and compiled("is_inexact", f"squared_distance, {numbers}", lambda w: w.text(distance.is_inexact)),
-        rows, columns, heads,
-    )  # fmt: skip
+    write("score", pair, lambda w: w.text(t.logit))
+    write("pull", f"grad, {pair}", gradients)
+    if t.distance is not None:
+        by_product, is_inexact = t.distance.by_product, t.distance.is_inexact
+        write("by_product", f"dot, {numbers}", lambda w: w.text(by_product))
+        write("is_inexact", f"squared_distance, {numbers}", lambda w: w.text(is_inexact))
+    return Emitted(texts, rows, columns, heads)
 
 
 def listed(expressions: Iterable[str]) -> str:
     """A tuple display, also of none or one."""
     return "(" + "".join(f"{e}, " for e in expressions) + ")"
-
-
-def jit(owner: str, name: str, lines: Sequence[str]) -> Callable:
-    """The `@triton.jit` function of these lines; `owner` names the text."""
-    import triton
-
-    from .triton import arithmetic
-
-    file = f"<hf_hyperattn {owner}>"
-    text = "\n".join(["@triton.jit", *lines]) + "\n"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space: dict[str, Any] = {**vars(arithmetic), "triton": triton, "__name__": __name__}
-    exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, of names and numbers from a graph
-    return space[name]

@@ -30,8 +30,9 @@ _SETTINGS = (
 FORWARD = f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)"
 BACKWARD = f"(Tensor grad, Tensor out, Tensor lse, Tensor[] tensors, bool[] needs_grad, {_SETTINGS}) -> Tensor[]"
 
-#: What kernels that take vectors as they are take them in.
+#: What kernels that take vectors as they are take them in, and the extras that they have gradients of.
 RAW_DTYPES = (torch.float32, torch.bfloat16)
+LEARNED = ("query_factor", "key_factor", "sinks")
 
 
 def call(

@@ -367,7 +367,9 @@ def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
     monkeypatch.setitem(TERMS, Steep.name, Steep())
 
     def score(q, k, row, column, head):
-        logits = lambda: TERMS[Steep.name].logits(q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]])
+        logits = lambda: TERMS[Steep.name].logits(
+            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
+        )
         return PairScore(q, k, (ScoreTerm(TERMS[Steep.name], logits, (row,), (column,), (head,)),))
 
     q, k, v = (t.detach() for t in inputs(device, n=20, scale=1.0))

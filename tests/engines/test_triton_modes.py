@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, triton
-from hf_hyperattn.engines.score import PairScore, ScoreTerm, Term, register_term
 from hf_hyperattn.engines import triton as engine
+from hf_hyperattn.engines.score import PairScore, ScoreTerm, Term, register_term
 from tests.engines.triton_scores import SCORES, learned
 from tests.oracles.cases import qkv
 

@@ -4,6 +4,9 @@ scores call (engines/emit_triton.py). Relative errors are of some units in the l
 
 from __future__ import annotations
 
+import linecache
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
@@ -81,3 +84,16 @@ def cosh_of_sinh(x):
     """cosh a of x = sinh a."""
     size = tl.minimum(tl.abs(x), 1e9)
     return tl.where(tl.abs(x) > 1e9, tl.abs(x), tl.sqrt(1 + size * size))
+
+
+def compiled(owner: str, name: str, text: str) -> Callable:
+    """The `@triton.jit` function of this name whose text is given, which may call those above.
+
+    Triton parses the source of its functions. It is kept where Python looks for the source of what was not read from a
+    file, so that nothing that lies on a disk is ever run. `owner` says whose function it is.
+    """
+    file, text = f"<hf_hyperattn {name} of {owner}>", f"@triton.jit\n{text}"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    space = dict(globals())
+    exec(compile(text, file, "exec"), space)  # noqa: S102  text of ours, of names and numbers from a graph
+    return space[name]

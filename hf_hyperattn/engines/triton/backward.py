@@ -37,8 +37,8 @@ from .tile import (
 def store_vectors(D_X, D_NUMBERS, d_x, x, by_number, scale, factor, start, lines, place,
                   COUNT: tl.constexpr, D_FACTORS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
                   BD: tl.constexpr):  # fmt: skip
-    """The gradients of B vectors `x` from `start` on, of `lines`, whose line 0 is number `place`: D_X [.., D]. Those of
-    their COUNT statistics and, with D_FACTORS, of what the vectors are multiplied with: D_NUMBERS [.., COUNT + D_FACTORS].
+    """The gradients of B vectors `x` from `start` on, of `lines`, whose line 0 is number `place`: D_X [.., D]; those of
+    their COUNT statistics and, with D_FACTORS, of what they are multiplied with: D_NUMBERS [.., COUNT + D_FACTORS].
     """
     line, width = start + tl.arange(0, B), tl.arange(0, BD)[None, :]
     there, place = line < lines, place + line

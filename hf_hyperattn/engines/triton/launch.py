@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..emit_triton import functions
+from ..emit_triton import emitted
 from ..score import repeat_heads
-from ..serialize import OperatorCall
+from ..serialize import LEARNED, OperatorCall
+from .arithmetic import compiled
 from .backward import attention_backward_key, attention_backward_query
 from .configs import Config, configs, few, padded, tuned
 from .forward import attention_forward, combine
-from .operator import LEARNED
 from .tile import INTERPRETED
 
 if INTERPRETED.value:
@@ -51,7 +52,8 @@ class TritonCall:
         self.points: tuple[Tensor, Tensor] | None = None
         if "points_query" in a.extras:
             self.points = tuple(a.extras[f"points_{side}"].float().contiguous() for side in ("query", "key"))
-        self.functions = functions(a.score_key, a.options.softcap is not None)
+        capped = a.options.softcap is not None
+        self.emitted, self.functions = emitted(a.score_key, capped), functions(a.score_key, capped)
         #: Whether there is nothing to compute.
         self.empty = 0 in (self.batch, self.heads, self.n, self.m, self.dv)
         # see `tile.weights`: not beside numbers that are added, of which -3.4e38 may be all that a row sees
@@ -63,7 +65,7 @@ class TritonCall:
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
-        made, options = self.functions, self.options
+        functions, options = self.functions, self.options
         shape = (self.batch, self.heads, self.n, self.m)
         mask, bias = (None if t is None else t.expand(shape) for t in (self.mask, self.bias))
         truth = mask is not None and mask.dtype == torch.bool
@@ -85,9 +87,9 @@ class TritonCall:
             "scale": None if self.a.scale == 1 else self.a.scale,
             "softcap": options.softcap or 0.0,
             "dropout": options.dropout_p,
-            "SCORE": made.score,
-            "DISTANCE": made.by_product,
-            "INEXACT": made.is_inexact if self.points else None,
+            "SCORE": functions["score"],
+            "DISTANCE": functions.get("by_product"),
+            "INEXACT": functions.get("is_inexact") if self.points else None,
             "SLACK": slack(self.d, self.query.element_size()),
             "ROWS": self.row.shape[-1] - self.factored,
             "COLUMNS": self.column.shape[-1] - self.factored,
@@ -129,6 +131,13 @@ class TritonCall:
             )
 
         tuned(kind, configs(name, *self.size, self.points is not None), launch)
+
+
+@lru_cache(maxsize=256)
+def functions(score_key: str, capped: bool) -> dict[str, Callable]:
+    """The Triton functions of a score by name, see `Emitted`."""
+    owner, texts = f"{score_key}{' capped' * capped}", emitted(score_key, capped).texts
+    return {name: compiled(owner, name, text) for name, text in texts.items()}
 
 
 def packed(numbers: Sequence[Tensor], axis: int, none: tuple[int, ...], like: Tensor) -> Tensor:
@@ -218,7 +227,7 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
 
 def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: OperatorCall) -> list[Tensor]:
     """Gradients of all tensors of the operator in their order; `needs` says whose statistics' and parameters' count."""
-    made, like = call.functions, call.query
+    made, like = call.emitted, call.query
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
     by_key = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
@@ -237,7 +246,7 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         # of each query: its statistics, its factor, and what the first kernel leaves there for the second
         record = new(*shape, call.row.shape[-1] + 2)
         record[..., :-2] = call.row
-        shared = call.numbers() | {"GRAD": strided(grad), "PULL": made.pull, "RECORD": record}
+        shared = call.numbers() | {"GRAD": strided(grad), "PULL": call.functions["pull"], "RECORD": record}
         by_row = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
         by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse.numel()}
         by_column = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
@@ -245,9 +254,7 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         with on(like.device):
             call.run("query", attention_backward_query, shape, shared | by_row, call.column.shape[-1])
             call.run("key", attention_backward_key, key_shape, shared | by_column, record.shape[-1])
-    d_key, d_value = (
-        shared_sum(d, call.kv_heads).to(t.dtype) for d, t in ((d_key, call.key), (d_value, call.value))
-    )
+    d_key, d_value = (shared_sum(d, call.kv_heads).to(t.dtype) for d, t in ((d_key, call.key), (d_value, call.value)))
     by_name: dict[str, Tensor] = {}
     if row_factor:
         by_name["query_factor"] = d_row[..., -1].clone()
@@ -266,8 +273,8 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
 
 
 def unpacked(gradients: Tensor, places: tuple[int, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of all these statistics [B, H or Hkv, L], or parameters [H]: their gradients, which lie side by side in [..., k] for
-    those at these places, and 0 for the others.
+    """The gradients of these statistics [B, H or Hkv, L] or parameters [H]: of those at these places they lie side by
+    side in [..., k], those of others are 0.
     """
     by_place = dict(zip(places, gradients.unbind(-1), strict=False))  # after them may come that of a factor
     return [

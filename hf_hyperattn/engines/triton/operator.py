@@ -12,9 +12,6 @@ from torch import Tensor
 
 from .. import serialize
 
-#: The extras that have gradients.
-LEARNED = ("query_factor", "key_factor", "sinks")
-
 
 @torch.library.custom_op("hf_hyperattn::triton", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
@@ -44,7 +41,7 @@ def gradients(
 
 @gradients.register_fake
 def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    sizes = serialize.shapes(tensors, extras, LEARNED.__contains__)
+    sizes = serialize.shapes(tensors, extras, serialize.LEARNED.__contains__)
     return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
 
 

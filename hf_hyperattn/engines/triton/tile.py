@@ -148,8 +148,8 @@ def any_of(x):
 
 @triton.jit
 def differences(points, i, j, like, WIDTH: tl.constexpr):
-    """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; of points that coincide but for rounding 0,
-    so that this steers no gradient.
+    """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; 0 where they coincide but for rounding,
+    which is to steer no gradient.
     """
     square, size = tl.zeros_like(like), tl.zeros_like(like)
     for c in range(WIDTH):
