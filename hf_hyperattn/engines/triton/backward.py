@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .arithmetic import LOG2E
-from .forward import LENGTHS, reach
+from .forward import LENGTHS, reach, rows_of
 from .tile import (
     head_of,
     kept,
@@ -66,22 +66,16 @@ def attention_backward_query(
     float32, D_Q as Q. For the other kernel the last two numbers of RECORD [B, H, N, ROWS + FACTORS + 2]: LSE, with
     FUSED to base 2, and the sums of GRAD · OUT. Other arguments are as in the forward kernel.
     """
-    blocks = tl.cdiv(n, BM)
-    block = blocks - 1 - tl.program_id(0) % blocks
-    number = tl.program_id(0) // blocks
-    b, h = number // heads, number % heads
-    kv = h // GROUP
+    b, kv, h, i, inside, first, last = rows_of(tl.program_id(0), n, heads, GROUP, False, BM)
     bh = (b * heads + h).to(tl.int64)
-    lines = block * BM + tl.arange(0, BM)[:, None]
-    inside, i = lines < n, tl.minimum(lines, n - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
 
-    q = load_vectors(head_of(Q, b, h), i, width[None, :], W, W < BD)
+    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, True)
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
-    grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], DV, DV < BDV)
-    out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], DV, DV < BDV)
+    grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], n, DV, DV < BDV, True)
+    out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], n, DV, DV < BDV, True)
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
     lse = tl.load(LSE + bh * n + i) * (LOG2E if FUSED else 1.0)
     record = RECORD + (bh * n + i) * (ROWS + FACTORS + 2) + ROWS + FACTORS
@@ -97,14 +91,13 @@ def attention_backward_query(
     d_q = tl.zeros([BM, BD], tl.float32)
     d_rows, d_heads, means = zeros(BM, D_ROWS), zeros(BM, D_HEADS), zeros(BM, D_HEADS)
     residue = tl.zeros([BM], tl.float32)
-    first, last = block * BM + offset, tl.minimum(block * BM + BM, n) - 1 + offset
-    low, high, clean = reach(first, last, m, window, CAUSAL, WINDOWED, BN)
+    low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             line = start + tl.arange(0, BN)[None, :]
             j = line if EDGE == 0 else tl.minimum(line, m - 1)
-            k = load_vectors(keys, j, width[:, None], D, D < BD)
-            v = load_vectors(values, j, width_v[:, None], DV, DV < BDV)
+            k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
+            v = load_vectors(values, line, width_v[:, None], m, DV, DV < BDV, EDGE == 0)
             column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
@@ -125,15 +118,15 @@ def attention_backward_query(
             if d_dot is not None:
                 d_q += product(multiplied(d_dot, factor_k, None, None).to(k.dtype), tl.trans(k))
 
-    place = bh * n + block * BM + tl.arange(0, BM)
+    own = first + tl.arange(0, BM)
     if D_HEADS:
         if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
             sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
             residue -= tl.sum(sink * delta, 1)
         for index in tl.static_range(D_HEADS):
             d_head = d_heads[index] - residue * means[index]
-            tl.store(D_HEAD + index * row_step.to(tl.int64) + place, d_head, mask=block * BM + tl.arange(0, BM) < n)
-    store_vectors(D_Q, D_ROW, d_q, q, d_rows, scale, factor_q, block * BM, n, bh * n, D_ROWS, D_FACTORS, W, D, BM, BD)
+            tl.store(D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_head, mask=own < n)
+    store_vectors(D_Q, D_ROW, d_q, q, d_rows, scale, factor_q, first, n, bh * n, D_ROWS, D_FACTORS, W, D, BM, BD)
 
 
 @triton.jit
@@ -178,8 +171,8 @@ def attention_backward_key(
     inside, j = lines < m, tl.minimum(lines, m - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     COLUMN, HEAD = NUMBERS[1], NUMBERS[2]
-    k = load_vectors(head_of(K, b, kv), j, width[None, :], W, W < BD)
-    v = load_vectors(head_of(V, b, kv), j, width_v[None, :], DV, DV < BDV)
+    k = load_vectors(head_of(K, b, kv), j, width[None, :], m, W, W < BD, True)
+    v = load_vectors(head_of(V, b, kv), j, width_v[None, :], m, DV, DV < BDV, True)
     head = load_parameters(HEAD, h, heads, HEADS)
     column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
     column = load_statistics(COLUMN, column_line + j, COLUMNS + FACTORS)
@@ -198,8 +191,8 @@ def attention_backward_key(
             for start in range(clean if EDGE == 0 else low, high if EDGE == 0 else clean, BM):
                 line = start + tl.arange(0, BM)[None, :]
                 there, i = line < n, tl.minimum(line, n - 1)
-                q = load_vectors(queries, i, width[:, None], D, D < BD)
-                grad = load_vectors(grads, i, width_v[:, None], DV, DV < BDV)
+                q = load_vectors(queries, line, width[:, None], n, D, D < BD, False)
+                grad = load_vectors(grads, line, width_v[:, None], n, DV, DV < BDV, False)
                 records = RECORD + bh * n * (ROWS + FACTORS + 2)
                 row = load_records(records, i, BM, ROWS + FACTORS + 2, PACK)
                 factor_q = row[ROWS] if FACTORS else None

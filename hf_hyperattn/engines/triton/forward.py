@@ -108,7 +108,7 @@ def attention_forward(
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
-    q = load_vectors(head_of(Q, b, h), i, width[None, :], W, W < BD)  # zeros keep out what is beyond W
+    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, True)  # zeros keep out what is beyond W
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
@@ -137,7 +137,7 @@ def attention_forward(
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
             line = start + tl.arange(0, BN)[None, :]
             j = line if EDGE == 0 else tl.minimum(line, m - 1)
-            k = load_vectors(keys, j, width[:, None], D, D < BD)
+            k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
             if SHARED or not PACKED:
                 column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:
@@ -150,7 +150,7 @@ def attention_forward(
             top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
             if SEED is not None:
                 p *= kept(SEED, bh, i, j, dropout)
-            v = load_vectors(values, tl.trans(j), width_v[None, :], DV, DV < BDV)
+            v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
             total = total * shrink[:, None] + product(p.to(v.dtype), v)
 
     if SEED is not None:

@@ -51,7 +51,8 @@ class TritonCall:
         self.head = packed(a.head, 0, (0, self.heads), self.query)
         self.points: tuple[Tensor, Tensor] | None = None
         if "points_query" in a.extras:
-            self.points = tuple(a.extras[f"points_{side}"].float().contiguous() for side in ("query", "key"))
+            query, key = (a.extras[f"points_{side}"].float().contiguous() for side in ("query", "key"))
+            self.points = query, key
         capped = a.options.softcap is not None
         self.emitted, self.functions = emitted(a.score_key, capped), functions(a.score_key, capped)
         #: Whether there is nothing to compute.
@@ -247,9 +248,9 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         record = new(*shape, call.row.shape[-1] + 2)
         record[..., :-2] = call.row
         shared = call.numbers() | {"GRAD": strided(grad), "PULL": call.functions["pull"], "RECORD": record}
-        by_row = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
+        by_row: dict = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
         by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse.numel()}
-        by_column = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
+        by_column: dict = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
         by_column |= {"D_COLUMNS": len(columns), "D_FACTORS": column_factor}
         with on(like.device):
             call.run("query", attention_backward_query, shape, shared | by_row, call.column.shape[-1])

@@ -2,8 +2,8 @@
 
 Nothing here knows which way a tile lies: `i` are the queries' numbers and `j` the keys', [R, 1] and [1, C] where
 queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes. Where a tile ends
-beyond the last line, that one is loaded again: what a score makes of numbers that are there is a number, which a weight
-of 0 takes off.
+beyond the last line, that one's are loaded again: of numbers that no line has a score might make infinity or NaN, which
+a weight of 0 does not take off.
 """
 
 # What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
@@ -42,17 +42,21 @@ def head_of(vectors, b, h):
 
 
 @triton.jit
-def load_vectors(vectors, line, width, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Vectors number `line`, whose components number `width` run along the other axis; PADDED: over more than WIDTH.
+def load_vectors(vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
+    """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
 
-    vectors: as of `head_of`.
+    vectors: as of `head_of`. PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
     """
     start, stride = vectors
     pointers = start + line.to(tl.int64) * stride + width
-    if PADDED:
-        return tl.load(pointers, mask=(width < WIDTH) & (line >= 0), other=0.0)
-    else:
+    if INSIDE and not PADDED:
         return tl.load(pointers)
+    elif INSIDE:
+        return tl.load(pointers, mask=(width < WIDTH) & (line >= 0), other=0.0)
+    elif PADDED:
+        return tl.load(pointers, mask=(width < WIDTH) & (line < lines), other=0.0)
+    else:
+        return tl.load(pointers, mask=(line < lines) & (width >= 0), other=0.0)
 
 
 @triton.jit
@@ -151,7 +155,7 @@ def differences(points, i, j, like, WIDTH: tl.constexpr):
     """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; 0 where they coincide but for rounding,
     which is to steer no gradient.
     """
-    square, size = tl.zeros_like(like), tl.zeros_like(like)
+    square, size = tl.zeros_like(like), tl.zeros_like(i.to(tl.float32))
     for c in range(WIDTH):
         q = tl.load(points[0] + i.to(tl.int64) * WIDTH + c)
         k = tl.load(points[1] + j.to(tl.int64) * WIDTH + c)
