@@ -18,7 +18,7 @@ from ..emit_cpp import emitted, emitted_reader
 from ..score import READERS, parse_score_key
 
 HERE = Path(__file__).parent
-SCORE = [HERE / name for name in ("emitted.h", "score.h")]
+SCORE = HERE / "score.h"
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
 CORE = [
     HERE / name
@@ -89,7 +89,7 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     engine = core() if refusal(score_key) is None else None
     if engine is None:
         return None
-    library = native.load("cpu_score", text_of(score_key, capped, reader), *SCORE, *SHARED)
+    library = native.load("cpu_score", text_of(score_key, capped, reader), SCORE, *SHARED)
     if library is None:
         return None
     library.hyper_score.restype = ctypes.c_void_p
@@ -132,6 +132,6 @@ def text_of(score_key: str, capped: bool, reader: str = "") -> str:
     if reader:
         functors += emitted_reader(READERS[name])
     return TEXT.format(
-        score_key=score_key, header=SCORE[0].as_posix(), functors=functors, pieces=", ".join(pieces),
+        score_key=score_key, header=SCORE.as_posix(), functors=functors, pieces=", ".join(pieces),
         reader=f", hyper::ReadBy<{index}, hyper::EmittedReader>" if reader else "",
     )  # fmt: skip

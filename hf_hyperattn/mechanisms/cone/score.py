@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader,
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
-from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, definition, horizontal, of_parts
+from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, MAPPINGS, definition, horizontal, of_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,7 @@ class ConeSpace:
             scale: of a host's product that it reads, scale · q·k; None: it reads that of the horizontal parts.
             gate, capped: as in `ScoreTerm`.
         """
-        name = "umbral" if self.variant == "umbral" else "penumbral_squared" if self.squared else "penumbral"
-        reader = self.reader()
+        name, reader = KINDS[self.variant, self.mapping, self.squared, self.clamp_heights]
         vectors, gamma, radius = ConeVectors(query, key, self, scale), self.gamma, self.radius
         head = () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
         term = ScoreTerm(
@@ -52,32 +52,35 @@ class ConeSpace:
             statistics=vectors.statistics,
             capped=capped,
             # decoding takes distances from differences, for which it does not read the last parameter
-            reader=VectorReader(reader.name, (gamma, radius), (*head, 1.0)),
+            reader=VectorReader(reader, (gamma, radius), (*head, 1.0)),
             points=vectors.points,
         )
         if scale is not None:
             return PairScore(query, key, (term,), scale)
         return PairScore(query, key, (term,), 1.0, query.shape[-1] - 1, vectors.features)
 
-    def reader(self) -> Reader:
-        """How the statistics are read from vectors where each key is read once. Parameters: gamma and the radius."""
-        name = f"cone {self.variant} {self.mapping} {self.squared:d}{self.clamp_heights:d}"
-        if name not in READERS:
-            READERS[name] = Reader(name, replace(self, gamma=0.0, radius=0.0).read, 2, left_out=1)
-        return READERS[name]
 
-    def read(self, row, column, head):
-        """See `Reader`: the statistics before |X|²."""
-        (dim,), (last, side), (gamma, radius) = row, column, head
-        height, stretch = of_parts(last, side, dim, self.mapping, radius)
-        if self.variant == "umbral":
-            half = gamma / 2
-            return stretch * (half / torch.sinh(radius)), (height * half,)
-        weight = gamma.sqrt() if self.squared else gamma
-        height, rim = height * weight, radius * weight
-        height = torch.minimum(height, CLAMP * rim) if self.clamp_heights else height
-        square = rim * rim
-        return stretch * weight, (height * height, torch.maximum(square - height * height, FLOOR * square).sqrt())
+def read(kind, row, column, head):
+    """See `Reader`: the statistics before |X|². Parameters: gamma and the radius."""
+    (variant, mapping, squared, clamp_heights), (dim,), (last, side), (gamma, radius) = kind, row, column, head
+    height, stretch = of_parts(last, side, dim, mapping, radius)
+    if variant == "umbral":
+        half = gamma / 2
+        return stretch * (half / torch.sinh(radius)), (height * half,)
+    weight = gamma.sqrt() if squared else gamma
+    height, rim = height * weight, radius * weight
+    height = torch.minimum(height, CLAMP * rim) if clamp_heights else height
+    square = rim * rim
+    return stretch * weight, (height * height, torch.maximum(square - height * height, FLOOR * square).sqrt())
+
+
+#: The names of the term and of the reader of each kind of score: variant, mapping, squared, clamp_heights.
+KINDS: dict[tuple[str, str, bool, bool], tuple[str, str]] = {}
+for _kind in product(("umbral", "penumbral"), MAPPINGS, (True, False), (True, False)):
+    _variant, _mapping, _squared, _clamp = _kind
+    _reader = f"cone {_variant} {_mapping} squared={_squared} clamp={_clamp}"
+    KINDS[_kind] = "umbral" if _variant == "umbral" else "penumbral" + "_squared" * _squared, _reader
+    READERS[_reader] = Reader(_reader, partial(read, _kind), 2, left_out=1)
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ class HyperbolicTerm(DerivedDistanceTerm):
         """w, and X, each [..., R, C]."""
         (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
         # in a form that is exactly 0 for equal radii, however products are rounded and fused
-        x = torch.mul(sinh_q - sinh_k, cosh_k).sub_(torch.mul(cosh_q - cosh_k, sinh_k))
+        x = (sinh_q - sinh_k).mul_(cosh_k).addcmul_(cosh_q - cosh_k, sinh_k, value=-1)
         w = torch.mul(opening, sinh_k * cosh_k).mul_(sinh_q * cosh_q).addcmul_(x, x)
         return w, x
 
