@@ -55,7 +55,7 @@ class SumOfTerms(Term):
 
 
 class SumWithDistance(SumOfTerms, DistanceTerm):
-    """The same, where one of them reads a squared distance, which is at most one."""
+    """The same, where one of them reads a squared distance."""
 
     def measuring(self, row, column, head) -> tuple[DistanceTerm, list]:
         """The term that does, and its numbers."""
@@ -76,7 +76,9 @@ class SumWithDistance(SumOfTerms, DistanceTerm):
 @lru_cache(maxsize=256)
 def traced(score_key: str, capped: bool) -> tuple[Traced | None, str | None]:
     """The graph of a score, and why there is none."""
-    measures = any(isinstance(term, DistanceTerm) for term, *_ in parse_score_key(score_key))
+    measures = sum(isinstance(term, DistanceTerm) for term, *_ in parse_score_key(score_key))
+    if measures > 1:
+        return None, f"more than one term of {score_key} reads distances"
     try:
         return trace((SumWithDistance if measures else SumOfTerms)(score_key, capped)), None
     except Untraceable as error:

@@ -11,7 +11,7 @@ import torch
 
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, triton
 from hf_hyperattn.engines import triton as engine
-from hf_hyperattn.engines.score import PairScore, ScoreTerm, Term, register_term
+from hf_hyperattn.engines.score import TERMS, PairScore, ScoreTerm, Term, register_term
 from tests.engines.triton_scores import SCORES, learned
 from tests.oracles.cases import qkv
 
@@ -81,6 +81,8 @@ def test_what_it_cannot_serve_is_named(monkeypatch):
     assert "float64" in reason_of(monkeypatch, dot_score(q.double(), k.double()), v.double())
     other = PairScore(q, k, (ScoreTerm(DISTANT, lambda: -q @ k.mT),))
     assert "'toy_without_triton' cannot be compiled: operator erf" in reason_of(monkeypatch, other, v)
+    two = PairScore(q, k, tuple(ScoreTerm(TERMS[name], lambda: q) for name in ("umbral", "geodesic")))
+    assert "more than one term of umbral+geodesic reads distances" == reason_of(monkeypatch, two, v)
     wide = torch.zeros(1, 1, 2, 257)
     assert "wider than 256" in reason_of(monkeypatch, dot_score(wide, wide), wide)
     bias = torch.zeros(1, 1, 5, 5, requires_grad=True)
