@@ -66,7 +66,7 @@ def call(
     else:
         (query, key), scale, width = score.features(), 1.0, None
         value = value.to(query.dtype)
-    if score.points is not None and (with_points or not raw):
+    if (with_points or not raw) and score.points is not None:
         points = score.points()
         pair = (points.query.detach(), points.key.detach()) if raw else (points.query, points.key)
         extras["points_query"], extras["points_key"] = pair
