@@ -120,6 +120,11 @@ def sign(x: Node) -> Node:
     return where(x.graph.number(0) < x, 1.0, where(x < 0.0, -1.0, 0.0))
 
 
+def inverse(x: Node) -> Node:
+    """1 / x, one node for all that is divided by x: gradients and slopes are."""
+    return x.graph.number(1) / x
+
+
 def _apply(op: str, g: Graph, *args) -> Node:
     return g.node(op, *args)
 
@@ -356,10 +361,10 @@ DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "add": lambda v, n, a, b: (v, v),
     "sub": lambda v, n, a, b: (v, -v),
     "mul": lambda v, n, a, b: (v * b, v * a),
-    "div": lambda v, n, a, b: (v / b, -(v / b) * n),
+    "div": lambda v, n, a, b: (v * inverse(b), -(v * inverse(b)) * n),
     "neg": lambda v, n, a: (-v,),
     "abs": lambda v, n, a: (v * sign(a),),
-    "sqrt": lambda v, n, a: ((~(a <= 0.0), v * 0.5 / n),),
+    "sqrt": lambda v, n, a: ((~(a <= 0.0), v * (inverse(n) * 0.5)),),
     "exp": lambda v, n, a: (v * n,),
     "log": lambda v, n, a: (v / a,),
     "log1p": lambda v, n, a: (v / (a + 1.0),),
@@ -369,7 +374,7 @@ DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "cosh_of_sinh": lambda v, n, a: (v * a / n,),
     "tanh": lambda v, n, a: (v * (n.graph.number(1) - n * n),),
     "sigmoid": lambda v, n, a: (v * (n * (n.graph.number(1) - n)),),
-    "acosh1p": lambda v, n, y, root: ((~(y <= 0.0), v / root), None),
+    "acosh1p": lambda v, n, y, root: ((~(y <= 0.0), v * inverse(root)), None),
     "max": lambda v, n, a, b: _max(v, a, b),
     "min": lambda v, n, a, b: _max(v, a, b)[::-1],
     "where": lambda v, n, c, a, b: (None, (c, v), (~c, v)),

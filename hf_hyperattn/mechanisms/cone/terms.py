@@ -128,8 +128,10 @@ class Penumbral(ConeTerm):
         outside = half < 0
         inside = (half >= a) | (half >= b)  # one cone holds the other point; NaN is not
         ratio = difference / gap
-        apart = 0.25 * (gap + 2 * (pq + pk) + difference * ratio)
-        height2 = torch.where(inside, torch.maximum(pq, pk), r2 - half * half)
+        mean = 0.5 * (pq + pk)
+        apart = 0.25 * (gap + difference * ratio) + mean
+        larger = mean + 0.5 * difference.abs()  # of the two: ties share its slope evenly
+        height2 = torch.where(inside, larger, r2 - half * half)
         height2 = torch.where(outside, apart, height2)
         root: Any = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
 
