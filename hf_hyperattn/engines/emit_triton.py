@@ -112,7 +112,8 @@ class Writer:
             if node.op == "where" and arguments[1] == arguments[2]:  # but for `detach`
                 return arguments[1]
             if node.op == "div" and node.args[1].op == "sqrt":  # one instruction
-                expression = f"{arguments[0]} * tl.rsqrt({self.text(node.args[1].args[0])})"
+                root = f"tl.rsqrt({self.text(node.args[1].args[0])})"
+                expression = root if node.args[0] is node.graph.number(1) else f"{arguments[0]} * {root}"
             self.names[node] = f"v{node.order}"
             self.lines.append(f"v{node.order} = {expression}")
         return self.names[node]
