@@ -8,7 +8,8 @@ a weight of 0 does not take off.
 
 # What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
 # mypy: disable-error-code="assignment"
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
