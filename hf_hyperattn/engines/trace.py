@@ -286,13 +286,15 @@ class Traced:
         """Gradients of the leaves and of the squared distance, from that of the logit."""
         return self.through_logit(self.graph.node("local", value=GRAD))
 
-    def through_logit(self, seed: Node) -> tuple[dict[Node, Node], Node]:
-        """The same from a node; those of the leaves through the product form of the distance, where it is from that."""
+    def through_logit(self, seed: Node, masked: bool = True) -> tuple[dict[Node, Node], Node]:
+        """The same from a node; those of the leaves through the product form of the distance, where it is from that,
+        or unless `masked`, everywhere.
+        """
         leaves = gradients((self.logit, None, seed))
         distance = leaves.pop(self.graph.node("squared_distance"), self.graph.number(0))
         if self.distance is not None:
-            exact = self.graph.node("near", value=NEAR)
-            for leaf, more in gradients((self.distance.by_product, ~exact, distance)).items():
+            by_product = ~self.graph.node("near", value=NEAR) if masked else None
+            for leaf, more in gradients((self.distance.by_product, by_product, distance)).items():
                 leaves[leaf] = leaves[leaf] + more if leaf in leaves else more
         return leaves, distance
 
