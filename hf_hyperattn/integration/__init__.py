@@ -11,7 +11,9 @@ from .call import set_backend
 from .collator import HierarchyCollator
 from .conversions import convert
 from .describe import describe, list_mechanisms
+from .gate_log import LogGates
 from .hierarchical_cache import HierarchicalCache
+from .hyper_lora import HyperLoraConfig
 from .names import register_names
 from .patching import patch_model, unpatch_model
 from .record_check import fresh_patch
@@ -24,6 +26,8 @@ warn_of_changes()
 __all__ = [
     "HierarchicalCache",
     "HierarchyCollator",
+    "HyperLoraConfig",
+    "LogGates",
     "convert",
     "describe",
     "freeze_base",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, trainer_pt_utils
 from transformers.models.auto import modeling_auto
-from transformers.pytorch_utils import Conv1D
 
-from .checkpoint_config import patched_hosts
+from .checkpoint_config import RECORD, inner, patched_hosts
 from .hyper import Hyper
+from .hyper_adapter import HyperAdapter
+from .hyper_lora import HyperLoraConfig
 from .patching import base_model
+from .projections import projections
 from .wrapping import wrap
 
 #: What the Trainer, too, keeps weight decay from: parameters with one of these (regular expressions) in their names.
@@ -37,34 +38,30 @@ def lora_config(
     modules_to_save: list[str] | None = None,
     task_type: str | None = None,
     **options,
-):
+) -> HyperLoraConfig:
     """A PEFT config that trains LoRA matrices, and beside them all that a patch added, whole.
 
     Use it with `peft.get_peft_model(model, config)` or `model.add_adapter(config)`. The adapter that is saved then
-    holds both. To load it, the base must be patched as it was here.
+    holds both, and patches a stock base as this model is patched, by whichever loader.
 
     Args:
         model: a patched model.
-        r: rank of the LoRA matrices.
+        r: rank of the LoRA matrices; 0 for none.
         target_modules: where they go, as PEFT has it; None: the linear layers inside the patched hosts.
         modules_to_save: further modules that are trained and saved whole, such as a new head.
         task_type: as PEFT has it; None: told from the model's class, where it is one of PEFT's tasks.
         options: all else that `peft.LoraConfig` takes: `lora_alpha`, `lora_dropout`, `bias`, `use_dora`, ...
 
-    Returns:
-        A `peft.LoraConfig`.
-
     Raises:
         ValueError: the model is not patched, or its hosts hold no linear layers and `target_modules` is not given.
     """
-    from peft import LoraConfig  # takes a third of a second, which only those who train should wait
-
     base = base_model(model)
-    hosts_of_patched(base)
-    return LoraConfig(
+    hosts = hosts_of_patched(base)
+    return HyperLoraConfig(
         r=r,
-        target_modules=projections(base) if target_modules is None else target_modules,
-        modules_to_save=["hyper", *(name for name in modules_to_save or () if name != "hyper")],
+        hyperattn=getattr(base.config, RECORD),
+        target_modules=projections(base, hosts) if target_modules is None and r else target_modules,
+        modules_to_save=modules_to_save,
         task_type=task_of(base) if task_type is None else task_type,
         **options,
     )
@@ -136,8 +133,13 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
 
 def hyper_parameters(model: nn.Module) -> set[int]:
-    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did."""
-    return {id(p) for _, host in hosts_of_patched(base_model(model)) for p in host.hyper.parameters()}
+    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did.
+
+    Of adapters that each bring their own patch, those of the active one.
+    """
+    modules = [host.hyper for _, host in hosts_of_patched(base_model(model))]
+    modules = [inner(module) if isinstance(module, HyperAdapter) else module for module in modules]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def hosts_of_patched(base: PreTrainedModel) -> list[tuple[str, Any]]:
@@ -157,33 +159,3 @@ def task_of(base: nn.Module) -> str | None:
         if any(name in ((known,) if isinstance(known, str) else known) for known in mapping.values()):
             return task
     return None
-
-
-def projections(base: PreTrainedModel) -> list[str]:
-    """Names of the linear layers inside the patched hosts, in the short form that PEFT matches with name endings.
-
-    "self_attn.q_proj" where that means patched hosts alone, else a name for each, "layers.20.self_attn.q_proj".
-    """
-    layers = [f"{host}.{name}" for host, module in patched_hosts(base) for name in linear_layers(module)]
-    if not layers:
-        raise ValueError(
-            f"the patched hosts of {type(base).__name__} hold no linear layers; pass target_modules=[...]"
-        )
-    others = sorted({name for name, _ in base.named_modules()} - set(layers))
-    targets = set()
-    for name in layers:
-        short = ".".join(name.split(".")[-2:])
-        ambiguous = any(n == short or n.endswith("." + short) for n in others)
-        targets.add(name.removeprefix(base.base_model_prefix + ".") if ambiguous else short)
-    return sorted(targets)
-
-
-def linear_layers(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Names of the linear layers in a module, those that carry an adapter already included, and ours not."""
-    for name, child in module.named_children():
-        layer: Any = child
-        layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-        if isinstance(layer, nn.Linear | Conv1D):
-            yield path + name
-        elif layer is child and not isinstance(getattr(child, "original_module", child), Hyper):
-            yield from linear_layers(child, f"{path}{name}.")
