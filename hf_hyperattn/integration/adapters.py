@@ -102,13 +102,18 @@ def _load(original, self, *args, **kwargs):
 @wrap("load_adapter", PeftAdapterMixin)
 def _load_natively(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
-    # before 5.18 it makes the modules and reads nothing into them
-    if Version(transformers.__version__) < Version("5.18"):
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        name = arguments.get("adapter_name") or "default"
-        if holds_hyper(self.peft_config[name]):
-            set_peft_model_state_dict(self, adapter_weights(arguments), name)
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    name = arguments.get("adapter_name") or "default"
+    config = self.peft_config[name]
+    ours = isinstance(config, HyperLoraConfig)
+    # before 5.18 it makes the modules and reads nothing into them; it never reads DoRA's vectors
+    before = Version(transformers.__version__) < Version("5.18")
+    if (before and (ours or holds_hyper(config))) or (ours and config.use_dora):
+        set_peft_model_state_dict(self, adapter_weights(arguments), name)
+    if before:
         return result
+    if ours:
+        result.missing_keys = {key for key in result.missing_keys if ".lora_magnitude_vector." not in key}
     missing = (key for key in result.missing_keys if ".modules_to_save." in key or ".lora_hyper." in key)
     check_tensors([*missing, *result.unexpected_keys])
     return result

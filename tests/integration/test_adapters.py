@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +19,6 @@ import hf_hyperattn as ha
 
 from .lessons import added, llama, logits, next_character, patched
 
-NEWER_PEFT = Version(peft.__version__) >= Version("0.20")
 LINEAR = dict(target_modules=["q_proj", "v_proj"])
 
 
@@ -54,7 +52,7 @@ METHODS = {
     "VeRA": Method(
         peft.VeraConfig,
         dict(target_modules=["q_proj", "o_proj"], r=4),
-        native="refused" if NEWER_PEFT else "equal",
+        native="refused",
     ),
     "LoHa": Method(peft.LoHaConfig, LINEAR),
     "LoKr": Method(peft.LoKrConfig, LINEAR),
@@ -281,7 +279,7 @@ def test_the_card_s_snippet_runs_as_it_is_written(native, tmp_path, monkeypatch)
     step(model)
     model.save_pretrained("path/to/this/directory")
     card = (tmp_path / "path/to/this/directory/README.md").read_text()
-    assert "(`LORA`)" in card
+    assert "(`HF_HYPERATTN`)" in card and "patch_model" not in card
     names = {}
     exec(card.partition("```python\n")[2].partition("```")[0], names)
     assert gap(said(names["model"]), said(model)) <= 1e-6
