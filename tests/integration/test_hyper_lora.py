@@ -11,6 +11,9 @@ import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import hf_hyperattn as ha
 
@@ -145,21 +148,27 @@ else:
 """
 
 
+def words() -> hf.PreTrainedTokenizerFast:
+    """A tokenizer of 93 words."""
+    vocabulary = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(90))]
+    made = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture
+def tokenizer():
+    return words()
+
+
 def in_a_fresh_process(load: str, model, folders, tmp_path, plugin: bool) -> str:
     model.save_pretrained(tmp_path / "adapter")
-    tokens = hf.PreTrainedTokenizerFast(tokenizer_object=__import__("tokenizers").Tokenizer(tokens_model()))
-    tokens.save_pretrained(folders["llama"])
+    words().save_pretrained(folders["llama"])
     torch.save(LESSONS["llama"][1]()["input_ids"], tmp_path / "out.ids")
     arguments = [str(folders["llama"]), str(tmp_path / "adapter"), str(tmp_path / "out"), "1" if plugin else "", load]
     ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.splitlines()[-1]
-
-
-def tokens_model():
-    from tokenizers import models
-
-    return models.WordLevel({str(i): i for i in range(99)}, unk_token="0")
 
 
 @pytest.mark.parametrize(
@@ -475,16 +484,6 @@ def test_half_precision_trains_in_float32_and_merges_in_its_own(stock, tmp_path)
 
 
 # Trainers of others: `make roads` installs them
-
-
-@pytest.fixture
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(90))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 TRAINING = dict(
