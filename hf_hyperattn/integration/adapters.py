@@ -31,7 +31,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
-from .hyper_adapter import base_hyper, hyper_adapters, refuse_two
+from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
 from .hyper_lora import HyperLoraConfig
 from .state_dicts import WHERE
 from .wrapping import wrap
@@ -50,6 +50,8 @@ def check_place(model: nn.Module, config) -> None:
     """
     if isinstance(config, HyperLoraConfig):  # it patches the model, or compares the patch itself
         return
+    if holds_hyper(config):
+        refuse_adapters(model, "modules_to_save=['hyper']")
     patched = any(base_hyper(host) is not None for _, host in patched_hosts(model))
     name = type(model).__name__
     if holds_hyper(config) and not patched:

@@ -27,7 +27,7 @@ import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..selection import Choice
-from .adapter_config import in_short
+from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hidden import add_hooks, remove_hooks
@@ -237,8 +237,15 @@ def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[Hyp
     Raises:
         ValueError: neither the config nor a patch of the model says what to do, or both do and differ.
     """
-    own = [name for name, host in patched_hosts(base) if base_hyper(host) is not None]
-    record = HyperAttnConfig.from_dict(getattr(base.config, RECORD)) if own else None
+    for path, _ in hyper_wrappers(base):
+        raise ValueError(
+            f"{path} is in an adapter with modules_to_save=['hyper'], beside which none with a patch of its own "
+            "has a place; put them on two models"
+        )
+    record = None
+    if any(base_hyper(host) is not None for _, host in patched_hosts(base)):
+        write_records(base)  # a part of it may have been patched by itself
+        record = HyperAttnConfig.from_dict(getattr(base.config, RECORD))
     wanted = config.hyperattn or record
     if wanted is None:
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, trainer_pt_utils
 from transformers.models.auto import modeling_auto
 
-from .checkpoint_config import RECORD, inner, patched_hosts
+from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter
 from .hyper_lora import HyperLoraConfig
@@ -57,6 +57,7 @@ def lora_config(
     """
     base = base_model(model)
     hosts = hosts_of_patched(base)
+    write_records(base)  # a part of it may have been patched by itself
     return HyperLoraConfig(
         r=r,
         hyperattn=getattr(base.config, RECORD),
