@@ -21,6 +21,8 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("lora_hyper",)
+    base_layer: Hyper | None
+    lora_hyper: Any
 
     def __init__(self, base: Hyper | None):
         super().__init__()
@@ -129,7 +131,7 @@ def hyper_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, HyperAdap
 
 def base_hyper(host: nn.Module) -> Hyper | None:
     """The `Hyper` of a base that was patched itself."""
-    hyper = host._modules.get("hyper")
+    hyper: Any = host._modules.get("hyper")
     return hyper.base_layer if isinstance(hyper, HyperAdapter) else hyper
 
 

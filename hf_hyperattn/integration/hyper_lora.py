@@ -45,7 +45,7 @@ COMBINATIONS = ("svd", "linear", "cat")
 
 def new_peft_type(name: str) -> PeftType:
     """A further member of PEFT's enum, which is closed to `register_peft_method`."""
-    member = str.__new__(PeftType, name)
+    member: Any = str.__new__(PeftType, name)
     member._name_ = member._value_ = name
     member._sort_order_ = len(PeftType.__members__)
     PeftType._member_names_.append(name)
@@ -107,6 +107,7 @@ class HyperLoraModel(LoraModel):
     """`LoraModel` with a `HyperAdapter` at every host that one of its adapters patches."""
 
     tuner_layer_cls: Any = (LoraLayer, HyperAdapter)
+    peft_config: Any
 
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
         base = base_model(model)
@@ -184,11 +185,11 @@ class HyperLoraModel(LoraModel):
             for handle in handles:
                 handle.remove()
 
-    def add_weighted_adapter(self, adapters, weights, adapter_name, combination_type="svd", **options) -> None:
+    def add_weighted_adapter(self, adapters, weights, adapter_name, combination_type="svd", *args, **options) -> None:
         """As PEFT's; the added parameters are the weighted sum of what the adapters learned beyond their start."""
         configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
         if adapter_name in self.peft_config or len(configs) < len(adapters):
-            return super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, **options)
+            return super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, *args, **options)
         prefix = self.model.base_model_prefix
         differ = any(in_short(c.hyperattn, prefix) != in_short(configs[0].hyperattn, prefix) for c in configs)
         if differ or combination_type not in COMBINATIONS or len({config.r == 0 for config in configs}) > 1:
@@ -198,7 +199,7 @@ class HyperLoraModel(LoraModel):
                 f"{', '.join(COMBINATIONS)}"
             )
         if configs[0].r:
-            super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, **options)
+            super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, *args, **options)
         else:
             self.peft_config[adapter_name] = replace(configs[0])
             self.inject_adapter(self.model, adapter_name)
