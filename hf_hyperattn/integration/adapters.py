@@ -115,7 +115,8 @@ def _load_natively(original, self, *args, **kwargs):
     if before:
         return result
     if ours:
-        result.missing_keys = {key for key in result.missing_keys if ".lora_magnitude_vector." not in key}
+        for keys in (result.missing_keys, result.unexpected_keys):
+            keys -= {key for key in keys if ".lora_magnitude_vector." in key}
     missing = (key for key in result.missing_keys if ".modules_to_save." in key or ".lora_hyper." in key)
     check_tensors([*missing, *result.unexpected_keys])
     return result
