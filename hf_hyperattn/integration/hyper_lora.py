@@ -31,7 +31,7 @@ from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hidden import add_hooks, remove_hooks
-from .hierarchical import accept_hierarchy, ignore_hierarchy, settle_names, structured_hosts
+from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names, structured_hosts
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
 from .patching import base_model, gather, resolve, rollback_on_error
@@ -321,7 +321,7 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
         accept_hierarchy(base, structured)
     else:
         ignore_hierarchy(base)
-    settle_names(base)  # parts that run a structure by name
+    resolve_names(base)  # parts that run a structure by name
     if routed and not patched and not any(hypers_of_adapters(base)):
         model_patches.unserve(base)
 
