@@ -8,7 +8,7 @@ adapter that is active. On disk `peft_type` is "HF_HYPERATTN", a type that PEFT 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
+from transformers.pytorch_utils import Conv1D
 
 import model_patches
 
@@ -35,7 +36,6 @@ from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names, str
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
 from .patching import base_model, gather, resolve, rollback_on_error
-from .projections import projections
 from .wrapping import wrap
 
 NAME = "HF_HYPERATTN"
@@ -262,6 +262,36 @@ def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[Hyp
             "what is there, or call unpatch_model(model) first"
         )
     return wanted, selected, newly_routed or any(h.newly_routed for h in hypers_of_adapters(base))
+
+
+def projections(base: PreTrainedModel, hosts: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Names of the linear layers inside some hosts, in the short form that PEFT matches with name endings.
+
+    "self_attn.q_proj" where that means patched hosts alone, else a name for each, "layers.20.self_attn.q_proj".
+    """
+    layers = [f"{host}.{name}" for host, module in hosts for name in linear_layers(module)]
+    if not layers:
+        raise ValueError(
+            f"the patched hosts of {type(base).__name__} hold no linear layers; pass target_modules=[...], or r=0"
+        )
+    others = sorted({name for name, _ in base.named_modules()} - set(layers))
+    targets = set()
+    for name in layers:
+        short = ".".join(name.split(".")[-2:])
+        ambiguous = any(n == short or n.endswith("." + short) for n in others)
+        targets.add(name.removeprefix(base.base_model_prefix + ".") if ambiguous else short)
+    return sorted(targets)
+
+
+def linear_layers(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Names of the linear layers in a module, those that carry an adapter already included, and ours not."""
+    for name, child in module.named_children():
+        layer: Any = child
+        layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+        if isinstance(layer, nn.Linear | Conv1D):
+            yield path + name
+        elif layer is child and name != "hyper":
+            yield from linear_layers(child, f"{path}{name}.")
 
 
 def built(base, config: HyperLoraConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
