@@ -14,9 +14,9 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
-from hf_hyperattn.mechanisms.hsa.cache.evicting import gather
 from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_evicted
 from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep, MeanCache
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from tests.integration.models import llama, perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -303,7 +303,10 @@ def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
 
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_one_token_after_another_sees_what_it_would_see_alone(heads):
-    """What a window's queries see is gathered once: with rules per head, and when tokens are taken back in between."""
+    """What a window's queries see is gathered once: with rules per head, and when tokens are taken back in between.
+
+    Expected is key tying of all tokens there were, none of them evicted.
+    """
     rule = {"near": 5, "sinks": 3, "block_bias": None, "sink_logit": None}
     if heads == "each":
         rule = {
@@ -317,21 +320,25 @@ def test_one_token_after_another_sees_what_it_would_see_alone(heads):
     def new(heads, n):
         return torch.randn(2, heads, n, 8, generator=generator)
 
-    cache = MeanCache(new(2, 1), new(2, 1), Keep((4, 16), 12, 9))
-    cache.append(new(2, 150), new(2, 150))
+    key, value = new(2, 150), new(2, 150)
+    cache = MeanCache(key[:, :, :1], value[:, :, :1], Keep((4, 16), 12, 9))
+    cache.append(key, value)
     cache.levels((4, 16), None)
     for step in range(140):
         if step in (90, 115):
-            cache.crop(cache.exact[0].length - 3)
+            cache.crop(key.shape[2] - 3)
+            key, value = key[:, :, :-3], value[:, :, :-3]
         if step == 100:
             cache.pick(torch.tensor([1, 0]))
+            key, value = key.flip(0), value.flip(0)
         if step == 120 and heads == "each":
             rule["near"] = torch.tensor([1, 2, 3, 4])
-        cache.append(new(2, 1), new(2, 1))
+        more = new(2, 1), new(2, 1)
+        key, value = torch.cat([key, more[0]], 2), torch.cat([value, more[1]], 2)
+        cache.append(*more)
         cache.levels((4, 16), None)
-        query, offset = new(4, 1), cache.exact[0].length - 1
-        out = attend_evicted(query, cache, **rule, offset=offset, scale=0.3)
-        key, value, bias = gather(cache, offset, 1, *rule.values())
-        logits = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias
-        assert_close(out, logits.softmax(-1) @ value.repeat_interleave(2, 1), 1e-6, f"{step}")
+        query, where = new(4, 1), {"offset": key.shape[2] - 1, "scale": 0.3}
+        out = attend_evicted(query, cache, **rule, **where)
+        every, _ = key_tied(query, key, value, (4, 16), **rule, **where, refine_top_k=0, is_causal=True)
+        assert_close(out, every, 1e-6, f"{step}")
     assert cache.has_evicted
