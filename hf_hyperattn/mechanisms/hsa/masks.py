@@ -15,7 +15,7 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import windows_tree
 from ..base import FirstKey
-from .tree.masked_tree import trees_of
+from .tree.key import trees_of
 
 #: What was read from masks that are alive: all layers of a model share one.
 _STOPS, _PADDING, _REAL = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()

@@ -34,7 +34,7 @@ class Function(NamedTuple):
         compute: from (query, key and value; named tensors; sizes; numbers; scale) to the output and a second tensor.
         shape: of the second, from (query, key, numbers).
         backward: gradients of all tensors, or None for one, from (gradient of the output, both results, and the
-            arguments of `compute`). None where autograd computes the function again.
+            arguments of `compute`). Where it is or gives None, autograd computes the function again.
     """
 
     compute: Callable
@@ -137,9 +137,10 @@ def backward(
     """Gradients of all tensors that have some, zeros for the others."""
     function, features, named = _unflatten_call(tensors, names)
     with full_precision(grads[0].device):  # backward may be called under autocast
+        gradients = None
         if function.backward is not None:
             gradients = function.backward(grads[0], *results, features, named, sizes, numbers, scale)
-        else:
+        if gradients is None:
             gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
     return [
         torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.contiguous()

@@ -27,7 +27,7 @@ from .masks import (
     without_first,
 )
 from .tree.both import both
-from .windowed.key import attend, key_tied
+from .windowed.key import key_tied
 from .windowed.means import Levels
 
 Result = tuple[Tensor, Tensor | None]
@@ -142,23 +142,23 @@ def _tied_keys(
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
                offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
-    refined = dict(refine_top_k=rule.refine_top_k, backend=request.backend)
-    plain = mask is None and not dropped and not request.weights and request.backend != "rows"
+    levels, plain = None, mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
     if request.cache is not None and plain:
         levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
         if levels is not None and request.cache.has_evicted:
             return attend_evicted(query, request.cache, **ask), None
-        if levels is not None:
-            return attend(query, levels, is_causal=True, **ask, **refined), None
-    if request.evicted or (request.cache is not None and request.cache.keep is not None):
+    if levels is None and (request.evicted or (request.cache is not None and request.cache.keep is not None)):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
+    if levels is not None:
+        key, value = levels.keys[0], levels.values[0]
     return key_tied(
         query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
-        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask, **refined,
+        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask,
         bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
+        refine_top_k=rule.refine_top_k, backend=request.backend, levels=levels,
     )  # fmt: skip
 
 

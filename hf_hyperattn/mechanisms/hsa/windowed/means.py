@@ -86,11 +86,3 @@ def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | N
     first = [0] * batch if starts is None else starts.tolist()
     last = [length] * batch if stops is None else [min(stop, length) for stop in stops.tolist()]
     return first * (batch // len(first)), last * (batch // len(last))
-
-
-def rows_by_span(starts: Sequence[int], stops: Sequence[int]) -> dict[tuple[int, int], list[int]]:
-    """Rows of a batch by (first real token, one past the last)."""
-    rows: dict[tuple[int, int], list[int]] = {}
-    for row, span in enumerate(zip(starts, stops, strict=True)):
-        rows.setdefault(span, []).append(row)
-    return rows
