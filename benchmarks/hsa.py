@@ -21,7 +21,7 @@ from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
+from hf_hyperattn.mechanisms.hsa.pairs import pairs
 
 SDPA = "sdpa"
 
@@ -66,8 +66,8 @@ def row(length: int, kind: str, name: str, seconds: dict, setting: dict | None, 
         found |= {"faster": statistics.median(each), "low": each[0], "high": each[-1]}
     if setting is not None:
         rule = {key: value for key, value in setting.items() if key != "hierarchy"}
-        pairs = attended(length, setting["hierarchy"], rule["near"], rule["sinks"], rule.get("refine_top_k", 0), True)
-        found["pairs"] = pairs / (length * (length + 1) / 2)
+        numbers = (rule["near"], rule["sinks"], rule.get("refine_top_k", 0))
+        found["pairs"] = pairs(length, setting["hierarchy"], *numbers, compared=False) / (length * (length + 1) / 2)
     return found | rest
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
+from hf_hyperattn.mechanisms.hsa.pairs import pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
-from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 
@@ -195,7 +195,7 @@ def test_counted_pairs(seed):
         )
         cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
         expected += len(key_tying.refine(cover, row, top_k))
-    assert attended(count, sizes, **rule, refine_top_k=top_k, is_causal=causal) == expected
+    assert pairs(count, sizes, **rule, top_k=top_k, is_causal=causal, compared=False) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -216,4 +216,4 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
 def test_counted_pairs_where_everything_is_refined():
     """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
     for length in (9, 13, 16):
-        assert attended(length, (2,), 0, 0, length, False) == length**2
+        assert pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2

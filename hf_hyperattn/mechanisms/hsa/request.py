@@ -13,7 +13,7 @@ from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
 from . import operator
-from .cache.incremental import attend_evicted
+from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
 from .config import Rule
 from .masks import (
@@ -27,6 +27,7 @@ from .masks import (
     without_first,
 )
 from .tree.both import both
+from .windowed import native
 from .windowed.key import key_tied
 from .windowed.means import Levels
 
@@ -145,14 +146,14 @@ def _tied_keys(
     levels, plain = None, mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
     if request.cache is not None and plain:
         levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
-        if levels is not None and request.cache.has_evicted:
+        if levels is not None and levels.held is not None and not native.serves(query):
             return attend_evicted(query, request.cache, **ask), None
     if levels is None and (request.evicted or (request.cache is not None and request.cache.keep is not None)):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
-    if levels is not None:
+    if levels is not None and levels.held is None:
         key, value = levels.keys[0], levels.values[0]
     return key_tied(
         query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),

@@ -150,14 +150,16 @@ def attend_levels(
     named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [(f"value {i}", t) for i, t in enumerate(values, 1)]
     extras = {"block_bias": block_bias, "sink_logit": sink_logit, "starts": levels.starts, "stops": levels.stops}
     named += [(name, t) for name, t in extras.items() if t is not None]
-    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
+    length, held = levels.held or (key.shape[2], ((0, 0),) * len(levels.keys))
+    held = [n for of_level in held for n in of_level]
+    numbers = [BACKENDS.index(backend), is_causal, offset, length, *near, *sinks, *top_k, *held]
     return operator.call("windowed", [query, key, value], named, list(levels.sizes), numbers, scale)
 
 
 def _kernel_call(tensors, named: operator.Named, sizes, numbers, scale):
     """The kernel's arguments; None where it does not serve the call."""
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    backend, is_causal, offset, *counts = numbers
+    backend, is_causal, offset, length, *counts = numbers
     serves = native.serves(query)
     if BACKENDS[backend] == "native" and not serves:
         raise ValueError(
@@ -170,9 +172,9 @@ def _kernel_call(tensors, named: operator.Named, sizes, numbers, scale):
         [first, *(extras[f"{name} {i}"] for i in range(1, len(sizes) + 1))]
         for name, first in (("key", key), ("value", value))
     )
-    spans = span_lists(len(query), key.shape[2], extras.get("starts"), extras.get("stops"))
-    counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
-    rule = (spans, sizes, *counts, bool(is_causal), offset, scale)
+    spans = span_lists(len(query), length, extras.get("starts"), extras.get("stops"))
+    rules = [counts[i * heads : (i + 1) * heads] for i in range(3)]
+    rule = (spans, sizes, counts[3 * heads :], *rules, bool(is_causal), offset, scale)
     return query, keys, values, extras.get("block_bias"), extras.get("sink_logit"), *rule
 
 
@@ -192,7 +194,7 @@ def _forward(*call) -> tuple[Tensor, Tensor]:
     arguments = _kernel_call(*call)
     if arguments is not None:
         return native.forward(*arguments)
-    (query, key, value), named, sizes, (_, is_causal, offset, *counts), scale = call
+    (query, key, value), named, sizes, (_, is_causal, offset, _, *counts), scale = call
     extras, heads = dict(named), query.shape[1]
     hierarchy = Hierarchy(key.shape[2], sizes=tuple(sizes), starts=extras.get("starts"), stops=extras.get("stops"))
     counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]

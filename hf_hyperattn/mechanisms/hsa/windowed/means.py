@@ -24,6 +24,8 @@ class Levels:
         values: likewise, [B, Hkv, n_l, dv].
         starts: int64 [B], the first real token of every row; None: 0.
         stops: int64 [B], one past the last real token; None: all.
+        held: where a cache has forgotten some: how many tokens there are, and for every level how many of the first
+            rows its tables hold, and how many after those are gone.
     """
 
     sizes: tuple[int, ...]
@@ -31,6 +33,7 @@ class Levels:
     values: tuple[Tensor, ...]
     starts: Tensor | None = None
     stops: Tensor | None = None
+    held: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
 
 def pool(
