@@ -18,7 +18,7 @@ from torch import Tensor
 from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
-from ..mechanisms.hsa.pairs import pairs
+from ..mechanisms.hsa.pairs import pairs, sibling_pairs
 from ..mechanisms.hsa.windowed.key import attend_levels, pool
 from .rules import CHUNK, SparseRule
 
@@ -162,8 +162,7 @@ class HsaLayerRule(SparseRule):
         if config is None:
             return 1.0
         if config.tying == "both":
-            sizes = (1, *config.windows, length)
-            count = sum(length / low * min(high / low, length / low) for low, high in zip(sizes, sizes[1:]))
+            count = sibling_pairs(length, config.windows)
         else:
             numbers: Any = (config.near, config.sinks, config.refine_top_k)
             count = pairs(length, config.windows, *numbers, is_causal=False, compared=False)

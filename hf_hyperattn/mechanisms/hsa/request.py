@@ -26,6 +26,7 @@ from .masks import (
     restricted,
     without_first,
 )
+from .pairs import sibling_pairs
 from .tree.both import both
 from .windowed import native
 from .windowed.key import key_tied
@@ -300,7 +301,14 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
     return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
 
 
-@operator.computes("tied", _shape_of_weights)
+def _pairs(query, key, named, sizes, numbers) -> float:
+    """Of tying="both" over windows those of siblings; else every query looks at every node."""
+    if numbers[3]:
+        return query[1] * (sibling_pairs(key[2], sizes) if sizes is not None else query[2] * key[2])
+    return query[1] * query[2] * key[2] * (1 + sum(1 / size for size in sizes or ()))
+
+
+@operator.computes("tied", _shape_of_weights, _pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]

@@ -17,6 +17,7 @@ from ....hierarchy import Hierarchy
 from ....hierarchy.windows import checked_sizes
 from ....readable import can_read
 from .. import operator
+from ..pairs import pairs_of_queries
 from ..tree import key as tree_key
 from . import native
 from .means import Levels, pool, span_lists
@@ -189,7 +190,13 @@ def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | No
     return [query, keys[0], values[0], *(gradients.get(name) for name, _ in call[1])]
 
 
-@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _backward)
+def _pairs(query, key, named, sizes, numbers) -> float:
+    _, is_causal, _, length, *counts = numbers
+    rules = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
+    return sum(pairs_of_queries(query[2], length, sizes, *rule, is_causal) for rule in rules)
+
+
+@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _pairs, _backward)
 def _forward(*call) -> tuple[Tensor, Tensor]:
     arguments = _kernel_call(*call)
     if arguments is not None:
