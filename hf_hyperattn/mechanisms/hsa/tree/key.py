@@ -3,12 +3,13 @@
 A block of query rows takes one softmax over all nodes of the tree, of which each query sees some: tokens, and closed
 blocks by the means of their keys and values. That is one product with 1 + 1/branching + ... times as many keys, and
 bool arithmetic on what stands in whose cover: O(N x M) work, O(block x M) memory; backward computes each block again.
-Reading only what a query sees, by gathering, was slower up to 4,096 tokens.
+Reading only what a query sees, by gathering, was slower up to 6,000 tokens (one core).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,9 @@ from ....engines.options import position_mask
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 
-#: Numbers in the logits of one block of rows.
+#: Numbers in the logits of one block of rows: on a CPU a few of its caches, elsewhere enough work.
 BLOCK_ELEMENTS = 2**20
+DEVICE_BLOCK_ELEMENTS = 2**26
 
 
 def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]:
@@ -67,7 +69,8 @@ def attend(
             beyond the keys (of a tree that is continued to the right) is never seen.
     """
     n, heads, same = query.shape[2], query.shape[1], len(trees) == 1
-    step = max(1, BLOCK_ELEMENTS // max(1, (len(query) if same else 1) * heads * key.shape[2]))
+    most = BLOCK_ELEMENTS if query.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    step = max(1, most // max(1, (len(query) if same else 1) * heads * key.shape[2]))
     parts = []
     for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
@@ -84,36 +87,44 @@ def attend(
 
 
 class KeyTree:
-    """A tree over the keys of a call, as the tensors that attention needs.
+    """A tree over the keys of a call, as the tensors that attention needs. Here blocks come first, then the leaves.
 
-    `tokens` [leaves], clamped to the keys; `real` [leaves], which leaves have a key; `levels`: nodes by depth from 1
-    down, in the order of their first leaf; `blocks`: of these the inner ones.
+    `tokens` [leaves], clamped to the keys; `real` [leaves], which leaves have a key; `parents`, `first` (leaf) and
+    `size` of the nodes; `levels`: nodes by depth from 1 down, in the order of their first leaf.
     """
 
     def __init__(self, tree: Tree, tokens: Tensor, keys: int, device):
-        self.tree, self.keys, self.device = tree, keys, device
+        self.leaves, self.blocks, self.keys, self.device = tree.leaves, tree.nodes - tree.leaves, keys, device
         self.tokens, self.real = tokens.clamp_max(keys - 1).to(device), (tokens < keys).to(device)
+        order = torch.arange(tree.nodes).roll(self.blocks)
+        place = lambda nodes: torch.where(nodes < tree.leaves, nodes + self.blocks, nodes - tree.leaves)
+        self.parents = place(tree.parents.clamp_min(0))[order].to(device)
+        self.first, self.size = tree.first_leaf[order].to(device), tree.sizes[order].to(device)
         by_leaf = tree.first_leaf.argsort(stable=True)
         depth = tree.depth[by_leaf]
-        self.levels = [by_leaf[depth == d].to(device) for d in range(1, int(depth.max()) + 1)]
-        self.parents, self.first = tree.parents.to(device), tree.first_leaf.to(device)
-        self.size = tree.sizes.to(device)
-        self.inner = torch.arange(tree.nodes, device=device) >= tree.leaves
-        self.blocks = [nodes[nodes >= tree.leaves] for nodes in self.levels]
-        self.leaf_of = torch.full((keys + 1,), -1, dtype=torch.long)
-        self.leaf_of[tokens.clamp_max(keys)] = torch.arange(tree.leaves)
+        self.levels = [place(by_leaf[depth == d]).to(device) for d in range(1, int(depth.max()) + 1)]
+        self.leaf_of = torch.full((keys + 1,), -1, dtype=torch.int)
+        self.leaf_of[tokens.clamp_max(keys)] = torch.arange(tree.leaves, dtype=torch.int)
         self.leaf_of[keys] = -1
 
+    def upto(self, keys: int) -> KeyTree:
+        """The same of the first tokens alone, with all blocks."""
+        count = int((self.tokens < keys).sum())
+        short, nodes = copy(self), self.blocks + count
+        short.leaves, short.tokens, short.real = count, self.tokens[:count], self.real[:count]
+        short.parents, short.first, short.size = (t[:nodes] for t in (self.parents, self.first, self.size))
+        short.levels = [level[level < nodes] for level in self.levels]
+        return short
+
     def leaves_of(self, first: int, last: int) -> Tensor:
-        """int64 [R]: the leaf of each of these tokens, -1 for padding and beyond the keys."""
+        """int [R]: the leaf of each of these tokens, -1 for padding and beyond the keys."""
         place = torch.arange(first, last)
         return self.leaf_of[torch.where((place >= 0) & (place < self.keys), place, self.keys)].to(self.device)
 
     def up(self, values: Tensor, how: str = "sum") -> Tensor:
         """[..., nodes] from [..., leaves]: each node gathers its leaves by "sum" or "amin"."""
-        start = 0 if how == "sum" else torch.iinfo(torch.long).max
-        inner = values.new_full((*values.shape[:-1], self.tree.nodes - self.tree.leaves), start)
-        gathered = torch.cat([values, inner], -1)
+        start = 0 if how == "sum" else torch.iinfo(values.dtype).max
+        gathered = torch.cat([values.new_full((*values.shape[:-1], self.blocks), start), values], -1)
         for nodes in reversed(self.levels):
             if how == "sum":
                 gathered = gathered.index_add(-1, self.parents[nodes], gathered[..., nodes])
@@ -131,15 +142,16 @@ class KeyTree:
         shares = shares / self.size
         for nodes in self.levels[1:]:
             shares = shares.index_add(-1, nodes, shares[..., self.parents[nodes]])
-        return shares[..., : self.tree.leaves]
+        return shares[..., self.blocks :]
 
     def distance(self, leaves: Tensor) -> Tensor:
-        """int64 [R, nodes]: from each query's own group, itself and the leaves beside it, to a node's nearest leaf."""
-        parents, which = self.parents[leaves.clamp_min(0)].unique(return_inverse=True)
-        place = torch.arange(self.tree.leaves, device=self.device)
+        """int [R, nodes]: from each query's own group, itself and the leaves beside it, to a node's nearest leaf."""
+        of_leaves = self.parents[self.blocks :]
+        parents, which = of_leaves[leaves.clamp_min(0)].unique(return_inverse=True)
+        place = torch.arange(self.leaves, device=self.device, dtype=torch.int)
         distances = []
         for parent in parents.tolist():
-            beside = place[self.parents[: self.tree.leaves] == parent] if parent >= 0 else place
+            beside = place[of_leaves == parent]
             right = torch.searchsorted(beside, place).clamp_max(len(beside) - 1)
             left = (right - 1).clamp_min(0)
             distances.append(torch.minimum((beside[right] - place).abs(), (beside[left] - place).abs()))
@@ -147,11 +159,11 @@ class KeyTree:
 
     def ancestors(self, leaves: Tensor) -> Tensor:
         """Bool [R, nodes]: the query's own leaf and what holds it."""
-        own_leaf = torch.arange(self.tree.leaves, device=self.device) == leaves[:, None]
-        return self.up(own_leaf.long()) > 0
+        own_leaf = torch.arange(self.leaves, device=self.device) == leaves[:, None]
+        return self.up(own_leaf.int()) > 0
 
     def columns(self, t: Tensor, rows: slice, block: slice) -> Tensor:
-        """[B|1, H|1, R|1, leaves]: what a mask or bias [B|1, H|1, N|1, M|1] says of these rows and the leaves."""
+        """[B|1, H|1, R|1, leaves|1]: what a mask or bias [B|1, H|1, N|1, M|1] says of these rows and the leaves."""
         t = t[rows] if t.shape[0] > 1 else t
         t = t[:, :, block] if t.shape[2] > 1 else t
         return t[..., self.tokens] if t.shape[3] > 1 else t
@@ -173,35 +185,63 @@ def _block(
     query: Tensor, key: Tensor, value: Tensor, tree: KeyTree, call: KeyTying, rows: slice, block: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output, log-sum-exp and weights of one block of rows; keys and values are those of all nodes."""
-    options, per_head = call.options, lambda t: t[:, None, None]
+    options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
+    if options.is_causal:
+        tree = tree.upto(block.stop + options.offset)
+        key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
     logits = products(query, key)
-    added = None if options.bias is None else tree.columns(options.bias, rows, block)
-    if options.mask is not None and options.mask.dtype != torch.bool:
-        adds = tree.columns(options.mask, rows, block)
-        added = adds if added is None else added + adds
-    if added is not None:
-        added = added.masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.tree.leaves)
-        logits = logits + tree.up(added) / tree.size
-    logits = logits + torch.log(tree.size.to(logits.dtype))
-    standing = cover(logits.detach(), seen, tree, leaves, call)
+    for added in (options.bias, options.mask):
+        if added is not None and added.dtype != torch.bool:
+            added = tree.columns(added, rows, block).masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.leaves)
+            logits = logits + tree.up(added) / tree.size
+    logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
+    attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
-        logits = logits + torch.where(tree.inner, per_head(call.block_bias), 0.0)
-    logits = logits.masked_fill(~standing, float("-inf"))
-    shares = softmax(logits, options.sinks)
-    lse = logits.detach()
+        logits[..., :blocks] += per_head(call.block_bias)
+    logits = torch.where(attended, logits, -torch.inf)
+    least = torch.finfo(logits.dtype).min
+    lse = logits.logsumexp(-1, keepdim=True).clamp_min(least)
     if options.sinks is not None:
-        lse = torch.cat([lse, per_head(options.sinks.detach()).expand(*lse.shape[:-1], 1)], -1)
-    lse = lse.logsumexp(-1)
-    lse = lse.masked_fill(lse.isneginf(), float("inf"))
+        lse = torch.logaddexp(lse, per_head(options.sinks))
+    shares, lse = torch.exp(logits - lse), lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
     if not (call.weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
     shares = tree.on_leaves(shares)
     dropped = torch.nn.functional.dropout(shares, options.dropout_p) if options.dropout_p else shares
-    out = weighted_sum(dropped, value[..., : tree.tree.leaves, :])
+    out = weighted_sum(dropped, value[..., blocks:, :])
     index = tree.tokens.expand_as(shares)
     return out, lse, shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
+
+
+def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying) -> Tensor:
+    """Bool [B, H, R, nodes]: what a query attends to, closed blocks and tokens.
+
+    From the root down: of the blocks whose parent is open, those stay closed that no rule opens and that refinement
+    leaves. Of equal scores, the block of the lower first leaf is opened.
+
+    Args:
+        scores: [B, H, R, blocks], mean logit plus log|B|. seen: bool [B|1, H|1, R, leaves].
+    """
+    blocks, per_head = tree.blocks, lambda t: t[:, None, None]
+    part = (tree.up(seen.int()) < tree.size)[..., :blocks]  # some of the block is hidden
+    opened = tree.ancestors(leaves)[:, :blocks] | (tree.distance(leaves)[:, :blocks] < per_head(call.near))
+    opened = (opened | (tree.first[:blocks] < per_head(call.sinks)) | part).expand(scores.shape).clone()
+    closed, refined = torch.zeros_like(opened), bool((call.top_k > 0).any())
+    for level in tree.levels:
+        nodes = level[level < blocks]
+        reached = opened[..., tree.parents[nodes]]
+        here = opened[..., nodes] & reached
+        rest = reached & ~here
+        if refined and len(nodes):
+            order = scores[..., nodes].masked_fill(~rest, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+            best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
+            best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))
+            here, rest = here | best, rest & ~best
+        opened[..., nodes], closed[..., nodes] = here, rest
+    tokens = opened.index_select(-1, tree.parents[blocks:]) & seen
+    return torch.cat([closed, tokens], -1)
 
 
 def products(query: Tensor, key: Tensor) -> Tensor:
@@ -213,45 +253,6 @@ def products(query: Tensor, key: Tensor) -> Tensor:
     logits = query.masked_fill(bad_query, 0.0) @ key.masked_fill(bad_key, 0.0).mT
     bad = bad_query.any(-1)[..., :, None] | bad_key.any(-1)[..., None, :]
     return logits.masked_fill(bad, torch.nan)
-
-
-def softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
-    """Softmax, with one extra logit per head where given; a row that sees nothing gives zeros."""
-    if sink_logit is not None:
-        sink = sink_logit[:, None, None].expand(*logits.shape[:-1], 1)
-        logits = torch.cat([logits, sink], -1)
-    nothing = logits.detach().amax(-1, keepdim=True).isneginf()
-    shares = torch.softmax(logits.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
-    return shares if sink_logit is None else shares[..., :-1]
-
-
-def cover(scores: Tensor, seen: Tensor, tree: KeyTree, leaves: Tensor, call: KeyTying) -> Tensor:
-    """Bool [B, H, R, nodes]: what a query attends to, tokens and closed blocks.
-
-    From the root down: of the blocks whose parent is open, those stay closed that no rule opens and that refinement
-    leaves. Of equal scores, the block of the lower first leaf is opened.
-
-    Args:
-        scores: [B, H, R, nodes], mean logit plus log|B|. seen: bool [B|1, H|1, R, leaves].
-    """
-    per_head = lambda t: t[:, None, None]
-    whole = tree.up(seen.long()) == tree.size
-    opened = tree.ancestors(leaves) | (tree.distance(leaves) < per_head(call.near))
-    opened = (opened | (tree.first < per_head(call.sinks)) | ~whole) & tree.inner
-    opened = opened.expand(scores.shape).clone()
-    closed, refined = torch.zeros_like(opened), bool((call.top_k > 0).any())
-    for nodes in tree.blocks:
-        reached = opened[..., tree.parents[nodes]]
-        here = opened[..., nodes] & reached
-        rest = reached & ~here
-        if refined and len(nodes):
-            order = scores[..., nodes].masked_fill(~rest, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-            best = torch.arange(len(nodes), device=tree.device) < per_head(call.top_k)
-            best = rest & torch.zeros_like(rest).scatter(-1, order, best.expand(order.shape))
-            here, rest = here | best, rest & ~best
-        opened[..., nodes], closed[..., nodes] = here, rest
-    closed[..., : tree.tree.leaves] = opened[..., tree.parents[: tree.tree.leaves]] & seen
-    return closed
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
