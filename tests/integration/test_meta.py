@@ -177,14 +177,14 @@ def test_flops_of_tied_attention_are_counted(config):
     make = bert if config.tying else llama
     n, counts = 128, {}
     for device in ("meta", "cpu"):
-        for patched in (False, True):
+        for tied in (False, True):
             with torch.device(device):
                 model = make(num_hidden_layers=1)
-                model = ha.patch_model(model, config, mode="replace") if patched else model
-                model.set_attn_implementation("eager") if not patched else None
+                model = ha.patch_model(model, config, mode="replace") if tied else model
+                None if tied else model.set_attn_implementation("eager")
             with FlopCounterMode(display=False) as counter:
                 model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))[0].sum().backward()
-            counts[device, patched] = counter.get_total_flops()
+            counts[device, tied] = counter.get_total_flops()
     assert counts["meta", False] == counts["cpu", False]
     saved = [counts[device, False] - counts[device, True] for device in ("meta", "cpu")]
     dense = 7 * 2 * 4 * n**2 * 8  # heads · N² · d

@@ -144,7 +144,10 @@ def _tied_keys(
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
                offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
-    levels, plain = None, mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
+    levels, plain = (
+        None,
+        mask is None and not dropped and not request.weights and request.backend in ("auto", "native"),
+    )
     if request.cache is not None and plain:
         levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
         if levels is not None and levels.held is not None and not native.serves(query):

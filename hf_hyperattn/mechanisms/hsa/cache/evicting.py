@@ -63,9 +63,7 @@ def attend_evicted(
     return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
 
 
-def is_seen(
-    sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor
-) -> Tensor:
+def is_seen(sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor) -> Tensor:
     """Bool: whether causal queries at `place` attend to the blocks (level 0: tokens) `index` themselves.
 
     Places count from a row's first real token. Windows are continued to the right, so that what a query sees does not

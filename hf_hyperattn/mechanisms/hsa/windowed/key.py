@@ -95,7 +95,8 @@ def key_tied(
     obstacle = next((name for name, there in obstacles.items() if there), None)
     if backend == "native" and obstacle is not None:
         raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
-    if obstacle is None and (not can_read(query) or backend == "native" or (backend == "auto" and native.serves(query))):
+    serves = backend == "native" or (backend == "auto" and native.serves(query))
+    if obstacle is None and (serves or not can_read(query)):
         if levels is None:
             levels = pool(key, value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops)
         rule = (*counts, block_bias, sink_logit, is_causal, offset, scale)
