@@ -101,7 +101,7 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
     for a in range(60, 71):
         fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
-        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole, strict=True))) for t in (fresh.keys, fresh.values)]
+        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)]
         levels = Levels(sizes, *kept, **where)
         one = (q[:, :, a : a + 1], k[:, :, : a + 1], v[:, :, : a + 1])
         parts.append(tied(*one, sizes, offset=a, levels=levels, **where, **rule)[0])

@@ -20,7 +20,7 @@ from .. import operator
 from ..pairs import pairs_of_queries
 from ..tree import key as tree_key
 from . import native
-from .means import Levels, pool, span_lists
+from .means import Levels, pool, span_lists, unpool
 
 #: What `backend` of `key_tied` may say; "rows" is an older name of "torch".
 BACKENDS = ("auto", "torch", "native", "rows")
@@ -97,10 +97,12 @@ def key_tied(
         raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
     serves = backend == "native" or (backend == "auto" and native.serves(query))
     if obstacle is None and (serves or not can_read(query)):
-        if levels is None:
-            levels = pool(key, value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops)
-        rule = (*counts, block_bias, sink_logit, is_causal, offset, scale)
-        return attend_levels(query, levels, *rule, backend=backend)[0], None
+        tensors = (t for t in (query, key, value, block_bias, sink_logit) if t is not None)
+        learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        rule = (*counts, block_bias, sink_logit, is_causal, offset, scale, backend)
+        if levels is not None and not learned:
+            return attend_levels(query, levels, *rule)[0], None
+        return _operator(query, key, value, hierarchy, *rule), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
     out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights)
@@ -142,72 +144,85 @@ def attend_levels(
     query: Tensor, levels: Levels, near: list[int], sinks: list[int], top_k: list[int], block_bias: Tensor | None,
     sink_logit: Tensor | None, is_causal: bool, offset: int, scale: float, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), as one operator.
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
     Args:
         query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
         is_causal, offset, scale, backend: as in `key_tied`.
     """
-    (key, *keys), (value, *values) = levels.keys, [t.to(query.dtype) for t in levels.values]
-    named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [(f"value {i}", t) for i, t in enumerate(values, 1)]
-    extras = {"block_bias": block_bias, "sink_logit": sink_logit, "starts": levels.starts, "stops": levels.stops}
-    named += [(name, t) for name, t in extras.items() if t is not None]
-    length, held = levels.held or (key.shape[2], ((0, 0),) * len(levels.keys))
-    held = [n for of_level in held for n in of_level]
-    numbers = [BACKENDS.index(backend), is_causal, offset, length, *near, *sinks, *top_k, *held]
-    return operator.call("windowed", [query, key, value], named, list(levels.sizes), numbers, scale)
+    counts, key, value = (near, sinks, top_k), levels.keys[0], levels.values[0]
+    if _serves(query, backend):
+        arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
+        return native.forward(query, *arguments)
+    hierarchy = Hierarchy(key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops)
+    options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
+    return _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
 
 
-def _kernel_call(tensors, named: operator.Named, sizes, numbers, scale):
-    """The kernel's arguments; None where it does not serve the call."""
-    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    backend, is_causal, offset, length, *counts = numbers
+def _serves(query: Tensor, backend: str) -> bool:
+    """Whether the kernel computes a call with this query."""
     serves = native.serves(query)
-    if BACKENDS[backend] == "native" and not serves:
+    if backend == "native" and not serves:
         raise ValueError(
             f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32 on the CPU, "
             "with a C++ compiler installed; use backend='auto'"
         )
-    if not serves or BACKENDS[backend] not in ("auto", "native"):
-        return None
-    keys, values = (
-        [first, *(extras[f"{name} {i}"] for i in range(1, len(sizes) + 1))]
-        for name, first in (("key", key), ("value", value))
-    )
-    spans = span_lists(len(query), length, extras.get("starts"), extras.get("stops"))
-    rules = [counts[i * heads : (i + 1) * heads] for i in range(3)]
-    rule = (spans, sizes, counts[3 * heads :], *rules, bool(is_causal), offset, scale)
-    return query, keys, values, extras.get("block_bias"), extras.get("sink_logit"), *rule
+    return serves and backend in ("auto", "native")
 
 
-def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
-    arguments = _kernel_call(*call)
-    if arguments is None:
-        return None
-    query, keys, values, bias, sink = native.backward(grad, out, lse, *arguments)
-    gradients = {"block_bias": bias, "sink_logit": sink}
-    for name, tables in (("key", keys), ("value", values)):
-        gradients |= {f"{name} {i}": t for i, t in enumerate(tables)}
-    return [query, keys[0], values[0], *(gradients.get(name) for name, _ in call[1])]
+def _kernel_call(levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float) -> tuple:
+    """What `native.forward` takes after the query."""
+    batch, length = len(levels.keys[0]), levels.keys[0].shape[2]
+    length, held = levels.held or (length, ((0, 0),) * len(levels.keys))
+    spans = span_lists(batch, length, levels.starts, levels.stops)
+    rows = [n for of_level in held for n in of_level]
+    rule = (spans, levels.sizes, rows, *counts, is_causal, offset, scale)
+    return levels.keys, levels.values, block_bias, sink_logit, *rule
+
+
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, near, sinks, top_k, block_bias, sink_logit,
+    is_causal: bool, offset: int, scale: float, backend: str,
+) -> Tensor:  # fmt: skip
+    """The output, as one operator that pools keys and values itself; arguments as in `attend_levels`."""
+    extras = {"block_bias": block_bias, "sink_logit": sink_logit, "starts": hierarchy.starts, "stops": hierarchy.stops}
+    named = [(name, t) for name, t in extras.items() if t is not None]
+    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
+    return operator.call("windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale)[0]
+
+
+def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, tuple, str]:
+    """What `_operator` wrote: the query, levels, the rest of the arguments of `attend_levels`, and the backend."""
+    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
+    backend, is_causal, offset, *counts = numbers
+    counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
+    levels = pool(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    rule = (*counts, extras.get("block_bias"), extras.get("sink_logit"), bool(is_causal), offset, scale)
+    return query, levels, rule, BACKENDS[backend]
 
 
 def _pairs(query, key, named, sizes, numbers) -> float:
-    _, is_causal, _, length, *counts = numbers
+    _, is_causal, _, *counts = numbers
     rules = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
-    return sum(pairs_of_queries(query[2], length, sizes, *rule, is_causal) for rule in rules)
+    return sum(pairs_of_queries(query[2], key[2], sizes, *rule, is_causal) for rule in rules)
+
+
+def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
+    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read(*call)
+    if not _serves(query, backend):
+        return None
+    arguments = _kernel_call(levels, counts, bias, sink, is_causal, offset, scale)
+    g_query, keys, values, g_bias, g_sink = native.backward(grad, out, lse, query, *arguments)
+    spans = span_lists(len(query), levels.keys[0].shape[2], levels.starts, levels.stops)
+    tokens = [unpool(tables, levels.sizes, *spans) for tables in (keys, values)]
+    gradients = {"block_bias": g_bias, "sink_logit": g_sink}
+    return [g_query, *tokens, *(gradients.get(name) for name, _ in call[1])]
 
 
 @operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _pairs, _backward)
 def _forward(*call) -> tuple[Tensor, Tensor]:
-    arguments = _kernel_call(*call)
-    if arguments is not None:
-        return native.forward(*arguments)
-    (query, key, value), named, sizes, (_, is_causal, offset, _, *counts), scale = call
-    extras, heads = dict(named), query.shape[1]
-    hierarchy = Hierarchy(key.shape[2], sizes=tuple(sizes), starts=extras.get("starts"), stops=extras.get("stops"))
-    counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
-    options = Options(is_causal=bool(is_causal), offset=offset, sinks=extras.get("sink_logit"))
-    return _by_torch(query * scale, key, value, hierarchy, counts, extras.get("block_bias"), options)[:2]
+    query, levels, rule, backend = _read(*call)
+    return attend_levels(query, levels, *rule, backend)
 
 
 def per_head(value: PerHead, heads: int) -> list[int]:
