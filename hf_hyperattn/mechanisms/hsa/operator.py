@@ -69,8 +69,8 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """What the function of this name computes; gradients reach all floating tensors but the mask."""
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()
-    if not watched and can_read(*tensors):  # such as decoding, of which dispatch is a good part
+    if can_read(*tensors) and not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
+        # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)

@@ -171,7 +171,7 @@ class MeanCache:
         of the first tokens.
         """
         safe, starts = self.exact[0].length - TAKEN_BACK, self.first_tokens()
-        if safe <= max(starts):
+        if safe <= max(starts) or safe < self.least + self.sizes[0]:  # a window more, or nothing can go
             return
         self.least = max(self.least, safe)
         for pair, width, parent in zip((self.exact, *self.means), (1, *self.sizes), self.sizes):

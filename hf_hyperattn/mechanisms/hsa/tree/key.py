@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
 from ....engines import Options, repeat_heads
@@ -30,14 +31,18 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
     """Trees with the tokens of their leaves; causal windows are continued until all of them are complete."""
     if not hierarchy.is_windows:
         return list(zip(hierarchy.trees, hierarchy.tokens, strict=True))
-    pairs, sizes = [], hierarchy.sizes or ()
-    for start, stop in map(hierarchy.span, range(hierarchy.rows)):
-        whole = sizes[-1] if sizes and is_causal else 1
-        count = max(1, -(-(stop - start) // whole)) * whole
-        tokens = torch.arange(start, start + count)
-        tokens[max(0, stop - start) :] = hierarchy.length  # leaves to come, which no query sees
-        pairs.append((windows_tree(count, sizes), tokens))
-    return pairs
+    rows = (torch.arange(start, max(start, stop)) for start, stop in map(hierarchy.span, range(hierarchy.rows)))
+    return [windows_over(tokens, hierarchy.sizes or (), hierarchy.length, is_causal) for tokens in rows]
+
+
+def windows_over(tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool) -> tuple[Tree, Tensor]:
+    """The tree of windows over these tokens, and the token of every leaf.
+
+    Where it is continued until all windows are complete, leaves to come have the token `length`: no query sees them.
+    """
+    whole = sizes[-1] if sizes and continued else 1
+    count = max(1, -(-len(tokens) // whole)) * whole
+    return windows_tree(count, sizes), pad(tokens, (0, count - len(tokens)), value=length)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def _block(
     if not (call.weights or options.dropout_p):
         return weighted_sum(shares, value), lse, None
     shares = tree.on_leaves(shares)
-    dropped = torch.nn.functional.dropout(shares, options.dropout_p) if options.dropout_p else shares
+    dropped = dropout(shares, options.dropout_p) if options.dropout_p else shares
     out = weighted_sum(dropped, value[..., blocks:, :])
     index = tree.tokens.expand_as(shares)
     return out, lse, shares.new_zeros(*shares.shape[:-1], tree.keys).scatter_add_(-1, index, shares)
