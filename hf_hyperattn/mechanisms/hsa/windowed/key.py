@@ -95,14 +95,15 @@ def key_tied(
     obstacle = next((name for name, there in obstacles.items() if there), None)
     if backend == "native" and obstacle is not None:
         raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
-    serves = backend == "native" or (backend == "auto" and native.serves(query))
-    if obstacle is None and (serves or not can_read(query)):
+    readable = can_read(query)
+    serves = readable and _serves(query, backend)
+    if obstacle is None and (serves or not readable):
         tensors = (t for t in (query, key, value, block_bias, sink_logit) if t is not None)
         learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        rule = (*counts, block_bias, sink_logit, is_causal, offset, scale, backend)
-        if levels is not None and not learned:
-            return attend_levels(query, levels, *rule)[0], None
-        return _operator(query, key, value, hierarchy, *rule), None
+        rule = (block_bias, sink_logit, is_causal, offset, scale)
+        if serves and levels is not None and not learned:
+            return native.forward(query, *_kernel_call(levels, counts, *rule))[0], None
+        return _operator(query, key, value, hierarchy, *counts, *rule, backend), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
     out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights)
@@ -161,13 +162,13 @@ def attend_levels(
 
 def _serves(query: Tensor, backend: str) -> bool:
     """Whether the kernel computes a call with this query."""
-    serves = native.serves(query)
+    serves = backend in ("auto", "native") and native.serves(query)
     if backend == "native" and not serves:
         raise ValueError(
             f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32 on the CPU, "
             "with a C++ compiler installed; use backend='auto'"
         )
-    return serves and backend in ("auto", "native")
+    return serves
 
 
 def _kernel_call(levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float) -> tuple:

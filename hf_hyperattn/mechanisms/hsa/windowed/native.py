@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -66,7 +67,12 @@ def serves(t: Tensor) -> bool:
 
 
 def longs(values: Sequence[int]):
-    """An array of int64."""
+    """An array of int64, to be read alone."""
+    return _longs(tuple(values))
+
+
+@lru_cache(maxsize=512)
+def _longs(values: tuple[int, ...]):
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
