@@ -14,7 +14,7 @@ from hyperattn_cli import MECHANISMS
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa
 from ..inject.injection import CausalInjection, EncoderInjection, Losses
-from ..integration.loading import errors_as
+from ..integration.checkpoint_files import errors_as
 from .console import progress, table
 from .inject_collaborative import inject_collaborative
 from .inject_task import dtype_of, prepare, results, write

@@ -366,6 +366,7 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
     for term in score.terms:
         tensors += (
             *term.row,
+            *term.column,
             *term.head,
             term.gate,
             *(() if term.reader is None else term.reader.parameters),

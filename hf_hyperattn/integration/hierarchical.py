@@ -179,7 +179,7 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
             swap_class(part, accepting_class(stock))
 
 
-def settle_names(model: PreTrainedModel) -> None:
+def resolve_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
     structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
     names = {n for m in structures.values() for n in m.names}

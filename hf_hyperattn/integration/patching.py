@@ -17,11 +17,11 @@ from ..fields import short
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .call import note_all
 from .checkpoint_config import erase_records, inner, patched_hosts, recorded_hosts, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
-from .families import note_all
 from .hidden import remove_hooks
-from .hierarchical import ignore_hierarchy, settle_names
+from .hierarchical import ignore_hierarchy, resolve_names
 from .stock import OURS, PATCHED
 from .unsupported import check_parts, has_attention, unsupported
 
@@ -124,7 +124,7 @@ def take_off(base: PreTrainedModel) -> None:
         remove_hooks(host)
     ignore_hierarchy(base)
     erase_records(base)
-    settle_names(base)  # parts that run a structure by name
+    resolve_names(base)  # parts that run a structure by name
     if newly_routed:
         model_patches.unserve(base)
 

@@ -9,6 +9,7 @@ from hf_hyperattn.hierarchy import Hierarchy, Tree
 from hf_hyperattn.mechanisms.hsa.pairs import pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
+from tests.mechanisms.test_hsa_both import with_statistics
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 
@@ -152,14 +153,14 @@ def test_one_head_of_four_is_exact():
     assert ((out - expected)[:, [0, 2, 3]].abs().amax((0, 2, 3)) > 1e-3).all()
 
 
-def test_sink_and_scale():
-    """A logit without a value."""
+def test_column_sink_and_scale():
+    """A key's own term, averaged like the logits; a logit without a value."""
     q, k, v = inputs(21)
-    sink = tensor(4, seed=4)
+    sink, column = tensor(4, seed=4), tensor(1, 2, 21, seed=5)
     given = {"near": 3, "sinks": 1, "refine_top_k": 1, "scale": 0.3, "sink_logit": sink}
-    out, _ = key_tied(q, k, v, (4, 8), **given)
+    out, _ = key_tied(*with_statistics(q, k, 0.3, torch.zeros(1, 4, 21), column), v, (4, 8), **given)
     for h in range(4):
-        S = 0.3 * q[0, h] @ k[0, h // 2].T
+        S = 0.3 * q[0, h] @ k[0, h // 2].T + column[0, h // 2]
         group = lambda i: key_tying.bottom_window(i, 0, 21, 4)
         P = key_tying.weights(S, key_tying.windows(0, 21, (4, 8)), group, near=3, sinks=1, top_k=1)
         tied = torch.full_like(S, -INF)  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact

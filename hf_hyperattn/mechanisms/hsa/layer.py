@@ -114,7 +114,7 @@ class HsaLayer(MechanismLayer):
 
     def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
-        heads = self.chosen(query)
+        heads = self.head_mask(query)
         return heads if gate is None else gate if heads is None else gate * heads
 
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
