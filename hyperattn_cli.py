@@ -123,7 +123,7 @@ def _inject(add: Callable) -> None:
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, metavar="N", help="queries measured a text (default: 384)")
+    add("--rows", type=int, metavar="N", help="queries measured a text, of causal models (default: 384)")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
+from hf_hyperattn.mechanisms.hsa.pairs import pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
 from tests.mechanisms.test_hsa_both import with_statistics
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
@@ -59,14 +59,13 @@ def some_setting(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("backend", ["auto", "rows"])
-def test_windows(seed, backend):
+def test_windows(seed):
     count, sizes, start, spare, causal, rule = some_setting(seed)
     stop = start + count
     q, k, v = inputs(stop + spare, seed=seed)
     k = k * 0 if seed % 5 == 0 else k
     there = Hierarchy(stop + spare, sizes=sizes, starts=torch.tensor([start]), stops=torch.tensor([stop]))
-    out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal, backend=backend)
+    out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal)
     expected = brute(q[0], k[0], v[0], sizes, start, stop, causal, *rule.values())
     assert_close(out[0], expected, 1e-12, f"{count} tokens in {sizes}, {rule}")
 
@@ -174,8 +173,8 @@ def test_what_is_refused():
     q, k, v = inputs(33)
     with pytest.raises(ValueError, match="backend='flash'.*auto"):
         key_tied(q, k, v, (4,), backend="flash")
-    with pytest.raises(ValueError, match="cannot compute a mask.*'rows'"):
-        key_tied(q, k, v, (4,), mask=torch.ones(33, 33, dtype=torch.bool), backend="torch")
+    with pytest.raises(ValueError, match="cannot compute a mask.*'torch'"):
+        key_tied(q, k, v, (4,), mask=torch.ones(33, 33, dtype=torch.bool), backend="native")
     with pytest.raises(ValueError, match="does not divide"):
         key_tied(q, k, v, (4, 6))
     with pytest.raises(ValueError, match="32 tokens, the keys 1 of 33"):
@@ -197,7 +196,7 @@ def test_counted_pairs(seed):
         )
         cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
         expected += len(key_tying.refine(cover, row, top_k))
-    assert attended(count, sizes, **rule, refine_top_k=top_k, is_causal=causal) == expected
+    assert pairs(count, sizes, **rule, top_k=top_k, is_causal=causal, compared=False) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -209,7 +208,7 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
     tree = Tree.from_parents(hsa.windows_parents(length, (2, 4)))
     expected = definition_key(q @ k.mT * 5**-0.5, tree, refine_top_k=1) @ v.double()
     for out in (
-        attend(q, pool(k, v, (2, 4)), refine_top_k=1),
+        key_tied(q, k, v, (2, 4), refine_top_k=1, levels=pool(k, v, (2, 4)))[0],
         key_tied(q, k, v, (2, 4), refine_top_k=1)[0],
     ):
         assert_close(out.double(), expected, 1e-10 if dtype == torch.float64 else 1e-4, "output")
@@ -218,4 +217,4 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
 def test_counted_pairs_where_everything_is_refined():
     """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
     for length in (9, 13, 16):
-        assert attended(length, (2,), 0, 0, length, False) == length**2
+        assert pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2
