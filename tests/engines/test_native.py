@@ -396,8 +396,8 @@ def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, wh
 
 
 def test_a_source_names_no_path_of_the_installation():
-    text = library.text_of("dot+*umbral_on_product", True, "", "1 cone::Vectors<cone::kXi, 0, 1, 0, 1>")
-    assert '#include "mechanisms/cone/cone.h"' in text and str(native.PACKAGE.parent) not in text
+    text = library.text_of("dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False")
+    assert '#include "engines/cpu/score.h"' in text and str(native.PACKAGE.parent) not in text
 
 
 @needs_compiler
