@@ -99,12 +99,17 @@ def _load(original, self, *args, **kwargs):
     except KeyError as error:
         check_tensors([str(error.args[0])])
         raise
-    # PEFT's list of what is missing has every name that this adapter's name is a part of, also other adapters'
-    places = f".lora_hyper.{name}.", f".modules_to_save.{name}."
-    missing = (key for key in result.missing_keys if any(place in key for place in places))
-    check_tensors([*missing, *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *result.unexpected_keys])
     warn_of_other_patch(self.peft_config[name], name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
+
+
+def missing_of(name: str, result) -> list[str]:
+    """The added parameters that an adapter's file lacks: PEFT lists every name that `name` is a part of, also those of
+    other adapters.
+    """
+    places = f".lora_hyper.{name}.", f".modules_to_save.{name}."
+    return [key for key in result.missing_keys if any(place in key for place in places)]
 
 
 def warn_of_other_patch(config, name: str, where: str, options: dict[str, Any]) -> None:
@@ -121,7 +126,7 @@ def warn_of_other_patch(config, name: str, where: str, options: dict[str, Any]) 
     if differ:
         logger.warning(
             f"adapter {name!r} has other {' and '.join(differ)} than {where}, whose parameters it was given: it "
-            f"computes something else; load them under a new adapter_name, or begin with a HyperLoraConfig that is alike"
+            "computes something else; load them under a new adapter_name, or begin with a HyperLoraConfig that is alike"
         )
 
 
@@ -141,8 +146,7 @@ def _load_natively(original, self, *args, **kwargs):
     if ours:
         for keys in (result.missing_keys, result.unexpected_keys):
             keys -= {key for key in keys if ".lora_magnitude_vector." in key}
-    missing = (key for key in result.missing_keys if ".modules_to_save." in key or ".lora_hyper." in key)
-    check_tensors([*missing, *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *result.unexpected_keys])
     return result
 
 

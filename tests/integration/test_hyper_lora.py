@@ -349,11 +349,13 @@ def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(nam
     """PEFT takes what is missing for an adapter's own where its name is a part of that: "b" of "base_model"."""
     model, answers = several
     model.save_pretrained(tmp_path)
-    model = PeftModel.from_pretrained(stock(), tmp_path, adapter_name=names[0])
-    model.load_adapter(tmp_path / "tree", names[1])
-    for name, answer in zip(names, ("default", "tree"), strict=True):
-        model.set_adapter(name)
-        assert gap(said(model), answers[answer]) <= 1e-6
+    native, model = stock(), PeftModel.from_pretrained(stock(), tmp_path, adapter_name=names[0])
+    native.load_adapter(tmp_path, names[0])
+    for loaded in (native, model):
+        loaded.load_adapter(tmp_path / "tree", names[1])
+        for name, answer in zip(names, ("default", "tree"), strict=True):
+            loaded.set_adapter(name)
+            assert gap(said(loaded), answers[answer]) <= 1e-6
 
 
 def test_an_adapter_read_into_one_of_other_mechanisms_is_warned_of(stock, tmp_path, caplog):
