@@ -8,7 +8,7 @@ from pathlib import Path
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
 from .tables import circumstances, mean_and_deviation, paired, table
-from .translation import best_rate, key_of, key_of_search, rows
+from .translation import best_rate, key_of, key_of_search
 
 PAGE = ROOT / "docs" / "translation.md"
 CONTROLS = ("dot product", "Euclidean distance")
@@ -25,7 +25,7 @@ def seeds(results: dict, kind: str, width: int) -> list[dict]:
 def whole(results: dict) -> list[tuple[str, int]]:
     """Rows of which all seeds are done."""
     count = len(results["settings"]["seeds"])
-    return [row for row in rows(results["settings"]) if len(seeds(results, *row)) == count]
+    return [(kind, width) for kind, width in results["settings"]["rows"] if len(seeds(results, kind, width)) == count]
 
 
 def scores(results: dict) -> str:
@@ -46,7 +46,7 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     def values(kind: str, width: int) -> list[float] | None:
         return [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
 
-    most, found = max(width for _, width in rows(results["settings"])), []
+    most, found = max(width for _, width in results["settings"]["rows"]), []
     for kind, width in whole(results):
         mine, others = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
         cells = [
@@ -66,7 +66,7 @@ def losses(results: dict) -> str:
 def searched(results: dict) -> str:
     """The loss of every trial of the search."""
     settings, runs, found = results["settings"], results["runs"], []
-    for kind, width in rows(settings):
+    for kind, width in settings["rows"]:
         keys = [key_of_search(kind, width, rate) for rate in settings["search"]["rates"]]
         if all(key in runs for key in keys):
             found.append([kind, str(width), *(f"{runs[key]['held_out']:.3f}" for key in keys)])
@@ -94,7 +94,7 @@ def plot(results: dict):
             values = [[run[measure] for run in seeds(results, kind, width)] for width in widths]
             axes.errorbar(widths, list(map(statistics.mean, values)), list(map(statistics.stdev, values)),
                           color=figures.SCORES[kind], marker="o", markersize=4, capsize=2, label=kind)  # fmt: skip
-        widths = sorted({width for _, width in rows(results["settings"])})
+        widths = sorted({width for _, width in results["settings"]["rows"]})
         axes.set(xscale="log", xticks=widths, xticklabels=widths, ylabel=label)
         axes.set(xlabel="width of a head's queries and keys")
         axes.minorticks_off()
