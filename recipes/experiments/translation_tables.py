@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
-from .tables import circumstances, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
 from .translation import best_rate, key_of, key_of_search
 
 PAGE = ROOT / "docs" / "translation.md"
@@ -46,16 +46,16 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     def values(kind: str, width: int) -> list[float] | None:
         return [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
 
-    most, found = max(width for _, width in results["settings"]["rows"]), []
+    most, found, digits = max(width for _, width in results["settings"]["rows"]), [], MEASURES[measure]
     for kind, width in whole(results):
-        mine, others = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
-        cells = [
-            paired(mine, values(*other), MEASURES[measure]) if other != (kind, width) and values(*other) else ""
-            for other in others
-        ]
-        if any(cells):
-            found.append([kind, str(width), *cells])
-    return table(["score", "width", f"from dot product at {most}", *(f"from {c}" for c in CONTROLS)], found)
+        mine, pairs_with = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
+        others = [values(*other) if other != (kind, width) else None for other in pairs_with]
+        if any(others):
+            cells = [paired(mine, other, digits) if other else "" for other in others]
+            power = max(detectable(mine, other) for other in others if other)
+            found.append([kind, str(width), *cells, f"{power:.{digits}f}"])
+    head = [f"from dot product at {most}", *(f"from {c}" for c in CONTROLS), "what would be found"]
+    return table(["score", "width", *head], found)
 
 
 def losses(results: dict) -> str:

@@ -100,7 +100,7 @@ def test_two_steps_of_every_way(tmp_path, monkeypatch):
     monkeypatch.setattr(head_pruning, "tokens", tokens)
     monkeypatch.setattr(head_pruning, "tokenizer", Tokenizer)
     small = {"steps": 2, "window": 16, "held_out_window": 32, "calibration_tokens": 32, "shares": [0.5]}
-    small |= {"seeds": [0, 1], "search": {"seed": 100, "rates": [0.1, 0.2]}}
+    small |= {"seeds": [0, 1], "search": {"seed": 100, "steps": 1, "rates": [0.1, 0.2]}}
     experiment = store.Experiment("head_pruning", head_pruning.SETTINGS | small, head_pruning.runs)
     assert store.perform(experiment, tmp_path)
     results = store.load("head_pruning", tmp_path)
