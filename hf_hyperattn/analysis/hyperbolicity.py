@@ -131,8 +131,8 @@ def shuffled(points: Tensor, seed: int = 0) -> Tensor:
     """The control of `hyperbolicity`: each coordinate of points [n, d] with its values in another order of the points,
     so that their spread is kept and what they have to do with one another is lost.
     """
-    order = torch.rand(points.shape, generator=torch.Generator().manual_seed(seed)).argsort(0)
-    return points.gather(0, order.to(points.device))
+    draw = torch.Generator().manual_seed(seed)
+    return torch.stack([column[torch.randperm(len(column), generator=draw)] for column in points.T], 1)
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> Correlation:

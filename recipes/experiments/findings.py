@@ -7,7 +7,17 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
-from . import depth, head_tables, hyperbolicity_tables, length, tables, translation_tables, trilinear_tables
+from . import (
+    depth,
+    head_tables,
+    hyperbolicity_tables,
+    length,
+    starts,
+    starts_tables,
+    tables,
+    translation_tables,
+    trilinear_tables,
+)
 from .adaptation_tables import ALONE
 from .adaptation_tables import losses as adaptation_losses
 from .store import load
@@ -240,8 +250,8 @@ def ball_orders(level: int) -> Found:
         raise KeyError(str(level))
     text = f"rank correlation of keys' norms with the level {tables.mean_and_deviation(mine, 2)} at depth {level}"
     more, _ = gain(mine, {"Euclidean distance": others}, "more", 0.0, 2)
-    low, high = interval(mine, [0.0] * len(mine))
-    return f"{text}; {more}", judge(low, high) if low > 0 or high < 0 else UNDECIDED
+    # a correlation of less than 0.3 orders nothing
+    return f"{text}; {more}", judge(*interval(mine, [0.0] * len(mine)), 0.3)
 
 
 def words_order(name: str) -> Found:
@@ -256,3 +266,30 @@ def words_order(name: str) -> Found:
         f"{found['norm and depth']['value']:+.2f}, at equal frequency {alone:+.2f}, of {run['count']:,} nouns"
     )
     return text, NOT if abs(alone) < 0.3 else PARTLY
+
+
+def start_effect(kind: str, start: str) -> Found:
+    """What another start changes in the depth task; the claim is that it changes something."""
+    results = load("starts")
+    mine, usual = (starts_tables.accuracies(results, kind, one) for one in (start, starts.USUAL))
+    if len(mine) < 2 or len(mine) != len(usual):
+        raise KeyError(start)
+    low, high = interval(mine, usual)
+    text = f"{kind}, {start}: {tables.paired(mine, usual)} points (found from {tables.detectable(mine, usual):.1f} on)"
+    return text, HOLDS if low > 0 or high < 0 else UNDECIDED
+
+
+def start_gain(kind: str, start: str) -> Found:
+    """Whether another start is better."""
+    results = load("starts")
+    mine, usual = (starts_tables.accuracies(results, kind, one) for one in (start, starts.USUAL))
+    if len(mine) < 2 or len(mine) != len(usual):
+        raise KeyError(start)
+    return gain(mine, {"gamma 1": usual}, "points")
+
+
+def any_start(kinds: tuple[str, ...], start: str) -> Found:
+    """The same of several scores; one that changes is enough."""
+    found = [start_effect(kind, start) for kind in kinds]
+    verdict = HOLDS if any(one == HOLDS for _, one in found) else UNDECIDED
+    return "; ".join(text for text, _ in found), verdict

@@ -22,7 +22,7 @@ from .fitting import fit
 from .head_pruning import pretrained, tokenizer
 from .hsa_minilm import encoder
 from .lca_task import CLS, LcaTask
-from .store import Experiment
+from .store import Experiment, load
 from .wordnet import read_parents
 
 MODELS = ("SmolLM2", "MiniLM")
@@ -37,7 +37,6 @@ SETTINGS = {
     "kinds": ["dot product", "Euclidean distance", "hyperbolic distance"],
     "depths": [5, 10],
     "seeds": [0, 1, 2],
-    "learning_rates": {"5": 1e-2, "10": 3e-2},
     "task": {name: depth_experiment.SETTINGS[name] for name in
              ("leaves", "named", "width", "heads", "layers", "steps", "batch", "test_pairs", "weight_decay")},
 }  # fmt: skip
@@ -164,12 +163,14 @@ def frequencies() -> Counter:
 
 def read_trained(settings: dict, level: int, kind: str, seed: int) -> dict:
     """A model of the depth task before and after its training: hyperbolicity of its table of nodes, and the rank
-    correlation of the norms of its first keys with the depth of the node, all nodes at one place.
+    correlation of the norms of its first keys with the depth of the node, all nodes at one place. The rate is the best
+    of the depth experiment.
     """
     made = settings["task"] | {"sizes": {"full": 1.0}}
     task = depth_experiment.task_of(level, made["leaves"], made["named"], seed)
     torch.manual_seed(seed)
-    model, rate = depth_experiment.model_of(made, task, kind, made["width"]), settings["learning_rates"][str(level)]
+    model, results = depth_experiment.model_of(made, task, kind, made["width"]), load("depth")
+    rate = depth_experiment.best_rate(results["settings"], results["runs"], kind, level, "full")
     found = {"before": orders(settings, model, task)}
     draw = np.random.default_rng([seed, 0])
 

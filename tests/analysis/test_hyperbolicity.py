@@ -61,10 +61,13 @@ def test_the_mean_is_that_of_all_quadruples_within_its_error():
     assert hyperbolicity(points, quadruples=5000) == found != hyperbolicity(points, quadruples=5000, seed=1)
 
 
-def test_what_is_shuffled_keeps_each_coordinate():
-    points = torch.randn(20, 3)
+def test_what_is_shuffled_keeps_each_coordinate_and_nothing_else():
+    points = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))  # the seed of the order, too
     other = shuffled(points)
     assert torch.equal(other.sort(0).values, points.sort(0).values) and not torch.equal(other, points)
+    assert torch.corrcoef(other.T)[0, 1].abs() < 0.2 and torch.equal(shuffled(points), other)
+    together = shuffled(points[:, :1].expand(-1, 2))
+    assert torch.corrcoef(together.T)[0, 1].abs() < 0.2
 
 
 def test_rank_correlation_is_spearmans():

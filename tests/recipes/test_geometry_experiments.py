@@ -1,0 +1,112 @@
+"""recipes/experiments hyperbolicity, starts: two steps of every kind, what they read, and the page."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from experiments import depth, draw, hyperbolicity, hyperbolicity_tables, starts, starts_tables, store
+from experiments.lca_task import LcaTask
+
+TASK = hyperbolicity.SETTINGS["task"] | {"leaves": 32, "width": 8, "steps": 2, "batch": 4, "test_pairs": 20}
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """A tree of two children for every node, in place of WordNet."""
+
+    def paths(level):
+        return [tuple(f"{leaf:0{level}b}"[: i + 1] for i in range(level)) for leaf in range(2**level)]
+
+    made = {level: LcaTask(paths(level), 2) for level in (4, 5)}
+    monkeypatch.setattr(depth, "task_of", lambda level, *rest: made[level])
+
+
+def test_two_steps_of_hyperbolicity(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(hyperbolicity, "frequencies", lambda: Counter({f"w{i}": i % 7 for i in range(30)}))
+    monkeypatch.setattr(hyperbolicity, "table_of", lambda name: torch.randn(30, 4).requires_grad_())
+    monkeypatch.setattr(hyperbolicity, "last_states", lambda name, ids: torch.randn(len(ids), 4))
+    words = ([f"w{i}" for i in range(30)], torch.arange(30), [i % 5 for i in range(30)])
+    monkeypatch.setattr(hyperbolicity, "nouns", lambda name, most: words)
+    small = {"size": 8, "draws": 2, "quadruples": 50, "words": 30, "depths": [4, 5], "seeds": [0, 1], "task": TASK}
+    kinds, rates = hyperbolicity.SETTINGS["kinds"], depth.SETTINGS["search"]["learning_rates"]
+    keys = [depth.key_of_search(kind, level, "full", rate) for kind in kinds for level in (4, 5) for rate in rates]
+    results = {"settings": depth.SETTINGS, "runs": {key: {"accuracy": 0.5} for key in keys}}
+    monkeypatch.setattr(hyperbolicity, "load", lambda name: results)
+    experiment = store.Experiment("hyperbolicity", hyperbolicity.SETTINGS | small, hyperbolicity.runs)
+    assert store.perform(experiment, tmp_path)
+    run = store.load("hyperbolicity", tmp_path)["runs"]["depth 4, hyperbolic distance, seed 1"]
+    assert len(run["after"]["keys"]) == TASK["heads"] == len(run["before"]["keys"]) and "points" in run["after"]
+    page = tmp_path / "page.md"
+    page.write_text(hyperbolicity_tables.PAGE.read_text())
+    hyperbolicity_tables.draw(tmp_path, page, tmp_path)
+    assert "depth 5, hyperbolic distance" in page.read_text()
+    assert (tmp_path / "hyperbolicity.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_orders_read_the_keys_of_nodes_at_one_place(task):
+    torch.manual_seed(0)
+    made = depth.task_of(4)
+    model = depth.model_of(TASK, made, "Euclidean distance", 8)
+    attention, rows = model.blocks[0][1], []
+    expected = [[], []]
+    for node in range(2, made.vocabulary):
+        ids = torch.zeros(1, made.length, dtype=torch.long)
+        ids[0, 1] = node
+        x = model.blocks[0][0](model.tokens(ids) + model.places.weight)
+        for head, key in enumerate(attention.qkv(x).unflatten(-1, (3, 2, -1))[0, 1, 1]):
+            expected[head].append(key.norm().item())
+        rows.append(next(i + 1 for path in made.paths for i, other in enumerate(path) if other == node))
+    found = hyperbolicity.orders({}, model, made)["keys"]
+    for head, values in enumerate(expected):
+        other = hyperbolicity.correlated(torch.tensor(values), torch.tensor(rows).double())
+        assert found[head]["value"] == pytest.approx(other["value"], abs=0.02)
+
+
+def test_the_level_of_a_noun_counts_what_is_above_it():
+    assert hyperbolicity.level_of({"a": None, "b": "a", "c": "b"}, "c") == 2
+
+
+def test_two_steps_of_every_start(task, tmp_path, monkeypatch):
+    made = depth.SETTINGS | TASK | {"seeds": [0, 1, 2], "depths": [4], "kinds": starts.SETTINGS["kinds"]}
+    kinds, rates = made["kinds"], made["search"]["learning_rates"]
+    runs = {depth.key_of_search(kind, 4, "full", rate): {"accuracy": rate} for kind in kinds for rate in rates}
+    runs |= {depth.key_of(kind, 4, "full", seed): {"accuracy": 0.5 + seed / 9} for kind in kinds for seed in range(3)}
+    (tmp_path / "depth.json").write_text(json.dumps({"settings": made, "runs": runs}))
+    monkeypatch.setattr(starts, "load", lambda name: store.load(name, tmp_path))
+    experiment = store.Experiment("starts", starts.SETTINGS | {"depth": 4}, starts.runs)
+    assert store.perform(experiment, tmp_path)
+    run = store.load("starts", tmp_path)["runs"]["umbral cone, psi, gamma 0.1, seed 0"]
+    assert run["learning_rate"] == max(rates) and run["learned"]["gamma"][0][0] == pytest.approx(0.1, rel=0.2)
+    page = tmp_path / "page.md"
+    page.write_text(starts_tables.PAGE.read_text())
+    starts_tables.draw(tmp_path, page)
+    assert page.read_text().count("p = ") + page.read_text().count("p < ") >= 12
+
+
+def test_a_start_changes_what_it_says(task):
+    model = depth.model_of(TASK, depth.task_of(4), "hyperbolic distance", 8)
+    before = model.blocks[1][1].qkv.weight.clone()
+    starts.begin(model, gamma=0.4, projections=4.0)
+    after, attend = model.blocks[1][1].qkv.weight, model.blocks[1][1].attend
+    assert torch.equal(after[:16], 4 * before[:16]) and torch.equal(after[16:], before[16:])
+    torch.testing.assert_close(attend.logs["temperature"].exp(), torch.full((2,), 2.5))
+    assert not attend.logs["curvature"].any()
+
+
+@pytest.mark.parametrize("name, tables", [("hyperbolicity", hyperbolicity_tables), ("starts", starts_tables)])
+def test_committed_results_are_of_these_settings_and_on_the_page(name, tables):
+    page, module = tables.PAGE.read_text(), {"hyperbolicity": hyperbolicity, "starts": starts}[name]
+    if not (store.FOLDER / f"{name}.json").exists():
+        assert "The runs are not done yet." in page
+        return
+    results = store.load(name)
+    assert results["settings"] == json.loads(json.dumps(module.SETTINGS))
+    assert set(results["runs"]) <= {key for key, _ in module.runs(module.SETTINGS, {})}
+    if name == "starts":
+        assert draw.put(page, name, tables.starts(results)) == page
+        return
+    for mark, make in tables.TABLES.items():
+        assert draw.put(page, mark, make(results)) == page, mark
