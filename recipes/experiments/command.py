@@ -30,9 +30,10 @@ HEADS = {
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
 }
-#: The same, in docs/hyperbolicity.md; minutes each.
+#: The same, in docs/hyperbolicity.md and docs/graphs.md; minutes each.
 GEOMETRY = {
     "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
+    "graphs": "sections of Debian's packages by attention over their dependencies",
     "starts": "the depth task from other starts of cones and distances",
 }
 #: The same, in docs/translation.md and docs/adaptation.md.

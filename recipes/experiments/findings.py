@@ -9,6 +9,7 @@ from functools import partial
 
 from . import (
     depth,
+    graphs_tables,
     head_tables,
     hyperbolicity_tables,
     length,
@@ -293,3 +294,12 @@ def any_start(kinds: tuple[str, ...], start: str) -> Found:
     found = [start_effect(kind, start) for kind in kinds]
     verdict = HOLDS if any(one == HOLDS for _, one in found) else UNDECIDED
     return "; ".join(text for text, _ in found), verdict
+
+
+def graph_gain(kind: str) -> Found:
+    """Accuracy on the graph of packages, against scores without geometry and against none."""
+    values = graphs_tables.whole(load("graphs"))
+    if kind not in values:
+        raise KeyError(kind)
+    others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
+    return gain(values[kind], others, "points")

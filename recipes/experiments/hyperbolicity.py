@@ -35,7 +35,7 @@ SETTINGS = {
     "words": 2000,
     # The depth task: scores, and the trees of the experiment with that name.
     "kinds": ["dot product", "Euclidean distance", "hyperbolic distance"],
-    "depths": [5, 10],
+    "depths": [10],
     "seeds": [0, 1, 2],
     "task": {name: depth_experiment.SETTINGS[name] for name in
              ("leaves", "named", "width", "heads", "layers", "steps", "batch", "test_pairs", "weight_decay")},

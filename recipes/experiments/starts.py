@@ -21,7 +21,7 @@ from .store import Experiment, load
 #: The start of the depth experiment, whose runs stand for it.
 USUAL = "as in the depth experiment"
 SETTINGS = {
-    "kinds": ["Euclidean distance", "hyperbolic distance", "umbral cone, xi", "umbral cone, psi"],
+    "kinds": ["umbral cone, psi", "umbral cone, xi", "hyperbolic distance", "Euclidean distance"],
     "depth": 10,
     "starts": {
         "gamma 0.4": {"gamma": 0.4, "projections": 1.0},
@@ -33,9 +33,9 @@ SETTINGS = {
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Every start, kind and seed."""
-    for start in settings["starts"]:
-        for kind in settings["kinds"]:
+    """Every kind, start and seed."""
+    for kind in settings["kinds"]:
+        for start in settings["starts"]:
             for seed in settings["seeds"]:
                 yield key_of(kind, start, seed), functools.partial(train, settings, kind, start, seed)
 
