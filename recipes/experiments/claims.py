@@ -204,6 +204,13 @@ CLAIMS = (
         command=DEPTH,
     ),
     Claim(
+        "B8a",
+        "hyperbolic distance is better on hierarchies",
+        LCA + "; mean over depths 5 and 10 and both sizes",
+        of(f.depth_everywhere, HYP),
+        command=DEPTH,
+    ),
+    Claim(
         "B9",
         "equal quality with a tenth of the parameters",
         LCA,

@@ -70,6 +70,13 @@ def depth_gain(kind: str, level: int, size: str = "full", claimed: float = 0.0, 
     return gain(values(kind), {c: values(c) for c in controls}, f"points at depth {level}", claimed)
 
 
+def depth_everywhere(kind: str) -> Found:
+    """The same of the mean over both depths and sizes."""
+    results = load("depth")
+    others = {control: tables.depth_means(results, control) for control in depth.CONTROLS}
+    return gain(tables.depth_means(results, kind), others, "points, mean over depths and sizes")
+
+
 def depth_level(kind: str, level: int, claimed: float) -> Found:
     """Whether an accuracy in percent is reached."""
     found = tables.depth_accuracies(load("depth"), kind, level, "full")

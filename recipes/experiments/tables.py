@@ -129,16 +129,25 @@ def depth(results: dict) -> str:
 
 
 def depth_pairs(results: dict) -> str:
-    """Each score less each of those without geometry, seed by seed, in points, and the power of these tests."""
+    """Each score less each of those without geometry, seed by seed, in points, and the power of these tests; at last
+    the mean over depths and sizes.
+    """
     rows = []
-    for group in depth_groups(results):
+    for group in [*depth_groups(results), None]:
+        values = {k: depth_means(results, k) if group is None else depth_accuracies(results, k, *group)
+                  for k in results["settings"]["kinds"]}  # fmt: skip
         for kind in results["settings"]["kinds"][1:]:
-            mine = depth_accuracies(results, kind, *group)
-            others = {c: depth_accuracies(results, c, *group) for c in depth_experiment.CONTROLS if c != kind}
+            mine = values[kind]
+            others = {control: values[control] for control in depth_experiment.CONTROLS if control != kind}
             cells = [paired(mine, others[c]) if c in others else "" for c in depth_experiment.CONTROLS]
             found = max(detectable(mine, other) for other in others.values())
-            rows.append([f"{depth_name(*group)}: {kind}", *cells, f"{found:.1f}"])
+            rows.append([f"{depth_name(*group) if group else 'mean of the four'}: {kind}", *cells, f"{found:.1f}"])
     return table(["points ahead of", *depth_experiment.CONTROLS, "what would be found"], rows)
+
+
+def depth_means(results: dict, kind: str) -> list[float]:
+    """Of every seed the mean accuracy over depths and sizes, in percent."""
+    return list(map(statistics.mean, zip(*(depth_accuracies(results, kind, *g) for g in depth_groups(results)))))
 
 
 def depth_rates(results: dict) -> str:
