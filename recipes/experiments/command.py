@@ -34,6 +34,7 @@ HEADS = {
 GEOMETRY = {
     "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
     "graphs": "sections of Debian's packages by attention over their dependencies",
+    "operations": "what distance, maps and attention over 64 tokens cost",
     "starts": "the depth task from other starts of cones and distances",
 }
 #: The same, in docs/translation.md and docs/adaptation.md.

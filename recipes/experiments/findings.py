@@ -310,3 +310,16 @@ def graph_gain(kind: str) -> Found:
         raise KeyError(kind)
     others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
     return gain(values[kind], others, "points")
+
+
+def ball_times() -> Found:
+    """Microseconds of operations, beside those that a source gives."""
+    runs = load("operations")["runs"]
+    distance, attention = runs["distance"], runs["hyperbolic attention"]
+    text = (
+        f"distance {distance['one']:.1f} µs a call, {distance['many']:.2f} a pair of many; attention over 64 tokens "
+        f"{attention['one']:.0f} µs, SDPA {runs['SDPA']['one']:.0f}"
+    )
+    return text, HOLDS if distance["many"] <= 0.5 and attention["one"] <= 50 else PARTLY if distance[
+        "many"
+    ] <= 0.5 else NOT

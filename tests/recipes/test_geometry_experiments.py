@@ -7,7 +7,17 @@ from collections import Counter
 
 import pytest
 import torch
-from experiments import depth, draw, hyperbolicity, hyperbolicity_tables, starts, starts_tables, store
+from experiments import (
+    depth,
+    draw,
+    hyperbolicity,
+    hyperbolicity_tables,
+    operations,
+    operations_tables,
+    starts,
+    starts_tables,
+    store,
+)
 from experiments.lca_task import LcaTask
 
 TASK = hyperbolicity.SETTINGS["task"] | {"leaves": 32, "width": 8, "steps": 2, "batch": 4, "test_pairs": 20}
@@ -96,17 +106,34 @@ def test_a_start_changes_what_it_says(task):
     assert not attend.logs["curvature"].any()
 
 
-@pytest.mark.parametrize("name, tables", [("hyperbolicity", hyperbolicity_tables), ("starts", starts_tables)])
+def test_every_operation_is_timed(tmp_path):
+    small = operations.SETTINGS | {"points": 10, "tokens": 8, "rounds": 1, "least_seconds": 1e-5}
+    assert store.perform(store.Experiment("operations", small, operations.runs), tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(operations_tables.PAGE.read_text())
+    operations_tables.draw(tmp_path, page)
+    names = [*operations.OPERATIONS, *operations.ATTENTION]
+    assert all(f"| {name} |" in page.read_text() for name in names)
+    assert all(run["one"] > 0 for run in store.load("operations", tmp_path)["runs"].values())
+
+
+@pytest.mark.parametrize(
+    "name, tables",
+    [("hyperbolicity", hyperbolicity_tables), ("starts", starts_tables), ("operations", operations_tables)],
+)
 def test_committed_results_are_of_these_settings_and_on_the_page(name, tables):
-    page, module = tables.PAGE.read_text(), {"hyperbolicity": hyperbolicity, "starts": starts}[name]
+    page, module = (
+        tables.PAGE.read_text(),
+        {"hyperbolicity": hyperbolicity, "starts": starts, "operations": operations}[name],
+    )
     if not (store.FOLDER / f"{name}.json").exists():
         assert "The runs are not done yet." in page
         return
     results = store.load(name)
     assert results["settings"] == json.loads(json.dumps(module.SETTINGS))
     assert set(results["runs"]) <= {key for key, _ in module.runs(module.SETTINGS, {})}
-    if name == "starts":
-        assert draw.put(page, name, tables.starts(results)) == page
+    if name != "hyperbolicity":
+        assert draw.put(page, name, getattr(tables, name)(results)) == page
         return
     for mark, make in tables.TABLES.items():
         assert draw.put(page, mark, make(results)) == page, mark
