@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from . import (
+    ball,
+    ball_tables,
     depth,
     graphs_tables,
     head_tables,
@@ -323,3 +325,11 @@ def ball_times() -> Found:
     return text, HOLDS if distance["many"] <= 0.5 and attention["one"] <= 50 else PARTLY if distance[
         "many"
     ] <= 0.5 else NOT
+
+
+def ball_gain(dim: int) -> Found:
+    """Points in the ball against points of Euclidean space."""
+    mine, others = (ball_tables.precisions(load("ball"), space, dim) for space in (ball.BALL, ball.FLAT))
+    if not mine or not others:
+        raise KeyError(str(dim))
+    return gain(mine, {f"Euclidean space in {dim} dimensions": others}, "points of precision")

@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 import torch
 from experiments import (
+    ball,
+    ball_tables,
     depth,
     draw,
     hyperbolicity,
@@ -106,6 +108,36 @@ def test_a_start_changes_what_it_says(task):
     assert not attend.logs["curvature"].any()
 
 
+def test_two_steps_in_the_ball(tmp_path, monkeypatch):
+    parents = {"top.0": None, "m.1": "top.0"} | {f"w{i}.2": "m.1" if i < 3 else f"w{i - 3}.2" for i in range(9)}
+    monkeypatch.setattr(ball, "read_parents", lambda path: parents)
+    monkeypatch.setattr(ball, "wordnet_nouns", lambda: None)
+    ball.closure.cache_clear()
+    above, levels = ball.closure("m")
+    assert above.shape == (10, 10) and levels.tolist() == [0, *[1] * 3, *[2] * 3, *[3] * 3]
+    small = ball.SETTINGS | {"root": "m", "steps": 2, "batch": 8, "others": 3, "seeds": [0, 1]}
+    assert store.perform(store.Experiment("ball", small, ball.runs), tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(ball_tables.PAGE.read_text())
+    ball_tables.draw(tmp_path, page)
+    assert "| 5 dimensions | " in page.read_text()
+    ball.closure.cache_clear()
+
+
+def test_precision_and_rank_of_a_line():
+    """Words on a line, each after the one above it: those near it on the other side come between."""
+    model = ball.Points(ball.FLAT, 4, 1, 0.0)
+    model.rows.data = torch.tensor([[0.0], [1.0], [2.1], [3.3]])
+    above = torch.ones(4, 4).tril(-1).bool()
+    found = ball.read(model, above, above.sum(1))
+    # word 1: 0 first; word 2: 1, then 3, then 0; word 3: all in order
+    assert found["precision"] == pytest.approx((1 + (1 + 2 / 3) / 2 + 1) / 3, abs=1e-4)
+    between = [1.0, (1 + 2) / 2, 1.0]
+    distances = [sorted(range(4), key=lambda j: abs(model.rows[i] - model.rows[j]).item())[1:] for i in range(4)]
+    assert distances[2] == [1, 3, 0] and found["rank"] == pytest.approx(sum(between) / 3, abs=1e-3)
+    assert found["norm and level"] == 1
+
+
 def test_every_operation_is_timed(tmp_path):
     small = operations.SETTINGS | {"points": 10, "tokens": 8, "rounds": 1, "least_seconds": 1e-5}
     assert store.perform(store.Experiment("operations", small, operations.runs), tmp_path)
@@ -132,7 +164,7 @@ def test_committed_results_are_of_these_settings_and_on_the_page(name, tables):
     results = store.load(name)
     assert results["settings"] == json.loads(json.dumps(module.SETTINGS))
     assert set(results["runs"]) <= {key for key, _ in module.runs(module.SETTINGS, {})}
-    if name != "hyperbolicity":
+    if name not in ("hyperbolicity", "ball"):
         assert draw.put(page, name, getattr(tables, name)(results)) == page
         return
     for mark, make in tables.TABLES.items():
