@@ -114,7 +114,9 @@ CLAIMS = (
         of(f.adapted, "cone"),
         command=ADAPTATION,
     ),
-    Claim("A13", "first experiment: psi against xi", LCA, of(f.depth_gain, PSI, 10, controls=(XI,)), command=DEPTH),
+    Claim(
+        "A13", "first experiment: psi is better than xi", LCA, of(f.depth_gain, PSI, 10, controls=(XI,)), command=DEPTH
+    ),
     Claim(
         "A14",
         "first experiment: smaller widths are enough",
@@ -161,7 +163,7 @@ CLAIMS = (
         "A22",
         "gains only where data are hierarchical",
         LCA,
-        lambda: f.both(of(f.depth_gain, XI, 5), of(f.depth_gain, XI, 10)),
+        of(f.deeper, XI),
         command=DEPTH,
     ),
     missing("A23", "open: cones in the ball, finite light", "not published, not built"),
@@ -351,7 +353,12 @@ CLAIMS = (
         "D4",
         "mu and tau are worth learning",
         "language models of bytes, three seeds; control: ALiBi with slopes learned",
-        of(f.length_gain, "HyPE learned, from max_length 128", "ALiBi, learned slopes", 2048),
+        of(
+            f.length_gain,
+            "HyPE learned, from max_length 128",
+            ("HyPE fixed, max_length 128", "ALiBi, learned slopes"),
+            2048,
+        ),
         command=LENGTH,
     ),
     exact("D5", "a form for both directions (ours: cosh)", "forty digits", "tests/mechanisms/test_hype.py"),
@@ -396,9 +403,9 @@ CLAIMS = (
     exact("D12", "overflows where mu is large", "extreme heads", "tests/mechanisms/test_hype.py", "finite"),
     Claim(
         "D13",
-        "mu = 1/L is a good choice",
+        "mu = 1/L is better than a smaller one",
         "the same, mu 1/128 against 1/2048",
-        of(f.length_gain, "HyPE fixed, max_length 128", "HyPE fixed, max_length 2048", 2048),
+        of(f.length_gain, "HyPE fixed, max_length 128", ("HyPE fixed, max_length 2048",), 2048),
         command=LENGTH,
     ),
     Claim("D14", "added to a pretrained model with rotary positions", LORA, of(f.adapted, "hype"), command=ADAPTATION),

@@ -79,6 +79,18 @@ def depth_everywhere(kind: str) -> Found:
     return gain(tables.depth_means(results, kind), others, "points, mean over depths and sizes")
 
 
+def deeper(kind: str) -> Found:
+    """How much more a score gains over each control at depth 10 than at depth 5."""
+    results = load("depth")
+
+    def rise(name: str) -> list[float]:
+        high, low = (tables.depth_accuracies(results, name, level, "full") for level in (10, 5))
+        return [a - b for a, b in zip(high, low)]
+
+    others = {control: rise(control) for control in depth.CONTROLS}
+    return gain(rise(kind), others, "points more at depth 10 than at depth 5")
+
+
 def depth_level(kind: str, level: int, claimed: float) -> Found:
     """Whether an accuracy in percent is reached."""
     found = tables.depth_accuracies(load("depth"), kind, level, "full")
@@ -101,11 +113,11 @@ def both(*makes: Callable[[], Found]) -> Found:
     return "; ".join(text for text, _ in found), min((verdict for _, verdict in found), key=order.index)
 
 
-def length_gain(name: str, control: str, at: int, sign: int = -1, claimed: float = 0.0) -> Found:
-    """The gain in the perplexity of a byte, with `sign` -1 that of being lower."""
+def length_gain(name: str, controls: tuple[str, ...], at: int) -> Found:
+    """How much lower the perplexity of a byte is than that of each control."""
     runs, seeds = load("length")["runs"], load("length")["settings"]["seeds"]
-    mine, others = ([sign * runs[length.key_of(n, s)]["perplexity"][str(at)] for s in seeds] for n in (name, control))
-    return gain(mine, {control: others}, f"perplexity gained at {at:,} bytes", claimed, 3)
+    values = lambda n: [-runs[length.key_of(n, seed)]["perplexity"][str(at)] for seed in seeds]
+    return gain(values(name), {c: values(c) for c in controls}, f"perplexity gained at {at:,} bytes", digits=3)
 
 
 def length_same(name: str, control: str) -> Found:
