@@ -14,9 +14,10 @@ NAME ?= cone_lora
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
+BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint clean
+.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint wheel plain-wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -59,6 +60,13 @@ lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# Without build isolation: the kernels' sources are written by the package itself, which needs torch and Transformers.
+wheel: $(VENV)/.dev  ## dist/: a wheel for x86-64 Linux that carries compiled kernels (minutes; needs a C++ compiler)
+	HF_HYPERATTN_PREBUILT=1 $(BUILD_WHEEL)
+
+plain-wheel: $(VENV)/.dev  ## dist/: a wheel for all systems, whose kernels are compiled on first use
+	HF_HYPERATTN_PREBUILT=0 $(BUILD_WHEEL)
 
 clean:  ## remove the virtual environment and what builds left
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -72,6 +72,16 @@ def _describe(add: Callable) -> None:
     add("--json", action="store_true", help="print JSON in place of a table")
 
 
+def _doctor(add: Callable) -> None:
+    """show versions, engines, what is compiled and what is missing
+
+    Show versions, which engines run here, what is compiled or came with the package, and what is missing.
+
+    One score is computed by the compiled engine and checked; where nothing is compiled yet, that is done now.
+    """
+    add("--json", action="store_true", help="print JSON in place of lines")
+
+
 def _export(add: Callable) -> None:
     """write a patched checkpoint that loads without this package
 
@@ -113,7 +123,7 @@ def _inject(add: Callable) -> None:
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, metavar="N", help="queries measured a text (default: 384)")
+    add("--rows", type=int, metavar="N", help="queries measured a text, of causal models (default: 384)")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 
@@ -129,7 +139,7 @@ def _recover(add: Callable) -> None:
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-COMMANDS = {f.__name__[1:]: f for f in (_autoload, _demo, _describe, _export, _inject, _recover)}
+COMMANDS = {f.__name__[1:]: f for f in (_autoload, _demo, _describe, _doctor, _export, _inject, _recover)}
 #: The least value of every option that counts something.
 LEAST = {
     "demo": {"length": 2, "tokens": 32, "generate": 1},

@@ -104,6 +104,7 @@ def against_tensorly(args) -> list[dict]:
 
 
 def main() -> None:
+    """Measure what the command line asks for and write it into the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--ranks", type=int, nargs="+", default=[96, 192, 288, 384])

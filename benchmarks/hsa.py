@@ -20,8 +20,8 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
+from hf_hyperattn.mechanisms.hsa.pairs import pairs
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
 
 SDPA = "sdpa"
 
@@ -52,7 +52,7 @@ def error(setting: dict, q, k, v, args, samples: int = 6) -> float:
     worst = scale = 0.0
     for row in torch.linspace(0, q.shape[2] - 1, samples).long().tolist():
         one = (q[:, :, row : row + 1].double(), k[:, :, : row + 1].double(), v[:, :, : row + 1].double())
-        exact, _ = key_tied(*one, **setting, is_causal=True, offset=row, backend="rows")
+        exact, _ = key_tied(*one, **setting, is_causal=True, offset=row, backend="torch")
         worst = max(worst, float((out[:, :, row : row + 1] - exact).abs().max()))
         scale = max(scale, float(exact.abs().max()))
     return worst / scale
@@ -66,8 +66,8 @@ def row(length: int, kind: str, name: str, seconds: dict, setting: dict | None, 
         found |= {"faster": statistics.median(each), "low": each[0], "high": each[-1]}
     if setting is not None:
         rule = {key: value for key, value in setting.items() if key != "hierarchy"}
-        pairs = attended(length, setting["hierarchy"], rule["near"], rule["sinks"], rule.get("refine_top_k", 0), True)
-        found["pairs"] = pairs / (length * (length + 1) / 2)
+        numbers = (rule["near"], rule["sinks"], rule.get("refine_top_k", 0))
+        found["pairs"] = pairs(length, setting["hierarchy"], *numbers, compared=False) / (length * (length + 1) / 2)
     return found | rest
 
 
@@ -97,10 +97,9 @@ def decode(length: int, args) -> list[dict]:
     one, calls, asked = q[:, :, -1:], {}, settings(length, args)
     calls[SDPA] = lambda: torch.nn.functional.scaled_dot_product_attention(one, k, v)
     for name, setting in asked.items():
-        rule = {key: value for key, value in setting.items() if key != "hierarchy"}
         levels = pool(k, v, setting["hierarchy"])
-        calls[name] = lambda levels=levels, rule=rule: attend(
-            one, levels, **rule, is_causal=True, offset=length - 1, backend=args.backend
+        calls[name] = lambda levels=levels, setting=setting: key_tied(
+            one, k, v, **setting, levels=levels, is_causal=True, offset=length - 1, backend=args.backend
         )
     seconds = interleaved(calls, max(args.rounds, 20))
     return [row(length, "decode", name, seconds, None) for name in calls]

@@ -20,9 +20,8 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_evicted
 from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 
 SDPA = "sdpa"
 
@@ -61,14 +60,14 @@ class Step:
         levels = store.levels(self.sizes, None)
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
         asked = {"offset": store.exact[0].length - 1, "scale": self.args.dim**-0.5, **rule}
-        if store.has_evicted:
-            return attend_evicted(self.query, store, **asked, sink_logit=None)
-        return attend(self.query, levels, refine_top_k=self.top_k, is_causal=True, **asked)
+        keys = (self.layer.keys, self.layer.values) if levels.held else (levels.keys[0], levels.values[0])
+        how = {"levels": levels, "is_causal": True, "refine_top_k": self.top_k}
+        return key_tied(self.query, *keys, self.sizes, **how, **asked)[0]
 
     def held(self) -> float:
         """MiB of keys, values and means."""
         pairs = [self.layer.store.tokens, *self.layer.store.means]
-        return sum(t.nbytes for pair in pairs for g in pair for t in (g.room, g.head)) / 2**20
+        return sum(t.room.nbytes for pair in pairs for t in pair) / 2**20
 
     def error(self, key, value) -> float:
         """Of the next step, against the definition; `key` and `value` are what the cache was made of."""
@@ -76,7 +75,7 @@ class Step:
         key, value = (torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value))
         exact, _ = key_tied(
             self.query.double(), key, value, self.sizes, near=self.args.near, sinks=self.args.sinks,
-            refine_top_k=self.top_k, is_causal=True, offset=key.shape[2] - 1, backend="rows",
+            refine_top_k=self.top_k, is_causal=True, offset=key.shape[2] - 1, backend="torch",
         )  # fmt: skip
         return float((out - exact).abs().max() / exact.abs().max())
 

@@ -58,6 +58,7 @@ def in_float64(model: torch.nn.Module) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm over a row's last axis, times a weight."""
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 

@@ -32,6 +32,7 @@ from speed.store import Store, default_path
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options of this command."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--minutes", type=float, default=8.0, help="start nothing new after this long")
     p.add_argument("--full", action="store_true", help="sweep everything; hours")

@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
-from .fields import KnownFields, check_field, option, short
+from .fields import KnownFields, check_field, option, refuse, short
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
-from .selection import checked
+from .selection import MOST, checked
 
 __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig", "option"]
 
@@ -31,8 +31,6 @@ FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
 Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
-#: Entries of any list in a config.
-MOST = 10_000
 #: What mechanisms may count on, where no other takes it away.
 PROPERTIES = {
     "linear_in_key": "logits are a product of features of the query with features of the key",
@@ -159,9 +157,6 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         for host in self.overrides or ():
             check_stages(self.mechanisms_at(host))
 
-    def _refuse(self, name: str, allowed: str) -> NoReturn:
-        raise ValueError(f"HyperAttnConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
-
     def mechanisms_at(self, host: str) -> tuple[MechanismConfig, ...]:
         """The mechanism configs of one host, by its qualified name, in the order of their stages."""
         return mechanisms_of(self.mechanisms, (self.overrides or {}).get(host, ()))
@@ -217,8 +212,10 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
                 raise ValueError(f"hyperattn config has {name}={short(value)}; allowed: a list of at most {MOST}")
         values = {k: v for k, v in data.items() if k != "format"}
         values["mechanisms"] = [MechanismConfig.from_dict(m) for m in data.get("mechanisms") or []]
-        if data.get("overrides") is not None:
-            values["overrides"] = read_overrides(data["overrides"])
+        overrides = data.get("overrides")
+        if isinstance(overrides, dict) and len(overrides) <= MOST:  # what is of another form is refused as it is
+            lists = {h: c for h, c in overrides.items() if isinstance(c, list) and len(c) <= len(STAGES)}
+            values["overrides"] = overrides | {h: list(map(MechanismConfig.from_dict, c)) for h, c in lists.items()}
         return cls(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
@@ -306,9 +303,9 @@ def checked_overrides(
         return None
     owner = "HyperAttnConfig.overrides"
     if not isinstance(value, Mapping) or len(value) > MOST or not all(isinstance(h, str) for h in value):
-        raise ValueError(
-            f"{owner}={short(value)} is not allowed; allowed: names of at most {MOST} hosts, each with a list of "
-            "mechanism configs, such as {'model.layers.3.self_attn': [ConeConfig()]}"
+        example = "{'model.layers.3.self_attn': [ConeConfig()]}"
+        refuse(
+            owner, value, f"names of at most {MOST} hosts, each with a list of mechanism configs, such as {example}"
         )
     patched = value if hosts is None else set(hosts)
     unknown = next((h for h in value if h not in patched), None)
@@ -328,22 +325,6 @@ def checked_overrides(
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{where} holds {short(names)}; allowed: at least one mechanism, every one once")
     return {host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism))) for host, configs in value.items()}
-
-
-def read_overrides(data: Any) -> Overrides:
-    """Overrides out of JSON: the configs read, the shape checked where it is needed to read them.
-
-    Raises:
-        ValueError: a host has no list of mechanism configs.
-    """
-    if not isinstance(data, dict) or len(data) > MOST:
-        raise ValueError(f"hyperattn config has overrides={short(data)}; allowed: a dict of at most {MOST} hosts")
-    for host, configs in data.items():
-        if not isinstance(configs, list) or len(configs) > MOST:
-            raise ValueError(
-                f"hyperattn config has overrides[{short(host)}]={short(configs)}; allowed: a list of mechanism configs"
-            )
-    return {host: tuple(map(MechanismConfig.from_dict, configs)) for host, configs in data.items()}
 
 
 def mechanisms_of(

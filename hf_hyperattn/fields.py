@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 #: Numbers beyond this are infinite in float32, the least precise dtype that they are computed in.
 LARGEST = 3e38
@@ -47,6 +47,11 @@ def option(
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
+def refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    """Raise the one-line ValueError for a value that is not allowed."""
+    raise ValueError(f"{name}={short(value)} is not allowed; allowed: {allowed}")
+
+
 class KnownFields:
     """Base of dataclasses whose TypeError for an unknown keyword says what is allowed."""
 
@@ -60,12 +65,15 @@ class KnownFields:
                 raise TypeError(f"{cls.__name__} has no field {short(unknown)}; allowed: {', '.join(known)}{nearest}")
             return super().__new__(cls)
 
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        refuse(f"{type(self).__name__}.{name}", getattr(self, name), allowed)
+
 
 def check_field(owner: str, name: str, value: Any, rule: Mapping[str, Any]) -> None:
     """Raise a one-line ValueError if `value` breaks the rule of its field, the metadata that `option` made."""
     allowed = _allowed_instead(value, rule)
     if allowed:
-        raise ValueError(f"{owner}.{name}={short(value)} is not allowed; allowed: {allowed}")
+        refuse(f"{owner}.{name}", value, allowed)
 
 
 def _allowed_instead(value: Any, rule: Mapping[str, Any]) -> str:

@@ -109,19 +109,24 @@ def _open_lock(places: list[Path]) -> tuple[int, Path]:
         os.close(handle)
 
 
+def _lock(handle: int) -> bool:
+    """Lock an open file unless somebody holds it; True too on a file system without locks."""
+    with suppress(OSError):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def _wait_for(handle: int, place: Path) -> None:
     """Lock an open file; replacing takes milliseconds, so that a longer wait is worth a warning."""
     warn_at = time.monotonic() + 10
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > warn_at:
-                warn_at = float("inf")
-                logger.warning(f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}")
-            time.sleep(0.002)
-        except OSError:  # a file system without locks
-            return None
+    while not _lock(handle):
+        if time.monotonic() > warn_at:
+            warn_at = float("inf")
+            logger.warning(f"hf_hyperattn: waiting for another process that saves; it holds the lock {place}")
+        time.sleep(0.002)
 
 
 def hold(path: Path) -> int | None:
@@ -130,8 +135,7 @@ def hold(path: Path) -> int | None:
     if fcntl is None:  # Windows moves no folder in which a file is open
         os.close(handle)
         return None
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _lock(handle)
     return handle
 
 
@@ -141,16 +145,9 @@ def is_held(path: Path) -> bool:
         handle = os.open(path, os.O_RDWR)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)  # a file of somebody else is better left alone
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
+    held = fcntl is not None and not _lock(handle)
+    os.close(handle)
+    return held
 
 
 def release(handle: int | None) -> None:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .fields import short
+from .fields import refuse, short
 
 Choice = None | str | int | Iterable[int] | Callable[[Any], bool]
 
+#: Entries of any list in a config.
 MOST = 10_000
 FRACTIONS = {"half": 2, "third": 3, "quarter": 4}
 NAMED = re.compile(r"(?:(first|last)-(half|third|quarter|[1-9]\d{0,5})|every-([1-9]\d{0,5})(?:st|nd|rd|th)|all)")
@@ -32,7 +33,7 @@ def checked(name: str, choice: Any) -> Any:
     if isinstance(choice, str):
         if len(choice) < 40 and NAMED.fullmatch(choice):
             return choice
-        raise ValueError(f"{name}={short(choice)} is not allowed; allowed: {ALLOWED}")
+        refuse(name, choice, ALLOWED)
     try:
         many = [choice] if isinstance(choice, int) else choice
         if len(many) > MOST:
@@ -41,7 +42,7 @@ def checked(name: str, choice: Any) -> Any:
     except TypeError:
         numbers = None
     if numbers is None or len(numbers) < len(many):
-        raise ValueError(f"{name}={short(choice)} is not allowed; allowed: {ALLOWED}")
+        refuse(name, choice, ALLOWED)
     return numbers
 
 

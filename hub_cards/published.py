@@ -1,12 +1,15 @@
 """What an object that is being published says about itself; read by name, without importing its classes."""
 
 import contextlib
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from .directory import hub_id_or_none
 
+#: In the names of parameters that a PEFT adapter has copies of.
+BASE = re.compile(r"\b(original_module|base_layer)\.")
 PACKAGES = ("hf-hyperattn", "transformers", "torch", "peft")
 
 
@@ -24,7 +27,7 @@ def gate_range(model) -> tuple[float, float] | None:
     gates = [
         parameter.detach()
         for name, parameter in model.named_parameters()
-        if name.endswith("gate") and "hyper" in name.split(".") and "original_module" not in name
+        if name.endswith("gate") and "hyper" in name.split(".") and not BASE.search(name)
     ]
     if not gates or any(gate.device.type == "meta" for gate in gates):
         return None

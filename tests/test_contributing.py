@@ -1,5 +1,6 @@
 """CONTRIBUTING.md does what it says: its mechanism, its engine and its family are built from the page, as written."""
 
+import ast
 import importlib
 import re
 import sys
@@ -54,8 +55,11 @@ def test_a_mechanism_everywhere(write):
 
 
 def test_an_engine(write):
+    """As the page calls it: the scores that measure distances are refused."""
     write("whole_matrix")
-    assert check_engine("whole_matrix", [torch.float64]) == 10  # the dot product and HyPE
+    (refuses,) = re.findall(r'check_engine\("whole_matrix", refuses=(\{.*?\})\)', PAGE)
+    done = check_engine("whole_matrix", [torch.float64], refuses=ast.literal_eval(refuses))
+    assert done == {"held": 10, "refused": 25}  # the dot product and HyPE
 
 
 def test_a_family(write, monkeypatch):

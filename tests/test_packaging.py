@@ -1,5 +1,6 @@
 """The wheel and the source archive: built as an installer builds them, looked into, installed and used."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,19 +14,25 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from hf_hyperattn.engines import native
+from hf_hyperattn.engines.score import TERMS
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
 CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci")
-FILES = set("Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md constraints.txt".split())
+FILES = set(
+    "Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md constraints.txt setup.py prebuild.py".split()
+)
 LEFT_BEHIND = ".git .venv build dist outputs *.egg-info __pycache__ .*_cache .hypothesis".split()
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
-def build(kind: str, source: Path, target: Path) -> Path:
+def build(kind: str, source: Path, target: Path, prebuilt: str = "0") -> Path:
     """What setuptools builds of a source tree, by the calls that pip makes."""
     target.mkdir(exist_ok=True)
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    environment = {**os.environ, "HF_HYPERATTN_PREBUILT": prebuilt}
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return target / done.stdout.split()[-1]
 
@@ -62,14 +69,17 @@ def wheel(archive, tmp_path_factory):
 @pytest.fixture(scope="module")
 def site(wheel, tmp_path_factory):
     """A folder with the wheel installed into it, and nothing else."""
-    folder = tmp_path_factory.mktemp("site")
+    return install(wheel, tmp_path_factory.mktemp("site"))
+
+
+def install(wheel: Path, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--quiet", "--target", str(folder), str(wheel)], check=True)
     return folder
 
 
-def use(site: Path, code: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+def use(site: Path, code: str, **more: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | more
     environment["PYTHONPATH"] = str(site)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True)
@@ -86,7 +96,7 @@ def test_wheel_holds_the_packages_and_no_more(wheel):
 
 def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
     held = files_in(archive, archive)
-    assert FILES <= held
+    assert FILES | {"setup.py", "prebuild.py"} <= held
     for folder in (*PACKAGES, *CHECKOUT_ONLY):
         assert files_in(tree / folder, tree) <= held, folder
     assert not [name for name in held if name.endswith((".pyc", ".so"))]
@@ -130,6 +140,132 @@ def test_the_installed_command_works(site):
     code = "import sys; sys.argv = ['hyperattn', '--version']; from hf_hyperattn.cli import main; main()"
     assert use(site, code).startswith("hyperattn 0.")
     assert (site / "bin" / "hyperattn").is_file() or (site / "Scripts").is_dir()
+
+
+# The wheel that carries compiled kernels.
+
+LEVELS = [name for name in native.LEVELS if name in native.levels()]
+#: Of all scores only those that these tests use are compiled.
+CARRIED = " ".join(["v2", "v3", "v4", "umbral", "geodesic", "dot+*umbral_on_product"])
+
+
+@pytest.fixture(scope="module")
+def prebuilt_wheel(archive, tmp_path_factory):
+    try:
+        native.compiler()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    if "v2" not in LEVELS:
+        pytest.skip("no x86-64 Linux")
+    return build("wheel", archive, tmp_path_factory.mktemp("prebuilt"), CARRIED)
+
+
+@pytest.fixture(scope="module")
+def prebuilt_site(prebuilt_wheel, tmp_path_factory):
+    return install(prebuilt_wheel, tmp_path_factory.mktemp("prebuilt_site"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # 20 s of one core a level
+def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel, archive, tmp_path):
+    assert prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"] and "manylinux_2_" in prebuilt_wheel.name
+    with zipfile.ZipFile(prebuilt_wheel) as held:
+        names = {name for name in held.namelist() if ".dist-info/" not in name}
+    kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in ("manifest.json", "v2.so", "v3.so", "v4.so")}
+    expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
+    assert names == expected | kernels
+    plain = build("wheel", archive, tmp_path / "plain")  # from the same folder
+    assert plain.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(plain) as held:
+        assert not [name for name in held.namelist() if "prebuilt" in name]
+
+
+#: What a process does that has no compiler. The cost of building is told apart by the second call.
+WORK = """
+import time, torch, hf_hyperattn as ha
+from hf_hyperattn import functional as F
+from hf_hyperattn.engines import native
+from hf_hyperattn.engines.cpu import library
+from hf_hyperattn.mechanisms.hsa.windowed import native as hsa
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+q, k, v = torch.randn(3, 1, 2, 200, 24)
+seconds = []
+for _ in range(2):
+    start = time.process_time()
+    F.cone_attention(q, k, v, is_causal=True)
+    seconds.append(time.process_time() - start)
+assert seconds[0] - seconds[1] < 0.1, seconds
+
+def near(a, b, tolerance):
+    error, size = (a - b).detach().abs().max().item(), b.detach().abs().max().item()
+    assert error <= tolerance * max(1.0, size), error
+
+for call in (F.cone_attention, F.hyperbolic_attention):
+    results = {}
+    for backend, dtype in (("auto", torch.float32), ("reference", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        out = call(*leaves, is_causal=True, backend=backend)
+        results[backend] = out, *torch.autograd.grad(out.cos().sum(), leaves)
+    for a, b in zip(results["auto"], results["reference"]):
+        near(a, b, 2e-4)
+    near(call(q[:, :, -1:], k, v), call(q[:, :, -1:], k, v, backend="reference"), 2e-5)
+
+size = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+ids = torch.randint(16, (1, 300))
+losses = {}
+for backend in ("auto", "reference"):
+    torch.manual_seed(1)
+    model = ha.set_backend(ha.patch_model(LlamaForCausalLM(LlamaConfig(**size)), ha.ConeConfig()), backend)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.fill_(0.5) if name.endswith(".gate") else None
+    step = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses[backend] = []
+    for _ in range(2):
+        loss = model(ids, labels=ids).loss
+        step.zero_grad(), loss.backward(), step.step()
+        losses[backend].append(loss.item())
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        losses[backend].append(model(ids[:, :1], past_key_values=cache).logits.square().mean().item())
+near(*(torch.tensor(losses[b]) for b in ("auto", "reference")), 1e-4)
+
+hierarchy = ha.Hierarchy.windows(200, (16, 64))
+hsa_call = lambda b: F.hierarchical_attention(q, k, v, is_causal=True, hierarchy=hierarchy, tying="key", backend=b)
+near(hsa_call("auto"), hsa_call("rows"), 2e-4)
+
+carried = native.prebuilt()
+assert carried.library is library.core() is hsa.library() and library.TABLES
+assert {loaded.library for loaded in library.TABLES.values()} == {carried.library}, library.TABLES.keys()
+assert not native.build_directory().exists() and not native._logged
+print(carried.level)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("level", ["1", *(name for name in LEVELS if name != "v4_bf16")])
+def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path, level):
+    """Forward, a training step, decoding and key-tied attention, each on the compiled engine."""
+    alone = {"CXX": "/nonexistent", "PATH": str(tmp_path), "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built")}
+    said = use(prebuilt_site, WORK, HF_HYPERATTN_NATIVE=level, **alone).split()
+    assert said == [level] if level != "1" else said[0] in LEVELS
+
+
+def test_the_wheel_carries_every_score_of_the_package():
+    code = "import prebuild, json; print(json.dumps(sorted(prebuild.recorded())))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HYPERATTN_NATIVE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    keys = json.loads(done.stdout.splitlines()[-1])
+    held = {name.strip("*^") for key in keys for name in key.split("+")}
+    assert held == {name for name, term in TERMS.items() if type(term).__module__.startswith("hf_hyperattn.")}
+    for name in ("umbral", "penumbral_squared", "geodesic", "squared_lorentz", "dot+hype_sinh"):
+        assert name in keys  # by name
+    for name in ("umbral", "penumbral_squared", "geodesic", "squared_lorentz"):
+        assert f"dot+*{name}_on_product" in keys  # patched
 
 
 def pins_in(file: str) -> dict[str, str]:

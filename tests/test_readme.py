@@ -77,7 +77,7 @@ def test_by_patch(ran, folder, capsys):
 
 
 def test_by_training(ran, folder):
-    left = ran("lora_config")
+    left = ran("HyperLoraConfig")
     added = [p for n, p in left["model"].named_parameters() if ".hyper." in n and p.requires_grad]
     assert added and all(p.grad is not None and p.grad.isfinite().all() for p in added)
     assert (folder / "cone-adapter" / "adapter_model.safetensors").is_file()

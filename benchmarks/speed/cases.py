@@ -55,6 +55,7 @@ class Job:
 
     @property
     def key(self) -> str:
+        """The name of the row in the results."""
         return f"{self.subject} | {self.way} | {self.case.key}"
 
 

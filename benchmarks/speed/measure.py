@@ -55,6 +55,7 @@ def failure(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error, at most 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

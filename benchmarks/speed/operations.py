@@ -46,6 +46,7 @@ class Operation:
         return found + list(self.peers)
 
     def can(self, way: str, kind: str) -> bool:
+        """Whether a way computes this kind of call: some peers have no backward pass."""
         return kind == "forward" or way not in peers.ONLY_FORWARD
 
     def limit(self, way: str, case) -> float | None:
@@ -75,6 +76,7 @@ def usable(engine: str) -> bool:
 
 
 def plain(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
+    """Dot product attention on an engine of ours."""
     options = Options(mask=attn_mask, is_causal=is_causal)
     return attention(dot_score(q, k), v, options, backend=backend)[0].to(q.dtype)
 
@@ -102,6 +104,8 @@ def hype(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False):
 
 
 def cone(variant):
+    """Cone attention of a variant, as a function of query, key and value."""
+
     def attend(q, k, v, *, positions=None, **rest):
         return cone_attention(q, k, v, variant=variant, **rest)
 
@@ -109,6 +113,8 @@ def cone(variant):
 
 
 def hyperbolic(distance, aggregation):
+    """Hyperbolic attention with these options, as a function of query, key and value."""
+
     def attend(q, k, v, *, positions=None, **rest):
         return hyperbolic_attention(q, k, v, distance=distance, aggregation=aggregation, **rest)
 
@@ -116,6 +122,7 @@ def hyperbolic(distance, aggregation):
 
 
 def limits(forward, training, gpu, *decode, bf16=()):
+    """Ratios that an operation is held to, by device and dtype, in the order of kinds of call."""
     found = {"cpu float32": (forward, training, *decode), "cuda bfloat16": gpu}
     return found | ({"cpu bfloat16": bf16} if bf16 else {})
 

@@ -56,6 +56,7 @@ def cell(row: dict | None, memory: bool = False) -> str:
 
 
 def over(row: dict) -> bool:
+    """Whether a row is above its limit, to two digits."""
     return bool(row.get("limit")) and round(row["median"], 2) > row["limit"]
 
 
@@ -78,6 +79,8 @@ def best(rows: dict, name: str, case: Case) -> dict | None:
 
 
 def held(threads: int):
+    """The table of ratios that are held to a limit, on so many threads."""
+
     def table(rows):
         header, lines = ["", "engine"], []
         for kind in KIND_TITLES:
@@ -117,6 +120,7 @@ def gpu(dim: int):
 
 
 def gpu_ways(rows):
+    """The table of all ways on a GPU at 2,048 tokens."""
     lines = []
     for name, operation in OPERATIONS.items():
         for way in ("triton", "sdpa", "blockwise", *operation.peers):
@@ -126,6 +130,7 @@ def gpu_ways(rows):
 
 
 def ways(rows):
+    """The table of all ways on a CPU at 2,048 tokens, with the largest error."""
     lines = []
     for name, operation in OPERATIONS.items():
         for way in ("cpu", "sdpa", "blockwise", *operation.peers):
@@ -168,6 +173,7 @@ def by_operation(given: dict[str, dict], kinds=tuple(KIND_TITLES), memory=False)
 
 
 def models(rows):
+    """The table of whole models on one and two threads."""
     lines = []
     for name, model in MODELS.items():
         for kind, (length, batch) in model.kinds.items():
@@ -181,6 +187,7 @@ def models(rows):
 
 
 def unmeasured(rows):
+    """The table of what could not be measured, and why."""
     lines = [[key.replace("|", ","), row["status"]] for key, row in rows.items() if row["status"] != "ok"]
     return grid(["", "why"], lines)
 
@@ -239,6 +246,7 @@ def plot(rows: dict, path: Path) -> None:
 
 
 def line(axis, label: str, found: list, style: str) -> None:
+    """Draw the measured ones of (length, row) pairs as one line of a plot."""
     points = [(n, r["median"]) for n, r in found if r and r["status"] == "ok"]
     if points:
         axis.plot(*zip(*points), style, label=label, markersize=4)

@@ -61,6 +61,7 @@ def compiled_flex():
 
 @functools.cache
 def causal_blocks(n: int, m: int, device: str):
+    """FlexAttention's block mask of [n, m] pairs, queries seeing no later key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(lambda b, h, i, j: j <= i, None, None, n, m, device=device)
@@ -80,6 +81,7 @@ def flex(score, value: Tensor, causal: bool) -> Tensor:
 
 
 def flex_umbral(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Umbral cone attention by FlexAttention."""
     from hf_hyperattn.mechanisms.cone.functional import cone_space
 
     space = cone_space(q, "umbral", None, 1.0, 1.0, True, False)
@@ -87,6 +89,7 @@ def flex_umbral(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def flex_geodesic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Geodesic hyperbolic attention by FlexAttention."""
     from hf_hyperattn.mechanisms.hyperbolic.functional import hyperbolic_space
 
     space = hyperbolic_space(q, None, 1.0, 1.0, "geodesic")

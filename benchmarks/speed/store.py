@@ -67,6 +67,7 @@ class Store:
 
     @property
     def rows(self) -> dict[str, dict]:
+        """Results by key."""
         return self.result["rows"]
 
     def add(self, row: dict) -> None:

@@ -9,6 +9,7 @@ Nothing is kept of a call unless a `record_heads` is open, and then the weights 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from ..integration.checkpoint_config import patched_hosts
 from ..integration.patching import base_model
 from ..mechanisms.head_fusion.layer import HeadFusionLayer
-from ..mechanisms.head_fusion.reference import entropy, largest_entropy
+from ..mechanisms.head_fusion.reference import entropy
 
 #: For beta [B, N, M], 1 at heads that take part and 0 at others.
 Keep = Callable[[Tensor], Tensor]
@@ -192,7 +193,7 @@ class HeadUsage:
     def entropy(self) -> dict[str, float]:
         """For every host, the mean entropy of beta over the largest there is: 1 where all heads have the same."""
         return {
-            name: float(token_mean(entropy(w / w.shape[-1]), self.mask)) / max(largest_entropy(w.shape[-1]), 1e-9)
+            name: float(token_mean(entropy(w / w.shape[-1]), self.mask)) / max(math.log(w.shape[-1]), 1e-9)
             for name, w in self.weights.items()
         }
 

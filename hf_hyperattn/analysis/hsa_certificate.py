@@ -7,7 +7,7 @@ the hierarchy's blocks comes closer (arXiv 2509.15448; math in docs/hsa.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,13 +142,3 @@ def _key(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Ten
     is_causal = call.is_causal and mask is None
     return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
                     position_bias=call.options.bias, **options)  # fmt: skip
-
-
-def table(losses: Sequence[LayerLoss]) -> str:
-    """The losses as text: a line a layer, its mean, then its heads."""
-    width = max(len(loss.name) for loss in losses)
-    heads = max(len(loss.heads) for loss in losses)
-    lines = [f"{'layer':{width}}   mean  " + " ".join(f"{f'h{i}':>6}" for i in range(heads))]
-    for loss in losses:
-        lines.append(f"{loss.name:{width}} {loss.mean:6.3f}  " + " ".join(f"{x:6.3f}" for x in loss.heads))
-    return "\n".join(lines)

@@ -68,11 +68,6 @@ class Perplexity:
         return self.read / self.seconds
 
 
-def windows_of(ids: torch.Tensor, length: int) -> list[torch.Tensor]:
-    """Token ids `[N]` in pieces of `length`; the last may be shorter, one of a single token is left out."""
-    return [piece for piece in ids.split(length) if len(piece) > 1]
-
-
 def perplexity(
     model: torch.nn.Module,
     ids: torch.Tensor | Sequence[int],
@@ -104,7 +99,7 @@ def perplexity(
         raise ValueError(f"window={window} is not allowed; allowed: 2 tokens or more")
     if len(ids) < 2:
         raise ValueError(f"the text holds {len(ids)} tokens; perplexity needs at least 2")
-    pieces = windows_of(ids, window)
+    pieces = [piece for piece in ids.split(window) if len(piece) > 1]  # of a single token nothing is predicted
     total, predicted, seconds = 0.0, 0, 0.0
     with evaluation_mode(model):
         for piece in pieces:

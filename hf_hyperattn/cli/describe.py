@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..integration.checkpoint_files import load_to_look_at
 from ..integration.describe import describe
-from ..integration.loading import load_to_look_at
 from .inputs import quiet
 
 

@@ -14,7 +14,7 @@ from hyperattn_cli import MECHANISMS
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa
 from ..inject.injection import CausalInjection, EncoderInjection, Losses
-from ..integration.loading import errors_as
+from ..integration.checkpoint_files import errors_as
 from .console import progress, table
 from .inject_collaborative import inject_collaborative
 from .inject_task import dtype_of, prepare, results, write
@@ -57,8 +57,10 @@ def inject_hsa(args: argparse.Namespace) -> int:
     if args.rank is not None:
         raise ValueError("--rank says nothing for --mechanism hsa; leave it out")
     args.budget = BUDGET if args.budget is None else args.budget
-    args.rows = ROWS if args.rows is None else args.rows
     task = prepare(args)
+    if task.is_encoder and args.rows is not None:
+        raise ValueError("--rows says nothing for an encoder, which is measured on whole passages; leave it out")
+    args.rows = args.rows if args.rows is not None or task.is_encoder else ROWS
     goal = "1 - cosine" if task.is_encoder else "perplexity"
     print(f"{Path(args.model).name}: {args.mechanism}, {goal} within {args.budget:.1%}, {task.length:,} tokens a text, "
           f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
@@ -66,12 +68,12 @@ def inject_hsa(args: argparse.Namespace) -> int:
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(args.model, dtype=torch.float32).eval()
-    options = (task.length, args.budget, args.pairs, args.rows, args.seed)
+    options = (task.length, args.budget, args.pairs)
     injection: CausalInjection | EncoderInjection
     if task.is_encoder:
         injection = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
     else:
-        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options)
+        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options, args.rows, args.seed)
     with progress(injection.steps()) as bar:
         report = injection.run(bar)
     if isinstance(injection, EncoderInjection):

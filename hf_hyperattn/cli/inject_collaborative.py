@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..analysis import perplexity
 from ..inject.injection import distance, embeddings
-from ..integration.collaborative import conversion
-from ..integration.loading import class_of, errors_as
+from ..integration.checkpoint_files import class_of, errors_as
+from ..integration.collaborative.conversion import report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig
 from .console import table
 from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write
@@ -32,15 +32,15 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     with errors_as(f"{args.model}: cannot load it"):
         model = class_of(model_config).from_pretrained(args.model, dtype=torch.float32).eval()
     dtype = dtype_of(model_config)
-    config = conversion.as_whole(CollaborativeConfig(rank=args.rank, seed=args.seed))
+    config = CollaborativeConfig(rank=args.rank, seed=args.seed)
     print(f"{Path(args.model).name}: collaborative, rank {args.rank}, seed {args.seed}", flush=True)
-    newly_routed = conversion.route(model)
-    chosen, parts = conversion.plan(model, config)
-    moments = None if task is None else conversion.moments_of(model, parts, calls(task))
-    parts = conversion.solve(parts, moments)
-    show(model, parts, dtype)
-    before = {} if task is None else read(task, model)
-    conversion.install(model, config, chosen, parts, False, newly_routed)
+    before: dict[str, Any] = {}
+
+    def show_and_measure(parts: list) -> None:
+        print(report(model, parts, dtype), flush=True)
+        before.update({} if task is None else read(task, model))
+
+    parts = share_heads(model, config, False, None if task is None else calls(task), show_and_measure)
     losses: dict[str, list[float]] = {}
     if task is not None:
         for text, value in read(task, model).items():
@@ -81,21 +81,6 @@ def read(task: Task, model: Any) -> dict[str, Any]:
     if task.is_encoder:
         return {name: embeddings(model, ids) for name, ids in task.texts[2].items()}
     return {name: perplexity(model, ids, len(ids)).value for name, ids in task.texts[2].items()}
-
-
-def show(model: Any, parts: list, dtype: torch.dtype) -> None:
-    """What is about to be replaced."""
-    fitted = parts[0].result.logit_error is not None
-    rows = [
-        [p.host.name, f"{p.shape.rank} of {p.shape.width}", f"{p.result.error:.4f}"]
-        + ([f"{p.result.logit_error:.4f}"] if fitted else [])
-        + [f"{n:,}" for n in p.parameters]
-        for p in parts
-    ]
-    table(("layer", "rank", "error", *(["of logits"] if fitted else []), "parameters", "after"), rows)
-    total, after = conversion.sizes(model, parts)
-    print(f"Whole model: {total:,} -> {after:,} parameters, "
-          f"{total * dtype.itemsize / 1e6:.1f} -> {after * dtype.itemsize / 1e6:.1f} MB", flush=True)  # fmt: skip
 
 
 def report_of(args: argparse.Namespace, parts: list, losses: dict[str, list[float]]) -> dict[str, Any]:

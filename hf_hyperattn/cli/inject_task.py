@@ -21,8 +21,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 import hub_cards
 
 from ..folders import replace_folder
-from ..integration.loading import errors_as
-from .inputs import encode, read_config, read_text, read_tokenizer, window_of
+from ..integration.checkpoint_files import errors_as, load_config
+from .inputs import encode, read_text, read_tokenizer, window_of
 
 REPORT = "hyperattn_inject.json"
 CHARACTERS = 16  # of a text are read for a token; texts have about 4
@@ -75,7 +75,7 @@ def prepare(args: argparse.Namespace) -> Task:
 
 def read_stock_config(path: str) -> PreTrainedConfig:
     """The config of a model with its own attention; raises ValueError where it is patched or no model."""
-    config = read_config(path, path)
+    config = load_config(path, path)
     if getattr(config, "hyperattn", None) is not None:
         raise ValueError(f"{path}: patched already; allowed: a model with its own attention")
     return config

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from ..integration.loading import errors_as, is_path, load_config
+from ..integration.checkpoint_files import errors_as
 
 #: Below this many tokens a perplexity says nothing.
 MIN_TOKENS = 32
@@ -20,22 +20,6 @@ def quiet() -> None:
     """No messages or bars of Transformers: errors are one line, progress is ours."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def read_config(path: str, label: str) -> PreTrainedConfig:
-    """The config of a model, `label` being what errors call it.
-
-    Raises:
-        ValueError: there is no model; the message is one line.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{label}: a folder without config.json, not a model; allowed: a saved model or a Hub id")
-    if not folder.is_dir() and is_path(path):
-        kind = "a file" if folder.exists() else "no such folder"
-        raise ValueError(f"{label}: {kind}; allowed: the folder of a saved model or a Hub id")
-    with errors_as(f"{label}: not a model that Transformers can load"):
-        return load_config(folder if folder.is_dir() else path)
 
 
 def read_tokenizer(path: str, label: str) -> Any:

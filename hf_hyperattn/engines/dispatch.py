@@ -110,13 +110,15 @@ def attention(
         bool(options.dropout_p),
         _get_current_dispatch_mode() is None and peek_interpreter_stack() is None,
         os.environ.get(native.SETTING),
+        score.width is None,
+        score.make_features is None,
     ]
     for tensor in (options.mask, options.bias):
         kind.append(tensor is not None and tensor.requires_grad)
     for term in score.terms:
-        reader = None if term.reader is None else term.reader.cpp
+        reader = None if term.reader is None else term.reader.name
         kind += (term.term, term.gate is None, term.capped, reader, term.low_rank_factors is None)
-        kind += (term.statistics is None, score.make_features is None)
+        kind.append(term.statistics is None)
     run = RESOLVED.get(tuple(kind))
     if run is None:
         run = RESOLVED[tuple(kind)] = resolve(score, value, options, backend, False)

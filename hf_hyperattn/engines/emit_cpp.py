@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .score import Term
-from .trace import ARITHMETIC, LEAVES, Distance, Graph, Node, Traced, Untraceable, ancestors, gradients, trace
+from .score import Reader, Term
+from .trace import (
+    ARITHMETIC,
+    LEAVES,
+    Distance,
+    Graph,
+    Node,
+    Traced,
+    Untraceable,
+    alone,
+    ancestors,
+    gradients,
+    trace,
+    trace_reader,
+)
 
 EXPRESSIONS = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "lt": "{} < {}",
@@ -61,10 +74,11 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
     for (bool again = !p.gap;; again = false) {{
 {logit}
       if (!again) return s;
+      {{
 {is_inexact}
-      s.clear = inexact ? splat(-1.0f) : Vec{{}};
+      }}
       if (!p.exact) return s;
-      s.near = inexact, s.some_near = any(inexact);
+      s.some_near = any(s.near);
       if (!s.some_near) [[likely]] return s;
 {factors}
       const Vec exact = exact_squared_distance(p, query_factor, key_factor, p.dim - {left_out});
@@ -72,7 +86,25 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
     }}
   }}
 
-  static Vec clearance(const State& s) {{ return s.clear; }}
+  static Ints inexact(const State& s) {{ return s.near; }}
+"""
+READER = """
+namespace hyper {{
+namespace {{
+struct EmittedReader {{
+  static constexpr int columns = {columns}, left_out = {left_out};
+  static constexpr bool norms = {norms};
+  static Vec read(Vec last, Vec side, float dim, const float* head, Vec* statistic) {{
+    const struct {{
+      float row[1];
+      Vec column[2];
+      const float* head;
+    }} p = {{{{dim}}, {{last, side}}, head}};
+{body}
+  }}
+}};
+}}  // namespace
+}}  // namespace hyper
 """
 FROM_DIFFERENCES = """
     if (s.some_near) [[unlikely]] {{
@@ -149,6 +181,18 @@ def emitted(term: Term) -> tuple[str, str | None]:
         return "", str(error)
 
 
+@lru_cache(maxsize=256)
+def emitted_reader(reader: Reader) -> str:
+    """The text of a reader, `struct EmittedReader`."""
+    factor, statistics = alone(trace_reader, reader)
+    w = Writer(set(), set())
+    for i, node in enumerate(statistics):
+        w.add(f"statistic[{i}] = {w.vector(node)};")
+    w.add(f"return {w.vector(factor)};")
+    norms = any(node.op == "column" and node.value == 1 for node in ancestors([factor, *statistics]))
+    return READER.format(columns=len(statistics), left_out=reader.left_out, norms=str(norms).lower(), body=w.result())
+
+
 def functor(term: Term) -> str:
     """The text of a term's functor, `struct Emitted`.
 
@@ -172,8 +216,8 @@ def functor(term: Term) -> str:
         texts["by_product"] = write_forward(distance.by_product, "s.squared_distance", read, 6)
         texts["from_differences"] = FROM_DIFFERENCES.format(**texts)
         state += [
-            "    Vec squared_distance, clear;",
-            "    Ints near;  // from differences",
+            "    Vec squared_distance;",
+            "    Ints near;  // to be taken from differences",
             "    bool some_near;",
         ]
     functions = (OPEN if distance is None else OPEN_WITH_DISTANCE) + PULL
@@ -218,8 +262,8 @@ def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Nod
 
 def write_distance(g: Graph, distance: Distance, forward: set[Node], read: set[Node]) -> dict[str, str]:
     """Which pairs' distances are taken from differences, and the gradients of those."""
-    inexact, factors, pull = Writer(forward, read, 6), Writer(set(), set(), 6), Writer(set(), set(), 6)
-    inexact.add(f"const Ints inexact = {inexact.text(distance.is_inexact)};")
+    inexact, factors, pull = Writer(forward, read, 8), Writer(set(), set(), 6), Writer(set(), set(), 6)
+    inexact.add(f"s.near = {inexact.text(distance.is_inexact)};")
     for name, node in zip(("query_factor", "key_factor"), distance.factors, strict=True):
         factors.add(f"const Vec {name} = {factors.vector(node)};")
     slopes = [local(g, f"by_{side}") for side in ("query", "key")]

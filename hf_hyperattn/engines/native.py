@@ -1,15 +1,20 @@
-"""Compiled kernels: C++ sources are built on first use for this machine, kept, checked, and loaded as plain libraries.
+"""Compiled kernels: what the wheel carries, and what is built of C++ sources on first use, kept, checked, and loaded.
 
-All that is needed is a C++ compiler: $CXX, else c++, g++ or clang++. A library is kept under a name that says all it
-depends on: its sources, the flags, and the instructions of this CPU (`-march=native`). Several processes may build at
-once: one builds, the others wait for it. Where nothing can be built, `load` logs one line and returns None, and callers
-take their plain way.
+A wheel for x86-64 Linux carries one library for each of the instruction sets in `LEVELS`; the best that the CPU has is
+loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are those that it was
+made of. All else is built on this machine.
+
+For that a C++ compiler is enough: $CXX, else c++, g++ or clang++. A library is kept under a name that says all it
+depends on: its sources, the flags, and the instructions of this CPU (`-march=native`, or the wheel's level). Several
+processes may build at once: one builds, the others wait for it. Where nothing can be built, `load` logs one line and
+returns None, and callers take their plain way.
 
 A library runs with the rights of who loads it. So the directory that keeps them must be the user's own, and nobody else
 may write to it; and beside every library lies a SHA-256 of its name and content, without which it is built anew, not
 loaded.
 
-Environment: HF_HYPERATTN_NATIVE=0 turns compiled kernels off; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
+Environment: HF_HYPERATTN_NATIVE=0 turns compiled kernels off, =build builds all of them on this machine, and =v2, =v3,
+=v4 or =v4_bf16 takes that instruction set; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
 ~/.cache/hf_hyperattn/native).
 """
 
@@ -19,6 +24,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -27,22 +33,125 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("hf_hyperattn")
 _logged: set[str] = set()  # the reasons for which libraries were not built
 
-
-#: The environment variable that turns compiled kernels off.
+#: The environment variable that turns compiled kernels off, or says which are taken.
 SETTING = "HF_HYPERATTN_NATIVE"
+OFF, BUILD, ANY = ("0", "off", "false", "no"), "build", ("", "1", "on", "true", "yes", "auto")
+
+#: Instruction sets of x86-64, each with those before it: the flags that Linux tells of such CPUs, and the compiler's.
+LEVELS = {
+    "v2": ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["-march=x86-64-v2"]),
+    "v3": ("abm avx avx2 bmi1 bmi2 f16c fma movbe xsave", ["-march=x86-64-v3"]),
+    "v4": ("avx512bw avx512cd avx512dq avx512f avx512vl", ["-march=x86-64-v4"]),
+    "v4_bf16": ("avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"]),
+}
+
+#: The package, which sources name their headers relative to, and what a wheel carries in it.
+PACKAGE = Path(__file__).parents[1]
+PREBUILT = PACKAGE / "engines" / "prebuilt"
+MANIFEST = PREBUILT / "manifest.json"
+
+
+class Prebuilt(NamedTuple):
+    """A library of the wheel.
+
+    Args:
+        level: its instruction set, a key of `LEVELS`.
+        library: what exports the functions of all of `names`, and a function for each of `scores`.
+        names: of the libraries that it stands for.
+        scores: by what they are (engines/cpu/library.py), the function's name and its argument.
+    """
+
+    level: str
+    library: ctypes.CDLL
+    names: list[str]
+    scores: dict[str, tuple[str, int]]
+
+
+def setting() -> str:
+    """What HF_HYPERATTN_NATIVE says, in small letters."""
+    return os.environ.get(SETTING, "").strip().lower()
 
 
 def enabled() -> bool:
     """Whether compiled kernels may be used at all: HF_HYPERATTN_NATIVE is not 0, off, false or no."""
-    return os.environ.get(SETTING, "1").strip().lower() not in ("0", "off", "false", "no")
+    return setting() not in OFF
+
+
+@functools.cache
+def levels() -> list[str]:
+    """The levels that this CPU has; none where that is not known."""
+    has: set[str] = set()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
+        has = set(next((line for line in info if line.startswith("flags")), "").split())
+    there = [set(needs.split()) <= has for needs, _ in LEVELS.values()]
+    return [name for i, name in enumerate(LEVELS) if all(there[: i + 1])]
+
+
+def level() -> str | None:
+    """The level to take: what HF_HYPERATTN_NATIVE says, else the best that the wheel carries; None to build for this
+    very CPU.
+
+    Raises:
+        ValueError: HF_HYPERATTN_NATIVE says nothing that is known, or a level that this CPU has not.
+    """
+    wish = setting()
+    if wish in ANY:
+        return next((name for name in reversed(levels()) if name in manifest().get("libraries", ())), None)
+    if wish != BUILD and wish not in levels():
+        allowed = ", ".join((OFF[0], ANY[1], BUILD, *levels()))
+        raise ValueError(f"{SETTING}={wish!r} is unknown or not of this CPU; allowed: {allowed}")
+    return wish if wish != BUILD else None
+
+
+@functools.cache
+def manifest() -> dict:
+    """What the wheel says of its libraries; empty where there are none."""
+    return json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.is_file() else {}
+
+
+def prebuilt() -> Prebuilt | None:
+    """The wheel's library for this CPU; None where it has none, or that is not what it should be, which is logged."""
+    if not enabled() or setting() == BUILD:
+        return None
+    try:
+        return _open_prebuilt(level())
+    except (ValueError, OSError) as error:
+        log_once(str(error), "kernels of the wheel are not used")
+        return None
+
+
+@functools.cache
+def _open_prebuilt(name: str | None) -> Prebuilt | None:
+    said = manifest()
+    if name is None or name not in said.get("libraries", ()):
+        return None
+    library = PREBUILT / f"{name}.so"
+    if fingerprint(said["sources"]) != said["fingerprint"]:
+        log_once(f"the installed sources are not those that {library} was made of", "kernels are built anew")
+    elif hashlib.sha256(library.read_bytes()).hexdigest() != said["libraries"][name]:
+        log_once(f"{library} is damaged", "install the wheel again; until then kernels are built anew")
+    else:
+        return Prebuilt(name, ctypes.CDLL(str(library)), said["names"], said["scores"])
+    return None
+
+
+def fingerprint(sources: Iterable[str]) -> str:
+    """SHA-256 of files of the package, by their paths in it."""
+    digest = hashlib.sha256()
+    for source in sources:
+        path = PACKAGE / source
+        digest.update(f"{source}\0".encode() + (path.read_bytes() if path.is_file() else b"") + b"\0")
+    return digest.hexdigest()
 
 
 def build_directory() -> Path:
@@ -88,10 +197,16 @@ def open_to_others(path: Path) -> str | None:
 
 
 def flags() -> list[str]:
-    """Flags of the compiler: fast arithmetic that still knows infinities, for the very CPU it runs on."""
-    tuned = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+    """Flags of the compiler, for the very CPU it runs on, or for the level of what is loaded beside."""
+    name = level()
+    native = ["-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"]
+    return flags_for(native if name is None else LEVELS[name][1])
+
+
+def flags_for(tuned: Sequence[str]) -> list[str]:
+    """Flags of the compiler: fast arithmetic that still knows infinities, for the CPUs that `tuned` says."""
     return [
-        "-O3", "-std=c++20", "-fPIC", tuned, "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-Wno-psabi",
+        "-O3", "-std=c++20", "-fPIC", *tuned, "-fopenmp", "-ffast-math", "-fno-finite-math-only", "-Wno-psabi",
     ]  # fmt: skip
 
 
@@ -117,8 +232,8 @@ def library_name(name: str, sources: Sequence[Path | str]) -> str:
 
 @functools.cache
 def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
-    """The library made of these sources, built if need be; None where that fails, after one line in the log for each
-    reason: of many libraries that lack a compiler, the first says so.
+    """The library made of these sources, the wheel's or built if need be; None where that fails, after one line in the
+    log for each reason: of many libraries that lack a compiler, the first says so.
 
     Args:
         name: an identifier, part of the file's name.
@@ -127,13 +242,20 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
     if not enabled():
         return None
     try:
+        carried = prebuilt()
+        if carried is not None and name in carried.names:
+            return carried.library
         return ctypes.CDLL(str(built(name, sources).absolute()))
     except Exception as error:  # whatever a compiler, a file system or a loader can do wrong
-        why = reason(error)
-        if why not in _logged:
-            _logged.add(why)
-            logger.warning("hf_hyperattn: %s is not compiled (%s); the plain torch way is used", name, why)
+        log_once(reason(error), "the plain torch way is used", f"{name} is not compiled (%s)")
         return None
+
+
+def log_once(why: str, instead: str, what: str = "%s") -> None:
+    """One line in the log for each reason."""
+    if why not in _logged:
+        _logged.add(why)
+        logger.warning(f"hf_hyperattn: {what}; %s", why, instead)
 
 
 def reason(error: Exception) -> str:
@@ -175,6 +297,7 @@ def is_intact(library: Path) -> bool:
 
 def _build(sources: Sequence[Path | str], library: Path) -> None:
     """Build in a directory of its own, and move the result in place, in one step for each file."""
+    compiler()  # or its error, before anything is said or made
     for left in library.parent.glob(f"{library.stem}.*"):
         if left.is_dir() and os.name == "posix":  # of one that was killed: the lock on this name is ours
             shutil.rmtree(left, ignore_errors=True)
@@ -184,7 +307,8 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
         for text in (source for source in sources if isinstance(source, str)):
             files.append(Path(place) / f"text_{len(files)}.cpp")
             files[-1].write_text(text, encoding="utf-8")
-        compile_library(files, made)
+        with told(library):
+            compile_library(files, made)
         if not made.is_file():
             raise RuntimeError(f"{compiler()[0]} ended without an error and made no library")
         ctypes.CDLL(str(made.absolute()))  # what cannot be loaded is not kept
@@ -196,16 +320,33 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
         os.replace(proof, library.with_suffix(".sha256"))
 
 
+@contextlib.contextmanager
+def told(library: Path) -> Iterator[None]:
+    """One line on stderr while a library is being built; none where warnings of the package are turned off."""
+    start, loud = time.perf_counter(), logger.isEnabledFor(logging.WARNING) and sys.stderr is not None
+    if loud:
+        name = library.name.rpartition("_")[0]
+        line = f"hf_hyperattn: compiling {name} for this CPU, once, into {library.parent} ..."
+        print(line, end=" ", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if loud:
+            print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
 def compiler() -> list[str]:
-    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is.
+    """The C++ compiler as the beginning of a command: $CXX, else the first of c++, g++ and clang++ there is, on PATH or
+    beside this interpreter, whose environment need not be activated.
 
     Raises:
         RuntimeError: there is none.
     """
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
-            return command
+        path = shutil.which(command[0]) or shutil.which(command[0], path=str(Path(sys.executable).parent))
+        if path is not None:
+            return [path, *command[1:]]
     raise RuntimeError(f"no C++ compiler {(chosen or ['c++'])[0]!r}; install one, or set CXX")
 
 
@@ -219,7 +360,8 @@ def compile_library(sources: Sequence[Path], library: Path, more: Sequence[str] 
         RuntimeError: no compiler, or what it said against a source.
     """
     objects = [library.with_name(f"{source.stem}.o") for source in sources]
-    _run([[*flags(), *more, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
+    headers = ["-iquote", str(PACKAGE)]  # no part of a library's name: paths of an installation change nothing
+    _run([[*flags(), *headers, *more, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
     # not linked with -ffast-math, which would turn denormal numbers off in the whole process
     _run([["-shared", *map(str, objects), "-fopenmp", *more, "-o", str(library)]])
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +57,15 @@ class Term:
     pairs, bool [..., R, C], or None for all of them, to the squared distances of their points, computed from
     differences, and NaN for the others: for pairs whose expansion of the distance through `dot` is too inexact.
 
-    Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. They override `vjp` where a closed
-    derivative is faster than the one that is derived. Where the room has the term as a C++ functor too (see
-    engines/cpu/score.h), `cpp` names its header and its type; for others one is written from `logits`, if that is plain
-    arithmetic (engines/trace.py says what is).
+    Subclasses set `name`, the counts `rows`, `columns`, `heads`, and `logits`. Compiled engines write their form of it,
+    and of its derivative, from `logits`, if that is plain arithmetic (engines/trace.py says what is). Terms override
+    `vjp` where a derivative by hand is faster in blocks.
     """
 
     name: str
     rows: int = 0
     columns: int = 0
     heads: int = 0
-    cpp: tuple[Path, str] | None = None
 
     def logits(
         self,
@@ -140,18 +137,61 @@ class DistanceTerm(Term):
         raise NotImplementedError
 
     def logits(self, dot, row, column, head, squared_distance=None):
-        return self.vjp(dot, row, column, head, squared_distance)[0]
+        squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
+        return self.score(dot, row, column, head, squared)
+
+    def squared_distances(self, dot, row, column, head, squared_distance=None) -> tuple[Tensor, Tensor | None]:
+        """All squared distances, and which of them were taken from differences, bool, or None for no one."""
+        squared = self.by_product(dot, row, column, head)
+        if squared_distance is None:
+            return squared, None
+        inexact = self.is_inexact(squared, row, column, head)
+        if not inexact.any():
+            return squared, None
+        exact = squared_distance(inexact)
+        near = ~exact.isnan()
+        return torch.where(near, exact, squared), near
 
     def vjp(self, dot, row, column, head, squared_distance=None):
-        squared, near = self.by_product(dot, row, column, head), None
-        if squared_distance is not None:
-            inexact = self.is_inexact(squared, row, column, head)
-            if inexact.any():
-                exact = squared_distance(inexact)
-                near = ~exact.isnan()
-                squared = torch.where(near, exact, squared)
+        squared, near = self.squared_distances(dot, row, column, head, squared_distance)
         graph: Any = graph_of(self, required=True)
         return vjp(graph, dot, row, column, head, squared, near)
+
+
+class DerivedDistanceTerm(DistanceTerm):
+    """A `DistanceTerm` with a derivative by hand for engines in torch. Compiled ones derive that of `score`."""
+
+    def derive(self, row, column, head, squared_distance) -> tuple[Tensor, Callable]:
+        """The logits, and a function from their gradient to `(d_squared_distance, d_rows, d_columns, d_heads)`, with
+        the statistics that it reads, which come before those of the product.
+        """
+        raise NotImplementedError
+
+    def through_product(self, d_squared, dot, row, column) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+        """Gradients of the product and of the further statistics from that of `by_product`; may overwrite it."""
+        raise NotImplementedError
+
+    def score(self, dot, row, column, head, squared_distance):
+        return self.derive(row, column, head, squared_distance)[0]
+
+    def logits(self, dot, row, column, head, squared_distance=None):
+        squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
+        return self.derive(row, column, head, squared)[0]
+
+    def vjp(self, dot, row, column, head, squared_distance=None):
+        squared, near = self.squared_distances(dot, row, column, head, squared_distance)
+        logits, pull = self.derive(row, column, head, squared)
+
+        def pullback(grad):
+            d_squared, d_row, d_column, d_head = pull(grad)
+            exact = ()
+            if near is not None:
+                exact = (torch.where(near, d_squared, 0.0),)
+                d_squared.masked_fill_(near, 0.0)
+            d_dot, more_row, more_column = self.through_product(d_squared, dot, row, column)
+            return d_dot, (*d_row, *more_row), (*d_column, *more_column), d_head, *exact
+
+        return logits, pullback
 
 
 def register_term(term: Term) -> Term:
@@ -166,7 +206,6 @@ class DotTerm(Term):
     """The plain dot product of the features (any scaling is folded into them)."""
 
     name = "dot"
-    cpp = (Path(__file__).parent / "cpu" / "score.h", "hyper::Dot")
 
     def logits(self, dot, row, column, head, squared_distance=None):
         return dot
@@ -178,17 +217,40 @@ class DotTerm(Term):
 DOT = register_term(DotTerm())
 
 
-@dataclass(frozen=True, eq=False)
-class VectorReader:
-    """How an engine that reads each key once, for one query or a few, makes a term's statistics itself.
+@dataclass(frozen=True)
+class Reader:
+    """How a term's statistics are made of vectors, for engines that read each key once, for one query or a few.
 
     Args:
-        cpp: the type, in the header of the term, that reads them from vectors (see engines/cpu/score.h).
+        name: among all readers.
+        read: from lists of tensors, `(d,)`, `(last number, sum of the squares of the numbers that points have)` and
+            parameters, to the factor by which a vector is its point and the term's first statistics: plain arithmetic
+            (see `Term`). Distances are taken from differences then, so that what only `by_product` reads is left out.
+        parameters: how many there are.
+        left_out: numbers at a vector's end that its point has not.
+    """
+
+    name: str
+    read: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
+    parameters: int
+    left_out: int = 0
+
+
+#: All readers by name.
+READERS: dict[str, Reader] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class VectorReader:
+    """A term's reader, with its numbers.
+
+    Args:
+        name: the reader's, among READERS.
         parameters: what it takes: numbers, or tensors [H] or [1].
         head: what the term itself takes then: numbers, or tensors [H].
     """
 
-    cpp: str
+    name: str
     parameters: tuple[Tensor | float, ...]
     head: tuple[Tensor | float, ...] = ()
 
@@ -366,6 +428,7 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
     for term in score.terms:
         tensors += (
             *term.row,
+            *term.column,
             *term.head,
             term.gate,
             *(() if term.reader is None else term.reader.parameters),

@@ -30,12 +30,20 @@ _SETTINGS = (
 FORWARD = f"(Tensor[] tensors, {_SETTINGS}) -> (Tensor, Tensor)"
 BACKWARD = f"(Tensor grad, Tensor out, Tensor lse, Tensor[] tensors, bool[] needs_grad, {_SETTINGS}) -> Tensor[]"
 
-#: What kernels that take vectors as they are take them in.
+#: What kernels that take vectors as they are take them in, and the extras that they have gradients of.
 RAW_DTYPES = (torch.float32, torch.bfloat16)
+LEARNED = ("query_factor", "key_factor", "sinks")
 
 
 def call(
-    operator: Callable, score_key: str, raw: bool, score: PairScore, value: Tensor, options: Options
+    operator: Callable,
+    score_key: str,
+    raw: bool,
+    score: PairScore,
+    value: Tensor,
+    options: Options,
+    convert: Callable | None = None,
+    with_points: bool = False,
 ) -> tuple[Tensor, None]:
     """Call an engine's operator.
 
@@ -44,20 +52,26 @@ def call(
         score_key: the score's.
         raw: whether it takes the vectors as they are, or the score's features.
         score, value, options: as in `reference.attend`.
+        convert: gives queries, keys and values as they are the dtypes that the operator takes; None: one of RAW_DTYPES.
+        with_points: whether an operator that takes vectors as they are wants the points too, which have no gradient:
+            it flows through the statistics that distances are functions of.
     """
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     if raw:
         query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
-        if not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES):
+        if convert is not None:
+            query, key, value = convert(query, key, value)
+        elif not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES):
             query, key, value = query.float(), key.float(), value.float()
     else:
         (query, key), scale, width = score.features(), 1.0, None
         value = value.to(query.dtype)
-        if score.points is not None:
-            points = score.points()
-            extras |= {"points_query": points.query, "points_key": points.key}
+    if (with_points or not raw) and score.points is not None:
+        points = score.points()
+        pair = (points.query.detach(), points.key.detach()) if raw else (points.query, points.key)
+        extras["points_query"], extras["points_key"] = pair
     if options.dropout_p:
-        extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,))
+        extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,), device=value.device if raw else None)
     lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
     rows, columns, heads = lists
     for term in score.terms:

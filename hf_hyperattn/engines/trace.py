@@ -12,7 +12,7 @@ of `acosh(1 + y)` is 0, and that of `abs` too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -120,6 +120,11 @@ def sign(x: Node) -> Node:
     return where(x.graph.number(0) < x, 1.0, where(x < 0.0, -1.0, 0.0))
 
 
+def inverse(x: Node) -> Node:
+    """1 / x, one node for all that is divided by x: gradients and slopes are."""
+    return x.graph.number(1) / x
+
+
 def _apply(op: str, g: Graph, *args) -> Node:
     return g.node(op, *args)
 
@@ -149,6 +154,14 @@ def _acosh(g: Graph, x) -> Node:
     return g.node("acosh1p", y, g.node("sqrt", y * (y + 2.0)))
 
 
+def _log1p(g: Graph, x) -> Node:
+    """Of y + sqrt(y (y + 2)) it is acosh(1 + y), in the form that a term takes where y may be small."""
+    for y, root in (x.args, x.args[::-1]) if x.op == "add" else ():
+        if root is g.node("sqrt", y * (y + 2.0)) or root is g.node("sqrt", (y + 2.0) * y):
+            return g.node("acosh1p", y, root)
+    return g.node("log1p", x)
+
+
 def _softplus(g: Graph, x, beta=1, threshold=20) -> Node:
     if beta != 1:
         raise Untraceable("softplus with another beta than 1")
@@ -158,7 +171,7 @@ def _softplus(g: Graph, x, beta=1, threshold=20) -> Node:
 #: What a term may call, by ATen's names: from its arguments, nodes or Python numbers, to a node.
 OPERATORS: dict[str, Callable[..., Node]] = {
     **{op: partial(_apply, op) for op in (
-        "mul", "div", "neg", "abs", "sqrt", "exp", "log", "log1p", "expm1", "sinh", "cosh", "tanh", "sigmoid",
+        "mul", "div", "neg", "abs", "sqrt", "exp", "log", "expm1", "sinh", "cosh", "tanh", "sigmoid",
         "where", "lt", "le", "eq", "detach",
     )},
     "maximum": partial(_apply, "max"),
@@ -169,6 +182,7 @@ OPERATORS: dict[str, Callable[..., Node]] = {
     "addcmul": lambda g, a, b, c, value=1: a + b * c * value,
     "reciprocal": lambda g, x: g.number(1) / x,
     "rsqrt": lambda g, x: g.number(1) / g.node("sqrt", x),
+    "log1p": _log1p,
     "pow": _power,
     "acosh": _acosh,
     "softplus": _softplus,
@@ -196,7 +210,6 @@ REFUSED = {
     "a branch on values; use torch.where": "_local_scalar_dense is_nonzero item equal",
     "a reduction or product; a term is arithmetic on one pair": "sum mean amax amin max min any all prod _softmax mm",
     OWN_TENSOR: "lift_fresh lift_fresh_copy zeros ones full arange empty rand randn",
-    "it works in place; take the one without _": " ".join(f"{name}_" for name in OPERATORS),
 }
 
 
@@ -213,6 +226,10 @@ class Tracer(TorchDispatchMode):
         number = torch.full((1, 1), 0.5, dtype=torch.float32, device="cpu")  # what emitted kernels compute in
         return self._kept(number, self.graph.node(op, value=place))
 
+    def numbers(self, *counts: int) -> Iterator[tuple[Tensor, ...]]:
+        """So many arguments each of rows, columns and heads."""
+        return (tuple(self.tensor(op, i) for i in range(n)) for op, n in zip(LEAVES[1:4], counts, strict=True))
+
     def _kept(self, tensor: Tensor, node: Node) -> Tensor:
         self.nodes[id(tensor)] = tensor, node
         return tensor
@@ -227,6 +244,9 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name.removesuffix("_") in OPERATORS and name not in OPERATORS:
+            name = name.removesuffix("_")
+            self.check_changed(args[0])
         if name not in OPERATORS:
             why = next((why for why, names in REFUSED.items() if name in names.split()), ALLOWED)
             raise Untraceable(f"operator {name} ({why})")
@@ -236,6 +256,12 @@ class Tracer(TorchDispatchMode):
         except TypeError as error:
             raise Untraceable(f"operator {name} with arguments that are not known ({error})") from error
         return self._kept(func(*args, **kwargs), node)
+
+    def check_changed(self, x: Tensor) -> None:
+        """Refuse work in place on an argument, or on memory that another tensor shares."""
+        shared = any(t.data_ptr() == x.data_ptr() and t is not x for t, _ in self.nodes.values())
+        if shared or self.node(x).op in LEAVES:
+            raise Untraceable("it changes an argument, or a tensor that shares memory, in place")
 
 
 class Distance(NamedTuple):
@@ -260,13 +286,15 @@ class Traced:
         """Gradients of the leaves and of the squared distance, from that of the logit."""
         return self.through_logit(self.graph.node("local", value=GRAD))
 
-    def through_logit(self, seed: Node) -> tuple[dict[Node, Node], Node]:
-        """The same from a node; those of the leaves through the product form of the distance, where it is from that."""
+    def through_logit(self, seed: Node, masked: bool = True) -> tuple[dict[Node, Node], Node]:
+        """The same from a node; those of the leaves through the product form of the distance, where it is from that,
+        or unless `masked`, everywhere.
+        """
         leaves = gradients((self.logit, None, seed))
         distance = leaves.pop(self.graph.node("squared_distance"), self.graph.number(0))
         if self.distance is not None:
-            exact = self.graph.node("near", value=NEAR)
-            for leaf, more in gradients((self.distance.by_product, ~exact, distance)).items():
+            by_product = ~self.graph.node("near", value=NEAR) if masked else None
+            for leaf, more in gradients((self.distance.by_product, by_product, distance)).items():
                 leaves[leaf] = leaves[leaf] + more if leaf in leaves else more
         return leaves, distance
 
@@ -278,17 +306,31 @@ def trace(term) -> Traced:
         Untraceable: it calls what is not in OPERATORS, branches on values, or reads tensors that are no arguments.
     """
     try:
-        with ThreadPoolExecutor(1) as clean:  # modes and contexts of the caller belong to its thread
-            return clean.submit(_trace, term).result()
+        return alone(_trace, term)
     except Exception as error:
         text = str(error) if isinstance(error, Untraceable) else f"{type(error).__name__}: {error}"
         raise Untraceable(f"score term {term.name!r} cannot be compiled: {' '.join(text.split())}") from error
 
 
+def alone(function: Callable, *arguments) -> Any:
+    """Call a function in a thread of its own: modes and contexts of the caller belong to the caller's."""
+    with ThreadPoolExecutor(1) as clean:
+        return clean.submit(function, *arguments).result()
+
+
+def trace_reader(reader) -> tuple[Node, list[Node]]:
+    """What a `Reader` (score.py) reads: the factor, and statistics. Of rows d, of columns what it reads of vectors."""
+    tracer = Tracer()
+    row, column, head = tracer.numbers(1, 2, reader.parameters)
+    with tracer:
+        factor, statistics = reader.read(row, column, head)
+    return tracer.node(factor), [tracer.node(x) for x in statistics]
+
+
 def _trace(term) -> Traced:
-    tracer, counts = Tracer(), (("row", term.rows), ("column", term.columns), ("head", term.heads))
+    tracer = Tracer()
     dot, squared = tracer.tensor("dot"), tracer.tensor("squared_distance")
-    row, column, head = (tuple(tracer.tensor(op, i) for i in range(n)) for op, n in counts)
+    row, column, head = tracer.numbers(term.rows, term.columns, term.heads)
     with tracer:
         of = lambda x, to_mask=False: tracer.graph.cast(tracer.node(x), to_mask)
         if hasattr(term, "by_product"):
@@ -310,18 +352,19 @@ def _refuse_distances(_) -> Tensor:
 
 def _max(v: Node, a: Node, b: Node) -> tuple:
     shared = where(v.graph.node("eq", a, b), v * 0.5, v)
-    return (b <= a, shared), (a <= b, shared)
+    return (~(a < b), shared), (~(b < a), shared)
 
 
 #: From an adjoint v, the node n and its arguments, to what each argument gets: nothing, an adjoint, or (mask, adjoint).
+#: A mask holds where a number is NaN, so that its gradient is too.
 DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "add": lambda v, n, a, b: (v, v),
     "sub": lambda v, n, a, b: (v, -v),
     "mul": lambda v, n, a, b: (v * b, v * a),
-    "div": lambda v, n, a, b: (v / b, -(v / b) * n),
+    "div": lambda v, n, a, b: (v * inverse(b), -(v * inverse(b)) * n),
     "neg": lambda v, n, a: (-v,),
     "abs": lambda v, n, a: (v * sign(a),),
-    "sqrt": lambda v, n, a: ((n.graph.number(0) < a, v * 0.5 / n),),
+    "sqrt": lambda v, n, a: ((~(a <= 0.0), v * (inverse(n) * 0.5)),),
     "exp": lambda v, n, a: (v * n,),
     "log": lambda v, n, a: (v / a,),
     "log1p": lambda v, n, a: (v / (a + 1.0),),
@@ -331,7 +374,7 @@ DERIVATIVES: dict[str, Callable[..., tuple]] = {
     "cosh_of_sinh": lambda v, n, a: (v * a / n,),
     "tanh": lambda v, n, a: (v * (n.graph.number(1) - n * n),),
     "sigmoid": lambda v, n, a: (v * (n * (n.graph.number(1) - n)),),
-    "acosh1p": lambda v, n, y, root: ((n.graph.number(0) < y, v / root), None),
+    "acosh1p": lambda v, n, y, root: ((~(y <= 0.0), v * inverse(root)), None),
     "max": lambda v, n, a, b: _max(v, a, b),
     "min": lambda v, n, a, b: _max(v, a, b)[::-1],
     "where": lambda v, n, c, a, b: (None, (c, v), (~c, v)),

@@ -227,9 +227,8 @@ class Hierarchy:
         if not self.is_windows:
             return self
         spans = [self.span(row) for row in range(self.rows)]
-        made = {count: windows_tree(count, self.sizes or ()) for count in {stop - start for start, stop in spans}}
-        tokens = tuple(torch.arange(*span) for span in spans)
-        return Hierarchy(self.length, tuple(made[b - a] for a, b in spans), tokens)
+        trees = tuple(windows_tree(stop - start, self.sizes or ()) for start, stop in spans)
+        return Hierarchy(self.length, trees, tuple(torch.arange(*span) for span in spans))
 
     def to_ids(self) -> Tensor:
         """The tensor form, int64 [rows, length, levels]: coarse to fine, -1 at padding. `from_ids` reads it."""

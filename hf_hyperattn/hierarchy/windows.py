@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def windows_tree(leaves: int, sizes: Sequence[int]) -> Tree:
+@lru_cache(maxsize=32)
+def windows_tree(leaves: int, sizes: tuple[int, ...]) -> Tree:
     """The tree of windows over `leaves` tokens: leaf i lies in windows i // w_1, i // w_2, ... under the root."""
     parents, nodes = [], leaves
     below = torch.arange(leaves)

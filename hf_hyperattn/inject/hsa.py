@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 from ..mechanisms.base import HostCall
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
+from ..mechanisms.hsa.pairs import pairs, sibling_pairs
 from ..mechanisms.hsa.windowed.key import attend_levels, pool
-from ..mechanisms.hsa.windowed.pairs import attended
 from .rules import CHUNK, SparseRule
 
 #: What a head may be given: small windows at the bottom, so that refinement opens few tokens that do not matter, and
@@ -55,8 +54,8 @@ class HsaHeadRule(SparseRule):
         return self.windows
 
     def share(self, length: int) -> float:
-        rule = (self.near, self.sinks, self.refine_top_k, self.block_bias == -math.inf)
-        return pairs(length, self.windows, *rule) / (length * (length + 1) / 2)
+        rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
+        return pairs(length, self.windows, *rule, dropped=dropped) / (length * (length + 1) / 2)
 
     def exact(self) -> HsaHeadRule:
         return HsaHeadRule(self.windows, EVERYTHING, 0)
@@ -143,39 +142,6 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
     return attend_levels(part, levels, near, first, top_k, bias, sinks, True, start + offset, float(call.scale))
 
 
-@lru_cache(maxsize=65536)
-def pairs(length: int, sizes: tuple[int, ...], near: int, sinks: int, top_k: int, dropped: bool = False) -> int:
-    """Logits that one causal head computes for a text: tokens, closed blocks, and every block that refinement looks at.
-
-    Ordinary attention computes length · (length + 1) / 2.
-
-    Args:
-        length: tokens of the text. sizes: of the windows, bottom first, each dividing the next.
-        near, sinks, top_k: as in `HsaConfig`.
-        dropped: whether closed blocks are dropped (block_bias -inf): without refinement nobody then looks at them.
-    """
-    if not sizes or near >= length:
-        return length * (length + 1) // 2
-    bottom, looked = sizes[0], top_k > 0 or not dropped
-    first = torch.arange(0, length, bottom)  # of every bottom window: its queries have the same cover
-    rows = (length - first).clamp_max(bottom)
-    total = torch.zeros_like(first)
-    laid, open_above = torch.zeros_like(first), torch.ones(len(first), 1, dtype=torch.bool)
-    for size, above in zip(reversed(sizes), (None, *reversed(sizes[1:]))):
-        start = torch.arange(0, length, size)
-        left = start[None] < (first // size * size)[:, None]
-        if above is not None:  # only the children of what is open stand here
-            left &= open_above.repeat_interleave(above // size, 1)[:, : len(start)]
-        opened = left & ((first[:, None] - (start + size - 1) < near) | (start < sinks))
-        free = (left & ~opened).sum(1) + laid
-        chosen = free.clamp_max(top_k)
-        total += free if looked else 0
-        laid = chosen * (size // (sizes[sizes.index(size) - 1] if size != bottom else 1))
-        open_above = opened | (start[None] == (first // size * size)[:, None])
-    tokens = opened.sum(1) * bottom + laid
-    return int((rows * (total + tokens) + rows * (rows + 1) // 2).sum())
-
-
 @dataclass(frozen=True)
 class HsaLayerRule(SparseRule):
     """How a whole layer of an encoder is tied; without a config it is exact."""
@@ -196,11 +162,10 @@ class HsaLayerRule(SparseRule):
         if config is None:
             return 1.0
         if config.tying == "both":
-            sizes = (1, *config.windows, length)
-            count = sum(length / low * min(high / low, length / low) for low, high in zip(sizes, sizes[1:]))
+            count = sibling_pairs(length, config.windows)
         else:
-            numbers: Any = (config.near, config.sinks, config.refine_top_k, False)
-            count = attended(length, config.windows, *numbers)
+            numbers: Any = (config.near, config.sinks, config.refine_top_k)
+            count = pairs(length, config.windows, *numbers, is_causal=False, compared=False)
         return min(1.0, count / length**2)
 
     def exact(self) -> HsaLayerRule:

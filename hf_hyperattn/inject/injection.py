@@ -45,7 +45,6 @@ class Injection(ABC):
         texts: to measure on, to choose on, to verify on, by name: token ids [N], for an encoder passages [B, N].
         rules: the candidates. length: tokens of a text or passage.
         budget: largest loss. pairs: compute this share of the pairs, whatever it costs.
-        rows, seed: the sampled queries.
 
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
@@ -58,8 +57,6 @@ class Injection(ABC):
     length: int
     budget: float
     pairs: float | None = None
-    rows: int = 384
-    seed: int = 0
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     allocation: Allocation = field(init=False)
     metric: ClassVar[str]
@@ -165,8 +162,13 @@ class Injection(ABC):
 
 @dataclass
 class CausalInjection(Injection):
-    """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more."""
+    """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more.
 
+    rows, seed: the sampled queries.
+    """
+
+    rows: int = 384
+    seed: int = 0
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     metric, tries = "perplexity", 5
 

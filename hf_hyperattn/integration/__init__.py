@@ -12,10 +12,11 @@ from .collator import HierarchyCollator
 from .conversions import convert
 from .describe import describe, list_mechanisms
 from .hierarchical_cache import HierarchicalCache
+from .hyper_lora import HyperLoraConfig
 from .names import register_names
 from .patching import patch_model, unpatch_model
 from .record_check import fresh_patch
-from .training import freeze_base, lora_config, parameter_groups
+from .training import LogGates, freeze_base, lora_config, parameter_groups
 from .wrapping import warn_of_changes
 
 register_names()
@@ -24,6 +25,8 @@ warn_of_changes()
 __all__ = [
     "HierarchicalCache",
     "HierarchyCollator",
+    "HyperLoraConfig",
+    "LogGates",
     "convert",
     "describe",
     "freeze_base",

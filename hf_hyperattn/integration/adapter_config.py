@@ -28,6 +28,7 @@ from ..files import read_json
 from .checkpoint_config import patched_hosts, recorded_hosts, saved_name, tree
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
+from .hyper_adapter import base_hyper
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
@@ -98,9 +99,10 @@ def take_hyper_from_adapters(model: nn.Module, base: PreTrainedModel) -> None:
 
 def describe_base(model: PreTrainedModel) -> dict | None:
     """The attention of a base as adapters keep it: a name of ours and the record, and the model type where it was
-    converted into one of ours; None for a stock base.
+    converted into one of ours; None for a stock base, also while an adapter patches it.
     """
-    patched, conversion = any(patched_hosts(model)), conversion_of(model)
+    patched = any(base_hyper(host) is not None for _, host in patched_hosts(model))
+    conversion = conversion_of(model)
     names = {c._attn_implementation for c in tree(model.config)} & OURS
     facts: dict[str, Any] = {}
     if patched or not names <= {PATCHED, RUNNING}:  # else it may share its config with a patched model
@@ -194,6 +196,9 @@ def _make(original, cls, **kwargs):
 @wrap("save_pretrained", PeftConfigMixin)
 def _write(original, self, save_directory, **kwargs):
     original(self, save_directory, **kwargs)
+    hyperattn = getattr(self, "hyperattn", None)
+    if isinstance(hyperattn, HyperAttnConfig):  # the adapter patches its base itself
+        return write_config_beside(save_directory, {"hyperattn": hyperattn.to_dict()})
     base = self.__dict__.get(BASE, getattr(self, SAVED_BASE, None))
     if base is None:
         return

@@ -31,6 +31,8 @@ from transformers.integrations.peft import PeftAdapterMixin
 from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
+from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
+from .hyper_lora import HyperLoraConfig
 from .state_dicts import WHERE
 from .wrapping import wrap
 
@@ -46,7 +48,12 @@ def check_place(model: nn.Module, config) -> None:
     Raises:
         ValueError: the adapter holds added parameters, and the model is not patched, or otherwise than its base was.
     """
-    patched, name = any(patched_hosts(model)), type(model).__name__
+    if isinstance(config, HyperLoraConfig):  # it patches the model, or compares the patch itself
+        return
+    if holds_hyper(config):
+        refuse_adapters(model, "modules_to_save=['hyper']")
+    patched = any(base_hyper(host) is not None for _, host in patched_hosts(model))
+    name = type(model).__name__
     if holds_hyper(config) and not patched:
         raise ValueError(
             f"this adapter was trained on a patched model (modules_to_save has 'hyper'), and {name} is "
@@ -90,21 +97,27 @@ def _load(original, self, *args, **kwargs):
     except KeyError as error:
         check_tensors([str(error.args[0])])
         raise
-    check_tensors(result.unexpected_keys)
+    check_tensors([*result.missing_keys, *result.unexpected_keys])
     return result
 
 
 @wrap("load_adapter", PeftAdapterMixin)
 def _load_natively(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
-    # before 5.18 it makes the modules and reads nothing into them
-    if Version(transformers.__version__) < Version("5.18"):
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        name = arguments.get("adapter_name") or "default"
-        if holds_hyper(self.peft_config[name]):
-            set_peft_model_state_dict(self, adapter_weights(arguments), name)
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    name = arguments.get("adapter_name") or "default"
+    config = self.peft_config[name]
+    ours = isinstance(config, HyperLoraConfig)
+    # before 5.18 it makes the modules and reads nothing into them; it never reads DoRA's vectors
+    before = Version(transformers.__version__) < Version("5.18")
+    if (before and (ours or holds_hyper(config))) or (ours and config.use_dora):
+        set_peft_model_state_dict(self, adapter_weights(arguments), name)
+    if before:
         return result
-    missing = (key for key in result.missing_keys if ".modules_to_save." in key)
+    if ours:
+        for keys in (result.missing_keys, result.unexpected_keys):
+            keys -= {key for key in keys if ".lora_magnitude_vector." in key}
+    missing = (key for key in result.missing_keys if ".modules_to_save." in key or ".lora_hyper." in key)
     check_tensors([*missing, *result.unexpected_keys])
     return result
 
@@ -148,15 +161,6 @@ def _check_set(original, self, adapter_name):
     if isinstance(self.original_module, Hyper) and not isinstance(adapter_name, str):
         refuse_two([name for name in adapter_name if name in self.modules_to_save], "set_adapter")
     return original(self, adapter_name)
-
-
-def refuse_two(names: list[str], what: str) -> None:
-    """Raise if more than one of the adapters that are to work together holds added parameters."""
-    if len(names) > 1:
-        raise ValueError(
-            f"{what} got the adapters {names}, each with added parameters of its own ('hyper'); allowed: one such "
-            "adapter at a time"
-        )
 
 
 @wrap("enable_adapters", PeftAdapterMixin)
@@ -276,10 +280,19 @@ def _add_weighted(original, self, adapters, *args, **kwargs):
 @wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)
 def _hotswap(original, model, state_dict, adapter_name, *args, **kwargs):
     refuse_hyper(model, [adapter_name], "hot-swapping")
-    strange = next((key for key in state_dict if "hyper" in key.split(".")), None)
+    there = {key: tensor for key, tensor in model.state_dict().items() if ".lora_hyper." in key}
+    new = {key: tensor for key, tensor in state_dict.items() if "hyper" in key.split(".")}
+    swapped = {key for key in there if f".lora_hyper.{adapter_name}." in key}
+    strange = next(iter(sorted(new.keys() ^ swapped)), None)
     if strange is not None:
         raise ValueError(
-            f"hot-swapping does not reach the added parameters ({strange}) of the new adapter; load it under a "
-            "name of its own and use set_adapter"
+            f"hot-swapping does not reach the added parameters ({strange}), which only one of the two adapters has; "
+            "load the new one under a name of its own and use set_adapter"
         )
-    return original(model, state_dict, adapter_name, *args, **kwargs)
+    kept = {key: new.get(key, tensor.clone()) for key, tensor in there.items()}
+    original(model, {k: t for k, t in state_dict.items() if k not in new}, adapter_name, *args, **kwargs)
+    for key, tensor in there.items():  # PEFT has set those to 0 that it takes for LoRA's
+        tensor.copy_(kept[key])
+    for _, _, adapter in hyper_adapters(model):
+        if adapter_name in adapter.lora_hyper:
+            adapter.lora_hyper[adapter_name].moved = False

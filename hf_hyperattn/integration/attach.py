@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -157,21 +156,25 @@ def attach(
     base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool = False
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
-    refuse_tensor_parallel(base, config)
-    find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
-    built = [placed(Hyper(config, host), base, module) for module, host in selected]
-    warned: set[str] = set()
-    for hyper, (module, _) in zip(built, selected, strict=True):
-        layers: list[Any] = [*hyper.children()]
-        for layer in layers:
-            layer.warned = warned
-        hyper.newly_routed = newly_routed
+    for hyper, (module, _) in zip(build(base, config, selected, newly_routed), selected, strict=True):
         module.hyper = hyper
-        if any(map(attrgetter("reads_hidden"), layers)):
-            add_hooks(module, layers)
+        add_hooks(module, hyper.layers())
     write_records(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, [module for module, _ in selected])
+
+
+def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
+    """A new `Hyper` for each host, where the host is, and none of them in place."""
+    refuse_tensor_parallel(base, config)
+    find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
+    hypers = [placed(Hyper(config, host), base, module) for module, host in selected]
+    warned: set[str] = set()
+    for hyper in hypers:
+        hyper.newly_routed = newly_routed
+        for layer in hyper.layers():
+            layer.warned = warned
+    return hypers
 
 
 def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:

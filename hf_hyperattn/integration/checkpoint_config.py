@@ -92,8 +92,8 @@ def _write(part: PreTrainedModel) -> set[int]:
         return set()
     overrides = {}
     for name, hyper in zip(hosts, hypers, strict=True):
-        if hyper.own:
-            overrides[name] = [mechanism.to_dict() for mechanism in hyper.own]
+        if hyper.overrides:
+            overrides[name] = [mechanism.to_dict() for mechanism in hyper.overrides]
     record = hypers[0].config.to_dict() | {"hosts": list(hosts)}
     part.config.hyperattn = record | ({"overrides": overrides} if overrides else {})
     return set(map(id, hosts.values()))

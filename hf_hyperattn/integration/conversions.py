@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
-from ..fields import short
+from ..fields import refuse, short
 from .checkpoint_config import patched_hosts, recorded_hosts
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
@@ -140,7 +140,7 @@ def convert(
     conversion, config = _conversion(config)
     base = _checked(model)
     if not isinstance(keep_original, bool):
-        raise ValueError(f"keep_original={short(keep_original)} is not allowed; allowed: True or False")
+        refuse("keep_original", keep_original, "True or False")
     if examples is None:
         return conversion.run(base, config, keep_original)
     if not conversion.learns:
@@ -153,10 +153,8 @@ def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
     """The examples as a list, where each can be the keywords of a call."""
     calls = [] if isinstance(examples, Mapping | str) or not isinstance(examples, Iterable) else list(examples)
     if not calls or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(
-            f"examples={short(examples)} is not allowed; allowed: a list of dicts, at least one, each the keywords "
-            "of a call, such as [tokenizer(texts, return_tensors='pt', padding=True)]"
-        )
+        example = "[tokenizer(texts, return_tensors='pt', padding=True)]"
+        refuse("examples", examples, f"a list of dicts, at least one, each the keywords of a call, such as {example}")
     return calls
 
 

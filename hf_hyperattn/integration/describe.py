@@ -14,6 +14,7 @@ from ..readable import can_read
 from ..registry import MECHANISMS
 from .attach import all_hosts
 from .checkpoint_config import inner, patched_hosts
+from .hyper_adapter import active_hyper
 from .patching import base_model, route
 from .stock import OURS, PATCHED, RUNNING
 
@@ -79,7 +80,7 @@ def describe(model: nn.Module) -> Description:
 
 
 def _host(module: nn.Module, host: Host) -> dict[str, Any]:
-    hyper = _active(module._modules.get("hyper"))
+    hyper = active_hyper(module._modules.get("hyper"))
     gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
     implementation = getattr(host.config, "_attn_implementation", None)
     return {
@@ -94,13 +95,6 @@ def _host(module: nn.Module, host: Host) -> dict[str, Any]:
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
         "gates": {n: (g.min().item(), g.max().item()) if can_read(g) else None for n, g in gates.items()},
     }
-
-
-def _active(module: Any) -> nn.Module | None:
-    """The `Hyper` that is in use: under PEFT that of the active adapter, else the one inside."""
-    copies = getattr(module, "modules_to_save", {})
-    names = [n for n in getattr(module, "active_adapters", []) if n in copies]
-    return copies[names[0]] if names and not module.disable_adapters else inner(module)
 
 
 def list_mechanisms() -> list[dict]:

@@ -31,10 +31,19 @@ from ..config import HyperAttnConfig
 from ..files import read_json
 from ..folders import check_replaceable, replace_folder
 from ..registry import MECHANISMS
-from .checkpoint_files import SETTINGS, check_weights, files_of, read_config, regular_file, without_code
+from .checkpoint_files import (
+    SETTINGS,
+    check_weights,
+    errors_as,
+    files_of,
+    find_folder,
+    load_config,
+    read_config,
+    regular_file,
+    without_code,
+)
 from .conversions import REBUILDERS
 from .copy_sources import PACKAGE, PREFIX, flat_copies, flat_name
-from .loading import errors_as, is_path, load_config
 
 MODELING = f"modeling_{PREFIX}"
 REMOTE = f"{PACKAGE}.integration.remote"
@@ -89,7 +98,7 @@ def export_remote_code(source: str | os.PathLike, target: str | os.PathLike, for
             refuses the target.
     """
     target = Path(target)
-    directory = find_source(source)
+    directory = find_folder(source, str(source)) or Path(snapshot_download(str(source)))
     check_replaceable(target, force, directory)
     data, config, record = read_source(directory)
     known, others = files_of(directory)
@@ -133,15 +142,6 @@ def write_files(stage: Path, files: dict[str, Path], texts: dict[str, str]) -> N
     (stage / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def find_source(source: str | os.PathLike) -> Path:
-    """The directory of a checkpoint; a Hub id is downloaded."""
-    if Path(source).is_dir():
-        return Path(source)
-    if is_path(source):
-        raise ValueError(f"{source} is no directory; allowed: the directory or Hub id of a saved patched model")
-    return Path(snapshot_download(str(source)))
-
-
 def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfig]:
     """config.json as it is and as a config, and the record of what was patched."""
     if (directory / "adapter_config.json").exists():
@@ -153,7 +153,7 @@ def read_source(directory: Path) -> tuple[dict, PreTrainedConfig, HyperAttnConfi
         raise ValueError(f"{directory} holds no patched model; allowed: what save_pretrained wrote after patch_model")
     if any(not str(value).startswith(MODELING) for value in (data.get("auto_map") or {}).values()):
         raise ValueError(f"{directory} has remote code of its own (auto_map); allowed: models of Transformers")
-    return data, load_config(directory), record
+    return data, load_config(directory, str(directory)), record
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type]:

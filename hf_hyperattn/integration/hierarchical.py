@@ -179,22 +179,27 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
             swap_class(part, accepting_class(stock))
 
 
-def settle_names(model: PreTrainedModel) -> None:
+def resolve_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
     structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
     names = {n for m in structures.values() for n in m.names}
-    patched: dict[str, Any] = dict(patched_hosts(model))
     if not any(getattr(config, "_attn_implementation", None) in names for config in tree(model.config)):
-        if isinstance(model, Accepting) and not (patched and PART in model.__dict__):
+        if isinstance(model, Accepting) and not (any(patched_hosts(model)) and PART in model.__dict__):
             ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
-    hosts += [m for m in patched.values() if structures.keys() & dict(inner(m.hyper).named_children()).keys()]
+    hosts += structured_hosts(model)
     if hosts:
         accept_hierarchy(model, hosts)
     else:
         ignore_hierarchy(model)
+
+
+def structured_hosts(model: nn.Module) -> list[nn.Module]:
+    """The hosts that are patched with a mechanism over hierarchies."""
+    structures = {name for name, mechanism in MECHANISMS.items() if mechanism.stage == "structure"}
+    return [host for _, host in patched_hosts(model) if structures & inner(host.hyper)._modules.keys()]
 
 
 def ignore_hierarchy(model: nn.Module) -> None:

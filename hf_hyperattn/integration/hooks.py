@@ -31,6 +31,7 @@ from model_patches.routing import check_unroute, is_routed
 
 from ..config import read_record
 from .attach import repatch, resolve_stock
+from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
     RECORD,
@@ -45,8 +46,7 @@ from .checkpoint_config import (
     tree,
 )
 from .conversions import rebuild
-from .families import note_all, note_masks
-from .hierarchical import Accepting, settle_names
+from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper
 from .patching import route
@@ -60,7 +60,8 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
-#: Every model, by which a name that is set on a config finds those that run on it.
+#: Every model, by which a name that is set on a config finds those that run on it: those whose config is that very
+#: object, and no others. It holds nothing of their calls.
 MODELS: Any = WeakSet()
 #: Whether `set_attn_implementation` is at work, which sets names on configs itself.
 SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
@@ -135,7 +136,7 @@ def _finish(original, self: PreTrainedModel):
     if not restored and not outer and names:
         check_part_names(self, names)
     if isinstance(self, Accepting) or set(map(itemgetter(1), names)) - {PATCHED, RUNNING}:
-        settle_names(self)
+        resolve_names(self)
     MODELS.add(self)
     return original(self)
 
@@ -297,7 +298,7 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
                 setattr(config, STOCK, beneath)
         raise
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
-    settle_names(self)
+    resolve_names(self)
     return result
 
 

@@ -27,21 +27,19 @@ from ..registry import get_mechanism
 from ..selection import head_numbers
 from .call import (
     BACKEND,
-    UNHONOURED,
-    exporting_to_onnx,
-    heads_of_rank,
-    onnx_error,
-    refuse_keywords,
-    wants_weights,
-    within_indices,
-)
-from .families import (
     FIRST_KEYS,
     MASK_SAYS_ALL,
     RETURNING_WEIGHTS,
+    UNHONOURED,
     UNROUTED,
+    exporting_to_onnx,
     first_key,
+    heads_of_rank,
+    onnx_error,
+    refuse_keywords,
     scaling_already_applied,
+    wants_weights,
+    within_indices,
 )
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
@@ -74,7 +72,7 @@ class Layers(nn.Module):
                 "the form in which it runs"
             )
         if call.keywords.get("hierarchy") is not None:
-            warn_of_hierarchy(call, tuple(self._modules))
+            warn_of_hierarchy(tuple(self._modules))
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
         plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)
         for layer in self._modules.values():
@@ -112,12 +110,12 @@ class Hyper(Layers):
     def __init__(self, config: HyperAttnConfig, host: Host):
         super().__init__()
         self.config = config.for_any_host
-        self.own = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
+        self.overrides = (config.overrides or {}).get(host.name, ())  # configs that hold for this host alone
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
         heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
-        mechanisms = mechanisms_of(config.mechanisms, self.own) if self.own else config.mechanisms
+        mechanisms = mechanisms_of(config.mechanisms, self.overrides) if self.overrides else config.mechanisms
         for mechanism in mechanisms:
             layer = get_mechanism(mechanism.mechanism).layer(mechanism, host, config.mode, heads)
             if heads is not None:
@@ -126,7 +124,7 @@ class Hyper(Layers):
 
     def mechanisms(self) -> tuple[MechanismConfig, ...]:
         """The mechanism configs that hold for this host."""
-        return mechanisms_of(self.config.mechanisms, self.own)
+        return mechanisms_of(self.config.mechanisms, self.overrides)
 
     def layers(self) -> list[MechanismLayer]:
         return list(self._modules.values())
@@ -145,11 +143,10 @@ class Hyper(Layers):
             layer.reset_parameters()
 
 
-def warn_of_hierarchy(call: HostCall, names: tuple[str, ...]) -> None:
-    """Warn where a call has a hierarchy, and none of these mechanisms can use one."""
-    if call.keywords.get("hierarchy") is not None and not torch.compiler.is_compiling():
-        if all(get_mechanism(name).stage != "structure" for name in names):
-            _warn_of_hierarchy(" and ".join(names))
+def warn_of_hierarchy(names: tuple[str, ...]) -> None:
+    """Warn where none of these mechanisms can use the hierarchy of a call."""
+    if not torch.compiler.is_compiling() and all(get_mechanism(name).stage != "structure" for name in names):
+        _warn_of_hierarchy(" and ".join(names))
 
 
 @lru_cache(maxsize=64)
@@ -160,21 +157,19 @@ def _warn_of_hierarchy(names: str) -> None:
     )
 
 
-def check_heads(layer: MechanismLayer, heads: tuple[int, ...] | None, host: Host) -> None:
+def check_heads(layer: MechanismLayer, heads: tuple[int, ...], host: Host) -> None:
     """Refuse some of a host's heads for a layer that would change all of them.
 
     Args:
         layer: as its mechanism built it.
-        heads: those that were chosen, None for all.
+        heads: those that were chosen.
         host: where it is to be put.
     """
-    if heads is None or len(heads) >= host.heads:
-        return
-    if not (layer.honours_heads and layer.heads == heads):
+    if len(heads) < host.heads and not (layer.honours_heads and layer.heads == heads):
         raise ValueError(
             f"{layer.config.mechanism} changes all heads of {host.name}, and heads= chooses {len(heads)} of "
             f"{host.heads}; allowed: heads=None, or a {type(layer).__name__} that passes heads to MechanismLayer, "
-            "changes those alone (self.chosen) and says honours_heads = True"
+            "changes those alone (self.head_mask) and says honours_heads = True"
         )
 
 

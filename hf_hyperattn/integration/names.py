@@ -6,7 +6,6 @@ name of patched models: its function looks for `host.hyper`; a host without one 
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 
 import torch
@@ -16,9 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import model_patches
 
 from .. import mechanisms  # noqa: F401  fills the registry
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import MechanismConfig, read_record
 from ..registry import Mechanism, get_mechanism, on_register
-from .families import UNROUTED
+from .call import UNROUTED
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function, family_mask, patched_forward
 from .stock import OURS, PATCHED
@@ -110,7 +109,7 @@ BY_NAME: list[MechanismConfig] = []
 def _number(data: dict, default: MechanismConfig) -> int:
     """Where in `BY_NAME` the mechanism's parameters are."""
     mechanism = default.mechanism
-    record = _parse(json.dumps(data, sort_keys=True))
+    record = read_record(data)
     if record.overrides:
         raise ValueError(
             f"config.hyperattn has overrides for single hosts, which {mechanism} used by name cannot honour; "
@@ -129,8 +128,3 @@ def _layers(config: MechanismConfig | None) -> Layers:
     if config is not None:
         layers.add_module(config.mechanism, get_mechanism(config.mechanism).layer(config, None, "replace"))
     return layers
-
-
-@lru_cache(maxsize=64)
-def _parse(frozen: str) -> HyperAttnConfig:
-    return HyperAttnConfig.from_dict(json.loads(frozen))

@@ -17,11 +17,12 @@ from ..fields import short
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .call import note_all
 from .checkpoint_config import erase_records, inner, patched_hosts, recorded_hosts, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
-from .families import note_all
 from .hidden import remove_hooks
-from .hierarchical import ignore_hierarchy, settle_names
+from .hierarchical import ignore_hierarchy, resolve_names
+from .hyper_adapter import refuse_adapters
 from .stock import OURS, PATCHED
 from .unsupported import check_parts, has_attention, unsupported
 
@@ -61,26 +62,37 @@ def patch_model(
     """
     config = gather(mechanisms, layers, heads, mode, include_cross_attention)
     base = base_model(model)
+    refuse_adapters(base, "patch_model")
     if recorded_hosts(base.config) is not None or any(patched_hosts(base)):
         raise ValueError(
             f"{type(base).__name__}, or a model that it shares its config with, is patched already; call "
             "unpatch_model(model) first, or patch all in one call"
         )
-    if getattr(base.config, "hyperattn", None) is not None:
+    with rollback_on_error(base):
+        attach(base, *resolve(base, config))
+        give_adapters_hyper(model, base)
+    return model
+
+
+def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnConfig, list[Selected], bool]:
+    """What a config means for a model that is stock, or patched alike: the config without functions, the hosts, and
+    whether their family was made to call the attention interface for it.
+
+    Raises:
+        ValueError: as `patch_model`.
+    """
+    if getattr(base.config, "hyperattn", None) is not None and recorded_hosts(base.config) is None:
         raise ValueError(
             f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
             "before patching: del model.config.hyperattn"
         )
     note_all(base)
-    with rollback_on_error(base):
-        newly_routed = route(base)
-        selected = select_hosts(base, config)
+    newly_routed = route(base)
+    selected = select_hosts(base, config)
+    if not any(patched_hosts(base)):
         check_own_attention(selected)
-        check_parts(base, PATCHED, [module.config for module, _ in selected])
-        config = resolve_overrides(resolve_heads(config, selected), selected, base)
-        attach(base, config, selected, newly_routed)
-        give_adapters_hyper(model, base)
-    return model
+    check_parts(base, PATCHED, [module.config for module, _ in selected])
+    return resolve_overrides(resolve_heads(config, selected), selected, base), selected, newly_routed
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
@@ -92,6 +104,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.
     """
     base = base_model(model)
+    refuse_adapters(base, "unpatch_model")
     hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
     name = conversion_of(base)
     if name is not None and (CONVERSIONS[name].in_place or not hosts):
@@ -124,7 +137,7 @@ def take_off(base: PreTrainedModel) -> None:
         remove_hooks(host)
     ignore_hierarchy(base)
     erase_records(base)
-    settle_names(base)  # parts that run a structure by name
+    resolve_names(base)  # parts that run a structure by name
     if newly_routed:
         model_patches.unserve(base)
 

@@ -123,7 +123,9 @@ def tensors_of_hosts(model: nn.Module, names: Collection[str]) -> list[str]:
     if not names:
         return []
     mechanism = "|".join(map(re.escape, MECHANISMS))
-    copies = r"(?:original_module\.|modules_to_save\.[^.]+\.)?"  # as PEFT has them
+    copies = (
+        r"(?:original_module\.|base_layer\.|modules_to_save\.[^.]+\.|lora_hyper\.(?:[^.]+\.)?)?"  # as PEFT has them
+    )
     added = re.compile(rf"(?:(.*)\.)?hyper\.{copies}(?:{mechanism})\..*")
     matches = [match for name in sorted(names) if (match := added.fullmatch(name))]
     if not matches:

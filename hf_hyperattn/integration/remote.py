@@ -12,9 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..config import HyperAttnConfig
 from .attach import repatch, resolve_stock
+from .call import note_all
 from .checkpoint_config import INTERNAL, all_configs, patched_hosts, saved_name, tree
 from .conversions import rebuild
-from .families import note_all
 from .hyper import family_mask, patched_forward
 from .record_check import check_loaded
 from .stock import PATCHED, RUNNING, marked, run_beneath

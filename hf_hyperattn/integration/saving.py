@@ -40,6 +40,7 @@ from .checkpoint_config import (
     write_records,
 )
 from .hyper import Hyper
+from .hyper_adapter import base_hyper, hyper_adapters
 from .record_check import warn_of_unused_parameters
 from .state_dicts import WHERE, check_saved_state_dict, warn_of_config, warn_of_noted
 from .stock import OURS, PATCHED, RUNNING
@@ -115,7 +116,8 @@ def _save(original, self, save_directory, is_main_process=True, *args, **kwargs)
 
 def refuse_wrapped(model: PreTrainedModel) -> None:
     """Raise where a whole model is to be saved while PEFT's wrappers are in it, under names that no load finds."""
-    for name, _ in hyper_wrappers(model):
+    names = [*hyper_wrappers(model), *((f"{host}.hyper", None) for host, _, _ in hyper_adapters(model))]
+    for name, _ in names:
         raise ValueError(
             f"{name} is inside PEFT's wrapper, and would be saved under a name that no load finds; save the "
             "adapter with PeftModel.save_pretrained, or the whole model after merge_and_unload() or unload()"
@@ -188,7 +190,7 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
     before_saving_adapters(base, self.peft_config, names)
     call = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
     description = describe_base(base)
-    if description is None or recorded_hosts(base.config) is None:
+    if recorded_hosts(base.config) is None:
         return original(self, save_directory, *args, **kwargs)
     if not call.get("is_main_process", True) or os.path.isfile(save_directory):
         return original(self, save_directory, *args, **kwargs)
@@ -197,7 +199,8 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
             return original(self, nothing_is_kept_here, *args, **kwargs)
     with checkpoint_folder(save_directory, self) as folder:
         result = original(self, folder, *args, **kwargs)
-        write_config_beside(folder, description)
+        if description is not None:
+            write_config_beside(folder, description)
     return result
 
 
@@ -227,10 +230,12 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
 def not_in_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str, Hyper]]:
     """Host and `hyper` of all added parameters that are not written with an adapter."""
     for host, module in patched_hosts(base):
-        copies = getattr(module.hyper, "modules_to_save", {})
+        copies = getattr(module.hyper, "modules_to_save", getattr(module.hyper, "lora_hyper", {}))
+        if base_hyper(module) is None:  # there is but what other adapters brought along
+            continue
         inside = ".modules_to_save." in f".{host}." or ".original_module." in f".{host}."
         if name not in copies and not inside:
-            yield host, inner(module.hyper)
+            yield host, inner(base_hyper(module))
 
 
 def is_trained(hyper: Hyper) -> bool:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .call import within_indices
-from .families import is_causal_host, position_hides
+from .call import is_causal_host, position_hides, within_indices
 from .hosts import interface_callers
 
 #: The attention implementation of patched models, as config.json has it.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, trainer_pt_utils
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, TrainerCallback, trainer_pt_utils
 from transformers.models.auto import modeling_auto
-from transformers.pytorch_utils import Conv1D
 
-from .checkpoint_config import patched_hosts
+from ..readable import can_read
+from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hyper import Hyper
+from .hyper_adapter import HyperAdapter, active_hyper
+from .hyper_lora import HyperLoraConfig, projections
 from .patching import base_model
 from .wrapping import wrap
 
@@ -37,34 +39,31 @@ def lora_config(
     modules_to_save: list[str] | None = None,
     task_type: str | None = None,
     **options,
-):
+) -> HyperLoraConfig:
     """A PEFT config that trains LoRA matrices, and beside them all that a patch added, whole.
 
     Use it with `peft.get_peft_model(model, config)` or `model.add_adapter(config)`. The adapter that is saved then
-    holds both. To load it, the base must be patched as it was here.
+    holds both, and patches a stock base as this model is patched, by whichever loader.
 
     Args:
         model: a patched model.
-        r: rank of the LoRA matrices.
+        r: rank of the LoRA matrices; 0 for none.
         target_modules: where they go, as PEFT has it; None: the linear layers inside the patched hosts.
         modules_to_save: further modules that are trained and saved whole, such as a new head.
         task_type: as PEFT has it; None: told from the model's class, where it is one of PEFT's tasks.
         options: all else that `peft.LoraConfig` takes: `lora_alpha`, `lora_dropout`, `bias`, `use_dora`, ...
 
-    Returns:
-        A `peft.LoraConfig`.
-
     Raises:
         ValueError: the model is not patched, or its hosts hold no linear layers and `target_modules` is not given.
     """
-    from peft import LoraConfig  # takes a third of a second, which only those who train should wait
-
     base = base_model(model)
-    hosts_of_patched(base)
-    return LoraConfig(
+    hosts = hosts_of_patched(base)
+    write_records(base)  # a part of it may have been patched by itself
+    return HyperLoraConfig(
         r=r,
-        target_modules=projections(base) if target_modules is None else target_modules,
-        modules_to_save=["hyper", *(name for name in modules_to_save or () if name != "hyper")],
+        hyperattn=getattr(base.config, RECORD),
+        target_modules=projections(base, hosts) if target_modules is None and r else target_modules,
+        modules_to_save=modules_to_save,
         task_type=task_of(base) if task_type is None else task_type,
         **options,
     )
@@ -136,8 +135,13 @@ def freeze_base(model: nn.Module) -> nn.Module:
 
 
 def hyper_parameters(model: nn.Module) -> set[int]:
-    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did."""
-    return {id(p) for _, host in hosts_of_patched(base_model(model)) for p in host.hyper.parameters()}
+    """The ids of all parameters that a patch added, in every adapter's copy of them; ValueError where none did.
+
+    Of adapters that each bring their own patch, those of the active one.
+    """
+    modules = [host.hyper for _, host in hosts_of_patched(base_model(model))]
+    modules = [inner(module) if isinstance(module, HyperAdapter) else module for module in modules]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def hosts_of_patched(base: PreTrainedModel) -> list[tuple[str, Any]]:
@@ -159,31 +163,37 @@ def task_of(base: nn.Module) -> str | None:
     return None
 
 
-def projections(base: PreTrainedModel) -> list[str]:
-    """Names of the linear layers inside the patched hosts, in the short form that PEFT matches with name endings.
+class LogGates(TrainerCallback):
+    """Logs where every gate stands whenever the Trainer logs its loss, to the history and all trackers.
 
-    "self_attn.q_proj" where that means patched hosts alone, else a name for each, "layers.20.self_attn.q_proj".
+    Names are "gates/model.layers.20.self_attn/cone/head_3". Under an adapter they are those of the adapter.
+
+    Args:
+        trainer: whose log they join, a Trainer or one made from it.
+
+    Example:
+        trainer.add_callback(ha.LogGates(trainer))
     """
-    layers = [f"{host}.{name}" for host, module in patched_hosts(base) for name in linear_layers(module)]
-    if not layers:
-        raise ValueError(
-            f"the patched hosts of {type(base).__name__} hold no linear layers; pass target_modules=[...]"
-        )
-    others = sorted({name for name, _ in base.named_modules()} - set(layers))
-    targets = set()
-    for name in layers:
-        short = ".".join(name.split(".")[-2:])
-        ambiguous = any(n == short or n.endswith("." + short) for n in others)
-        targets.add(name.removeprefix(base.base_model_prefix + ".") if ambiguous else short)
-    return sorted(targets)
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        if logs and "loss" in logs and model is not None:
+            gates = gates_of(model)
+            if gates:
+                self.trainer.log(gates)
 
 
-def linear_layers(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Names of the linear layers in a module, those that carry an adapter already included, and ours not."""
-    for name, child in module.named_children():
-        layer: Any = child
-        layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
-        if isinstance(layer, nn.Linear | Conv1D):
-            yield path + name
-        elif layer is child and not isinstance(getattr(child, "original_module", child), Hyper):
-            yield from linear_layers(child, f"{path}{name}.")
+def gates_of(model: nn.Module) -> dict[str, float]:
+    """Every gate of a patched model as it stands; without those that cannot be read (offloaded)."""
+    gates: dict[str, float] = {}
+    for host, module in patched_hosts(base_model(model)):
+        hyper = active_hyper(module.hyper)
+        for name, parameter in hyper.named_parameters() if hyper is not None else ():
+            if name.endswith("gate") and can_read(parameter):
+                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                label = name.removesuffix(".gate")
+                values = whole.detach().flatten().tolist()
+                gates |= {f"gates/{host}/{label}/head_{head}": value for head, value in enumerate(values)}
+    return gates

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 logger = logging.getLogger("hf_hyperattn")
 
 #: What was tested; `warn_of_changes` names it.
-TESTED = "transformers 5.17 to 5.23, peft 0.19.1 to 0.21.2"
+TESTED = "transformers 5.17 to 5.23, peft 0.21 to 0.21.2"
 #: On a method: the names of our functions around it.
 WRAPPED = "_hyperattn_wrapped"
 #: What is wrapped, or relied on by name, without `wrap`: module, class, method and the parameters it is called with.
@@ -29,6 +29,11 @@ RELIED_ON = (
     ("transformers", "PreTrainedModel", "should_save_on_this_rank", ("is_main_process",)),
     ("transformers", "PreTrainedModel", "barrier_after_gathered_checkpoint_save", ("distributed_config",)),
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter", ("model", "adapter_name")),
+    ("peft", "LoraModel", "_replace_module", ("parent", "child_name", "new_module", "child")),
+    ("peft", "LoraModel", "_unload_and_optionally_merge", ("merge", "progressbar", "safe_merge", "adapter_names")),
+    ("peft", "LoraModel", "_enable_peft_forward_hooks", ()),
+    ("peft", "LoraModel", "_get_adapter_state_dict", ("model", "config", "adapter_name", "state_dict")),
+    ("peft", "LoraModel", "_remove_adapter_name_from_key", ("key", "adapter_name")),
 )
 #: Sentences about what has changed.
 changes: list[str] = []

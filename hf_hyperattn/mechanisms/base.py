@@ -150,7 +150,7 @@ class MechanismLayer(nn.Module):
         config: the mechanism's config.
         host: the host it is built for, or None where the mechanism is used by name and has nothing to learn.
         mode: "blend" or "replace".
-        heads: the query heads it changes, None for all. `chosen` makes a mask of them.
+        heads: the query heads it changes, None for all. `head_mask` makes a mask of them.
     """
 
     #: Whether the layer leaves heads alone that are not in `heads`. Where it does not say so, patching with heads= is
@@ -193,7 +193,7 @@ class MechanismLayer(nn.Module):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    def chosen(self, like: Tensor) -> Tensor | None:
+    def head_mask(self, like: Tensor) -> Tensor | None:
         """[H] with 1 at the heads that are changed and 0 elsewhere; None if all are."""
         if self.heads is None:
             return None

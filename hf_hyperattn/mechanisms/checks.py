@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..fields import LARGEST, SMALLEST, short
+from ..fields import LARGEST, SMALLEST, refuse, short
 from ..readable import can_read
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_call(
     """
     for name, flag in {"enable_gqa": enable_gqa, **flags}.items():
         if not isinstance(flag, bool | torch.SymBool):
-            _refuse(name, flag, "True or False")
+            refuse(name, flag, "True or False")
     check_qkv(query, key, value, enable_gqa)
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
@@ -66,7 +66,7 @@ def check_number(name: str, value: object, least: float = -LARGEST) -> None:
     if isinstance(value, torch.SymInt | torch.SymFloat):  # traced
         return
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
-        _refuse(name, value, ALLOWED[least])
+        refuse(name, value, ALLOWED[least])
 
 
 def check_qkv(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -105,7 +105,7 @@ def check_dropout(dropout_p: float) -> None:
     """Dropout probabilities are in [0, 1)."""
     number = isinstance(dropout_p, int | float) and not isinstance(dropout_p, bool)
     if not number or not 0.0 <= dropout_p < 1.0:
-        _refuse("dropout_p", dropout_p, "numbers from 0 up to, not including, 1")
+        refuse("dropout_p", dropout_p, "numbers from 0 up to, not including, 1")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
@@ -144,7 +144,7 @@ def check_parameter(name: str, value: float | Tensor, heads: int, like: Tensor, 
         raise ValueError(f"{name} has dtype {value.dtype}; allowed: integers or floating point")
     if can_read(value):
         if not bool(((value >= least) & (value <= LARGEST)).all()):
-            _refuse(name, value.tolist(), ALLOWED[least])
+            refuse(name, value.tolist(), ALLOWED[least])
     return value.reshape(-1).to(like.device)
 
 
@@ -152,7 +152,3 @@ def check_number_of_heads(name: str, value: float | Tensor, query: Tensor) -> fl
     """A number above 0, or a tensor of one or of one per head of the query, as `check_parameter` has it."""
     parameter = check_parameter(name, value, query.shape[1], query)
     return parameter if isinstance(value, Tensor) else value
-
-
-def _refuse(name: str, value: object, allowed: str) -> None:
-    raise ValueError(f"{name}={short(value)} is not allowed; allowed: {allowed}")

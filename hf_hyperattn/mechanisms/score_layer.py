@@ -74,7 +74,7 @@ class ScoreLayer(MechanismLayer):
         """How much of the mechanism each head gets, [H]: its gate, if it has one, at the heads that are changed; None
         for all of it.
         """
-        chosen = self.chosen(like)
+        chosen = self.head_mask(like)
         weight = chosen if gate is None else gate if chosen is None else gate * chosen
         return None if weight is None else weight.to(dtype)
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,23 +89,20 @@ def make_trainable(model: nn.Module, settings: Settings) -> nn.Module:
 
 
 def adapter_config(model: nn.Module, peft: Peft):
-    """PEFT's `LoraConfig` by the recipe; the added parameters train beside LoRA unless `peft.added` is false."""
-    config = ha.lora_config(
-        model,
-        peft.r,
-        lora_alpha=peft.alpha,
-        lora_dropout=peft.dropout,
-        target_modules=None if peft.targets is None else list(peft.targets),
-    )
+    """The PEFT config by the recipe; the added parameters train beside LoRA unless `peft.added` is false."""
+    targets = None if peft.targets is None else list(peft.targets)
+    options = dict(lora_alpha=peft.alpha, lora_dropout=peft.dropout, target_modules=targets)
+    config = ha.lora_config(model, peft.r, **options)
     if not peft.added:
-        config.modules_to_save = None
+        options["target_modules"] = sorted(config.target_modules)
+        return LoraConfig(r=peft.r, task_type=config.task_type, **options)
     return config
 
 
 def count(model: nn.Module) -> dict[str, int]:
     """Parameters: all, added by the patch, trained. Counted before anything is sharded."""
     parameters = list(model.named_parameters())
-    original = [(n, p) for n, p in parameters if ".modules_to_save." not in n and ".lora_" not in n]
+    original = [(n, p) for n, p in parameters if ".lora_" not in n]
     return {
         "all": sum(p.numel() for _, p in original),
         "added": sum(p.numel() for n, p in original if ".hyper." in n),
@@ -148,7 +145,7 @@ def gates(model: nn.Module) -> dict:
     found = [
         p.detach().float().flatten()
         for n, p in model.named_parameters()
-        if n.endswith(".gate") and ".original_module." not in n
+        if n.endswith(".gate") and ".base_layer." not in n
     ]
     if not found:
         return {}

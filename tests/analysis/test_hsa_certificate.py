@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from hf_hyperattn import HsaConfig, patch_model
-from hf_hyperattn.analysis.hsa_certificate import certificate, table
+from hf_hyperattn.analysis.hsa_certificate import certificate
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from tests.integration.models import TEXT, bert, llama
@@ -151,13 +151,6 @@ def test_what_has_no_certificate_is_refused_and_the_model_stays_whole():
     patch_model(model, HsaConfig())
     with pytest.raises(ValueError, match="is patched already"):
         certificate(model, batch("left"))
-
-
-def test_table_names_every_layer_and_head():
-    text = table(certificate(encoder(), batch("left"), HsaConfig(windows=(3, 6))))
-    lines = text.splitlines()
-    assert len(lines) == 5 and lines[0].split() == ["layer", "mean", "h0", "h1", "h2", "h3"]
-    assert lines[4].startswith("encoder.layer.3.attention.self")
 
 
 @pytest.mark.slow

@@ -26,88 +26,93 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     return found.choices
 
 
-def wrong_lines():
-    """Wrong command lines: (words)."""
-    yield from ([], ["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
-    for name, parser in commands().items():
-        right = [name, *RIGHT.get(name, [])]
-        yield from (
-            [*right, "--unknown"],
-            [*right, "--unknown=3"],
-            [*right, "-z"],
-            [*right, "--", "one", "more", "x"],
-        )
-        yield from (
-            [*right, "--traceback=yes"],
-            [*right, "--TRACEBACK"],
-            [*right, "more words", "than\nthere may be", "x"],
-        )
-        for action in parser._actions:
-            option = next((o for o in action.option_strings if o.startswith("--")), None)
-            if option in (None, "--help", "--traceback"):
-                continue
-            if action.nargs == 0:
-                yield [*right, f"{option}=1"]
-                continue
-            yield [*right, option]  # without its value
-            if action.type in (int, float):
-                for word in WORDS:
-                    yield [*right, f"{option}={word}"]
-                for word in OUT_OF_RANGE if option != "--rank" else ():
-                    yield [*right, f"{option}={word}"]
-            if action.type is int:
-                yield [*right, f"{option}=1.5"]
-            if action.type is float:
-                for word in ("nan", "inf", "-inf", "0"):
-                    yield [*right, f"{option}={word}"]
-        for action in parser._actions:
-            if action.required and action.option_strings:  # left out
-                at = right.index(action.option_strings[0])
-                yield right[:at] + right[at + (1 if action.nargs == 0 else 2) :]
-    for text in ("missing.txt", ".", "zeros.txt", "latin.txt", "short.txt", "", "a\0b"):
-        yield ["demo", "--model", "model", "--text", text]
-        yield ["inject", "model", "--mechanism", "hsa", "--length", "64", "--text", text]
-        yield ["inject", *COLLABORATIVE, "--length", "64", "--text", text]
-    for model in (
-        "./missing",
-        "/missing",
-        "text.txt",
-        "empty",
-        "a/b/c",
-        "a\0b",
-        "who/what",
-        "~/missing",
-        "../missing",
-    ):
-        yield ["demo", "--model", model, "--text", "text.txt"]
-        yield ["describe", model]
-        yield ["describe", model, "--json"]
-        yield ["export", model, "out", "--remote-code"]
-        yield ["inject", model, "--mechanism", "hsa", "--length", "64", "--text", "text.txt"]
-        yield ["inject", model, *COLLABORATIVE[1:]]
-    for out in ("text.txt", "full", "missing/out", "text.txt/out"):
-        yield ["inject", *RIGHT["inject"][:-1], out]
-        yield ["inject", *COLLABORATIVE, "--output", out]
-    for out in ("text.txt", "full", "text.txt/out", "a\0b"):
-        yield ["export", "model", out, "--remote-code"]
-    yield from (["inject", *RIGHT["inject"], *more] for more in (
+#: Wrong without any command, and what makes a right line of any command wrong.
+NO_COMMAND = ([], ["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
+TOO_MUCH = (
+    ["--unknown"], ["--unknown=3"], ["-z"], ["--", "one", "more", "x"], ["--traceback=yes"], ["--TRACEBACK"],
+    ["more words", "than\nthere may be", "x"],
+)  # fmt: skip
+#: Wrong values of an option by its type, besides those of all numbers.
+OF_TYPE = {int: ("1.5",), float: ("nan", "inf", "-inf", "0")}
+INJECT = ["inject", *RIGHT["inject"]]
+HSA = ["inject", "model", "--mechanism", "hsa", "--length", "64"]
+#: Wrong files and folders, and the lines in which they stand where it says HERE.
+PLACES = [
+    (
+        ("missing.txt", ".", "zeros.txt", "latin.txt", "short.txt", "", "a\0b"),
+        (
+            ["demo", "--model", "model", "--text", "HERE"],
+            [*HSA, "--text", "HERE"],
+            ["inject", *COLLABORATIVE, "--length", "64", "--text", "HERE"],
+        ),
+    ),
+    (
+        ("./missing", "/missing", "text.txt", "empty", "a/b/c", "a\0b", "who/what", "~/missing", "../missing"),
+        (
+            ["demo", "--model", "HERE", "--text", "text.txt"],
+            ["describe", "HERE"],
+            ["describe", "HERE", "--json"],
+            ["export", "HERE", "out", "--remote-code"],
+            ["inject", "HERE", "--mechanism", "hsa", "--length", "64", "--text", "text.txt"],
+            ["inject", "HERE", *COLLABORATIVE[1:]],
+        ),
+    ),
+    (
+        ("text.txt", "full", "missing/out", "text.txt/out"),
+        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"]),
+    ),
+    (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
+    (("yes", "ON", "", "on off"), (["autoload", "HERE"],)),
+]
+#: Right lines, and what makes each wrong.
+BESIDES = [
+    (INJECT, (
         ["--rank", "4"], ["--mechanism", "cone"], ["--mechanism", ""], ["--text"], ["--text", "text.txt", "text.txt"],
         ["--length", "97"], ["--length", "63"], ["--rows", "15"], ["--budget", "1"], ["--pairs", "1.01"],
         ["--text", "text.txt", "missing.txt"],
-    ))  # fmt: skip
-    yield from (["inject", *COLLABORATIVE, *more] for more in (
+    )),
+    (["inject", *COLLABORATIVE], (
         ["--budget", "0.1"], ["--pairs", "0.5"], ["--rows", "32"], ["--length", "64"], ["--rank", "0"],
         ["--rank", "-5"], ["--rank", "1" + "0" * 30], ["--rank", "33"], ["--text"], ["--seed", "-1"],
-    ))  # fmt: skip
-    yield from (["demo", *RIGHT["demo"], *more] for more in (
+    )),
+    (["demo", *RIGHT["demo"]], (
         ["--prompt", ""], ["--prompt", "\n"], ["--device", "abacus"], ["--device", ""], ["--device", "cuda:99"],
         ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
-    ))  # fmt: skip
-    yield from (["autoload", word] for word in ("yes", "ON", "", "on off"))
-    yield ["describe"]
-    yield ["describe", "model", "model"]
-    yield ["export", "model", "--remote-code"]
-    yield ["export", "unpatched", "out", "--remote-code"]
+    )),
+    (["describe"], ([], ["model", "model"])),
+    (["export"], (["model", "--remote-code"], ["unpatched", "out", "--remote-code"])),
+]  # fmt: skip
+
+
+def wrong_values(right: list[str], action: argparse.Action):
+    """A right line with one of its options left out, without its value, or with a wrong one."""
+    option = next((o for o in action.option_strings if o.startswith("--")), None)
+    if action.required and option:
+        at = right.index(option)
+        yield right[:at] + right[at + (1 if action.nargs == 0 else 2) :]
+    if option in (None, "--help", "--traceback"):
+        return
+    if action.nargs == 0:
+        yield [*right, f"{option}=1"]
+        return
+    yield [*right, option]
+    if action.type in OF_TYPE:
+        for word in (*WORDS, *(OUT_OF_RANGE if option != "--rank" else ()), *OF_TYPE[action.type]):
+            yield [*right, f"{option}={word}"]
+
+
+def wrong_lines():
+    """Wrong command lines: (words)."""
+    yield from NO_COMMAND
+    for name, parser in commands().items():
+        right = [name, *RIGHT.get(name, [])]
+        yield from ([*right, *more] for more in TOO_MUCH)
+        for action in parser._actions:
+            yield from wrong_values(right, action)
+    for words, lines in PLACES:
+        yield from ([word if part == "HERE" else part for part in line] for word in words for line in lines)
+    for right, wrongs in BESIDES:
+        yield from ([*right, *more] for more in wrongs)
 
 
 LINES = list(wrong_lines())

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_hyperattn.cli import main
+from hf_hyperattn.cli.console import progress
 
 from . import tiny
 
@@ -107,11 +108,11 @@ def test_without_a_model_it_takes_smollm2(capsys, model, text, monkeypatch):
     assert out.startswith("SmolLM2-135M-Instruct, float32 on cpu")
 
 
-@pytest.mark.slow
-def test_on_a_terminal_it_draws_bars_and_tables(capsys, model, text, monkeypatch):
-    pytest.importorskip("rich")
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    code, out, _ = demo(capsys, "--model", model, "--text", text, *ARGUMENTS)
-    assert code == 0
-    assert "┃" in out and "cone, replaced" in out
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(capsys, monkeypatch):
+    for terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)  # noqa: B023
+        with progress(4) as bar:
+            bar.advance(2)
+            bar.describe("measuring")
+        out, error = capsys.readouterr()
+        assert out == "" and ("2/4" in error if terminal else error == "measuring\n")

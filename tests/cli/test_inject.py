@@ -86,7 +86,7 @@ def brute_pairs(n, sizes, near, sinks, top, dropped) -> int:
 @pytest.mark.parametrize("dropped", [False, True])
 def test_pairs_are_those_of_a_walk_down_the_windows(sizes, rule, dropped):
     for n in (1, 31, 70):
-        assert hsa.pairs(n, sizes, *rule, dropped) == brute_pairs(n, sizes, *rule, dropped)
+        assert hsa.pairs(n, sizes, *rule, dropped=dropped) == brute_pairs(n, sizes, *rule, dropped)
 
 
 def test_near_as_long_as_the_text_is_every_pair():
@@ -311,6 +311,7 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--mechanism", "hsa", "--length", "96", "--text", folder / "one.txt", "--budget", "0.05"]
     (folder / "one.txt").write_text(prose(1, 4000))
+    assert "--rows says nothing for an encoder" in refused(capsys, tmp_path / "bert", *arguments, "--rows", "64")
     code = main(["inject", *map(str, [tmp_path / "bert", *arguments, "--output", tmp_path / "out"])])
     out, err = capsys.readouterr()
     assert code == 0, out + err

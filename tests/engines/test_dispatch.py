@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from hf_hyperattn.engines import ENGINES, Options, dense, dispatch, dot_score
+from hf_hyperattn.engines import DOT, ENGINES, Options, PairScore, ScoreTerm, attention, dense, dispatch, dot_score
+from hf_hyperattn.engines.score import learns
 from hf_hyperattn.functional import cone_attention
 from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.score import with_hype
+from tests.engines.test_native import needs_compiler
 from tests.oracles.cases import qkv
 
 
@@ -99,3 +101,22 @@ def test_every_shape_gives_the_same_result_by_auto(compiled, monkeypatch):
         q, k, v = qkv(batch=shape[0], heads=shape[1], lq=shape[2], lk=shape[3], d=4, dtype=torch.float32)
         exact = cone_attention(q.double(), k.double(), v.double(), backend="reference")
         assert (cone_attention(q, k, v) - exact).abs().max() < 1e-5
+
+
+@needs_compiler
+def test_few_queries_whose_products_are_of_a_part_are_of_another_kind(monkeypatch):
+    """They are read as they are only where all of each vector is multiplied."""
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
+    q, k, v = qkv(batch=1, heads=2, lq=1, lk=512, d=8, dtype=torch.float32)
+    for width in (None, 5, None):
+        term = ScoreTerm(DOT, lambda: q @ k.mT)
+        out, _ = attention(PairScore(q, k, (term,), 1.0, width), v, backend="cpu")
+        assert torch.allclose(out, torch.softmax(q[..., :width] @ k[..., :width].mT, -1) @ v, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["row", "column", "head"])
+def test_numbers_of_any_kind_can_be_learned(place):
+    q, k, v = qkv(batch=1, heads=2, lq=1, lk=8, d=4, dtype=torch.float32)
+    shape = {"row": (1, 2, 1), "column": (1, 2, 8), "head": (2,)}[place]
+    term = ScoreTerm(DOT, lambda: q @ k.mT, **{place: (torch.zeros(shape, requires_grad=True),)})
+    assert learns(PairScore(q, k, (term,)), v, Options())

@@ -1,5 +1,7 @@
 """Building kernels: once, by one process at a time, and with a plain way where it cannot be done."""
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native
+from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 
 #: In a new process: the module alone, without the package round it, which takes seconds to import.
@@ -129,6 +132,18 @@ def test_the_name_says_what_a_library_depends_on(place, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(native, what, value)
             assert name != native.library_name("add", [path]), what
+
+
+@posix
+def test_a_compiler_beside_the_interpreter_is_found(place, monkeypatch):
+    """As in an environment that is not activated: a notebook's, or a service's."""
+    (place / "bin").mkdir()
+    (place / "bin" / "g++").write_text("#!/bin/sh")
+    (place / "bin" / "g++").chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(place))
+    monkeypatch.setattr(sys, "executable", str(place / "bin" / "python"))
+    assert native.compiler() == [str(place / "bin" / "g++")]
 
 
 def test_a_lock_goes_with_its_holder(place):
@@ -308,3 +323,92 @@ def test_the_directory_is_the_users_alone(place):
     assert (place / "built").stat().st_mode & 0o777 == 0o700
     modes = {p.suffix: p.stat().st_mode & 0o777 for p in (place / "built").iterdir()}
     assert (modes[".so"], modes[".sha256"]) == (0o700, 0o600)
+
+
+# what a wheel carries
+
+
+@pytest.fixture
+def carried(place, monkeypatch):
+    """A manifest and one library for v2, which is said to be all that the CPU has: add(2, 3) gives 105."""
+    if not built_here():
+        pytest.skip("no C++ compiler")
+    folder = place / "prebuilt"
+    folder.mkdir()
+    made = folder / "v2.so"
+    path = place / "made.cpp"
+    path.write_text(ADD.replace("OFFSET", "100"))
+    shutil.copy(native.built("made", [path]), made)
+    sources = ["engines/cpu/core.cpp", "engines/native.py"]
+    said = {"names": ["add"], "sources": sources, "fingerprint": native.fingerprint(sources), "scores": {}}
+    said["libraries"] = {"v2": hashlib.sha256(made.read_bytes()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(said))
+    monkeypatch.setattr(native, "PREBUILT", folder)
+    monkeypatch.setattr(native, "MANIFEST", folder / "manifest.json")
+    monkeypatch.setattr(native, "levels", lambda: ["v2"])
+    monkeypatch.setattr(native, "_logged", set())
+    for cached in (native.load, native.manifest, native._open_prebuilt):
+        cached.cache_clear()
+    yield folder
+    for cached in (native.load, native.manifest, native._open_prebuilt):
+        cached.cache_clear()
+
+
+def loaded(place: Path, name: str = "add") -> int:
+    library = native.load(name, source(place, 3))
+    return None if library is None else library.add(2, 3)
+
+
+def test_what_the_wheel_carries_is_taken_without_a_compiler(place, carried, monkeypatch):
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert loaded(place) == 105
+    assert loaded(place, "another") is None
+
+
+@pytest.mark.parametrize("wish, result, tuned", [("v2", 105, "x86-64-v2"), ("build", 8, "native"), ("0", None, "")])
+def test_which_library_is_taken(place, carried, monkeypatch, wish, result, tuned):
+    monkeypatch.setenv("HF_HYPERATTN_NATIVE", wish)
+    assert loaded(place) == result
+    # what is built beside a library of the wheel is of the same level: both must know registers of one width
+    assert not tuned or f"-march={tuned}" in native.flags()
+
+
+@pytest.mark.parametrize("wish", ["v3", "v9", "fast"])
+def test_a_level_that_is_not_there_is_refused_in_one_line(place, carried, monkeypatch, caplog, wish):
+    monkeypatch.setenv("HF_HYPERATTN_NATIVE", wish)
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert loaded(place) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"HF_HYPERATTN_NATIVE={wish!r}" in line and "allowed: 0, 1, build, v2" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("what", ["library", "sources"])
+def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, what):
+    if what == "library":
+        garble(carried / "v2.so")
+    else:
+        said = json.loads((carried / "manifest.json").read_text())
+        (carried / "manifest.json").write_text(json.dumps(said | {"fingerprint": "0" * 64}))
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        assert [loaded(place), loaded(place, "another")] == [8, 8]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert {"library": "is damaged", "sources": "are not those"}[what] in line and "\n" not in line
+
+
+def test_a_source_names_no_path_of_the_installation():
+    text = library.text_of("dot+*umbral_on_product", True, "", "1 cone umbral xi squared=True clamp=False")
+    assert '#include "engines/cpu/score.h"' in text and str(native.PACKAGE.parent) not in text
+
+
+@needs_compiler
+def test_one_line_says_that_something_is_built(place, monkeypatch, capfd):
+    path = source(place, 12)
+    native.built("add", [path])
+    native.built("add", [path])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"hf_hyperattn: compiling add for this CPU, once, into .*/built \.\.\. \d+\.\d s", line)
+    monkeypatch.setattr(native.logger, "level", logging.ERROR)
+    native.logger.manager._clear_cache()
+    native.built("other", [path])
+    native.logger.manager._clear_cache()
+    assert not capfd.readouterr().err

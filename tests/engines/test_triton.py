@@ -5,13 +5,18 @@ test_triton_modes.py starts a process. `pytest -m gpu` runs the same tests compi
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
 
-from hf_hyperattn.engines import Options, attention, dot_score
+from hf_hyperattn.engines import Options, PairScore, ScoreTerm, Term, attention, dot_score
+from hf_hyperattn.engines.score import TERMS
 from hf_hyperattn.mechanisms.hype.score import with_hype
+from tests.engines.test_trace import DIVIDED, EVERY, SAFE, every_inputs, every_score, outcome
+from tests.engines.test_trace import check as compare
 from tests.engines.triton_scores import SCALE, SCORES, exact, learned
+from tests.integration import toy_score
 from tests.oracles.cases import assert_close, assert_gradients, tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -295,30 +300,88 @@ def test_no_more_work_than_wanted(device):
     assert_gradients([grad], torch.autograd.grad(expected.sum(), [double[2]]), 1e-4, ["value"])
 
 
-def operator_arguments(device, **changes):
-    q, k, v = inputs(device, n=20, m=20)
-    new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
-    named = {"row": new(1, 2, 20, 3), "column": new(1, 2, 20, 3), "head": torch.ones(1, 2, device=device)}
-    named |= dict.fromkeys(["mask", "bias", "sinks", "seed", "points_query", "points_key"])
-    rest = {
-        "spec": "umbral",
-        "factored": True,
-        "width": 15,
-        "scale": 1.0,
-        "is_causal": True,
-        "window": None,
-        "offset": 0,
-    }
-    return tuple((named | rest | {"softcap": None, "dropout_p": 0.0} | changes).values()), (q, k, v)
-
-
 @devices
 def test_the_operator_is_one_to_torch(device):
     """Schema, fake implementations, autograd, and tracing with shapes that are not known."""
-    from hf_hyperattn.engines.triton.operator import attention as operator
+    from hf_hyperattn.engines.triton.operator import forward
 
-    rest, (q, k, v) = operator_arguments(device, sinks=torch.zeros(2, device=device, requires_grad=True))
-    torch.library.opcheck(operator, (q, k, v, *rest))
+    q, k, v = inputs(device, n=20, m=20)
+    new = lambda *shape: tensor(*shape, seed=6).to(device, torch.float32).abs().requires_grad_()
+    numbers = [new(1, 2, 20) for _ in range(4)] + [new(2)]
+    extras = {"sinks": new(2), "query_factor": new(1, 2, 20), "key_factor": new(1, 2, 20)}
+    tensors = [q, k, v, *numbers, *extras.values()]
+    torch.library.opcheck(forward, (tensors, "umbral", " ".join(extras), 15, 1.0, True, None, 0, None, 0.0))
+
+
+@devices
+def test_a_term_with_every_operator(device):
+    """Value and gradients of all that a term may call, at ties and zeros."""
+    leaves = every_inputs(n=20, m=24)
+    expected = outcome(partial(every_score, SAFE), leaves, torch.float64, "reference")
+    found = outcome(partial(every_score, EVERY), [t.to(device) for t in leaves], torch.float32, "triton")
+    compare(found, expected, 1e-6, 4e-6)
+
+
+@devices
+def test_a_score_from_outside(device, monkeypatch):
+    """With a gate and a softcap, which acts on it, and without."""
+    monkeypatch.setitem(TERMS, toy_score.TERM.name, toy_score.TERM)
+    q, k, v = inputs(device, heads=4, kv_heads=2, n=20)
+
+    def score(q, k, t):
+        made = toy_score.ToyScore(t["gamma"]).score(q, k, SCALE, t["gate"], capped=True)
+        return dot_score(q, k, SCALE).plus(*made.terms)
+
+    check(score, q, k, v, Options(is_causal=True, softcap=0.7))
+    check(lambda q, k, t: toy_score.ToyScore(t["gamma"]).score(q, k), q, k, v)
+
+
+@devices
+def test_what_a_tile_has_beyond_the_lines_reaches_no_gradient(device):
+    """A term that divides by what a key has, and a query: no line is there twice or as zeros."""
+
+    def score(q, k, row, column, head):
+        logits = lambda: DIVIDED.logits(q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]])
+        return PairScore(q, k, (ScoreTerm(DIVIDED, logits, (row,), (column,), (head,)),))
+
+    q, k, v = inputs(device, n=21, m=37, d=3)
+    more = [tensor(1, 2, 21, seed=100), tensor(1, 2, 37, seed=101).abs() + 0.5, torch.tensor([0.5, -1.0])]
+    leaves = [t.detach().to(device) for t in (q, k, v, *more)]
+    expected = outcome(score, leaves, torch.float64, "reference", Options(is_causal=True, offset=9))
+    compare(outcome(score, leaves, torch.float32, "triton", Options(is_causal=True, offset=9)), expected, 1e-6, 4e-6)
+
+
+class Steep(Term):
+    """Its slope by the parameter is large, and nearly the same along a row."""
+
+    name, rows, columns, heads = "steep_for_test", 1, 1, 1
+
+    def logits(self, dot, row, column, head, squared_distance=None):
+        return dot + head[0] * (row[0] + column[0])
+
+
+@devices
+@pytest.mark.parametrize("sink", [None, 1877.0])
+def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
+    """In a row the gradients of the logits add up to 0, but for rounding, which the slope must not multiply."""
+    monkeypatch.setitem(TERMS, Steep.name, Steep())
+
+    def score(q, k, row, column, head):
+        logits = lambda: TERMS[Steep.name].logits(
+            q @ k.mT, [row[..., None]], [column[:, :, None]], [head[:, None, None]]
+        )
+        return PairScore(q, k, (ScoreTerm(TERMS[Steep.name], logits, (row,), (column,), (head,)),))
+
+    q, k, v = (t.detach() for t in inputs(device, n=20, scale=1.0))
+    row, column = 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
+    numbers, grads = [row.expand(1, 2, 20), column, torch.tensor([1 / 16, 1 / 8])], []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [t.to(device, dtype) for t in (q, k, v, *numbers)]
+        sinks = None if sink is None else torch.full((2,), sink, device=device, dtype=dtype, requires_grad=True)
+        head = leaves[-1].requires_grad_()
+        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=sinks), backend=backend)
+        grads.append(torch.autograd.grad((out * tensor(*out.shape, seed=45).to(device, dtype)).sum(), [head])[0])
+    assert_close(*grads, 1e-3 * float(grads[1].abs().max()), "gradient of the parameter")
 
 
 @devices

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, triton
-from hf_hyperattn.engines.score import PairScore, ScoreTerm, Term, register_term
-from hf_hyperattn.engines.triton import serve as engine
+from hf_hyperattn.engines import triton as engine
+from hf_hyperattn.engines.score import TERMS, PairScore, ScoreTerm, Term, register_term
 from tests.engines.triton_scores import SCORES, learned
 from tests.oracles.cases import qkv
 
@@ -49,12 +49,12 @@ def test_in_the_interpreter(which):
 
 
 class Distant(Term):
-    """A term whose room has no Triton form."""
+    """A term that cannot be written in Triton."""
 
     name = "toy_without_triton"
 
     def logits(self, dot, row, column, head, squared_distance=None):
-        return -dot
+        return -torch.erf(dot)
 
 
 DISTANT = register_term(Distant())
@@ -80,7 +80,9 @@ def test_what_it_cannot_serve_is_named(monkeypatch):
     assert reason_of(monkeypatch, dot_score(q, k), v) is None
     assert "float64" in reason_of(monkeypatch, dot_score(q.double(), k.double()), v.double())
     other = PairScore(q, k, (ScoreTerm(DISTANT, lambda: -q @ k.mT),))
-    assert "toy_without_triton has no Triton form" == reason_of(monkeypatch, other, v)
+    assert "'toy_without_triton' cannot be compiled: operator erf" in reason_of(monkeypatch, other, v)
+    two = PairScore(q, k, tuple(ScoreTerm(TERMS[name], lambda: q) for name in ("umbral", "geodesic")))
+    assert "more than one term of umbral+geodesic reads distances" == reason_of(monkeypatch, two, v)
     wide = torch.zeros(1, 1, 2, 257)
     assert "wider than 256" in reason_of(monkeypatch, dot_score(wide, wide), wide)
     bias = torch.zeros(1, 1, 5, 5, requires_grad=True)
@@ -118,6 +120,6 @@ def test_importing_the_package_imports_no_kernels():
     """Triton costs half a second: it waits for the first call."""
     code = (
         "import sys, hf_hyperattn; names = [n for n in sys.modules if n.startswith('hf_hyperattn')]; "
-        "assert not [n for n in names if n.endswith('triton_terms') or n.endswith('engines.triton.launch')], names"
+        "assert not [n for n in names if n.endswith('engines.triton.launch')], names"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)

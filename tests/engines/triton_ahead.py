@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -13,8 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from hf_hyperattn.engines import DistanceTerm, Options
+from hf_hyperattn.engines.score import parse_score_key
+from hf_hyperattn.engines.serialize import OperatorCall
 from hf_hyperattn.engines.triton import launch
-from hf_hyperattn.engines.triton.compose import functions
 
 
 @dataclass(frozen=True)
@@ -30,35 +32,34 @@ class Built:
     ptx: str
 
 
-def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=2048, **given):
-    """A call on tensors that are never read."""
-    dv = dv or d
-    rows, columns, parameters = functions(spec).counts
-    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype)
-    factored = "on_product" not in spec and spec != "dot" and "hype" not in spec
-    points = (new(1, heads, length, d), new(1, kv_heads, length, d))
-    plain = {
-        "mask": None,
-        "bias": None,
-        "sinks": None,
-        "seed": None,
-        "window": None,
-        "offset": 0,
-        "softcap": None,
-    }
-    plain |= {"dropout_p": 0.0, "is_causal": True, "width": d - ("umbral" in spec and factored)}
+def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=2048, queries=None, **options):
+    """A call on tensors that are never read; `options` are those of `Options`, and the extra "seed"."""
+    queries, new = queries or length, lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype)
+    terms = parse_score_key(spec)
+    measures = any(isinstance(term, DistanceTerm) for term, *_ in terms)
+    factored = measures and "on_product" not in spec
+    count = lambda kind: sum(getattr(term, kind) for term, *_ in terms)
+    gates = sum(gated for _, gated, _ in terms)
+    extras = {name: options.pop(name) for name in ("mask", "bias", "sinks", "seed") if name in options}
+    if measures:
+        extras |= {"points_query": new(1, heads, queries, d), "points_key": new(1, kv_heads, length, d)}
+    if factored:
+        extras |= {"query_factor": new(1, heads, queries), "key_factor": new(1, kv_heads, length)}
     return launch.TritonCall(
-        query=new(1, heads, given.get("queries", length), d, dtype=dtype),
-        key=new(1, kv_heads, length, d, dtype=dtype),
-        value=new(1, kv_heads, length, dv, dtype=dtype),
-        row=new(1, heads, given.pop("queries", length), rows + factored),
-        column=new(1, kv_heads, length, columns + factored),
-        head=new(parameters, heads),
-        points=points if functions(spec).inexact else None,
-        score_key=spec,
-        factored=factored,
-        scale=1.0 if factored else d**-0.5,
-        **(plain | given),
+        OperatorCall(
+            query=new(1, heads, queries, d, dtype=dtype),
+            key=new(1, kv_heads, length, d, dtype=dtype),
+            value=new(1, kv_heads, length, dv or d, dtype=dtype),
+            row=[new(1, heads, queries) for _ in range(count("rows"))],
+            column=[new(1, kv_heads, length) for _ in range(count("columns"))],
+            head=[new(heads) for _ in range(count("heads") + gates)],
+            extras=extras,
+            terms=terms,
+            score_key=spec,
+            width=d - ("umbral" in spec and factored),
+            scale=1.0 if factored else d**-0.5,
+            options=Options(**{"is_causal": True, **options}),
+        )
     )
 
 
@@ -111,4 +112,10 @@ def backward(made):
     """Launch the backward kernels of a call, with gradients of everything."""
     shape = made.query.shape[:3]
     out = torch.empty(*shape, made.dv)
-    launch.backward(made, torch.empty_like(out), out, torch.empty(shape), (True, True, True))
+    launch.backward(made, torch.empty_like(out), out, torch.empty(shape), needs_all(made.a))
+
+
+def needs_all(call):
+    """That all of an operator's tensors want a gradient."""
+    numbers = {name: [True] * len(getattr(call, name)) for name in ("row", "column", "head")}
+    return replace(call, **numbers, extras=dict.fromkeys(call.extras, True))

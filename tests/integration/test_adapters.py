@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import transformers as hf
-from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +19,6 @@ import hf_hyperattn as ha
 
 from .lessons import added, llama, logits, next_character, patched
 
-NEWER_PEFT = Version(peft.__version__) >= Version("0.20")
 LINEAR = dict(target_modules=["q_proj", "v_proj"])
 
 
@@ -54,7 +52,7 @@ METHODS = {
     "VeRA": Method(
         peft.VeraConfig,
         dict(target_modules=["q_proj", "o_proj"], r=4),
-        native="refused" if NEWER_PEFT else "equal",
+        native="refused",
     ),
     "LoHa": Method(peft.LoHaConfig, LINEAR),
     "LoKr": Method(peft.LoKrConfig, LINEAR),
@@ -138,6 +136,58 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(said(again), said(merged))
     assert ha.describe(again)["patched"] == ha.describe(merged)["patched"] > 0
+
+
+LOADERS = {
+    "PeftModel": "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)",
+    "AutoPeftModel": "AutoPeftModelForCausalLM.from_pretrained(folder)",
+    "AutoModel": "AutoModelForCausalLM.from_pretrained(folder)",
+    "pipeline": "pipeline('text-generation', model=folder, tokenizer=tokens).model",
+}
+PROGRAM = """
+import sys, pathlib, torch
+from transformers import AutoModelForCausalLM, pipeline
+from peft import AutoPeftModelForCausalLM, PeftModel
+import hf_hyperattn
+load, place = sys.argv[1], pathlib.Path(sys.argv[2])
+base, ids, found = str(place / "base"), torch.load(place / "ids"), {}
+from tests.integration.test_hyper_lora import words
+tokens = words()
+for folder in map(str, sorted((place / "adapters").iterdir())):
+    try:
+        model = eval(load)
+        with torch.no_grad():
+            found[folder] = model.eval()(ids).logits[:, -ids.shape[1]:]
+    except Exception as error:
+        found[folder] = f"{type(error).__name__}: {error}"
+torch.save(found, place / "found")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LOADERS)
+def test_every_method_by_every_loader_in_a_fresh_process(how, tmp_path):
+    """The base is published patched; LoRA and its kin are in adapters that carry the patch."""
+    base().save_pretrained(tmp_path / "base")
+    torch.save(next_character()["input_ids"], tmp_path / "ids")
+    trained = {}
+    for name, method in METHODS.items():
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        if method.config is LoraConfig:
+            config = ha.lora_config(model, **method.options)
+        else:
+            config = method.config(**method.options, task_type="CAUSAL_LM", modules_to_save=["hyper"])
+        model = get_peft_model(model, config)
+        step(model)
+        model.save_pretrained(tmp_path / "adapters" / name)
+        trained[name] = said(model)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, LOADERS[how], tmp_path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = torch.load(tmp_path / "found")
+    for name, expected in trained.items():
+        answer = found[str(tmp_path / "adapters" / name)]
+        refused = how in ("AutoModel", "pipeline") and METHODS[name].native == "refused"
+        assert ("does not support" in answer) if refused else gap(answer, expected) <= 1e-6, (name, answer)
 
 
 def lora(**options) -> LoraConfig:
@@ -281,7 +331,7 @@ def test_the_card_s_snippet_runs_as_it_is_written(native, tmp_path, monkeypatch)
     step(model)
     model.save_pretrained("path/to/this/directory")
     card = (tmp_path / "path/to/this/directory/README.md").read_text()
-    assert "(`LORA`)" in card
+    assert "(`HF_HYPERATTN`)" in card and "patch_model" not in card
     names = {}
     exec(card.partition("```python\n")[2].partition("```")[0], names)
     assert gap(said(names["model"]), said(model)) <= 1e-6

@@ -53,6 +53,12 @@ CLASHING = [(family, pair) for family in HOSTS for pair in PAIRS if not allowed(
 label = lambda value: value if isinstance(value, str) else " + ".join(value)
 
 
+def some(pairs, every=3):
+    """Every third pair in every run, the others with the slow tests."""
+    cases = [pytest.param(*pair, marks=[pytest.mark.slow] if i % every else []) for i, pair in enumerate(pairs)]
+    return pytest.mark.parametrize("family, pair", cases, ids=label)
+
+
 def test_every_mechanism_is_here():
     conversions = {"hat"}
     assert {config.mechanism for config in CONFIGS.values()} | conversions == set(ha.registry.MECHANISMS)
@@ -72,7 +78,7 @@ def test_a_pair_without_meaning_is_refused_and_named(family, pair):
     assert not State(model).differences(before)
 
 
-@pytest.mark.parametrize("family, pair", MEANT, ids=label)
+@some(MEANT, every=2)
 def test_a_pair_is_one_patch(family, pair, tmp_path):
     stock, inputs = (make() for make in FAMILIES[family])
     start = run(stock, inputs)
@@ -95,21 +101,14 @@ def test_a_pair_is_one_patch(family, pair, tmp_path):
     assert not State(model).differences(before) and difference(run(model, inputs), start) == 0
 
 
-@pytest.mark.parametrize(
-    "family, pair",
-    [
-        pytest.param(*m, marks=[pytest.mark.slow] if i % 3 else [])
-        for i, m in enumerate(m for m in MEANT if m[0] != "bert")
-    ],
-    ids=label,
-)
+@some([m for m in MEANT if m[0] != "bert"])
 def test_a_pair_generates_the_same_with_a_cache(family, pair):
     model, inputs = patched(family, pair)
     perturb(model, 0.2)
     assert torch.equal(generate(model, inputs, use_cache=True), generate(model, inputs, use_cache=False))
 
 
-@pytest.mark.parametrize("family, pair", MEANT, ids=label)
+@some(MEANT)
 def test_a_pair_in_tiles_agrees_with_the_specification(family, pair):
     model, inputs = patched(family, pair)
     perturb(model, 0.2)

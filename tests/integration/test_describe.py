@@ -134,7 +134,7 @@ def test_what_is_no_model(text, tmp_path, capsys):
 
 def test_a_path_that_is_not_there(capsys):
     assert main(["describe", "/no/such/place"]) == 2
-    assert "/no/such/place holds no config.json" in capsys.readouterr().err
+    assert "/no/such/place: no such folder" in capsys.readouterr().err
 
 
 def test_it_says_what_runs():

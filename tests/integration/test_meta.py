@@ -169,6 +169,29 @@ def test_flops_of_attention_are_counted(name):
         assert 0.9 * products <= counts[device] <= 1.6 * products, (device, counts, products)
 
 
+@pytest.mark.parametrize(
+    "config", [ha.HsaConfig((8, 32), near=8), ha.HsaConfig((8, 32), "both")], ids=lambda config: config.tying or "key"
+)
+def test_flops_of_tied_attention_are_counted(config):
+    """Without values as with them, forward and backward: of key tying the pairs that are computed, by kernel or not."""
+    make = bert if config.tying else llama
+    n, counts = 128, {}
+    for device in ("meta", "cpu"):
+        for tied in (False, True):
+            with torch.device(device):
+                model = make(num_hidden_layers=1)
+                model = ha.patch_model(model, config, mode="replace") if tied else model
+                None if tied else model.set_attn_implementation("eager")
+            with FlopCounterMode(display=False) as counter:
+                model(input_ids=torch.zeros(1, n, dtype=torch.long, device=device))[0].sum().backward()
+            counts[device, tied] = counter.get_total_flops()
+    assert counts["meta", False] == counts["cpu", False]
+    saved = [counts[device, False] - counts[device, True] for device in ("meta", "cpu")]
+    dense = 7 * 2 * 4 * n**2 * 8  # heads · N² · d
+    assert all(0.2 * dense < x < dense for x in saved), (saved, dense)
+    assert abs(saved[0] - saved[1]) < 0.15 * dense, (saved, dense)
+
+
 def test_the_gradients_of_each_row_by_torch_func():
     """Values cannot be read there either: the call must not look at whether a gate is zero."""
     model, inputs, _ = patched("llama")

@@ -238,6 +238,7 @@ def test_a_part_whose_name_the_config_cannot_say_is_warned_of(tmp_path, caplog):
     assert "a part of T5ForConditionalGeneration runs attn_implementation='cone'" in caplog.text
 
 
+@pytest.mark.slow
 def test_parameters_by_name_in_a_compiled_model():
     model, inputs = llama(), text_inputs()
     compiled, found = torch.compile(model, backend="eager", fullgraph=True), []

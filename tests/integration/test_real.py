@@ -1,4 +1,4 @@
-"""Real checkpoints from the package index: patched at no cost, and back."""
+"""Real checkpoints from the package index: patched at no cost with every mechanism, learned, reloaded, and back."""
 
 import importlib.util
 from pathlib import Path
@@ -9,10 +9,26 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli import smollm2
+from hf_hyperattn.mechanisms.base import MechanismLayer
 from tests.integration.models import State, difference, perturb, real, run, tensors
 
 pytestmark = pytest.mark.slow
 CONE = ha.ConeConfig()
+CONFIGS = {
+    "cone": CONE,
+    "hyperbolic": ha.HyperbolicConfig(),
+    "hyperbolic, lorentz": ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean"),
+    "hype": ha.HypeConfig(),
+    "head fusion": ha.HeadFusionConfig(),
+    "talking heads": ha.TalkingHeadsConfig(),
+    "mkl, global": ha.MklConfig(),
+    "mkl, conditional": ha.MklConfig(kind="conditional"),
+    "trilinear, short windows": ha.TrilinearConfig(windows=(8, 4)),
+    "trilinear, all j": ha.TrilinearConfig(windows=(None, 32)),
+    "trilinear, cp": ha.TrilinearConfig(windows=(None, 8), tensor="cp"),
+    "bidaf": ha.TrilinearConfig(form="bidaf"),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 TEXT = ["The capital of France is", "A whale is no fish: it is a mammal, as are dogs and people."]
 
 
@@ -40,32 +56,55 @@ def tokens(path) -> dict:
     return dict(tokenizer(TEXT, return_tensors="pt", padding=True))
 
 
-def there_and_back(model, inputs: dict, directory: Path) -> None:
+def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) -> None:
+    """Identity, skipped, with gradients and computed; what is learned acts and is reloaded exactly; the original."""
     model.save_pretrained(directory / "plain")
     before, state = run(model, inputs), State(model)
-    ha.patch_model(model, CONE)
+    ha.patch_model(model, config)
     assert difference(before, run(model, inputs)) == 0
     with torch.enable_grad():
-        assert difference(before, real(tensors(model(**inputs)), inputs)) == 0
-    added = sum(p.numel() for n, p in model.named_parameters() if ".hyper." in n)
-    assert added <= 0.01 * sum(p.numel() for p in model.parameters())
+        assert difference(before, real(tensors(model(**inputs)), inputs)) <= 1e-5
+    with monkeypatch.context() as patch:
+        patch.setattr(MechanismLayer, "idle", lambda self: False)
+        assert difference(before, run(model, inputs)) <= 1e-5 * max(1, *(t.abs().max() for t in before.values()))
     perturb(model, 0.05)
     expected = run(model, inputs)
     assert difference(before, expected) > 1e-3
     model.save_pretrained(directory / "patched")
-    assert (
-        difference(expected, run(type(model).from_pretrained(directory / "patched", dtype=torch.float32), inputs)) == 0
-    )
+    again = type(model).from_pretrained(directory / "patched", dtype=torch.float32)
+    assert difference(expected, run(again, inputs)) == 0
+    alone = {k: v[1:, v.shape[1] - int(inputs["attention_mask"][1].sum()) :] for k, v in inputs.items()}
+    if model.can_generate():
+        how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+        plain = model.generate(**alone, use_cache=False, **how)
+        assert torch.equal(model.generate(**alone, **how), plain)
+        padded = {k: torch.cat([torch.zeros_like(v[:, :5]), v], 1) for k, v in alone.items()}
+        assert torch.equal(model.generate(**padded, **how)[:, 5:], plain)
+    else:
+        length = int(inputs["attention_mask"][0].sum())
+        short = model(**{k: v[:1, :length] for k, v in inputs.items()}).last_hidden_state[0]
+        torch.testing.assert_close(model(**inputs).last_hidden_state[0, :length], short, atol=1e-4, rtol=0)
     ha.unpatch_model(model)
     assert state.differences(State(model)) == []
     assert difference(before, run(model, inputs)) == 0
 
 
-def test_smollm2(smol, tmp_path):
+@every_config
+def test_smollm2(smol, config, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32).eval()
-    inputs = tokens(smol)
-    inputs = {k: v[1:] for k, v in inputs.items()}  # the longer text: no padding
-    there_and_back(model, inputs, tmp_path)
+    there_and_back(model, tokens(smol), config, tmp_path, monkeypatch)
+
+
+@every_config
+def test_minilm(minilm, config, tmp_path, monkeypatch):
+    model = AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
+    there_and_back(model, tokens(minilm), config, tmp_path, monkeypatch)
+
+
+def test_few_parameters_are_added(smol):
+    model = AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32)
+    before = sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in ha.patch_model(model, CONE).parameters()) <= 1.01 * before
 
 
 def test_smollm2_writes_the_same_200_tokens(smol):
@@ -75,8 +114,3 @@ def test_smollm2_writes_the_same_200_tokens(smol):
     expected = model.generate(**inputs, **settings)
     ha.patch_model(model, CONE)
     assert torch.equal(expected, model.generate(**inputs, **settings))
-
-
-def test_minilm(minilm, tmp_path):
-    model = AutoModel.from_pretrained(minilm, dtype=torch.float32).eval()
-    there_and_back(model, tokens(minilm), tmp_path)

@@ -75,6 +75,7 @@ def test_a_compiled_model():
     assert difference(before, run(compiled, inputs)) <= 1e-6
 
 
+@pytest.mark.slow  # every run has the contract `compiled` of cones
 def test_a_patched_model_compiles_without_a_break():
     inputs, model = text_inputs(), ha.patch_model(llama(), CONE)
     perturb(model)

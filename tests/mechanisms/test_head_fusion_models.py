@@ -29,17 +29,12 @@ def test_the_record_inside_peft_and_the_compiler():
 
 
 @pytest.mark.parametrize("mode", ["blend", "replace"])
-def test_beside_cone_hype_and_lora_in_one_checkpoint(mode, tmp_path):
+def test_beside_cone_hype_and_lora(mode):
     """Score, bias and fusion in one config; the weights of heads act on whatever the attention gave."""
     model, inputs = llama(), text_inputs()
-    before, state = run(model, inputs), State(model)
-    mechanisms = (CONFIG, ha.ConeConfig(), ha.HypeConfig(max_length=64))
+    state, mechanisms = State(model), (CONFIG, ha.ConeConfig(), ha.HypeConfig(max_length=64))
     ha.patch_model(model, *mechanisms, mode=mode)
-    assert (difference(before, run(model, inputs)) <= 1e-5) == (mode == "blend")
     perturb(model)
-    expected = run(model, inputs)
-    model.save_pretrained(tmp_path)
-    assert difference(expected, run(type(model).from_pretrained(tmp_path), inputs)) == 0
     with record_heads(model) as record:
         model(**inputs)
     without = ha.patch_model(llama(), *mechanisms[1:], mode=mode)
@@ -58,13 +53,6 @@ def test_beside_cone_hype_and_lora_in_one_checkpoint(mode, tmp_path):
     assert all(p.grad is not None for n, p in peft.named_parameters() if p.requires_grad)
     ha.unpatch_model(peft.unload())
     assert not [f for f in state.differences(State(model)) if "self_attn._forward_pre_hooks" in f]
-
-
-def test_no_hook_is_left():
-    model = ha.patch_model(llama(), CONFIG)
-    assert all(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
-    ha.unpatch_model(model)
-    assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_cross_attention_weighs_by_what_the_decoder_reads():

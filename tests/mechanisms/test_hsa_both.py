@@ -63,12 +63,20 @@ def test_flat_tree_is_softmax(keep):
 # Layouts.
 
 
-def dense(q, k, v, hierarchy, scale, keep=True, bias=None, embedding=None):
+def with_statistics(q, k, scale, row, column):
+    """Features with a number more a query [B, H, N] and a key [B, Hkv, N]: logits get both added, as a score's do."""
+    one = lambda x: torch.ones_like(x[..., :1])
+    q = torch.cat([q, row[..., None] / scale, one(q)], -1)
+    return q, torch.cat([k, one(k), column[..., None] / scale], -1)
+
+
+def dense(q, k, v, hierarchy, scale, keep=True, bias=None, row=None, column=None, embedding=None):
     """Output and ρ(root) by the definition, one row of the batch after the other; padding gives 0."""
     heads = q.shape[1]
     repeated = lambda x: x.repeat_interleave(heads // x.shape[1], 1)
     S = scale * q.double() @ repeated(k.double()).mT
     S = S if bias is None else S + bias
+    S = S if row is None else S + row[..., None] + repeated(column)[:, :, None]
     out, roots = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64), []
     for b in range(len(q)):
         tree, at = hierarchy.tree(b), hierarchy.tokens_of(b)
@@ -126,11 +134,15 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
             names.append("bias")
             shape = (rng.choice([1, batch]), rng.choice([1, 2 * group]), n, n)
             inputs.append(tensor(*shape, seed=40 + trial))
+        if rng.random() < 0.5:
+            names += ["row", "column"]
+            inputs += [tensor(batch, h, n, seed=h + trial, scale=3.0) for h in (2 * group, 2)]
         inputs = [t.requires_grad_() for t in inputs]
         rest = dict(zip(names[3:], inputs[3:], strict=True))
         expected, root = dense(*inputs[:3], hierarchy, 1.3, keep, **rest)
-        rest["position_bias"] = rest.pop("bias", None)
-        found, found_root = both_with_root(*inputs[:3], hierarchy, 1.3, keep_diagonal=keep, **rest)
+        q, k = inputs[:2] if "row" not in rest else with_statistics(*inputs[:2], 1.3, rest["row"], rest["column"])
+        given = {"position_bias": rest.get("bias"), "keep_diagonal": keep}
+        found, found_root = both_with_root(q, k, inputs[2], hierarchy, 1.3, **given)
         assert_close(found, expected, 1e-11, "output")
         there = root.isfinite()
         assert torch.equal(there, found_root.isfinite())
@@ -143,7 +155,7 @@ def test_equals_the_definition_forward_and_backward(layout, keep):
         grads = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads)]
         assert_gradients(grads, wanted, 1e-9, names)
         with torch.no_grad():
-            assert_close(both(*inputs[:3], hierarchy, 1.3, keep_diagonal=keep, **rest), found, 0, "without tape")
+            assert_close(both(q, k, inputs[2], hierarchy, 1.3, **given), found, 0, "without tape")
 
 
 def test_gradcheck():
@@ -271,9 +283,10 @@ def test_missing_tables_are_refused():
 def test_loss_of_both_is_the_divergence(layout, keep):
     q, k, _ = qkv(batch=3, heads=4, kv_heads=2, lq=13, d=4, seed=2, scale=2.0)
     hierarchy = layout(3, 13, random.Random(6))
-    bias = tensor(1, 4, 13, 13, seed=3)
-    found = loss_both(q, k, hierarchy, keep_diagonal=keep, position_bias=bias)
-    S = q @ k.repeat_interleave(2, 1).mT / 2 + bias
+    bias, column = tensor(1, 4, 13, 13, seed=3), tensor(3, 2, 13, seed=4)
+    features = with_statistics(q, k, 6**-0.5, torch.zeros(3, 4, 13), column)  # scaled by the root of their width
+    found = loss_both(*features, hierarchy, keep_diagonal=keep, position_bias=bias)
+    S = q @ k.repeat_interleave(2, 1).mT * 6**-0.5 + bias + column.repeat_interleave(2, 1)[:, :, None]
     for b in range(3):
         at = hierarchy.tokens_of(b)
         logits = S[b][:, at][:, :, at]

@@ -14,9 +14,10 @@ from hf_hyperattn.cli import smollm2
 from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.base import HostCall, Plan
-from hf_hyperattn.mechanisms.hsa.cache.evicting import gather
-from hf_hyperattn.mechanisms.hsa.cache.incremental import attend_evicted
+from hf_hyperattn.mechanisms.hsa.cache.evicting import attend_evicted
 from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep, MeanCache
+from hf_hyperattn.mechanisms.hsa.windowed import native
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
 from tests.integration.models import llama, perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -301,9 +302,12 @@ def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
     assert torch.equal(model.generate(ids, past_key_values=cache, **how), plain)
 
 
+@pytest.mark.parametrize("ways", ["torch", "native"])
 @pytest.mark.parametrize("heads", ["all", "each"])
-def test_one_token_after_another_sees_what_it_would_see_alone(heads):
-    """What a window's queries see is gathered once: with rules per head, and when tokens are taken back in between."""
+def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways):
+    """With rules per head, and when tokens are taken back in between; whether a kernel serves or not."""
+    if ways == "native" and native.library() is None:
+        pytest.skip("no compiler, or turned off")
     rule = {"near": 5, "sinks": 3, "block_bias": None, "sink_logit": None}
     if heads == "each":
         rule = {
@@ -317,21 +321,29 @@ def test_one_token_after_another_sees_what_it_would_see_alone(heads):
     def new(heads, n):
         return torch.randn(2, heads, n, 8, generator=generator)
 
-    cache = MeanCache(new(2, 1), new(2, 1), Keep((4, 16), 12, 9))
-    cache.append(new(2, 150), new(2, 150))
+    cache, every = MeanCache(new(2, 1), new(2, 1), Keep((4, 16), 12, 9)), [new(2, 150), new(2, 150)]
+    cache.append(*every)
     cache.levels((4, 16), None)
     for step in range(140):
         if step in (90, 115):
             cache.crop(cache.exact[0].length - 3)
+            every = [t[:, :, :-3] for t in every]
         if step == 100:
             cache.pick(torch.tensor([1, 0]))
+            every = [t.flip(0) for t in every]
         if step == 120 and heads == "each":
             rule["near"] = torch.tensor([1, 2, 3, 4])
-        cache.append(new(2, 1), new(2, 1))
-        cache.levels((4, 16), None)
+        more = new(2, 1), new(2, 1)
+        cache.append(*more)
+        every = [torch.cat([t, m], 2) for t, m in zip(every, more, strict=True)]
+        levels = cache.levels((4, 16), None)
         query, offset = new(4, 1), cache.exact[0].length - 1
-        out = attend_evicted(query, cache, **rule, offset=offset, scale=0.3)
-        key, value, bias = gather(cache, offset, 1, *rule.values())
-        logits = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias
-        assert_close(out, logits.softmax(-1) @ value.repeat_interleave(2, 1), 1e-6, f"{step}")
+        asked = rule | {"offset": offset, "scale": 0.3}
+        if ways == "torch":
+            out = attend_evicted(query, cache, **asked)
+        else:
+            gone = [torch.full_like(t, math.nan) for t in every]
+            out, _ = key_tied(query, *gone, (4, 16), levels=levels, is_causal=True, backend="native", **asked)
+        exact, _ = key_tied(query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked)
+        assert_close(out.double(), exact, 1e-5, f"{step}")
     assert cache.has_evicted

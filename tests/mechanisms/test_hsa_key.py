@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hf_hyperattn.hierarchy import Hierarchy, Tree
+from hf_hyperattn.mechanisms.hsa.pairs import pairs
 from hf_hyperattn.mechanisms.hsa.reference import definition_key
-from hf_hyperattn.mechanisms.hsa.windowed.key import attend, key_tied, pool
-from hf_hyperattn.mechanisms.hsa.windowed.pairs import attended
+from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
+from tests.mechanisms.test_hsa_both import with_statistics
 from tests.oracles import hsa, key_tying, trees
 from tests.oracles.cases import assert_close, tensor
 
@@ -58,14 +59,13 @@ def some_setting(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("backend", ["auto", "rows"])
-def test_windows(seed, backend):
+def test_windows(seed):
     count, sizes, start, spare, causal, rule = some_setting(seed)
     stop = start + count
     q, k, v = inputs(stop + spare, seed=seed)
     k = k * 0 if seed % 5 == 0 else k
     there = Hierarchy(stop + spare, sizes=sizes, starts=torch.tensor([start]), stops=torch.tensor([stop]))
-    out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal, backend=backend)
+    out, _ = key_tied(q, k, v, there, **rule, block_bias=BIAS, is_causal=causal)
     expected = brute(q[0], k[0], v[0], sizes, start, stop, causal, *rule.values())
     assert_close(out[0], expected, 1e-12, f"{count} tokens in {sizes}, {rule}")
 
@@ -153,14 +153,14 @@ def test_one_head_of_four_is_exact():
     assert ((out - expected)[:, [0, 2, 3]].abs().amax((0, 2, 3)) > 1e-3).all()
 
 
-def test_sink_and_scale():
-    """A logit without a value."""
+def test_column_sink_and_scale():
+    """A key's own term, averaged like the logits; a logit without a value."""
     q, k, v = inputs(21)
-    sink = tensor(4, seed=4)
+    sink, column = tensor(4, seed=4), tensor(1, 2, 21, seed=5)
     given = {"near": 3, "sinks": 1, "refine_top_k": 1, "scale": 0.3, "sink_logit": sink}
-    out, _ = key_tied(q, k, v, (4, 8), **given)
+    out, _ = key_tied(*with_statistics(q, k, 0.3, torch.zeros(1, 4, 21), column), v, (4, 8), **given)
     for h in range(4):
-        S = 0.3 * q[0, h] @ k[0, h // 2].T
+        S = 0.3 * q[0, h] @ k[0, h // 2].T + column[0, h // 2]
         group = lambda i: key_tying.bottom_window(i, 0, 21, 4)
         P = key_tying.weights(S, key_tying.windows(0, 21, (4, 8)), group, near=3, sinks=1, top_k=1)
         tied = torch.full_like(S, -INF)  # the cover's own log-sum-exp, from P up to a row constant: P_ii is exact
@@ -173,8 +173,8 @@ def test_what_is_refused():
     q, k, v = inputs(33)
     with pytest.raises(ValueError, match="backend='flash'.*auto"):
         key_tied(q, k, v, (4,), backend="flash")
-    with pytest.raises(ValueError, match="cannot compute a mask.*'rows'"):
-        key_tied(q, k, v, (4,), mask=torch.ones(33, 33, dtype=torch.bool), backend="torch")
+    with pytest.raises(ValueError, match="cannot compute a mask.*'torch'"):
+        key_tied(q, k, v, (4,), mask=torch.ones(33, 33, dtype=torch.bool), backend="native")
     with pytest.raises(ValueError, match="does not divide"):
         key_tied(q, k, v, (4, 6))
     with pytest.raises(ValueError, match="32 tokens, the keys 1 of 33"):
@@ -196,7 +196,7 @@ def test_counted_pairs(seed):
         )
         cover = key_tying.cover(tree, i, seen, set(range(rule["sinks"])), group, rule["near"])
         expected += len(key_tying.refine(cover, row, top_k))
-    assert attended(count, sizes, **rule, refine_top_k=top_k, is_causal=causal) == expected
+    assert pairs(count, sizes, **rule, top_k=top_k, is_causal=causal, compared=False) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -208,7 +208,7 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
     tree = Tree.from_parents(hsa.windows_parents(length, (2, 4)))
     expected = definition_key(q @ k.mT * 5**-0.5, tree, refine_top_k=1) @ v.double()
     for out in (
-        attend(q, pool(k, v, (2, 4)), refine_top_k=1),
+        key_tied(q, k, v, (2, 4), refine_top_k=1, levels=pool(k, v, (2, 4)))[0],
         key_tied(q, k, v, (2, 4), refine_top_k=1)[0],
     ):
         assert_close(out.double(), expected, 1e-10 if dtype == torch.float64 else 1e-4, "output")
@@ -217,4 +217,4 @@ def test_a_single_token_at_the_ragged_end_is_not_refined(length, dtype):
 def test_counted_pairs_where_everything_is_refined():
     """All blocks opened, the pairs are those of ordinary attention; the last token alone is no block."""
     for length in (9, 13, 16):
-        assert attended(length, (2,), 0, 0, length, False) == length**2
+        assert pairs(length, (2,), 0, 0, length, is_causal=False, compared=False) == length**2

@@ -9,8 +9,9 @@ import torch
 from hf_hyperattn.engines import native as build
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.windowed import native, tiles
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
+from hf_hyperattn.mechanisms.hsa.windowed import native
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(
@@ -100,9 +101,10 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
     for a in range(60, 71):
         fresh = pool(k[:, :, : a + 1], v[:, :, : a + 1], sizes, **where)
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
-        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole, strict=True))) for t in (fresh.keys, fresh.values)]
+        kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)]
         levels = Levels(sizes, *kept, **where)
-        parts.append(attend(q[:, :, a : a + 1], levels, offset=a, **rule))
+        one = (q[:, :, a : a + 1], k[:, :, : a + 1], v[:, :, : a + 1])
+        parts.append(tied(*one, sizes, offset=a, levels=levels, **where, **rule)[0])
     assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")
 
 
@@ -117,12 +119,10 @@ def test_ties_go_to_the_first_block(backend):
     assert_close(last[8:20] / last[0], torch.full((12,), 1 / torch.e), 1e-6, "blocks")
 
 
-@pytest.mark.parametrize("elements", [2**20, 500], ids=["one tile", "many tiles"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top_k):
-    """That way is differentiated by autograd, and itself checked against brute force."""
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", elements)
+def test_blocks_of_rows_change_nothing(monkeypatch, causal, top_k):
+    """Neither the output nor gradients."""
     leaves = [tensor(2, h, 47, e, seed=i) for i, (h, e) in enumerate(((4, 5), (2, 5), (2, 3)))]
     leaves += [tensor(4, seed=4), tensor(4, seed=5)]
     q, k, v, bias, sink = (t.requires_grad_() for t in leaves)
@@ -130,8 +130,9 @@ def test_gradients_agree_with_the_general_way(monkeypatch, elements, causal, top
     rule |= {"starts": torch.tensor([0, 1]), "is_causal": causal}
     grad = tensor(2, 4, 47, 3, seed=7)
     found = []
-    for backend in ("torch", "rows"):
-        out, _ = tied(q, k, v, (4, 8, 16), block_bias=bias, sink_logit=sink, **rule, backend=backend)
+    for elements in (500, 2**20):
+        monkeypatch.setattr(tree_key, "BLOCK_ELEMENTS", elements)
+        out, _ = tied(q, k, v, (4, 8, 16), block_bias=bias, sink_logit=sink, **rule)
         found.append((out, *torch.autograd.grad(out, leaves, grad)))
     names = ("output", "query", "key", "value", "block bias", "sink")
     for name, a, b in zip(names, *found, strict=True):
@@ -157,9 +158,10 @@ def test_gradients_in_float32_near_float64(backend, seed):
 
 
 def test_gradcheck():
-    q, k, v = (tensor(1, 2, 13, 3, seed=i).requires_grad_() for i in range(3))
-    call = lambda *t: key_tied(*t, (2, 4), near=2, sinks=1, refine_top_k=1, is_causal=True)[0]
-    assert torch.autograd.gradcheck(call, (q, k, v))
+    leaves = [tensor(*shape, seed=i).requires_grad_() for i, shape in enumerate([(1, 2, 13, 3)] * 3 + [(2,), (2,)])]
+    rule = {"near": 2, "sinks": 1, "refine_top_k": 1, "is_causal": True}
+    call = lambda q, k, v, bias, sink: key_tied(q, k, v, (2, 4), block_bias=bias, sink_logit=sink, **rule)[0]
+    assert torch.autograd.gradcheck(call, leaves)
 
 
 @every_way
@@ -208,7 +210,7 @@ def test_memory_grows_with_the_length_not_its_square(backend):
     assert max(sizes) < 8192 * 8192 * 4 / 16
 
 
-@pytest.mark.parametrize("backend", ["torch", compiled, "rows"])
+@pytest.mark.parametrize("backend", ["torch", compiled])
 @pytest.mark.parametrize("sizes", [(8, 16), ()], ids=["windows", "flat"])
 @pytest.mark.parametrize("near", [8, 100], ids=["near", "all"])
 def test_nan_behind_the_queries_does_not_act(backend, sizes, near):
@@ -227,7 +229,7 @@ def test_nan_behind_the_queries_does_not_act(backend, sizes, near):
         assert_close(b, a, 1e-5, name)
 
 
-@pytest.mark.parametrize("backend", ["torch", compiled, "rows"])
+@pytest.mark.parametrize("backend", ["torch", compiled])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_nan_acts_where_it_is_seen_and_nowhere_else(backend, where):
     """From its own place on, in the middle of a window."""

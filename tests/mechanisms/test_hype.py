@@ -9,7 +9,7 @@ from hf_hyperattn.functional import hype_attention, hype_bias
 from hf_hyperattn.mechanisms.hype.config import alibi_slopes
 from hf_hyperattn.mechanisms.hype.positions import of_mask
 from tests.oracles import hype as loops
-from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, qkv, tensor
+from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, qkv
 
 from .hype_cases import LONG, every_dtype, every_form, every_way, per_head
 
@@ -118,31 +118,6 @@ def test_positions_are_the_callers(backend, form):
             q, k, v, query_positions=at[0] + shift, key_positions=at[1] + shift, backend=backend, **setting
         )
         assert_close(got, expected, 1e-9 if shift != 0.5 else 1e-7, f"shift {shift}")
-
-
-@every_way
-@pytest.mark.parametrize("lq", [5, LONG])
-def test_masks(backend, lq):
-    """Bool and additive, for all and per head, beside causality; a row without keys gives zeros."""
-    q, k, v = qkv(batch=2, heads=2, lq=lq, lk=24, d=4)
-    keep = tensor(2, 2, lq, 24, seed=3) > -0.4
-    keep[:, :, 3] = False
-    added = tensor(1, 2, lq, 24, seed=4).masked_fill(tensor(1, 1, lq, 24, seed=5) > 0.5, -torch.inf)
-    mu, tau = per_head(2)
-    for mask in (keep, keep[:, :1], added):
-        for causal in (False, True):
-            got = hype_attention(q, k, v, mask, is_causal=causal, mu=mu, tau=tau, backend=backend)
-            expected = loops.attention(q, k, v, mask, causal, mu=mu, tau=tau, form="sinh")
-            assert_close(got, expected, 1e-9, "output")
-
-
-@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
-def test_a_mask_of_keys_beside_causality(backend):
-    q, k, v = qkv(batch=2, heads=2, lq=LONG, d=4)
-    mask = (torch.arange(LONG) > 2)[None, None, None].repeat(2, 1, 1, 1)
-    got = hype_attention(q, k, v, mask, is_causal=True, mu=0.1, tau=3.0, backend=backend)
-    expected = loops.attention(q, k, v, mask, True, mu=0.1, tau=3.0, form="sinh")
-    assert_close(got, expected, 1e-9, "output")
 
 
 @every_way

@@ -1,7 +1,5 @@
 """What `HypeConfig` and the layer refuse, and that the config is plain JSON."""
 
-import copy
-
 import pytest
 import torch
 
@@ -44,14 +42,6 @@ def test_numbers_for_another_count_of_heads_are_refused(name):
     with pytest.raises(ValueError, match=f"HypeConfig.{name} has 3 numbers; allowed: one, or one for each of the 4"):
         patch_model(model, HypeConfig(**{name: (1.0, 2.0, 3.0)}))
     assert state.differences(State(model)) == []
-
-
-def test_configs_are_plain_json():
-    config = ha.HyperAttnConfig([HypeConfig(slopes=(0.5, 0.25), max_length=100, form="cosh")])
-    again = ha.HyperAttnConfig.from_dict(copy.deepcopy(config.to_dict()))
-    assert again == config
-    mu, tau = again.mechanisms[0].start("cosh", 2)
-    assert mu == (0.01,) and tau == pytest.approx((100.0, 50.0))
 
 
 UNEQUAL = {"is_causal": False, "key": torch.zeros(1, 4, 11, 8), "value": torch.zeros(1, 4, 11, 8)}

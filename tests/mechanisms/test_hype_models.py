@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from hf_hyperattn import HypeConfig, patch_model
-from tests.integration.models import FAMILIES, State, difference, llama, perturb, run
+from tests.integration.models import State, llama
 from tests.integration.test_families import inputs_of, logits, model_of
 from tests.zoo.inputs import words
 
@@ -68,19 +68,3 @@ def test_under_autocast_the_columns_stay_float32():
     with torch.autocast("cpu", torch.bfloat16):
         got = logits(model, input_ids=ids, use_cache=False)
     torch.testing.assert_close(got.float(), exact, atol=3e-2, rtol=0)
-
-
-@pytest.mark.slow
-def test_patched_models_compile_into_one_graph_and_export():
-    """Positions come out of the mask without a look at its values."""
-    torch._dynamo.reset()
-    model = patch_model(llama(num_hidden_layers=1), HypeConfig(max_length=64))
-    perturb(model)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for inputs in (FAMILIES["llama"][1](), {"input_ids": ids_of(model, length=17)}):
-        inputs["use_cache"] = False
-        assert difference(run(model, inputs), run(compiled, inputs)) <= 1e-5
-    length = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}, "use_cache": None}
-    given = {"input_ids": ids_of(model), "use_cache": False}
-    exported = torch.export.export(model, (), given, dynamic_shapes=length).module()
-    assert difference(run(model, inputs), run(exported, inputs)) <= 1e-5

@@ -7,7 +7,6 @@ from hf_hyperattn.functional import hyperbolic_attention, hyperbolic_scores
 from tests.oracles import hyperbolic as oracle
 from tests.oracles.cases import BACKENDS, DTYPES, MANY_BLOCKS, TOLERANCE, assert_close, qkv
 from tests.oracles.marks import causal_or_not, every_backend
-from tests.test_functional_masks import MASK_SHAPES, random_mask
 
 from .hyperbolic_cases import (
     SETTINGS,
@@ -96,17 +95,6 @@ def test_without_curvature_it_is_distance_attention_over_the_mean(backend, c):
 
 
 @every_backend
-@pytest.mark.parametrize("setting", ["geodesic-einstein", "squared_lorentz-mean"])
-@pytest.mark.parametrize("kind", ["bool", "additive", "bias"])
-@pytest.mark.parametrize("shape", MASK_SHAPES[::2], ids=lambda s: "x".join(map(str, s)))
-def test_masks_of_every_form(backend, setting, kind, shape):
-    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=5, lk=7)
-    mask = random_mask(shape, kind, seed=30)
-    got = attend(q, k, v, setting, backend, attn_mask=mask, is_causal=True, enable_gqa=True)
-    assert_close(got, expected(q, k, v, setting, mask=mask, causal=True), 1e-9, "output")
-
-
-@every_backend
 @every_setting
 def test_a_query_that_sees_no_key_gives_zeros(backend, setting):
     inputs = leaves(*qkv(batch=1, heads=2, lq=140, dtype=torch.float32))
@@ -115,17 +103,6 @@ def test_a_query_that_sees_no_key_gives_zeros(backend, setting):
     out = attend(*inputs, setting, backend, attn_mask=mask)
     assert not out[:, :, 3].any() and out[:, :, 4].any()
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), inputs))
-
-
-@every_backend
-@every_setting
-@pytest.mark.parametrize("per", ["one", "each"])
-def test_shared_keys_are_repeated_keys(backend, setting, per):
-    q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=70, d=4, seed=31)
-    c = per_head(6)[0] if per == "each" else 0.7
-    got = attend(q, k, v, setting, backend, curvature=c, enable_gqa=True)
-    far = (t.repeat_interleave(3, dim=1) for t in (k, v))
-    assert_close(got, attend(q, *far, setting, backend, curvature=c), 1e-12, "output")
 
 
 @every_backend

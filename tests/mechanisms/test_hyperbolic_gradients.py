@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hf_hyperattn.functional import hyperbolic_attention
 from tests.oracles.cases import DTYPES, assert_close, assert_gradients, qkv, tensor
-from tests.oracles.marks import causal_or_not, every_backend, first_always
+from tests.oracles.marks import causal_or_not, every_backend
 
 from .hyperbolic_cases import (
     NAMES,
@@ -51,15 +50,6 @@ def test_gradients_equal_the_oracles(backend, setting, dtype, rtol, kv_heads):
     assert_gradients(*grads, rtol, NAMES)
 
 
-@every_backend
-def test_checkpointing_changes_nothing(backend):
-    inputs = leaves(*qkv(batch=1, heads=2, lq=150, d=4, seed=44, dtype=torch.float32))
-    run = lambda q, k, v: hyperbolic_attention(q, k, v, is_causal=True, backend=backend)  # noqa: E731
-    plain = torch.autograd.grad(run(*inputs).sum(), inputs)
-    again = torch.autograd.grad(checkpoint(run, *inputs, use_reentrant=False).sum(), inputs)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
 @every_fast_engine
 def test_memory_holds_no_matrix_of_logits(backend):
     """No tensor that autograd keeps grows with the product of the lengths."""
@@ -88,22 +78,6 @@ class Attention(torch.nn.Module):
 
 def grouped(length):
     return leaves(*qkv(batch=1, heads=4, kv_heads=2, lq=length, d=8, dtype=torch.float32, seed=60))
-
-
-@first_always("backend", ["cpu", "reference", "blockwise"])
-@pytest.mark.parametrize("setting", ["geodesic-einstein"])
-def test_compiles_into_one_graph(backend, setting):
-    torch._dynamo.reset()
-    model = Attention(backend, setting)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for length in (9, 17):
-        inputs, results = grouped(length), []
-        for call in (model, compiled):
-            out = call(*inputs)
-            results.append((out, torch.autograd.grad(out.square().sum(), (*inputs, *model.parameters()))))
-        (eager, want), (out, grads) = results
-        assert_close(out, eager, 1e-5, "compiled output")
-        assert_gradients(grads, want, 1e-4, NAMES)
 
 
 @every_backend

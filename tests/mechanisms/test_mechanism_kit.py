@@ -1,5 +1,7 @@
 """The kit finds what is broken: mechanisms as somebody else would write them, each with one mistake."""
 
+import re
+
 import pytest
 import torch
 
@@ -21,11 +23,59 @@ def registry():
 
 def test_what_a_stranger_registers_keeps_every_contract():
     register_toys()
-    for name in ("toy_cosine", "toy_slope"):
+    for name, refuses in (
+        ("toy_cosine", {"heads-.*": "toy_cosine changes all heads"}),
+        ("toy_slope", {"(learning|gradients|checkpointing|adapter)-.*-replace-.*": "nothing is added that learns"}),
+    ):
         slow = ["compiled"] + ["composition"] * (name == "toy_cosine")  # beside hsa it is refused when it runs
         quick = [c for c in CONTRACTS if c not in slow]
-        done = check_mechanism(name, contracts=quick, families=["llama", "bert"])
+        done = check_mechanism(name, contracts=quick, families=["llama", "bert"], refuses=refuses)
         assert done["held"] >= 30, done
+
+
+class RefusesGpt2(ToySlopeLayer):
+    def __init__(self, config, host, mode="replace", heads=None):
+        if "transformer.h" in host.name:
+            raise ValueError("toy_slope cannot change gpt2")
+        super().__init__(config, host, mode, heads)
+
+
+@pytest.mark.parametrize(
+    "families, refuses, error, said",
+    [
+        (
+            ["gpt2"],
+            None,
+            ContractError,
+            "it is refused, which `refuses` does not expect: toy_slope cannot change gpt2",
+        ),
+        (["gpt2"], {".*-gpt2": "rotary"}, ContractError, "the refusal does not say 'rotary': toy_slope cannot"),
+        (["bert"], {".*-bert": "cannot change"}, ContractError, "it is not refused, which `refuses` expects"),
+        (["bert"], {".*-gpt2": "cannot change"}, ValueError, "refuses has '.*-gpt2', and no check has such a name"),
+        (["gpt2"], {".*-gpt2": "cannot change"}, ValueError, "toy_slope is refused in all 2 checks"),
+    ],
+)
+def test_a_refusal_is_expected_or_an_error(families, refuses, error, said):
+    register(Mechanism("toy_slope", "bias", "none", ToySlopeConfig, RefusesGpt2, cross_attention=False))
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        check_mechanism("toy_slope", contracts=["reload"], families=families, refuses=refuses)
+    assert "\n" not in str(caught.value)
+    done = check_mechanism(
+        "toy_slope", contracts=["reload"], families=["gpt2", "bert"], refuses={".*-gpt2": "cannot change gpt2"}
+    )
+    assert done == {"held": 2, "refused": 2}
+
+
+def test_the_limit_does_not_grow_with_the_numbers():
+    (check,) = mechanism_checks("cone", contracts=["identity"], families=["bert"])
+    check.equal(torch.full((3,), 1e3), torch.full((3,), 1e3), 1e-5, "nothing")
+    for first, second in (
+        (torch.full((3,), 1e3 + 1e-2), torch.full((3,), 1e3)),
+        (torch.tensor([float("nan")]), torch.zeros(1)),
+        (torch.zeros(3), torch.zeros(3, 1)),
+    ):
+        with pytest.raises(ContractError):
+            check.equal(first, second, 1e-5, "something")
 
 
 class StartsElsewhere(ToySlopeLayer):
@@ -87,8 +137,8 @@ def test_wrong_questions_are_answered_in_one_line():
         ),
         (lambda: mechanism_checks("cone", families=["elman"]), "family 'elman' is unknown; allowed: llama, "),
         (
-            lambda: check_mechanism("hype", contracts=["reload"], families=["vit"]),
-            "hype is refused by every model",
+            lambda: check_mechanism("cone", contracts=["reload"], families=["vit"], refuses={"x": "y"}),
+            "refuses has 'x', and no check has such a name; allowed: such as reload-cone",
         ),
     ):
         with pytest.raises(ValueError, match=said) as caught:

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hf_hyperattn as ha
 from hf_hyperattn.mechanisms.mkl import MklConfig
 from tests.integration.models import FAMILIES, State, llama, perturb, run
-from tests.integration.test_families import generate, inputs_of, logits, model_of
+from tests.integration.test_families import generate, logits, model_of
 
 from .hype_models import ids_of
-from .test_hype_caches import fed
 
 FORMS = {
     "global": (MklConfig(), "blend"),
@@ -29,30 +27,6 @@ def learned(family, form, others=(), **changes):
 
 
 # Caches, padding, generation.
-
-
-@every_form
-@pytest.mark.parametrize("family", ("llama", "bart", "t5"))
-def test_generation(family, form):
-    """Beams reorder the values, and the weights with them."""
-    model = learned(family, form)
-    inputs = inputs_of(family, model)
-    for how in ({}, {"num_beams": 3}):
-        plain = generate(model, inputs, use_cache=False, **how)
-        assert torch.equal(generate(model, inputs, **how), plain)
-
-
-def test_it_composes_with_cone_and_hype(tmp_path):
-    """One config, one checkpoint; a cache makes no difference."""
-    others = (ha.ConeConfig(), ha.HypeConfig(max_length=64))
-    for form in FORMS:
-        model = learned("llama", form, others)
-        ids = ids_of(model)
-        exact = logits(model, input_ids=ids, use_cache=False)
-        got = fed(model, ids, torch.ones_like(ids), DynamicCache(config=model.config), [5, 1, 1, 2])
-        torch.testing.assert_close(got, exact, atol=3e-5, rtol=0)
-        model.save_pretrained(tmp_path / form)
-        assert torch.equal(logits(type(model).from_pretrained(tmp_path / form), input_ids=ids, use_cache=False), exact)
 
 
 def test_global_weights_and_key_tying():

@@ -8,7 +8,7 @@ from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import cone_scores, hype_bias
 from hf_hyperattn.integration.hyper import Hyper
 from hf_hyperattn.mechanisms.base import Host, HostCall
-from tests.integration.models import FAMILIES, State, difference, llama, perturb, run
+from tests.integration.models import FAMILIES, difference, llama, perturb, run
 from tests.oracles.cases import assert_close
 from tests.oracles.talking_heads import talking_heads as by_hand
 
@@ -107,11 +107,3 @@ def test_dropout_in_training():
         mean = sum(host(states)[0] for _ in range(400)) / 400
     assert (mean - exact).abs().max() < 0.15 * exact.abs().max()
     assert not torch.equal(host(states)[0], host(states)[0])
-
-
-def test_hsa_is_refused_and_the_model_left_alone():
-    model = llama()
-    state = State(model)
-    with pytest.raises(ValueError, match="talking_heads and hsa have no meaning together"):
-        ha.patch_model(model, ha.HsaConfig(windows=(2,)), CONFIG)
-    assert state.differences(State(model)) == []

@@ -239,6 +239,15 @@ def by_auto_class(case, folder):
     yield logits(case.auto.from_pretrained(folder)), logits(model)
 
 
+@road("ha.lora_config: AutoModel of the adapter's folder", GROUP, control=False, applies=patched)
+def ours_by_auto_class(case, folder):
+    """The base that the adapter names is stock."""
+    stock = case.stock()
+    model = adapted(case, lambda case: ha.HyperLoraConfig(hyperattn=ours(case).hyperattn, r=4), stock)
+    model.save_pretrained(folder)
+    yield logits(case.auto.from_pretrained(folder)), logits(model)
+
+
 @road("LoRA: AutoModel of the adapter's folder, saved base", GROUP)
 def by_auto_class_saved(case, folder):
     base = case.auto.from_pretrained(case.folder())
@@ -330,16 +339,25 @@ def weighted(case, folder):
     yield logits(model), found
 
 
-@road("LoRA: hotswap_adapter", GROUP)
-def hotswap(case, folder):
+def hotswapped(case, folder, method):
     from peft.utils.hotswap import hotswap_adapter
 
-    model = adapted(case, LORA)
+    model = adapted(case, method)
     found = logits(model)
     model.save_pretrained(folder)
-    other = adapted(case, LORA, steps=1)
+    other = adapted(case, method, steps=1)
     hotswap_adapter(other, str(folder), "default")
     yield logits(other), found
+
+
+@road("LoRA: hotswap_adapter", GROUP)
+def hotswap(case, folder):
+    yield from hotswapped(case, folder, LORA)
+
+
+@road("ha.lora_config: hotswap_adapter", GROUP, applies=patched, control=False)
+def hotswap_ours(case, folder):
+    yield from hotswapped(case, folder, ours)
 
 
 @road("patched under an active adapter", GROUP, applies=patched, control=False, fast=True)

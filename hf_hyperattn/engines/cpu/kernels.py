@@ -37,8 +37,6 @@ NORMS = struct.Struct("P3q 8q 3P")
 TASKS = 4
 #: Up to this many numbers the norms of rows are as fast in plain torch.
 SMALL = 4096
-#: The extras that have gradients.
-LEARNED = ("query_factor", "key_factor", "sinks")
 
 
 def pack_call(
@@ -88,7 +86,7 @@ def pack_call(
     alive.append((ctypes.c_int64 * len(heads_at))(*heads_at))
     tables.append(ctypes.addressof(alive[-1]))
     addresses = []
-    for name in LEARNED:
+    for name in serialize.LEARNED:
         extra = extras.get(name)
         if extra is not None:
             extra = extra.contiguous()
@@ -148,7 +146,7 @@ def gradients(
 
 @gradients.register_fake
 def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    sizes = serialize.shapes(tensors, extras, LEARNED.__contains__)
+    sizes = serialize.shapes(tensors, extras, serialize.LEARNED.__contains__)
     return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
 
 
@@ -170,7 +168,7 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     row = [lse.new_zeros(chunks, batch, heads, n) for _ in range(len(a.row) + extra)]
     column = [lse.new_empty(batch, t.shape[1], m) for t in a.column]
     head = lse.new_zeros(chunks, batch, heads, len(a.head), dtype=torch.float64)
-    factors = {name: torch.empty(a.extras[name].shape) for name in LEARNED[:2] if name in a.extras}
+    factors = {name: torch.empty(a.extras[name].shape) for name in serialize.LEARNED[:2] if name in a.extras}
     column_heads = (ctypes.c_int64 * len(column))(*(t.shape[1] for t in column))
     tables = pointers(row), pointers(column), column_heads
     core.hyper_backward(
@@ -178,7 +176,7 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
         SLOTS.pack(
             grad.data_ptr(), delta.data_ptr(), chunks, sums.data_ptr(), *map(ctypes.addressof, tables),
             head.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape[-1],
-            *(factors[n].data_ptr() if n in factors else 0 for n in LEARNED[:2]),
+            *(factors[n].data_ptr() if n in factors else 0 for n in serialize.LEARNED[:2]),
         ),
     )  # fmt: skip
     row = [t.sum(0) for t in row]
@@ -243,14 +241,12 @@ class DecodeLayout:
 def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     """How the kernel for few queries computes this score; None where it does not."""
     terms = score.terms
-    readers = [(i, t.reader.cpp) for i, t in enumerate(terms) if t.reader is not None]
-    reader, cpp = readers[0] if readers else (None, "")
-    if reader is not None and terms[reader].term.cpp is None:
-        return None  # a reader stands in the header of its term
+    readers = [(i, t.reader.name) for i, t in enumerate(terms) if t.reader is not None]
+    reader, name = readers[0] if readers else (None, "")
     unread = [t for i, t in enumerate(terms) if i != reader]
     if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
         return None  # they would be made of all keys; and distances are taken from differences where they are read
-    text = "" if reader is None else f"{reader} {cpp}"
+    text = "" if reader is None else f"{reader} {name}"
     loaded = library.load(score.score_key, options.softcap is not None, text)
     if loaded is None:
         return None

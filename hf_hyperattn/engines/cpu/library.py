@@ -1,8 +1,7 @@
-"""The engine's libraries: the core, built once, and one for each score, built when it is first met (see native.py).
+"""The engine's libraries: the core, and one for each score, from the wheel or built when first met (see native.py).
 
-A score's library is a few lines of C++ made from its key, which name the functors of its terms, and the functors of
-terms that have none by hand (emit_cpp.py). They share nothing with the core but `struct Tile` (tile.h), so that a score
-builds in a second or two.
+A score's library is C++ that is written from its key: the functors of its terms (emit_cpp.py). They share nothing with
+the core but `struct Tile` (tile.h), so that a score builds in a second or two.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import native
-from ..emit_cpp import emitted
-from ..score import parse_score_key
+from ..emit_cpp import emitted, emitted_reader
+from ..score import READERS, parse_score_key
 
 HERE = Path(__file__).parent
-EMITTED = HERE / "emitted.h"
+SCORE = HERE / "score.h"
 SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
 CORE = [
     HERE / name
@@ -36,11 +35,13 @@ CORE = [
 ]
 
 TEXT = """// {score_key}
-{includes}
+#include "{header}"
 {functors}
-extern "C" const hyper::ScoreTable* hyper_score() {{
-  return &hyper::Passes<hyper::Score<{pieces}>{reader}>::table;
+namespace {{
+using Score = hyper::Score<{pieces}>;
+const hyper::ScoreTable* const tables[] = {{{tables}}};
 }}
+extern "C" const hyper::ScoreTable* hyper_score(int reader) {{ return tables[reader]; }}
 """
 
 
@@ -82,22 +83,31 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     Args:
         score_key: `PairScore.score_key`.
         capped: whether there is a softcap.
-        reader: for decoding, `"index type"` of the term that reads its statistics from keys (score.h).
+        reader: for decoding, the index of the term that reads its statistics from keys, and its reader's name.
     """
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
         return TABLES[kind]
-    engine = core() if refusal(score_key) is None else None
+    carried = native.prebuilt()
+    name, at = carried.scores.get(prebuilt_name(*kind), ("", 0)) if carried is not None else ("", 0)
+    engine = core() if name or refusal(score_key) is None else None
     if engine is None:
         return None
-    text, terms = text_of(score_key, capped, reader), parse_score_key(score_key)
-    headers = sorted({term.cpp[0] if term.cpp else EMITTED for term, *_ in terms} | {HERE / "score.h"})
-    library = native.load("cpu_score", text, *headers, *SHARED)
-    if library is None:
-        return None
-    library.hyper_score.restype = ctypes.c_void_p
-    TABLES[kind] = Loaded(library, library.hyper_score(), engine)
+    library = engine
+    if not name or carried is None or carried.library is not engine:
+        text = text_of(score_key, capped, reader)
+        library, name, at = native.load("cpu_score", text, SCORE, *SHARED), "hyper_score", 0
+        if library is None:
+            return None
+    table = library[name]
+    table.restype = ctypes.c_void_p
+    TABLES[kind] = Loaded(library, table(at), engine)
     return TABLES[kind]
+
+
+def prebuilt_name(score_key: str, capped: bool, reader: str) -> str:
+    """What a score is called in the manifest of a wheel."""
+    return f"{score_key}|{capped:d}|{reader}"
 
 
 def require(score_key: str, capped: bool) -> Loaded:
@@ -115,8 +125,7 @@ def require(score_key: str, capped: bool) -> Loaded:
 @torch.compiler.assume_constant_result
 def refusal(score_key: str) -> str | None:
     """Why a term of a score has no C++ functor; None where all have one. A constant while a call is traced."""
-    terms = (term for term, *_ in parse_score_key(score_key))
-    return next((why for term in terms if not term.cpp and (why := emitted(term)[1])), None)
+    return next((why for term, *_ in parse_score_key(score_key) if (why := emitted(term)[1])), None)
 
 
 @torch.compiler.assume_constant_result
@@ -125,19 +134,23 @@ def ready(score_key: str, capped: bool) -> bool:
     return load(score_key, capped) is not None
 
 
-def text_of(score_key: str, capped: bool, reader: str = "") -> str:
-    """The C++ source of a score's library."""
+def text_of(score_key: str, capped: bool, *readers: str) -> str:
+    """The C++ source of a score's library, whose `hyper_score(i)` gives the table for reader i of these; "" is none."""
     boolean = lambda value: str(bool(value)).lower()
-    pieces, headers, functors = [], [HERE / "score.h"], ""
+    pieces, tables, functors = [], [], ""
     for i, (term, gated, caps) in enumerate(parse_score_key(score_key)):
-        header, functor = term.cpp or (EMITTED, f"hyper::Emitted{i}")
-        if term.cpp is None:
-            functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
-        headers.append(header)
-        pieces.append(f"hyper::Piece<{functor}, {boolean(gated)}, {boolean(caps and capped)}>")
-    includes = "\n".join(f'#include "{header.as_posix()}"' for header in dict.fromkeys(headers))
-    index, _, kind = reader.partition(" ")
-    read = f", hyper::ReadBy<{index}, {kind}>" if reader else ""
+        functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
+        pieces.append(f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>")
+    for i, reader in enumerate(readers or ("",)):
+        index, _, name = reader.partition(" ")
+        if reader:
+            functors += emitted_reader(READERS[name]).replace("struct EmittedReader ", f"struct EmittedReader{i} ")
+        read = f", hyper::ReadBy<{index}, hyper::EmittedReader{i}>" if reader else ""
+        tables.append(f"&hyper::Passes<Score{read}>::table")
     return TEXT.format(
-        score_key=score_key, includes=includes, functors=functors, pieces=", ".join(pieces), reader=read
+        score_key=score_key,
+        header=SCORE.relative_to(native.PACKAGE).as_posix(),  # the same wherever the package is
+        functors=functors,
+        pieces=", ".join(pieces),
+        tables=", ".join(tables),
     )

@@ -1,14 +1,14 @@
 // A score of one or more pieces on a tile: logits in the forward pass, gradients in the backward pass.
 //
-// A piece's arithmetic is a functor of its mechanism's room: a type with
+// A piece's arithmetic is a functor that is written from its Python term (engines/emit_cpp.py): a type with
 //   rows, columns, heads       how many statistics and parameters it reads, in the order of its Python term
 //   State open(pair)           its logit (State::logit) and what its derivative needs, for one register of pairs
 //   Slopes pull(pair, state, grad)   from the gradient of the logit to those of the product and the statistics; for the
 //                              parameters the slopes of the logit itself, which the engine weighs in two ways.
-//   Vec clearance(state)       optional: negative where the product is too inexact. The forward pass then computes rows
-//                              that hold such a pair again, with Pair::exact set, and others without asking each pair
+//   Ints inexact(state)        optional: where the product is too inexact. The forward pass then computes rows that hold
+//                              such a pair again, with Pair::exact set, and others without asking each pair.
 //                              Where a distance was taken from differences, so are the gradients of the features, which
-//                              `pull` adds itself (Pair::add_difference): those by the product and by the norms cancel
+//                              `pull` adds itself (add_differences): those by the product and by the norms cancel
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,37 @@
 
 namespace hyper {
 
+// As torch's maximum and minimum: NaN where either is.
+inline Vec larger_or_nan(Vec a, Vec b) { return b == b ? larger(a, b) : b; }
+inline Vec smaller_or_nan(Vec a, Vec b) { return b == b ? smaller(a, b) : b; }
+
+// log x, relative error about 1e-7; -inf at 0.
+inline Vec logarithm(Vec x) {
+  const Ints power = (as_bits(x) - 0x3f3504f3) >> 23;  // leaves a number from sqrt(1/2) to sqrt(2)
+  const Vec near = log_of_one_plus(as_floats(as_bits(x) - (power << 23)) - 1.0f);
+  const Vec log = rounded(power) * 0.693359375f + (near - rounded(power) * 2.12194440e-4f);
+  return x > Vec{} ? (x < splat(kInf) ? log : x) : (x == Vec{} ? splat(-kInf) : splat(std::nanf("")));
+}
+
+// e^x - 1, relative error about 2e-7 however small x is.
+inline Vec exponential_less_one(Vec x) {
+  const Vec tanh = hyperbolic_tangent(0.5f * x);
+  return magnitude(x) < splat(1.0f) ? 2.0f * tanh / (1.0f - tanh) : exponential(x) - 1.0f;
+}
+
+inline Vec hyperbolic_cosine(Vec x) {
+  const Vec e = exponential(magnitude(x));
+  return 0.5f * e + 0.5f / e;
+}
+
+// cosh x of sinh x.
+inline Vec cosine_of_sine(Vec sine) {
+  const Vec size = magnitude(sine), kept = smaller(size, splat(1e9f));
+  return size > splat(1e9f) ? size : root(1.0f + kept * kept);
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
+
 // What a functor sees: one query against kLanes keys.
 struct Pair {
   Vec dot;
@@ -28,51 +59,51 @@ struct Pair {
   const Vec* column;
   const float* head;
   const Vec* gap = nullptr;  // the squared distance from differences, where that is known already
-  // where the features stand, for `gap_from_differences`
+  // where the features stand, for `exact_squared_distance`
   const float* query = nullptr;
   const float* keys = nullptr;
   int64_t dim = 0;
-  // where the pairs stand, for `add_difference`
+  // where the pairs stand, for `add_differences`
   const Tile* tile = nullptr;
   int64_t at_row = 0, at_column = 0;
   bool exact = true;  // whether the functor is to take what the product form cancels in from differences at once
-
-  // Sum of squares of query_factor · q - key_factor · k over the first `width` features, straight from differences.
-  Vec gap_from_differences(Vec query_factor, Vec key_factor, int64_t width) const {
-    Vec sum = {};
-    for (int64_t e = 0; e < width; ++e) {
-      const Vec apart = query[e] * query_factor - load(keys + e * kPanel) * key_factor;
-      sum += apart * apart;
-    }
-    return sum;
-  }
-
-  // Of one key: the products of query_factor · q - key_factor · k with q and with k.
-  struct Inner {
-    float query, key;
-  };
-  Inner inner_of_difference(int lane, float query_factor, float key_factor, int64_t width) const {
-    const float* k = tile->key_rows + (at_column + lane) * tile->key_step;
-    Inner found = {};
-    for (int64_t e = 0; e < width; ++e) {
-      const float apart = query_factor * query[e] - key_factor * k[e];
-      found.query += apart * query[e], found.key += apart * k[e];
-    }
-    return found;
-  }
-
-  // Adds that difference to the gradients of q and of k, times a number each.
-  void add_difference(int lane, float query_factor, float key_factor, int64_t width, float to_query,
-                      float to_key) const {
-    const int64_t start = (at_column + lane) * tile->key_step;
-    const float* k = tile->key_rows + start;
-    float *d_q = tile->d_query + at_row * tile->query_step, *d_k = tile->d_keys + start;
-    for (int64_t e = 0; e < width; ++e) {
-      const float apart = query_factor * query[e] - key_factor * k[e];
-      d_q[e] += to_query * apart, d_k[e] += to_key * apart;
-    }
-  }
 };
+
+// |query_factor · q - key_factor · k|² over the first `width` features; 0 for points that coincide but for rounding.
+inline Vec exact_squared_distance(const Pair& p, Vec query_factor, Vec key_factor, int64_t width) {
+  Vec sum = {}, size = {};
+  for (int64_t e = 0; e < width; ++e) {
+    const Vec x = p.query[e] * query_factor, apart = x - load(p.keys + e * kPanel) * key_factor;
+    sum += apart * apart, size += x * x;
+  }
+  constexpr float kBlur = 4.0f * 1.1920929e-07f;
+  return sum <= kBlur * kBlur * size ? Vec{} : sum;
+}
+
+struct FactorGradients {
+  Vec query = {}, key = {};
+};
+
+// From the gradient of that distance, 0 where it was not taken: adds those of the features, and returns the slopes of
+// the distance by the factors.
+[[gnu::noinline, gnu::cold]] inline FactorGradients add_differences(Pair p, Vec query_factor, Vec key_factor,
+                                                                    int64_t width, Vec grad) {
+  FactorGradients to;
+  for (int i = 0; i < kLanes; ++i) {
+    if (grad[i] == 0) continue;
+    const int64_t start = (p.at_column + i) * p.tile->key_step;
+    const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i], *key = p.tile->key_rows + start;
+    float *d_q = p.tile->d_query + p.at_row * p.tile->query_step, *d_k = p.tile->d_keys + start;
+    float by_query = 0, by_key = 0;
+    for (int64_t e = 0; e < width; ++e) {
+      const float apart = q * p.query[e] - k * key[e];
+      by_query += apart * p.query[e], by_key += apart * key[e];
+      d_q[e] += twice * q * apart, d_k[e] -= twice * k * apart;
+    }
+    to.query[i] = 2.0f * by_query, to.key[i] = -2.0f * by_key;
+  }
+  return to;
+}
 
 // Gradients, but for `head`: those of the parameters are that times the gradient of the logit.
 template <int R, int C, int H>
@@ -90,20 +121,6 @@ struct Slopes {
   }
 };
 
-// The plain product.
-struct Dot {
-  static constexpr int rows = 0, columns = 0, heads = 0;
-  struct State {
-    Vec logit;
-  };
-  static State open(const Pair& p) { return {p.dot}; }
-  static Slopes<0, 0, 0> pull(const Pair&, const State&, Vec grad) {
-    Slopes<0, 0, 0> s;
-    s.dot = grad;
-    return s;
-  }
-};
-
 // A term with what a score makes of it: `Gated` multiplies with one more parameter, `Capped` caps before that.
 template <class Term, bool Gated, bool Capped>
 struct Piece {
@@ -113,7 +130,7 @@ struct Piece {
 };
 
 template <class Term>
-concept Clears = requires { &Term::clearance; };
+concept Measures = requires { &Term::inexact; };
 
 constexpr int begin(int piece, std::initializer_list<int> counts) {
   int n = 0;
@@ -138,15 +155,15 @@ struct Score {
 
   using States = std::tuple<typename P::term::State...>;
 
-  static constexpr bool clears = (Clears<typename P::term> || ...);
+  static constexpr bool measures = (Measures<typename P::term> || ...);
 
-  // The least clearance of the pieces, if that is less than what there is.
+  // The pairs for which the product is too inexact for some piece.
   template <int I = 0>
-  static Vec clearance(const States& states, Vec least) {
-    if constexpr (Clears<typename At<I>::term>)
-      least = smaller(least, At<I>::term::clearance(std::get<I>(states)));
-    if constexpr (I + 1 < count) return clearance<I + 1>(states, least);
-    return least;
+  static Ints inexact(const States& states) {
+    Ints all = {};
+    if constexpr (Measures<typename At<I>::term>) all = At<I>::term::inexact(std::get<I>(states));
+    if constexpr (I + 1 < count) all |= inexact<I + 1>(states);
+    return all;
   }
 
   template <int I>
@@ -234,27 +251,28 @@ struct Reader {
   }
 };
 
-// The logits of one row from its products, or with `Exact` from the vectors; returns the least clearance of its pairs.
+// The logits of one row from its products, or with `Exact` from the vectors; returns lanes in which some product is too
+// inexact.
 template <class S, bool Extra, bool Gap, bool Exact>
-inline Vec forward_row(const Tile& t, int64_t r) {
+inline Ints forward_row(const Tile& t, int64_t r) {
   const Reader<S> reader(t, r);
-  Vec top = splat(-kInf), least = splat(kInf);
+  Vec top = splat(-kInf);
+  Ints inexact = {};
   over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
     Vec column[S::columns + 1];
     typename S::States states;
     Pair pair = reader.pair(j, column, t.head);
     Vec gap;
     if constexpr (Gap) gap = load(t.gap + r * t.step + j), pair.gap = &gap;
-    pair.exact = Exact || !S::clears;
+    pair.exact = Exact || !S::measures;
     if constexpr (Exact) {  // where the products were there are logits by now
       pair.dot = Vec{};
       for (int64_t e = 0; e < t.dim; ++e) pair.dot += pair.query[e] * load(pair.keys + e * kPanel);
     }
     Vec x = S::logit(pair, states, t.softcap);
-    if constexpr (S::clears && !Gap && !Exact) {
-      const Vec clear = S::clearance(states, least);
-      if constexpr (edge) least = outside(j, t.first[r], t.last[r]) ? least : clear;
-      else least = clear;
+    if constexpr (S::measures && !Gap && !Exact) {
+      const Ints some = S::inexact(states);
+      inexact |= edge ? some & ~outside(j, t.first[r], t.last[r]) : some;
     }
     if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
     if constexpr (edge) x = outside(j, t.first[r], t.last[r]) ? splat(-kInf) : x;
@@ -262,7 +280,7 @@ inline Vec forward_row(const Tile& t, int64_t r) {
     store(t.dot + r * t.step + j, x);
   });
   t.top[r] = largest_of(top);
-  return least;
+  return inexact;
 }
 
 template <class S, bool Extra>
@@ -273,9 +291,9 @@ template <class S, bool Extra>
 // One function, that both passes call: inlined here and there, the same source gives other last digits.
 template <class S, bool Extra, bool Gap>
 [[gnu::noinline, gnu::noclone]] void logits_of_row(const Tile& t, int64_t r) {
-  const Vec least = forward_row<S, Extra, Gap, false>(t, r);
-  if constexpr (S::clears && !Gap)
-    if (any(least < Vec{})) [[unlikely]] exact_row<S, Extra>(t, r);
+  const Ints inexact = forward_row<S, Extra, Gap, false>(t, r);
+  if constexpr (S::measures && !Gap)
+    if (any(inexact)) [[unlikely]] exact_row<S, Extra>(t, r);
 }
 
 template <class S, bool Extra, bool Gap = false>
@@ -341,8 +359,8 @@ void backward_rows(const Tile& t) {
   for (int i = 0; i < S::heads; ++i) t.d_head[i] += sums[i];
 }
 
-// Reads the statistics of piece I from keys or queries. A room's reader R has
-//   columns, norms, left_out                               how many there are; whether it reads `side`; see ScoreTable
+// Reads the statistics of piece I from keys or queries. A reader R (engines/emit_cpp.py) has
+//   columns, norms, left_out     how many there are, others are not read; whether it reads `side`; see ScoreTable
 //   read(last, side, dim, head, statistic) -> factor       for one register of vectors
 template <int I, class R>
 struct ReadBy {
@@ -354,9 +372,9 @@ struct ReadBy {
     constexpr int start = S::template column0<I>;
     static_assert(start == S::template row0<I>, "queries and keys have the same statistics");
     for (int64_t j = 0; j < t->count; j += kLanes) {
-      Vec found[R::columns];
+      Vec found[S::template At<I>::columns] = {};
       store(t->factor + j, R::read(load(t->last + j), load(t->side + j), t->dim, t->head, found));
-      for (int i = 0; i < R::columns; ++i) store(t->statistic[start + i] + j, found[i]);
+      for (int i = 0; i < S::template At<I>::columns; ++i) store(t->statistic[start + i] + j, found[i]);
     }
   }
 };

@@ -56,8 +56,7 @@ CONFIGS = {
         512: (Config(16, 16, 4, 1),),
     },
 }
-#: The same for long scores, where it is another: those that may ask for differences keep both distances for that, and
-#: those that say so (`TritonTerm.long`) have long gradients.
+#: The same for long scores, where it is another: those that may ask for differences keep both distances for that.
 LONG = {
     "forward": {
         64: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),

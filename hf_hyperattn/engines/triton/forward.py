@@ -5,22 +5,23 @@ all rows of all heads that share a key head, so that keys are read once, and PAR
 partial results are added up in a fixed order by `combine`.
 """
 
+# What follows is Triton's language: its growing tuples have no Python types.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .arithmetic import LOG2E
 from .tile import (
-    LOG2E,
-    added,
-    any_of,
-    differences,
-    in_reach,
+    head_of,
     kept,
     load_parameters,
     load_records,
     load_statistics,
     load_vectors,
+    logits,
     multiplied,
     product,
     weights,
@@ -46,56 +47,76 @@ def reach(first, last, m, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, 
     return low, high, clean // BN * BN
 
 
+@triton.jit
+def rows_of(number, n, heads, GROUP: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr):
+    """What a program serves: its batch element, key head, heads and queries, which of these are there for the first
+    time, and the first and last query. PACKED, the heads and queries of a group lie down the tile, [BM, 1] each.
+    """
+    blocks = tl.cdiv(n * GROUP if PACKED else n, BM)
+    block = blocks - 1 - number % blocks  # causal rows with most keys to see come first
+    number = number // blocks
+    line = block * BM + tl.arange(0, BM)[:, None]
+    if PACKED:
+        b, kv = number // (heads // GROUP), number % (heads // GROUP)
+        return b, kv, kv * GROUP + tl.minimum(line // n, GROUP - 1), line % n, line < n * GROUP, 0, n - 1
+    else:
+        b, h = number // heads, number % heads
+        return b, h // GROUP, h, tl.minimum(line, n - 1), line < n, block * BM, tl.minimum(block * BM + BM, n) - 1
+
+
+@triton.jit
+def part_of(low, high, clean, part, PARTS: tl.constexpr, BN: tl.constexpr):
+    """The share of one program in the keys that `reach` gives."""
+    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), PARTS) * BN
+    low = low + part * share
+    high = tl.minimum(high, low + share)
+    return low, high, tl.maximum(tl.minimum(clean, high // BN * BN), low)
+
+
+@triton.jit
+def online_softmax(s, top, weight, base_2, FUSED: tl.constexpr):
+    """From the logits of a tile, the maximum so far [BM] and the sum of weights: these two with the tile, the tile's
+    weights, and what those that were summed before are multiplied with.
+    """
+    new = tl.maximum(top, tl.max(s, 1) * base_2)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    p = weights(s, base[:, None], FUSED)
+    shrink = tl.exp2((top - base) * (LOG2E / base_2))
+    return new, weight * shrink + tl.sum(p, 1), p, shrink
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, ROW, COLUMN, HEAD, MASK, BIAS, SINKS, SEED, POINTS_Q, POINTS_K,
-    OUT, LSE, SUM,
-    q_strides, k_strides, v_strides, mask_strides, bias_strides,
+    Q, K, V, NUMBERS, MASKS, SINKS, SEED, POINTS, OUT, LSE, SUM,
     heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, INEXACT: tl.constexpr, NOISE: tl.constexpr,
+    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, TRUTH: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr,
     PACKED: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """OUT [B, H, N, DV] and LSE [B, H, N], float32, rows that see nothing 0 and +inf.
 
     With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
-    ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M, COLUMNS + FACTORS] end in what vectors are multiplied
-    with, where FACTORS is 1. SHARED: heads that share a key share its statistics. With FUSED, maxima are of logits to
-    base 2.
+    Q, K and V are (pointer, strides). NUMBERS are ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M,
+    COLUMNS + FACTORS], which end in what vectors are multiplied with, where FACTORS is 1, and HEAD [HEADS, H]. SHARED:
+    heads that share a key share its statistics. With FUSED, maxima are of logits to base 2.
     """
-    lines = n * GROUP if PACKED else n
-    blocks = tl.cdiv(lines, BM)
-    number = tl.program_id(0)
-    part = number % PARTS
-    number = number // PARTS
-    block = blocks - 1 - number % blocks  # causal rows with most keys to see come first
-    number = number // blocks
-    line = block * BM + tl.arange(0, BM)[:, None]
-    if PACKED:
-        b, kv = number // (heads // GROUP), number % (heads // GROUP)
-        inside = line < lines
-        h, i = kv * GROUP + tl.minimum(line // n, GROUP - 1), line % n
-        first, last = 0, n - 1
-    else:
-        b, h, i = number // heads, number % heads, line
-        kv = h // GROUP
-        inside = line < n
-        first, last = block * BM, tl.minimum(block * BM + BM, n) - 1
+    part = tl.program_id(0) % PARTS
+    b, kv, h, i, inside, first, last = rows_of(tl.program_id(0) // PARTS, n, heads, GROUP, PACKED, BM)
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
-
-    q_start = Q + b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[1]
-    pointers = q_start + i.to(tl.int64) * q_strides[2] + width[None, :]
-    q = tl.load(pointers, mask=inside & (width[None, :] < W), other=0.0)  # zeros keep out what is beyond W
-    row = load_statistics(ROW + (bh * n + i) * (ROWS + FACTORS), inside, ROWS + FACTORS)
+    ROW, COLUMN, HEAD = NUMBERS
+    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, True)  # zeros keep out what is beyond W
+    row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
-    k_start = K + b.to(tl.int64) * k_strides[0] + kv.to(tl.int64) * k_strides[1]
-    v_start = V + b.to(tl.int64) * v_strides[0] + kv.to(tl.int64) * v_strides[1]
+    keys, values = head_of(K, b, kv), head_of(V, b, kv)
     key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
+    points = POINTS
+    if INEXACT is not None:
+        points = (POINTS[0] + bh * n * P, POINTS[1] + key_line * P)
     # a statistic of keys has as many heads as keys or as queries
     column_head = kv if SHARED else h // (heads // column_heads)
     column_start = COLUMN + (b * column_heads + column_head).to(tl.int64) * m * (COLUMNS + FACTORS)
@@ -106,49 +127,31 @@ def attention_forward(
     weight = tl.zeros([BM], tl.float32)
     if SINKS is not None:
         if part == 0:
-            top = tl.sum(tl.load(SINKS + h + line * 0).to(tl.float32), 1) * base_2
+            top = tl.sum(tl.load(SINKS + h + i * 0).to(tl.float32), 1) * base_2
             weight += 1.0
 
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     if PARTS > 1:
-        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BN), PARTS) * BN
-        low = low + part * share
-        high = tl.minimum(high, low + share)
-        clean = tl.maximum(tl.minimum(clean, high // BN * BN), low)
+        low, high, clean = part_of(low, high, clean, part, PARTS, BN)
     for EDGE in tl.static_range(2):  # first the tiles of which everything is seen, then the others
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
-            j = start + tl.arange(0, BN)[None, :]
-            k = load_vectors(k_start, j, width[:, None], k_strides[2], m, D, D < BD, EDGE == 0)
+            line = start + tl.arange(0, BN)[None, :]
+            j = line if EDGE == 0 else tl.minimum(line, m - 1)
+            k = load_vectors(keys, line, width[:, None], m, D, D < BD, EDGE == 0)
             if SHARED or not PACKED:
-                column = load_records(column_start, start, m, EDGE == 0, BN, COLUMNS + FACTORS, PACK)
+                column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:
-                column = load_statistics(column_start + j * (COLUMNS + FACTORS), j < m, COLUMNS + FACTORS)
-            factor_k = column[COLUMNS] if FACTORS else None
-            dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            gap, near = dot, False
-            if INEXACT is not None:
-                doubtful = INEXACT(dot, NOISE, row, column, head) & inside & (j < m)
-                near = any_of(doubtful)
-                if near:
-                    pq, pk = POINTS_Q + bh * n * P, POINTS_K + key_line * P
-                    gap = differences(pq, pk, i, j, n, m, dot, P)
-            s = SCORE(dot, gap, near, NOISE, row, column, head, softcap, CAP)
-            if BIAS is not None:
-                s = added(s, BIAS, bias_strides, b, h, i, j, inside & (j < m), False)
-            if MASK is not None:
-                s = added(s, MASK, mask_strides, b, h, i, j, inside & (j < m), TRUTH)
-            if EDGE == 1:
-                s = tl.where((j < m) & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, 1) * base_2)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            p = weights(s, base[:, None], FUSED)
-            shrink = tl.exp2((top - base) * (LOG2E / base_2))
-            weight = weight * shrink + tl.sum(p, 1)
+                column = load_statistics(column_start, j, COLUMNS + FACTORS)
+            dot = multiplied(product(q, k), scale, column[COLUMNS] if FACTORS else None, factor_q)
+            s, _ = logits(
+                dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & (line < m), offset, window,
+                SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
+            )  # fmt: skip
+            top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
             if SEED is not None:
-                p *= kept(tl.load(SEED), bh.to(tl.int32), i, j, dropout)
-            v = load_vectors(v_start, tl.trans(j), width_v[None, :], v_strides[2], m, DV, DV < BDV, EDGE == 0)
+                p *= kept(SEED, bh, i, j, dropout)
+            v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
             total = total * shrink[:, None] + product(p.to(v.dtype), v)
-            top = new
 
     if SEED is not None:
         total *= 1 / (1 - dropout)

@@ -1,18 +1,21 @@
-"""From tensors to launched kernels."""
+"""From an operator's tensors to launched kernels, and from what these write to gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from ..emit_triton import emitted
+from ..score import repeat_heads
+from ..serialize import LEARNED, OperatorCall
+from .arithmetic import compiled
 from .backward import attention_backward_key, attention_backward_query
-from .compose import Functions, functions
 from .configs import Config, configs, few, padded, tuned
 from .forward import attention_forward, combine
 from .tile import INTERPRETED
@@ -26,112 +29,81 @@ FEW = 64
 PART, MOST_PARTS = 256, 64
 
 
-@dataclass
 class TritonCall:
-    """The arguments of the operators (see operator.py), and what follows from them."""
+    """The arguments of an operator as the kernels take them: the numbers of a row or column side by side."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    row: Tensor
-    column: Tensor
-    head: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    sinks: Tensor | None
-    seed: Tensor | None
-    points: tuple[Tensor, Tensor] | None
-    score_key: str
-    factored: bool
-    width: int
-    scale: float
-    is_causal: bool
-    window: int | None
-    offset: int
-    softcap: float | None
-    dropout_p: float
-
-    def __post_init__(self):
-        self.query, self.key, self.value = map(lined, (self.query, self.key, self.value))
-        # of all else kernels know no strides
-        for name in ("row", "column", "head", "sinks"):
-            t = getattr(self, name)
-            setattr(self, name, None if t is None else t.contiguous())
-        if self.points is not None:
-            self.points = self.points[0].contiguous(), self.points[1].contiguous()
+    def __init__(self, a: OperatorCall):
+        self.a, self.options = a, a.options
+        self.query, self.key, self.value = map(lined, (a.query, a.key, a.value))
         self.batch, self.heads, self.n, self.d = self.query.shape
         _, self.kv_heads, self.m, _ = self.key.shape
         self.dv = self.value.shape[-1]
-
-    @property
-    def functions(self) -> Functions:
-        return functions(self.score_key)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return 0 in (self.batch, self.heads, self.n, self.m, self.dv)
-
-    @property
-    def fused(self) -> bool:
-        """See `tile.weights`: not beside numbers that are added, of which -3.4e38 may be all that a row sees."""
+        extra = a.extras.get
+        self.mask, self.bias, self.seed = extra("mask"), extra("bias"), extra("seed")
+        self.sinks = None if extra("sinks") is None else a.extras["sinks"].contiguous()
+        self.factored = "query_factor" in a.extras
+        row = [*a.row, a.extras["query_factor"]] if self.factored else a.row
+        column = [*a.column, a.extras["key_factor"]] if self.factored else a.column
+        if any(t.shape[1] != self.kv_heads for t in column):
+            column = [repeat_heads(t, self.heads) for t in column]
+        self.row = packed(row, -1, (self.batch, self.heads, self.n, 0), self.query)
+        self.column = packed(column, -1, (self.batch, self.kv_heads, self.m, 0), self.query)
+        self.head = packed(a.head, 0, (0, self.heads), self.query)
+        self.points: tuple[Tensor, Tensor] | None = None
+        if "points_query" in a.extras:
+            query, key = (a.extras[f"points_{side}"].float().contiguous() for side in ("query", "key"))
+            self.points = query, key
+        capped = a.options.softcap is not None
+        self.emitted, self.functions = emitted(a.score_key, capped), functions(a.score_key, capped)
+        #: Whether there is nothing to compute.
+        self.empty = 0 in (self.batch, self.heads, self.n, self.m, self.dv)
+        # see `tile.weights`: not beside numbers that are added, of which -3.4e38 may be all that a row sees
         added = self.bias is not None or (self.mask is not None and self.mask.dtype != torch.bool)
-        return not added and not INTERPRETED.value
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """What decides about tiles: the width of vectors, padded, and the bytes of a number."""
+        self.fused = not added and not INTERPRETED.value
+        #: What decides about tiles: the width of vectors, padded, and the bytes of a number.
         item = max(self.query.element_size(), self.value.element_size())
-        return max(padded(self.d), padded(self.dv)), item
+        self.size = max(padded(self.d), padded(self.dv)), item
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
-        made, points = self.functions, self.points or (None, None)
+        functions, options = self.functions, self.options
         shape = (self.batch, self.heads, self.n, self.m)
         mask, bias = (None if t is None else t.expand(shape) for t in (self.mask, self.bias))
         truth = mask is not None and mask.dtype == torch.bool
+        pairs = lambda t: (None, (0, 0, 0, 0)) if t is None else (t, t.stride())
         return {
-            "Q": self.query,
-            "K": self.key,
-            "V": self.value,
-            "ROW": self.row,
-            "COLUMN": self.column,
-            "HEAD": self.head,
-            "MASK": mask.view(torch.uint8) if mask is not None and truth else mask,
-            "BIAS": bias,
+            "Q": strided(self.query),
+            "K": strided(self.key),
+            "V": strided(self.value),
+            "NUMBERS": (self.row, self.column, self.head),
+            "MASKS": (pairs(mask.view(torch.uint8) if mask is not None and truth else mask), pairs(bias)),
             "SEED": self.seed,
-            "POINTS_Q": points[0],
-            "POINTS_K": points[1],
-            "q_strides": self.query.stride()[:3],
-            "k_strides": self.key.stride()[:3],
-            "v_strides": self.value.stride()[:3],
-            "mask_strides": (0, 0, 0, 0) if mask is None else mask.stride(),
-            "bias_strides": (0, 0, 0, 0) if bias is None else bias.stride(),
+            "POINTS": self.points or (None, None),
             "heads": self.heads,
             "n": self.n,
             "m": self.m,
             "column_heads": self.column.shape[1],
-            "offset": self.offset,
-            "window": self.window or 0,
-            "scale": None if self.scale == 1 else self.scale,
-            "softcap": self.softcap or 0.0,
-            "dropout": self.dropout_p,
-            "SCORE": made.score,
-            "INEXACT": made.inexact if self.points else None,
-            "NOISE": noise(self.d, self.query.element_size()),
+            "offset": options.offset,
+            "window": options.window or 0,
+            "scale": None if self.a.scale == 1 else self.a.scale,
+            "softcap": options.softcap or 0.0,
+            "dropout": options.dropout_p,
+            "SCORE": functions["score"],
+            "DISTANCE": functions.get("by_product"),
+            "INEXACT": functions.get("is_inexact") if self.points else None,
+            "SLACK": slack(self.d, self.query.element_size()),
             "ROWS": self.row.shape[-1] - self.factored,
             "COLUMNS": self.column.shape[-1] - self.factored,
             "HEADS": self.head.shape[0],
             "FACTORS": int(self.factored),
             "FUSED": self.fused,
             "D": self.d,
-            "W": self.width,
+            "W": self.a.width,
             "DV": self.dv,
             "P": self.points[0].shape[-1] if self.points else 1,
             "GROUP": self.heads // self.kv_heads,
-            "CAUSAL": self.is_causal,
-            "WINDOWED": self.window is not None,
-            "CAP": self.softcap is not None,
+            "CAUSAL": options.is_causal,
+            "WINDOWED": options.window is not None,
             "TRUTH": truth,
             "BD": padded(self.d),
             "BDV": padded(self.dv),
@@ -141,10 +113,10 @@ class TritonCall:
         """Launch a kernel for every block of `lines[2]` rows or columns of lines[0] x lines[1] heads; the lines that it
         walks over have so many numbers.
         """
-        optional = (self.window, self.mask, self.bias, self.seed)
+        optional = (self.options.window, self.mask, self.bias, self.seed)
         kind = (
-            *(name, self.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
-            *(self.is_causal, self.n >= 1024, *(x is None for x in optional)),
+            *(name, self.a.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
+            *(self.options.is_causal, self.n >= 1024, *(x is None for x in optional)),
         )
 
         def launch(config: Config) -> None:
@@ -159,8 +131,20 @@ class TritonCall:
                 num_stages=config.stages,
             )
 
-        long = self.points is not None or (self.functions.long and name != "forward")
-        tuned(kind, configs(name, *self.size, long), launch)
+        tuned(kind, configs(name, *self.size, self.points is not None), launch)
+
+
+@lru_cache(maxsize=256)
+def functions(score_key: str, capped: bool) -> dict[str, Callable]:
+    """The Triton functions of a score by name, see `Emitted`."""
+    owner, texts = f"{score_key}{' capped' * capped}", emitted(score_key, capped).texts
+    return {name: compiled(owner, name, text) for name, text in texts.items()}
+
+
+def packed(numbers: Sequence[Tensor], axis: int, none: tuple[int, ...], like: Tensor) -> Tensor:
+    """Numbers as float32 along a new axis; where there are none, an empty tensor of that shape."""
+    numbers = [t.float() for t in numbers]
+    return torch.stack(numbers, axis) if numbers else like.new_empty(none, dtype=torch.float32)
 
 
 def pack(numbers: int, lines: int, warps: int) -> int:
@@ -170,19 +154,24 @@ def pack(numbers: int, lines: int, warps: int) -> int:
     return min(16, max(2, int(triton.next_power_of_2(max(1, numbers))), 32 * warps // lines)) if numbers <= 16 else 1
 
 
-def noise(width: int, item: int) -> float:
-    """What rounding may leave of |q|² + |k|² - 2 q·k where q = k, as a share of |q|².
+def slack(width: int, item: int) -> float:
+    """What rounding may leave of |q|² + |k|² - 2 q·k where q = k, in shares of 4 units in the last place of |q|².
 
-    A few units in the last place come from norms and factors. Tensor cores cut off what falls below the last place of a
-    product's sum as it grows, half a unit on average with every 8 numbers they add to it, 4 of float32 (Fasi et al.,
-    Numerical behavior of NVIDIA tensor cores, 2021), all in the same direction.
+    These come from norms and factors. Tensor cores cut off what falls below the last place of a product's sum as it
+    grows, half a unit on average with every 8 numbers they add to it, 4 of float32 (Fasi et al., Numerical behavior of
+    NVIDIA tensor cores, 2021), all in the same direction.
     """
-    return torch.finfo(torch.float32).eps * (4 + width / (16 if item == 2 else 8))
+    return 1 + width / (64 if item == 2 else 32)
 
 
 def lined(t: Tensor) -> Tensor:
     """The tensor with the numbers of a vector side by side."""
     return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def strided(t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Vectors as kernels take them."""
+    return t, t.stride()[:3]
 
 
 def on(device: torch.device):
@@ -224,18 +213,9 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
     wide = pack(call.column.shape[-1], columns, 4)
     kernels[0][(blocks * parts,)](**arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages)
     if parts > 1:
+        sizes = {"PARTS": parts, "FUSED": call.fused, "DV": call.dv, "BP": triton.next_power_of_2(parts)}
         kernels[1][(lse.numel(),)](
-            out,
-            lse,
-            target[2],
-            target[0],
-            target[1],
-            lse.numel(),
-            PARTS=parts,
-            FUSED=call.fused,
-            DV=call.dv,
-            BP=triton.next_power_of_2(parts),
-            BDV=arguments["BDV"],
+            *(out, lse, target[2], target[0], target[1], lse.numel()), **sizes, BDV=arguments["BDV"]
         )
 
 
@@ -246,65 +226,66 @@ def parts_for(keys: int, blocks: int, device: torch.device) -> int:
     return 2 ** (most.bit_length() - 1)
 
 
-def backward(
-    call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs_grad: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, row, column and head; of the last three as far as needs_grad, else empty."""
+def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: OperatorCall) -> list[Tensor]:
+    """Gradients of all tensors of the operator in their order; `needs` says whose statistics' and parameters' count."""
+    made, like = call.emitted, call.query
     grad = lined(grad.to(call.value.dtype))  # products are of that dtype
-    made, factors = call.functions, int(call.factored)
-    new: Callable = lambda *shape: call.query.new_empty(shape, dtype=torch.float32)
     shape, key_shape = (call.batch, call.heads, call.n), (call.batch, call.heads, call.m)
-    shared_dtype = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
-    d_query = torch.empty_like(call.query, memory_format=torch.contiguous_format)
-    d_key, d_value = (t.new_empty((*key_shape, t.shape[-1]), dtype=shared_dtype) for t in (call.key, call.value))
-    d_row = new(*shape, (len(made.rows) + factors) * needs_grad[0])
-    d_column = new(*key_shape, (len(made.columns) + factors) * needs_grad[1])
-    d_head = new(len(made.heads) * needs_grad[2], *shape)
+    by_key = None if call.heads == call.kv_heads else torch.float32  # for shared keys one sum of each query head
+    d_query = torch.empty_like(like, memory_format=torch.contiguous_format)
+    d_key, d_value = (t.new_zeros((*key_shape, t.shape[-1]), dtype=by_key) for t in (call.key, call.value))
+    rows = made.rows if any(needs.row) else ()
+    columns = made.columns if any(needs.column) else ()
+    heads = made.heads if any(needs.head) else ()
+    row_factor, column_factor = (int(bool(needs.extras.get(n, False))) for n in ("query_factor", "key_factor"))
+    new = lambda *shape: like.new_zeros(shape, dtype=torch.float32)
+    d_row, d_column = new(*shape, len(rows) + row_factor), new(*key_shape, len(columns) + column_factor)
+    d_head = new(len(heads), *shape)
     if call.empty:
-        for t in (d_query, d_key, d_value, d_row, d_column, d_head):
-            t.zero_()
+        d_query.zero_()
     else:
         # of each query: its statistics, its factor, and what the first kernel leaves there for the second
         record = new(*shape, call.row.shape[-1] + 2)
         record[..., :-2] = call.row
-        shared = call.numbers() | {"GRAD": grad, "grad_strides": grad.stride()[:3], "PULL": made.pull}
-        rows = {"ROW": call.row, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
-        rows |= {"D_ROWS": len(made.rows) * needs_grad[0], "D_FACTORS": factors * needs_grad[0]}
-        rows |= {"D_HEADS": d_head.shape[0], "row_step": lse.numel()}
-        columns = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
-        columns |= {"D_COLUMNS": len(made.columns) * needs_grad[1], "D_FACTORS": factors * needs_grad[1]}
-        shared["RECORD"] = record
-        with on(call.query.device):
-            call.run("query", attention_backward_query, shape, shared | rows, call.column.shape[-1])
-            del shared["ROW"]
-            call.run("key", attention_backward_key, key_shape, shared | columns, record.shape[-1])
-    d_key, d_value = (
-        shared_sum(t, call.kv_heads).to(like.dtype) for t, like in ((d_key, call.key), (d_value, call.value))
-    )
-    d_column = shared_sum(d_column, call.column.shape[1])
-    if needs_grad[0]:
-        d_row = spread(d_row, made.rows, call.row)
-    if needs_grad[1]:
-        d_column = spread(d_column, made.columns, call.column)
-    d_head = d_head.sum((1, 3))
-    if needs_grad[2]:
-        full = torch.zeros_like(call.head)
-        for place, gradient in zip(made.heads, d_head, strict=True):
-            full[place] = gradient
-        d_head = full
-    return d_query, d_key, d_value, d_row, d_column, d_head
+        shared = call.numbers() | {"GRAD": strided(grad), "PULL": call.functions["pull"], "RECORD": record}
+        by_row: dict = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
+        by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse.numel()}
+        by_column: dict = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
+        by_column |= {"D_COLUMNS": len(columns), "D_FACTORS": column_factor}
+        with on(like.device):
+            call.run("query", attention_backward_query, shape, shared | by_row, call.column.shape[-1])
+            call.run("key", attention_backward_key, key_shape, shared | by_column, record.shape[-1])
+    d_key, d_value = (shared_sum(d, call.kv_heads).to(t.dtype) for d, t in ((d_key, call.key), (d_value, call.value)))
+    by_name: dict[str, Tensor] = {}
+    if row_factor:
+        by_name["query_factor"] = d_row[..., -1].clone()
+    if column_factor:
+        by_name["key_factor"] = shared_sum(d_column[..., -1], call.kv_heads).clone()
+    if "sinks" in call.a.extras:
+        by_name["sinks"] = -(torch.exp(call.a.extras["sinks"][:, None] - lse) * (grad * out).sum(-1)).sum((0, 2))
+    extras = call.a.extras.items()
+    return [
+        *(d_query, d_key, d_value),
+        *unpacked(d_row, rows, call.a.row),
+        *unpacked(d_column, columns, call.a.column),
+        *unpacked(d_head.sum((1, 3), dtype=torch.float64).float().mT, heads, call.a.head),
+        *(by_name.get(n, t.new_zeros(t.shape if n in LEARNED else 0, dtype=torch.float32)) for n, t in extras),
+    ]
+
+
+def unpacked(gradients: Tensor, places: tuple[int, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of these statistics [B, H or Hkv, L] or parameters [H]: of those at these places they lie side by
+    side in [..., k], those of others are 0.
+    """
+    by_place = dict(zip(places, gradients.unbind(-1), strict=False))  # after them may come that of a factor
+    return [
+        (shared_sum(by_place[i], t.shape[1]) if t.dim() > 1 else by_place[i]).clone()
+        if i in by_place
+        else torch.zeros_like(t, dtype=torch.float32)
+        for i, t in enumerate(tensors)
+    ]
 
 
 def shared_sum(t: Tensor, heads: int) -> Tensor:
     """Summed over the query heads [B, H, ...] that share one of `heads`."""
     return t if t.shape[1] == heads else t.unflatten(1, (heads, -1)).sum(2)
-
-
-def spread(gradients: Tensor, moving: tuple[int, ...], like: Tensor) -> Tensor:
-    """Gradients of the statistics that have one, and of a factor after them, among zeros for the others."""
-    if gradients.shape[-1] == like.shape[-1]:
-        return gradients
-    factor = [like.shape[-1] - 1] * (gradients.shape[-1] - len(moving))
-    full = torch.zeros_like(like)
-    full[..., [*moving, *factor]] = gradients
-    return full

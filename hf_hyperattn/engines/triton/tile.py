@@ -1,21 +1,25 @@
 """What all kernels do with one tile of pairs, as Triton functions.
 
 Nothing here knows which way a tile lies: `i` are the queries' numbers and `j` the keys', [R, 1] and [1, C] where
-queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes.
+queries run down the tile, [1, R] and [C, 1] where keys do. Statistics are loaded in the same shapes. Where a tile ends
+beyond the last line, that one's are loaded again: of numbers that no line has a score might make infinity or NaN, which
+a weight of 0 does not take off.
 """
 
 # What follows is Triton's language: its unrolled loops, growing tuples and `tl.split` have no Python types.
 # mypy: disable-error-code="assignment"
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .arithmetic import LOG2E
+
 #: Triton's interpreter multiplies the bit patterns of bfloat16, so products are of float32 there.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-LOG2E = tl.constexpr(1.4426950408889634)
 #: Rounds of Philox; seven pass all tests of randomness (Salmon et al., Parallel random numbers, 2011).
 ROUNDS = tl.constexpr(7)
 
@@ -32,11 +36,19 @@ def product(a, b):
 
 
 @triton.jit
-def load_vectors(start, line, width, stride, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
+def head_of(vectors, b, h):
+    """Of (pointer, strides) of [batch, heads, length, width]: where a head begins, and the stride of its vectors."""
+    start, strides = vectors
+    return start + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1], strides[2]
+
+
+@triton.jit
+def load_vectors(vectors, line, width, lines, WIDTH: tl.constexpr, PADDED: tl.constexpr, INSIDE: tl.constexpr):
     """Vectors number `line` of `lines`, whose components number `width` run along the other axis.
 
-    PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
+    vectors: as of `head_of`. PADDED: there are more columns than WIDTH. INSIDE: all lines are there.
     """
+    start, stride = vectors
     pointers = start + line.to(tl.int64) * stride + width
     if INSIDE and not PADDED:
         return tl.load(pointers)
@@ -49,77 +61,49 @@ def load_vectors(start, line, width, stride, lines, WIDTH: tl.constexpr, PADDED:
 
 
 @triton.jit
-def load_statistics(pointers, there, COUNT: tl.constexpr):
-    """A tuple of the COUNT numbers that lie side by side from each pointer on."""
+def load_statistics(start, line, COUNT: tl.constexpr):
+    """The COUNT numbers of each line, which lie side by side, as a tuple of what has the shape of `line`."""
     values = ()
     for index in tl.static_range(COUNT):
-        values = values + (tl.load(pointers + index, mask=there, other=0.0),)
+        values = values + (tl.load(start + line.to(tl.int64) * COUNT + index),)
     return values
 
 
 @triton.jit
-def split_in_2(t, N: tl.constexpr):
-    """The columns of [N, 2], each [N]."""
-    return tl.split(tl.reshape(t, (N, 2)))
+def halves(tiles, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Each tile [N, WIDTH] of a tuple split into its even columns and its odd ones: first the former of all tiles."""
+    even, odd = (), ()
+    for index in tl.static_range(len(tiles)):
+        a, b = tl.split(tiles[index] if WIDTH == 2 else tl.reshape(tiles[index], (N, WIDTH // 2, 2)))
+        even, odd = even + (a,), odd + (b,)
+    return even + odd
 
 
 @triton.jit
-def split_in_4(t, N: tl.constexpr):
-    """As split_in_2."""
-    even, odd = tl.split(tl.reshape(t, (N, 2, 2)))
-    a, c = split_in_2(even, N)
-    b, d = split_in_2(odd, N)
-    return a, b, c, d
+def load_records(start, line, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
+    """As `load_statistics` of lines [1, N].
 
-
-@triton.jit
-def split_in_8(t, N: tl.constexpr):
-    """As split_in_2."""
-    even, odd = tl.split(tl.reshape(t, (N, 4, 2)))
-    a, c, e, g = split_in_4(even, N)
-    b, d, f, h = split_in_4(odd, N)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
-def split_in_16(t, N: tl.constexpr):
-    """As split_in_2."""
-    even, odd = tl.split(tl.reshape(t, (N, 8, 2)))
-    a, c, e, g, i, k, m, o = split_in_8(even, N)
-    b, d, f, h, j, l, n, p = split_in_8(odd, N)  # noqa: E741
-    return a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p
-
-
-@triton.jit
-def load_records(start, first, lines, INSIDE: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr, PACK: tl.constexpr):
-    """The COUNT numbers that belong to each of the N lines from `first` on, as a tuple of [1, N].
-
-    They are read as one tile [N, PACK], PACK a power of two, or 1: number by number. Then the compiler has every thread
-    copy all that it will need, for each number as many words as the tile has columns in a thread: a third of all
-    instructions.
+    They are read as one tile [N, PACK], PACK a power of two up to 16, or 1: number by number. Then the compiler has
+    every thread copy all that it will need, for each number as many words as the tile has columns in a thread: a third
+    of all instructions.
     """
-    line = first + tl.arange(0, N)
-    there = (line < lines) | INSIDE
-    values = ()
     if PACK == 1:
-        for index in tl.static_range(COUNT):
-            number = tl.load(start + line.to(tl.int64) * COUNT + index, mask=there, other=0.0)
-            values = values + (number[None, :],)
+        return load_statistics(start, line, COUNT)
     else:
         place = tl.arange(0, PACK)[None, :]
-        pointers = start + line.to(tl.int64)[:, None] * COUNT + place
-        tile = tl.load(pointers, mask=there[:, None] & (place < COUNT), other=0.0)
-        if PACK == 2:
-            parts = split_in_2(tile, N)
-        elif PACK == 4:
-            parts = split_in_4(tile, N)
-        elif PACK == 8:
-            parts = split_in_8(tile, N)
-        else:
-            parts = split_in_16(tile, N)
+        pointers = start + tl.trans(line).to(tl.int64) * COUNT + place
+        # splitting halves of halves leaves the columns in their order
+        parts = halves((tl.load(pointers, mask=(place < COUNT) & (tl.trans(line) >= 0), other=0.0),), N, PACK)
+        if PACK >= 4:
+            parts = halves(parts, N, PACK // 2)
+        if PACK >= 8:
+            parts = halves(parts, N, PACK // 4)
+        if PACK == 16:
+            parts = halves(parts, N, PACK // 8)
+        values = ()
         for index in tl.static_range(COUNT):
             values = values + (parts[index][None, :],)
-    return values
+        return values
 
 
 @triton.jit
@@ -141,23 +125,23 @@ def zeros(SIZE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def sums(total, tiles, COUNT: tl.constexpr):
-    """The totals with the sums of the tiles along their second axis added."""
+def sums(total, tiles, factor, COUNT: tl.constexpr):
+    """The totals with the sums of the tiles, times a factor where that is not None, along their second axis added."""
     values = ()
     for index in tl.static_range(COUNT):
-        values = values + (total[index] + tl.sum(tiles[index], 1),)
+        values = values + (total[index] + tl.sum(multiplied(tiles[index], factor, None, None), 1),)
     return values
 
 
 @triton.jit
-def multiplied(x, scale, first, second):
+def multiplied(x, first, second, third):
     """`x` times each of the others that is not None."""
-    if scale is not None:
-        x *= scale
     if first is not None:
-        x *= first
+        x = x * first
     if second is not None:
-        x *= second
+        x = x * second
+    if third is not None:
+        x = x * third
     return x
 
 
@@ -168,26 +152,61 @@ def any_of(x):
 
 
 @triton.jit
-def differences(POINTS_Q, POINTS_K, i, j, n, m, like, WIDTH: tl.constexpr):
-    """Squared distances of points from differences."""
-    gap = tl.zeros_like(like)
+def differences(points, i, j, like, WIDTH: tl.constexpr):
+    """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; 0 where they coincide but for rounding,
+    which is to steer no gradient.
+    """
+    square, size = tl.zeros_like(like), tl.zeros_like(i.to(tl.float32))
     for c in range(WIDTH):
-        q = tl.load(POINTS_Q + i.to(tl.int64) * WIDTH + c, mask=i < n, other=0.0)
-        k = tl.load(POINTS_K + j.to(tl.int64) * WIDTH + c, mask=j < m, other=0.0)
-        gap += (q - k) * (q - k)
-    return gap
+        q = tl.load(points[0] + i.to(tl.int64) * WIDTH + c)
+        k = tl.load(points[1] + j.to(tl.int64) * WIDTH + c)
+        square += (q - k) * (q - k)
+        size += q * q
+    return tl.where(square <= size * 2.2737367544323206e-13, 0.0, square)  # (4 eps)²
 
 
 @triton.jit
-def added(s, pointers, strides, b, h, i, j, inside, TRUTH: tl.constexpr):
-    """Logits with a mask or bias: added, or where it is one of truth values, -inf where it is 0."""
+def logits(
+    dot, row, column, head, softcap, masks, points, b, h, i, j, there, offset, window,
+    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr, P: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """The logits of a tile from its product, -inf where pairs are hidden, and the squared distances that they read.
+
+    Where the product form of a distance is too inexact for one pair, the tile is taken from differences: a term's own
+    bounds allow for an error of 4 units in the last place, the product leaves SLACK times as much.
+
+    Args:
+        masks: (mask, bias), each (pointer or None, strides); with TRUTH the mask hides where it is 0.
+        points: pointers to those of the head's queries and keys.
+        there: which pairs there are.
+        EDGE: whether causality or the window may hide some.
+    """
+    square = dot
+    if DISTANCE is not None:
+        square = DISTANCE(dot, row, column, head)
+    if INEXACT is not None:
+        if any_of(INEXACT(square * (1 / SLACK), row, column, head) & there):
+            square = differences(points, i, j, dot, P)
+    s = SCORE(dot, square, row, column, head, softcap)
+    mask, bias = masks
+    if bias[0] is not None:
+        s += load_pairs(bias, b, h, i, j).to(tl.float32)
+    if mask[0] is not None:
+        seen = load_pairs(mask, b, h, i, j)
+        s = tl.where(seen != 0, s, float("-inf")) if TRUTH else s + seen.to(tl.float32)
+    if EDGE:
+        s = tl.where(there & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
+    return s, square
+
+
+@triton.jit
+def load_pairs(of_pairs, b, h, i, j):
+    """A tile of a mask or bias."""
+    pointers, strides = of_pairs
     offsets = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
     offsets += i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    if TRUTH:
-        seen = tl.load(pointers + offsets, mask=inside, other=0)
-        return tl.where(seen != 0, s, float("-inf"))
-    else:
-        return s + tl.load(pointers + offsets, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(pointers + offsets)
 
 
 @triton.jit
@@ -207,17 +226,8 @@ def in_reach(i, j, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 def kept(seed, bh, i, j, dropout):
     """1 where dropout leaves a pair, else 0: a function of the pair's place alone, whatever the tiles."""
     zero = (i + j) * 0
-    bits, _, _, _ = tl.philox(seed, i + zero, j + zero, bh + zero, zero, ROUNDS)
+    bits, _, _, _ = tl.philox(tl.load(seed), i + zero, j + zero, bh.to(tl.int32) + zero, zero, ROUNDS)
     return ((bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 >= dropout).to(tl.float32)
-
-
-@triton.jit
-def tanh(x):
-    """Hyperbolic tangent; near 0 by its series, whose digits the quotient would lose."""
-    y = x * x
-    series = x * (1 - y * (0.3333333333 - y * (0.1333333333 - y * 0.0539682540)))
-    far = 1 - 2 / (tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2 * LOG2E)) + 1)
-    return tl.where(tl.abs(x) < 0.15, series, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ All layers are decomposed, and their errors reported, before anything is replace
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -21,15 +21,14 @@ from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
 from ..attach import Selected, attach, resolve_overrides
+from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
-from ..families import note_all
 from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
 from ..stock import PATCHED
 from ..unsupported import check_parts
 from .moments import Moments, moments_of
-from .projections import FUSED, Projections, SharedShape, projections, shared_modules
-from .rebuilding import is_shared
+from .projections import FUSED, Projections, SharedShape, is_shared, projections, shared_modules
 
 logger = logging.get_logger(__name__)
 
@@ -77,22 +76,30 @@ def share(
     examples: Iterable[Mapping] | None = None,
 ) -> PreTrainedModel:
     """Run the conversion, see `hf_hyperattn.convert`."""
-    config = as_whole(config)
+    share_heads(
+        model, config, keep_original, examples, lambda parts: logger.warning(report(model, parts, model.dtype))
+    )
+    return model
+
+
+def share_heads(
+    model: PreTrainedModel,
+    config: MechanismConfig | HyperAttnConfig,
+    keep_original: bool,
+    examples: Iterable[Mapping] | None,
+    before_it: Callable[[list[SharedHost]], None],
+) -> list[SharedHost]:
+    """Convert a model, and return what was replaced; `before_it` is called with that before anything is."""
+    if not isinstance(config, HyperAttnConfig):  # without others beside it there is nothing to blend
+        config = HyperAttnConfig((config,), mode="replace")
     note_all(model)
     with rollback_on_error(model):
         newly_routed = route(model)
         chosen, parts = plan(model, config)
         parts = solve(parts, None if examples is None else moments_of(model, parts, examples))
-        logger.warning(report(model, parts))
+        before_it(parts)
         install(model, config, chosen, parts, keep_original, newly_routed)
-    return model
-
-
-def as_whole(config: MechanismConfig | HyperAttnConfig) -> HyperAttnConfig:
-    """The config as one of a whole model; without others beside it there is nothing to blend."""
-    if isinstance(config, HyperAttnConfig):
-        return config
-    return HyperAttnConfig((config,), mode="replace")
+    return parts
 
 
 def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected], list[SharedHost]]:
@@ -136,7 +143,7 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
     if old.query.is_meta:
         raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
     check_rank(config.rank, host)
-    shape = SharedShape.of(old, config.rank or 0, host.heads)
+    shape = old.shared(config.rank or 0, host.heads)
     if shape.content and shape.rank + host.heads > shape.width:
         raise ValueError(
             f"CollaborativeConfig.rank={config.rank} leaves no room for the content bias of {host.name}, and would "
@@ -158,19 +165,15 @@ def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list
     return solved
 
 
-def sizes(model: PreTrainedModel, parts: list[SharedHost]) -> tuple[int, int]:
-    """Parameters of the model before and after."""
-    total = sum(p.numel() for p in model.parameters())
-    return total, total - sum(before - after for before, after in (p.parameters for p in parts))
-
-
 def by_head(weight: Tensor, heads: int) -> Tensor:
     """[H·d, D] to [H, d, D], float64, on the CPU."""
     return weight.detach().cpu().double().unflatten(0, (heads, -1))
 
 
-def report(model: PreTrainedModel, parts: list[SharedHost]) -> str:
-    """What is about to be replaced, a line a layer: rank, relative errors, parameters."""
+def report(model: PreTrainedModel, parts: list[SharedHost], dtype: torch.dtype) -> str:
+    """What is about to be replaced, a line a layer: rank, relative errors, parameters; and the model's size in a dtype,
+    before and after.
+    """
     lines = [f"{type(model).__name__}: projections of queries and keys to be shared (arXiv 2006.16362)"]
     names = max((len(p.host.name) for p in parts), default=0)
     for part in parts:
@@ -180,7 +183,8 @@ def report(model: PreTrainedModel, parts: list[SharedHost]) -> str:
             f"  {part.host.name:{names}}  rank {part.shape.rank} of {part.shape.width}  "
             f"error of weights {result.error:.4f}{logits}  parameters {before:,} -> {after:,}"
         )
-    (total, left), size = sizes(model, parts), model.dtype.itemsize / 1e6
+    total, size = sum(p.numel() for p in model.parameters()), dtype.itemsize / 1e6
+    left = total - sum(before - after for before, after in (p.parameters for p in parts))
     lines.append(f"  model: {total:,} -> {left:,} parameters, {total * size:.1f} -> {left * size:.1f} MB")
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""The projections of queries and keys inside a host: where they are, and the shared ones that take their place."""
+"""The projections of queries and keys inside a host: where they are, the shared ones that take their place, and a
+converted model that is built to be loaded with these.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from ...mechanisms.collaborative.config import CollaborativeConfig
+from ...mechanisms.collaborative.layer import SharedLayer
+from ..checkpoint_config import inner, patched_hosts
+from ..conversions import REBUILDERS
 
 #: Names of the two projections in hosts that have one each, the query's first.
 PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"), ("q", "k"))
@@ -31,6 +39,10 @@ class Projections:
     key: Tensor
     query_bias: Tensor | None
     key_bias: Tensor | None
+
+    def shared(self, rank: int, heads: int) -> SharedShape:
+        """The shared ones for a rank that is allowed."""
+        return SharedShape(rank, self.query.shape[0], heads, self.query_bias is not None)
 
 
 def projections(host: nn.Module) -> Projections | None:
@@ -113,11 +125,6 @@ class SharedShape:
     heads: int
     biased: bool
 
-    @classmethod
-    def of(cls, projections: Projections, rank: int, heads: int) -> SharedShape:
-        """The shape for a host's projections and a rank that is allowed."""
-        return cls(rank, projections.query.shape[0], heads, projections.query_bias is not None)
-
     @property
     def bias(self) -> bool:
         return self.biased and self.rank == self.width
@@ -141,3 +148,37 @@ def shared_modules(old: Projections, shape: SharedShape) -> dict[str, nn.Module]
         if any(p.dtype != dtype for p in module.parameters()):  # `to` fails under FakeTensorMode
             module.to(dtype)
     return modules
+
+
+def shared_layer(host: Any) -> SharedLayer | None:
+    """The layer of a converted host."""
+    layer = getattr(inner(host.hyper), CollaborativeConfig.mechanism, None)
+    return layer if isinstance(layer, SharedLayer) else None
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    """Whether some host of the model is converted."""
+    return any(shared_layer(host) is not None for _, host in patched_hosts(model))
+
+
+def rebuild(model: PreTrainedModel) -> None:
+    """Shared projections in every host whose `hyper` says so, for weights that are loaded next.
+
+    Raises:
+        ValueError: a host has no projections that can be shared.
+    """
+    for name, host in patched_hosts(model):
+        layer = shared_layer(host)
+        if layer is None:
+            continue
+        old = projections(host)
+        if old is None:
+            raise ValueError(
+                f"config.hyperattn says that {name} was converted, and it has no projections that can be shared; "
+                "allowed: the config that was saved with the model"
+            )
+        for child, module in shared_modules(old, old.shared(*layer.mixing.shape[::-1])).items():
+            setattr(host, child, module)
+
+
+REBUILDERS[CollaborativeConfig.mechanism] = rebuild

@@ -5,6 +5,7 @@ from __future__ import annotations
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...fields import refuse
 from ...mechanisms.hat.config import HatConfig, counts
 from ...mechanisms.hat.segments import segments_of
 
@@ -64,9 +65,11 @@ class HatEncoderConfig(PreTrainedConfig):
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
         HatConfig(max_length=self.max_position_embeddings, **{name: getattr(self, name) for name in SHARED})
-        fits = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
-        self._check("hidden_size", fits, f"multiples of num_attention_heads={self.num_attention_heads}")
-        self._check("num_hidden_layers", self.num_hidden_layers > 0, "numbers from 1")
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            allowed = f"multiples of num_attention_heads={self.num_attention_heads}"
+            refuse("HatEncoderConfig.hidden_size", self.hidden_size, allowed)
+        if self.num_hidden_layers < 1:
+            refuse("HatEncoderConfig.num_hidden_layers", self.num_hidden_layers, "numbers from 1")
         counts(self.layout, self.num_hidden_layers)
         super().__post_init__(**kwargs)
 
@@ -79,7 +82,3 @@ class HatEncoderConfig(PreTrainedConfig):
     def max_segments(self) -> int:
         """The most segments of a text; one more where a CLS token may have to be put before it."""
         return segments_of(self.max_position_embeddings + (self.cls_token_id is not None), self.segment_length)
-
-    def _check(self, name: str, fine: bool, allowed: str) -> None:
-        if not fine:
-            raise ValueError(f"HatEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")

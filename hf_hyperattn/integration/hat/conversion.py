@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...fields import short
+from ...fields import refuse, short
 from ...mechanisms.hat.config import HatConfig
 from ..conversions import keep
 from .configuration import SHARED, HatEncoderConfig
 from .heads import HatForMaskedLM, HatForSequenceClassification, HatForTokenClassification
 from .modeling import HatModel, HatPreTrainedModel
-from .pretrained import BLOCK, FAMILIES, EncoderFamily
 
 #: Our classes by the end of their names.
 CLASSES: dict[str, Any] = {
@@ -31,6 +31,92 @@ SAME = """
     layer_norm_eps pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id problem_type
     output_hidden_states return_dict
 """.split()
+#: The modules of one of our blocks.
+BLOCK = (
+    "attention.query", "attention.key", "attention.value", "attention.out", "attention_norm", "up", "down", "norm",
+)  # fmt: skip
+BERT_LAYER = (
+    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+    "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+)  # fmt: skip
+DISTILBERT_LAYER = (
+    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm", "ffn.lin1",
+    "ffn.lin2", "output_layer_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EncoderFamily:
+    """A family of pretrained encoders.
+
+    Args:
+        pooler, classifier: modules of the head for sequence classification.
+        lm_head: of the head for masked language modelling, the linear map, the norm and the map to words.
+        layers: their stack of layers.
+        layer: the modules of a layer, in the order of `BLOCK`.
+        offset: the row of their table of positions that a text's first token has; None: behind the padding's.
+        fields: fields of our config, and of theirs where the name is another; a field that theirs lacks is left out.
+        acts: activations, by the end of the class name ("" for all): fields of our config, and either the name of an
+            activation, or, with an @, of their field.
+    """
+
+    pooler: str
+    classifier: str
+    lm_head: tuple[str, str, str]
+    layers: str = "encoder.layer"
+    layer: tuple[str, ...] = BERT_LAYER
+    offset: int | None = 0
+    fields: dict[str, str] = field(default_factory=dict)
+    acts: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def head(self, end: str) -> dict[str, str]:
+        """The modules of the head of a class whose name ends so, ours and theirs."""
+        heads = {
+            "SequenceClassification": {"hat.pooler": self.pooler, "classifier": self.classifier},
+            "TokenClassification": {"classifier": "classifier"},
+            "MaskedLM": dict(zip(("lm_head.dense", "lm_head.norm", "lm_head.decoder"), self.lm_head, strict=True)),
+        }
+        return heads.get(end, {})
+
+
+ROBERTA = EncoderFamily(
+    "classifier.dense",
+    "classifier.out_proj",
+    ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
+    offset=None,
+    acts={"": {"lm_act": "gelu"}},
+)
+FAMILIES = {
+    "bert": EncoderFamily(
+        "bert.pooler.dense",
+        "classifier",
+        ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"),
+        acts={"": {"lm_act": "@hidden_act"}},
+    ),
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "camembert": ROBERTA,
+    "electra": EncoderFamily(
+        "classifier.dense",
+        "classifier.out_proj",
+        ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"),
+        acts={"SequenceClassification": {"pooler_act": "gelu"}},
+    ),
+    "distilbert": EncoderFamily(
+        "pre_classifier",
+        "classifier",
+        ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        layers="transformer.layer",
+        layer=DISTILBERT_LAYER,
+        fields={
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        acts={"": {"lm_act": "@activation"}, "SequenceClassification": {"pooler_act": "relu"}},
+    ),
+}
 
 
 def to_hat(model: PreTrainedModel, config: HatConfig, keep_original: bool = False) -> HatPreTrainedModel:
@@ -88,15 +174,11 @@ def _config(model: PreTrainedModel, family: EncoderFamily, kind: str, config: Ha
     fields = {name: getattr(source, other) for name, other in theirs.items() if hasattr(source, other)}
     rows = _positions(body, family).shape[0]
     if config.segment_length > rows:
-        raise ValueError(
-            f"HatConfig.segment_length={config.segment_length} is not allowed for {type(model).__name__}, which has "
-            f"{rows} positions; allowed: numbers from 2 to {rows}"
-        )
+        allowed = f"numbers from 2 to {rows}, the positions of {type(model).__name__}"
+        refuse("HatConfig.segment_length", config.segment_length, allowed)
     if config.cls_token_id is not None and config.cls_token_id >= source.vocab_size:
-        raise ValueError(
-            f"HatConfig.cls_token_id={config.cls_token_id} is not allowed; allowed: None, or numbers below "
-            f"vocab_size={source.vocab_size}"
-        )
+        allowed = f"None, or numbers below vocab_size={source.vocab_size}"
+        refuse("HatConfig.cls_token_id", config.cls_token_id, allowed)
     if not hasattr(body.embeddings, "token_type_embeddings"):
         fields["type_vocab_size"] = 0
     fields["layer_norm_eps"] = body.embeddings.LayerNorm.eps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ...fields import refuse
 from ...hierarchy.text import kinds_of
 
 #: The most children of a family, by its kind: the root over several signals, an image and the cells of its quad-tree,
@@ -82,4 +83,4 @@ class HsaEncoderConfig(PreTrainedConfig):
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:
-            raise ValueError(f"HsaEncoderConfig.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
+            refuse(f"HsaEncoderConfig.{name}", getattr(self, name), allowed)

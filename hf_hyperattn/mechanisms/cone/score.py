@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ...engines.cpu import squared_norms
-from ...engines.score import TERMS, Numbers, PairScore, Points, ScoreTerm, VectorReader
+from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, VectorReader
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
-from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, definition, horizontal, of_parts
-
-#: Mappings whose statistics the CPU engine reads from vectors itself (cone.h).
-READERS = {"xi": "cone::kXi", "psi": "cone::kPsi"}
-
-#: What `kind_of` gives, by its arguments.
-KINDS: dict[tuple, tuple[str, str | None]] = {}
+from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, MAPPINGS, definition, horizontal, of_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +42,17 @@ class ConeSpace:
             scale: of a host's product that it reads, scale · q·k; None: it reads that of the horizontal parts.
             gate, capped: as in `ScoreTerm`.
         """
-        kind = self.variant, self.mapping, self.squared, self.clamp_heights, scale is not None
-        name, reader = KINDS.get(kind) or kind_of(*kind)
+        name, reader = KINDS[self.variant, self.mapping, self.squared, self.clamp_heights]
         vectors, gamma, radius = ConeVectors(query, key, self, scale), self.gamma, self.radius
         head = () if self.variant == "umbral" else (radius**2 * (gamma if self.squared else gamma**2),)
         term = ScoreTerm(
-            TERMS[name],
+            TERMS[name if scale is None else f"{name}_on_product"],
             vectors.definition,
             gate=gate,
             statistics=vectors.statistics,
             capped=capped,
             # decoding takes distances from differences, for which it does not read the last parameter
-            reader=None if reader is None else VectorReader(reader, (gamma, radius), (*head, 1.0)),
+            reader=VectorReader(reader, (gamma, radius), (*head, 1.0)),
             points=vectors.points,
         )
         if scale is not None:
@@ -66,16 +60,27 @@ class ConeSpace:
         return PairScore(query, key, (term,), 1.0, query.shape[-1] - 1, vectors.features)
 
 
-def kind_of(
-    variant: str, mapping: str, squared: bool, clamp_heights: bool, on_product: bool
-) -> tuple[str, str | None]:
-    """The name of the score's term, and the C++ type that reads its statistics from vectors, where there is one."""
-    name = "umbral" if variant == "umbral" else "penumbral_squared" if squared else "penumbral"
-    flags = (variant == "penumbral", squared, clamp_heights, on_product)
-    types = ", ".join(str(int(f)) for f in flags)
-    reader = f"cone::Vectors<{READERS[mapping]}, {types}>" if mapping in READERS else None
-    KINDS[variant, mapping, squared, clamp_heights, on_product] = name + "_on_product" * on_product, reader
-    return KINDS[variant, mapping, squared, clamp_heights, on_product]
+def read(kind, row, column, head):
+    """See `Reader`: the statistics before |X|². Parameters: gamma and the radius."""
+    (variant, mapping, squared, clamp_heights), (dim,), (last, side), (gamma, radius) = kind, row, column, head
+    height, stretch = of_parts(last, side, dim, mapping, radius)
+    if variant == "umbral":
+        half = gamma / 2
+        return stretch * (half / torch.sinh(radius)), (height * half,)
+    weight = gamma.sqrt() if squared else gamma
+    height, rim = height * weight, radius * weight
+    height = torch.minimum(height, CLAMP * rim) if clamp_heights else height
+    square = rim * rim
+    return stretch * weight, (height * height, torch.maximum(square - height * height, FLOOR * square).sqrt())
+
+
+#: The names of the term and of the reader of each kind of score: variant, mapping, squared, clamp_heights.
+KINDS: dict[tuple[str, str, bool, bool], tuple[str, str]] = {}
+for _kind in product(("umbral", "penumbral"), MAPPINGS, (True, False), (True, False)):
+    _variant, _mapping, _squared, _clamp = _kind
+    _reader = f"cone {_variant} {_mapping} squared={_squared} clamp={_clamp}"
+    KINDS[_kind] = "umbral" if _variant == "umbral" else "penumbral" + "_squared" * _squared, _reader
+    READERS[_reader] = Reader(_reader, partial(read, _kind), 2, left_out=1)
 
 
 @dataclass(eq=False)

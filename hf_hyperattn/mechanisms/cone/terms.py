@@ -21,88 +21,71 @@ as keeps the error of D below 2e-4 where that is large.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...engines.score import Term, register_term
+from ...engines.score import DerivedDistanceTerm, register_term
 
 SMALLEST = 1e-15  # of a distance that is divided by
 LOWEST = 1e-6  # of a height
 NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6  # EXACT: (2 eps / 2e-4)² of float32
 BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² w|X|²
-HEADER = Path(__file__).with_name("cone.h")
 
 
-class ConeTerm(Term):
-    """What all cone terms share: the squared distance, and the gradients that flow through it."""
+class ConeTerm(DerivedDistanceTerm):
+    """What all cone terms share: |X_q - X_k|², D² from it, and the gradients that flow through both."""
 
     before = 1  # statistics of the score itself, before those of the distance
     heads = 1
 
     def __init__(self, name: str, on_product: bool):
-        self.name, self.on_product = name, on_product
+        self.name, self.on_product, self.left_out = name, on_product, int(on_product)
         self.rows = self.columns = self.before + (3 if on_product else 1)
 
-    def distance(self, dot, row, column, weight, squared_distance=None):
-        """|X_q - X_k|² [..., R, C], and which pairs it was taken from differences for, bool [..., R, C], or None."""
+    def by_product(self, dot, row, column, head):
         row, column = row[self.before :], column[self.before :]
         if not self.on_product:
-            square, size = torch.sub(column[0], dot, alpha=2).add_(row[0]), row[0]
-        else:
-            (norm_q, stretch_q, last_q), (norm_k, stretch_k, last_k) = row, column
-            square = torch.addcmul(dot, last_q, last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
-            square = square.mul_(-2).add_(norm_k).add_(norm_q)
-            size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(norm_q)
-        if squared_distance is None:
-            return square, None
-        near = square < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
-        if not near.any():
-            return square, None
-        squares = squared_distance(near)
-        blur = (BLUR * torch.finfo(dot.dtype).eps) ** 2
-        squares = squares.masked_fill_(squares <= blur * size, 0.0)  # points that coincide but for rounding
-        near = ~squares.isnan()
-        return torch.where(near, squares, square), near
+            return torch.sub(column[0], dot, alpha=2).add_(row[0])
+        (norm_q, stretch_q, last_q), (norm_k, stretch_k, last_k) = row, column
+        square = torch.addcmul(dot, last_q, last_k, value=-1).mul_(stretch_k).mul_(stretch_q)
+        return square.mul_(-2).add_(norm_k).add_(norm_q)
 
-    def logits(self, dot, row, column, head, squared_distance=None):
-        square, _ = self.distance(dot, row, column, head[-1], squared_distance)
-        return self.score(square.mul_(head[-1]), row[: self.before], column[: self.before], head)[0]
+    def is_inexact(self, squared_distance, row, column, head):
+        size, weight = row[self.before], head[-1]
+        if self.on_product:
+            (stretch_q, last_q), (stretch_k, last_k) = row[self.before + 1 :], column[self.before + 1 :]
+            size = torch.mul((stretch_q * last_q).abs(), (stretch_k * last_k).abs()).add_(size)
+        return squared_distance < size * (EXACT * weight * size).clamp_(NEAR, NEAREST)
 
-    def vjp(self, dot, row, column, head, squared_distance=None):
+    def factors(self, row, column, head):
+        return (row[self.before + 1], column[self.before + 1]) if self.on_product else (1.0, 1.0)
+
+    def derive(self, row, column, head, squared_distance):
         weight = head[-1]
-        square, near = self.distance(dot, row, column, weight, squared_distance)
-        logits, pull = self.score(square * weight, row[: self.before], column[: self.before], head)
+        logits, pull = self.height(squared_distance * weight, row[: self.before], column[: self.before], head)
 
         def pullback(grad):
             d_square, d_row, d_column, d_head = pull(grad)
-            d_square.masked_fill_(square <= 0, 0.0)
-            d_weight = d_square * square
-            d_square.mul_(weight)
-            d_gap = ()
-            if near is not None:
-                d_gap = (d_square.masked_fill(~near, 0.0),)
-                d_square.masked_fill_(near, 0.0)
-            d_dot, dist_row, dist_column = self.through_distance(d_square, dot, row, column)
-            return d_dot, (*d_row, *dist_row), (*d_column, *dist_column), (*d_head, d_weight), *d_gap
+            d_square.masked_fill_(squared_distance <= 0, 0.0)
+            d_weight = d_square * squared_distance
+            return d_square.mul_(weight), d_row, d_column, (*d_head, d_weight)
 
         return logits, pullback
 
-    def through_distance(self, d_gap, dot, row, column):
-        """Gradients of the product and of the distance's statistics from that of D²."""
-        by_row, by_column = d_gap.sum(-1, keepdim=True), d_gap.sum(-2, keepdim=True)
+    def through_product(self, d_squared, dot, row, column):
+        by_row, by_column = d_squared.sum(-1, keepdim=True), d_squared.sum(-2, keepdim=True)
         if not self.on_product:
-            return d_gap.mul_(-2), (by_row,), (by_column,)
+            return d_squared.mul_(-2), (by_row,), (by_column,)
         _, stretch_q, last_q = row[self.before :]
         _, stretch_k, last_k = column[self.before :]
-        inner = torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_gap).mul_(-2)  # d_gap · d gap / d(stretches)
-        d_dot = d_gap.mul_(-2).mul_(stretch_k).mul_(stretch_q)
+        inner = torch.addcmul(dot, last_q, last_k, value=-1).mul_(d_squared).mul_(-2)  # times that by the stretches
+        d_dot = d_squared.mul_(-2).mul_(stretch_k).mul_(stretch_q)
         rows = (by_row, inner @ stretch_k.mT, -(d_dot @ last_k.mT))
         columns = (by_column, stretch_q.mT @ inner, -(last_q.mT @ d_dot))
         return d_dot, rows, columns
 
-    def score(self, gap, row, column, head):
+    def height(self, gap, row, column, head):
         """Logits from D² and the score's own statistics, and the pullback; `gap` is left as it is."""
         raise NotImplementedError
 
@@ -110,21 +93,17 @@ class ConeTerm(Term):
 class Umbral(ConeTerm):
     """S = -(h_q + h_k + sqrt(max(D², u²))), u = h_q - h_k; sign(0) = 0 at ties."""
 
-    def __init__(self, name: str, on_product: bool):
-        super().__init__(name, on_product)
-        self.cpp = HEADER, f"cone::Umbral<{on_product:d}>"
-
-    def score(self, gap, row, column, head):
+    def height(self, gap, row, column, head):
         (hq,), (hk,) = row, column
         u = hq - hk
         square = u * u
-        apart = gap > square
-        w = torch.maximum(gap, square, out=square).sqrt_()
+        level = gap <= square  # NaN is not
+        w = torch.where(level, square, gap).sqrt_()
         logits = torch.sub(-hk, w).sub_(hq)
 
         def pullback(grad):
-            d_gap = torch.where(apart, grad / w.clamp_min(SMALLEST), 0.0).mul_(-0.5)
-            d_u = torch.where(apart, 0.0, grad).mul_(u.sign()).neg_()
+            d_gap = torch.where(level, 0.0, grad / w.clamp_min(SMALLEST)).mul_(-0.5)
+            d_u = torch.where(level, grad, 0.0).mul_(u.sign()).neg_()
             return d_gap, ((d_u - grad).sum(-1, keepdim=True),), (-(d_u + grad).sum(-2, keepdim=True),), ()
 
         return logits, pullback
@@ -139,31 +118,30 @@ class Penumbral(ConeTerm):
     def __init__(self, name: str, on_product: bool, squared: bool):
         super().__init__(name, on_product)
         self.squared = squared
-        self.cpp = HEADER, f"cone::Penumbral<{on_product:d}, {squared:d}>"
 
-    def score(self, gap, row, column, head):
-        (pq, a), (pk, b), (r2, _) = row, column, head
-        tie, gap = (
-            gap <= 0,
-            gap.clamp_min(SMALLEST**2),
-        )  # a copy: the caller still reads the distance as it was
+    def height(self, gap, row, column, head):
+        (pq, a), (pk, b), r2 = row, column, head[0]
+        tie, gap = gap <= 0, gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
         difference = pk - pq
         half = (a + b - distance.masked_fill(tie, 0.0)).mul_(0.5)
         outside = half < 0
-        between = ~(half >= torch.minimum(a, b)) & ~outside  # NaN is between
-        ratio = (difference / gap).clamp_(-1, 1)  # it is between where it counts, outside
-        apart = 0.25 * (gap + 2 * (pq + pk) + difference * ratio)
-        inside = torch.where(between, r2 - half.square(), torch.maximum(pq, pk))
-        height2 = torch.where(outside, apart, inside)
+        inside = (half >= a) | (half >= b)  # one cone holds the other point; NaN is not
+        ratio = difference / gap
+        mean = 0.5 * (pq + pk)
+        apart = 0.25 * (gap + difference * ratio) + mean
+        larger = mean + 0.5 * difference.abs()  # of the two: ties share its slope evenly
+        height2 = torch.where(inside, larger, r2 - half * half)
+        height2 = torch.where(outside, apart, height2)
         root: Any = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
 
         def pullback(grad):
             d_h2 = -grad if self.squared else grad / (-2 * root)
-            out, both = torch.where(outside, d_h2, 0.0), torch.where(between, d_h2, 0.0)
+            out, both = torch.where(outside, d_h2, 0.0), torch.where(inside | outside, 0.0, d_h2)
             higher = d_h2 - out - both
             by_q = higher * (0.5 * (1 - difference.sign()))  # equal heights share it evenly
             d_half = -both * half  # of each half width; the distance counts as much, less
+            ratio.clamp_(-1, 1)  # it is between where it counts, outside
             d_gap = 0.25 * out * (1 - ratio.square()) - d_half * (0.5 / distance)
             d_row = 0.5 * out * (1 - ratio) + by_q, d_half
             d_column = 0.5 * out * (1 + ratio) + higher - by_q, d_half

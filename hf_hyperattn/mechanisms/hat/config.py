@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import short
+from ...fields import refuse, short
 
 Pooling = Literal["max", "mean", "tokens"]
 POOLING = get_args(Pooling)
@@ -35,9 +35,11 @@ LAYOUTS = tuple(PUBLISHED)
 PATTERN = re.compile(r"SC*( SC*)*")
 
 
-def is_layout(layout: object) -> bool:
-    """Whether it is a name or a pattern."""
-    return isinstance(layout, str) and (layout in PUBLISHED or PATTERN.fullmatch(layout) is not None)
+def check_layout(name: str, layout: object) -> None:
+    """Raise for a layout that is neither a name nor a pattern; `name` is what the error calls it."""
+    if not isinstance(layout, str) or not (layout in PUBLISHED or PATTERN.fullmatch(layout)):
+        patterns = "a pattern such as 'S S SC S S SC', one group for each segment-wise block"
+        refuse(name, layout, f"{', '.join(LAYOUTS)}, or {patterns}")
 
 
 def counts(layout: str, blocks: int) -> tuple[int, ...]:
@@ -52,11 +54,7 @@ def counts(layout: str, blocks: int) -> tuple[int, ...]:
     Raises:
         ValueError: no such layout, or a pattern of another number of groups.
     """
-    if not is_layout(layout):
-        raise ValueError(
-            f"layout={short(layout)} is not allowed; allowed: {', '.join(LAYOUTS)}, or a pattern such as 'S S SC' "
-            "with one group for each segment-wise block"
-        )
+    check_layout("layout", layout)
     if layout not in PUBLISHED:
         groups = tuple(group.count("C") for group in layout.split(" "))
         if len(groups) != blocks:
@@ -128,8 +126,4 @@ class HatConfig(MechanismConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not is_layout(self.layout):
-            raise ValueError(
-                f"HatConfig.layout={short(self.layout)} is not allowed; allowed: {', '.join(LAYOUTS)}, or a pattern "
-                "such as 'S S SC S S SC', one group for each pretrained layer"
-            )
+        check_layout("HatConfig.layout", self.layout)

@@ -10,8 +10,6 @@ over the M heads, before the output projection. kappa = 0 and b = 0 is the ident
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -38,8 +36,3 @@ def entropy(weights: Tensor) -> Tensor:
     """Entropy in nats of weights [..., M], as [...]: from 0, one head has everything, to log(M), all have the same."""
     # entr's derivative is infinite at 0, where a softmax may underflow
     return -(weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log()).sum(-1)
-
-
-def largest_entropy(heads: int) -> float:
-    """Entropy in nats where all heads have the same weight."""
-    return math.log(heads)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import check_field, short
+from ...fields import check_field
 from ...hierarchy.windows import checked_sizes
 
 Tying = Literal["both", "key"]
@@ -106,9 +106,6 @@ class HsaConfig(MechanismConfig):
             self._check_numbers(name)
         if not self.keep_diagonal and self.tying == "key":
             self._refuse("keep_diagonal", "True with tying='key', where a token always sees itself")
-
-    def _refuse(self, name: str, allowed: str):
-        raise ValueError(f"HsaConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
 
     def _check_numbers(self, name: str) -> None:
         values, whole = getattr(self, name), name != "block_bias"

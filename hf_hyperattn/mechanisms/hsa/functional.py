@@ -64,7 +64,8 @@ def hierarchical_attention(
         refine_top_k: key: level by level from the top, so many more blocks are opened, those with the largest logit
             of their mean key plus the logarithm of their size.
         block_bias: key: added to the logit of closed blocks, a number or a tensor [H]; -inf drops them; None: 0.
-        backend: "auto"; with tying="key" also "torch", "native" (a compiled kernel for CPU), "rows" (any tree or mask).
+        backend: "auto"; with tying="key" also "native" (a compiled kernel for CPU) and "torch" (any device, tree or
+            mask).
 
     Returns:
         [B, H, N, dv] in the query's dtype. A query that sees no key gives 0.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, PairScore
+from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
@@ -113,7 +114,7 @@ class HsaLayer(MechanismLayer):
 
     def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
-        heads = self.chosen(query)
+        heads = self.head_mask(query)
         return heads if gate is None else gate if heads is None else gate * heads
 
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
@@ -140,7 +141,7 @@ def mean_cache_of(call: HostCall) -> MeanCache | None:
     Raises:
         ValueError: changed values, of which the cache has not kept all.
     """
-    if torch.compiler.is_compiling():
+    if is_recorded():
         return None
     cache, other = MEAN_CACHES.get(call.key), MEAN_CACHES.get(call.value)
     if cache is other:

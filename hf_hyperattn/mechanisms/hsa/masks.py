@@ -13,9 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...engines import Options
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
-from ...hierarchy.windows import windows_tree
 from ..base import FirstKey
-from .tree.masked_tree import trees_of
+from .tree.key import trees_of, windows_over
 
 #: What was read from masks that are alive: all layers of a model share one.
 _STOPS, _PADDING, _REAL = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
@@ -184,7 +183,10 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
     made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there if is_causal else real)
     if is_causal and made.starts is not None:  # windows of a row of padding begin after all that there is
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
-    return made if made.is_windows or not is_causal else _continued(made, hierarchy.sizes or ())
+    if made.is_windows or not is_causal:
+        return made
+    rows = (windows_over(tokens, hierarchy.sizes or (), hierarchy.length, True) for tokens in made.tokens)
+    return Hierarchy(hierarchy.length, *zip(*rows))
 
 
 def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
@@ -194,16 +196,6 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     if bool(((ids[..., 0] < 0) == ~real).all()):
         return hierarchy
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
-
-
-def _continued(hierarchy: Hierarchy, sizes: tuple[int, ...]) -> Hierarchy:
-    """Windows over tokens with padding between them, continued to the right until all of them are complete."""
-    trees, tokens = [], []
-    for places in hierarchy.tokens:
-        more = -len(places) % sizes[-1] if sizes else 0
-        trees.append(windows_tree(len(places) + more, sizes))
-        tokens.append(torch.nn.functional.pad(places, (0, more), value=hierarchy.length))
-    return Hierarchy(hierarchy.length, tuple(trees), tuple(tokens))
 
 
 def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:

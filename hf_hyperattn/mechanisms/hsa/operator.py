@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.options import full_precision
 from ...hierarchy import Hierarchy, Tree
@@ -33,23 +34,26 @@ class Function(NamedTuple):
     Args:
         compute: from (query, key and value; named tensors; sizes; numbers; scale) to the output and a second tensor.
         shape: of the second, from (query, key, numbers).
+        pairs: how many logits all heads of a row compute, for FLOP counters: from the shapes of the query, of the key
+            and, by name, of the named tensors, sizes and numbers.
         backward: gradients of all tensors, or None for one, from (gradient of the output, both results, and the
-            arguments of `compute`). None where autograd computes the function again.
+            arguments of `compute`). Where it is or gives None, autograd computes the function again.
     """
 
     compute: Callable
     shape: Callable
+    pairs: Callable
     backward: Callable | None = None
 
 
 FUNCTIONS: dict[str, Function] = {}
 
 
-def computes(name: str, shape: Callable, backward: Callable | None = None):
-    """Decorator: a function that the operator can compute."""
+def computes(name: str, shape: Callable, pairs: Callable, backward: Callable | None = None):
+    """Decorator: a function that the operator can compute; arguments as in `Function`."""
 
     def register(compute):
-        FUNCTIONS[name] = Function(compute, shape, backward)
+        FUNCTIONS[name] = Function(compute, shape, pairs, backward)
         return compute
 
     return register
@@ -65,7 +69,8 @@ def call(
 ) -> tuple[Tensor, Tensor]:
     """What the function of this name computes; gradients reach all floating tensors but the mask."""
     numbers = [int(n) if isinstance(n, bool) else n for n in numbers]
-    if not torch.is_grad_enabled() and can_read(*tensors):  # such as decoding, of which dispatch is a good part
+    if can_read(*tensors) and not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
+        # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
     names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
@@ -137,9 +142,10 @@ def backward(
     """Gradients of all tensors that have some, zeros for the others."""
     function, features, named = _unflatten_call(tensors, names)
     with full_precision(grads[0].device):  # backward may be called under autocast
+        gradients = None
         if function.backward is not None:
             gradients = function.backward(grads[0], *results, features, named, sizes, numbers, scale)
-        else:
+        if gradients is None:
             gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
     return [
         torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.contiguous()
@@ -189,3 +195,21 @@ def _pullback(ctx, *grads):
 
 
 hsa.register_autograd(_pullback, setup_context=_save)
+
+
+def _flops(shapes: Sequence, names: str, sizes: Sequence[int] | None, numbers: Sequence[int], backward: bool) -> int:
+    """Of the products: two a logit, in the gradients five."""
+    function, (query, key, value), named = _unflatten_call(shapes, names)
+    width, value_width = query[3], value[3]
+    each = 3 * width + 2 * value_width if backward else width + value_width
+    return int(2 * query[0] * function.pairs(query, key, dict(named), sizes, numbers) * each)
+
+
+@register_flop_formula(hsa._opoverload._overloadpacket)
+def _(tensors, names, sizes, numbers, *_, **__) -> int:
+    return _flops(tensors, names, sizes, numbers, False)
+
+
+@register_flop_formula(backward._opoverload._overloadpacket)
+def _(grads, results, tensors, names, sizes, numbers, *_, **__) -> int:
+    return _flops(tensors, names, sizes, numbers, True)

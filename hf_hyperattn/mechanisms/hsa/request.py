@@ -13,7 +13,7 @@ from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
 from . import operator
-from .cache.incremental import attend_evicted
+from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
 from .config import Rule
 from .masks import (
@@ -26,8 +26,10 @@ from .masks import (
     restricted,
     without_first,
 )
+from .pairs import sibling_pairs
 from .tree.both import both
-from .windowed.key import attend, key_tied
+from .windowed import native
+from .windowed.key import key_tied
 from .windowed.means import Levels
 
 Result = tuple[Tensor, Tensor | None]
@@ -142,23 +144,26 @@ def _tied_keys(
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
                offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
-    refined = dict(refine_top_k=rule.refine_top_k, backend=request.backend)
-    plain = mask is None and not dropped and not request.weights and request.backend != "rows"
+    levels, plain = (
+        None,
+        mask is None and not dropped and not request.weights and request.backend in ("auto", "native"),
+    )
     if request.cache is not None and plain:
         levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
-        if levels is not None and request.cache.has_evicted:
+        if levels is not None and levels.held is not None and not native.serves(query):
             return attend_evicted(query, request.cache, **ask), None
-        if levels is not None:
-            return attend(query, levels, is_causal=True, **ask, **refined), None
-    if request.evicted or (request.cache is not None and request.cache.keep is not None):
+    if levels is None and (request.evicted or (request.cache is not None and request.cache.keep is not None)):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
+    if levels is not None and levels.held is None:
+        key, value = levels.keys[0], levels.values[0]
     return key_tied(
         query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
-        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask, **refined,
+        window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask,
         bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
+        refine_top_k=rule.refine_top_k, backend=request.backend, levels=levels,
     )  # fmt: skip
 
 
@@ -299,7 +304,14 @@ def _shape_of_weights(query: Tensor, key: Tensor, numbers: Sequence[int]) -> tup
     return (*query.shape[:3], key.shape[2]) if numbers[7] else (0,)
 
 
-@operator.computes("tied", _shape_of_weights)
+def _pairs(query, key, named, sizes, numbers) -> float:
+    """Of tying="both" over windows those of siblings; else every query looks at every node."""
+    if numbers[3]:
+        return query[1] * (sibling_pairs(key[2], sizes) if sizes is not None else query[2] * key[2])
+    return query[1] * query[2] * key[2] * (1 + sum(1 / size for size in sizes or ()))
+
+
+@operator.computes("tied", _shape_of_weights, _pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]

@@ -73,9 +73,6 @@ class HypeConfig(MechanismConfig):
         if self.tau is not None and self.slopes != "alibi":
             self._refuse("slopes", "'alibi' where tau is given, since slopes only say what tau is")
 
-    def _refuse(self, name: str, allowed: str):
-        raise ValueError(f"HypeConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
-
     def _check_numbers(self, name: str, above: bool = False) -> None:
         """The entries of a tuple obey the rule that a single number does."""
         values = getattr(self, name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from ...engines.score import Term, register_term
@@ -17,11 +15,10 @@ class Hype(Term):
 
     def __init__(self, form: str):
         self.name, self.form = f"hype_{form}", form
-        self.cpp = Path(__file__).with_name("hype.h"), f"hype::Hype<{form == 'cosh':d}>"
 
     def logits(self, dot, row, column, head, squared_distance=None):
         mu, tau = head
-        x = torch.sub(column[0], row[0]).mul(mu).clamp_(-FARTHEST, FARTHEST)
+        x = torch.sub(column[0], row[0]).detach().mul(mu).clamp_(-FARTHEST, FARTHEST)  # positions do not learn
         if self.form == "sinh":
             return x.sinh_().mul_(tau)
         return x.mul_(0.5).sinh_().square_().mul_(-2 * tau)

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ...engines.cpu import norms
 from ...engines.score import (
+    READERS,
     TERMS,
     Numbers,
     PairScore,
     Points,
+    Reader,
     ScoreTerm,
     VectorReader,
     dot_score,
@@ -73,16 +75,23 @@ class HyperbolicSpace:
             statistics=vectors.statistics,
             capped=capped,
             linear_features=linear,
-            reader=VectorReader(
-                f"hyperbolic::Vectors<{on_product:d}>",
-                parameters,
-                (beta(self.distance, self.curvature, self.temperature),),
-            ),
+            reader=VectorReader("hyperbolic", parameters, (beta(self.distance, self.curvature, self.temperature),)),
             points=vectors.points,
         )
         if scale is not None:
             return PairScore(query, key, (term,), scale)
         return PairScore(query, key, (term,), self.scale_of(query), None, vectors.directions)
+
+
+def read(row, column, head):
+    """See `Reader`. Parameters: the curvature, and what vectors are scaled with."""
+    (_, square), (curvature, scale) = column, head
+    norm = (scale * square.sqrt()).clamp_min(shortest(torch.float32))
+    sine = torch.sinh(half_radius(norm, curvature))
+    return scale / norm, (sine, (1 + sine * sine).sqrt())
+
+
+READERS["hyperbolic"] = Reader("hyperbolic", read, 2)
 
 
 def beta(distance: str, c: Any, tau: Any) -> Any:
@@ -110,18 +119,18 @@ class HyperbolicVectors:
 
     def statistics(self) -> Numbers:
         """The term's numbers: sinh a and cosh a and, on the host's product, inverse norms; of heads β."""
-        lengths, heads = self.norms(), self.query.shape[1]
+        lengths, heads, scale = self.norms(), self.query.shape[1], self.space.scale_of(self.query)
         c, tau = self.space.numbers(lengths[0].dtype, self.query.device)
         sides = []
         for norm in lengths:
             a = half_radius(repeat_heads(norm, heads) if len(c) > 1 else norm, c[:, None])
             sides.append([torch.sinh(a), torch.cosh(a)])
         if self.product_scale is not None:
-            sides[0].append(self.space.scale_of(self.query) ** 2 / self.product_scale / lengths[0])
-            sides[1].append(1 / lengths[1])
+            sides[0].append(scale / self.product_scale / lengths[0])
+            sides[1].append(scale / lengths[1])
             factors = None
         else:
-            factors = 1 / lengths[0], self.space.scale_of(self.query) / lengths[1]
+            factors = 1 / lengths[0], scale / lengths[1]
         weight = torch.as_tensor(beta(self.space.distance, c, tau)).expand(heads)
         return Numbers(sides[0], sides[1], [weight], factors)
 

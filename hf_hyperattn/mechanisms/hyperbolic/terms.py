@@ -11,18 +11,16 @@ the `_on_product` terms read the host's product instead of the directions', cos 
 with the inverse norms as a third statistic.
 
 From the product, w is off by some eps · p_q p_k, which spoils it where θ is small and the points are far out or close
-together: the terms ask for such pairs from differences, see `inexact`.
+together: the terms ask for such pairs from differences, see `is_inexact`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from ...engines.score import Term, register_term
+from ...engines.score import DerivedDistanceTerm, register_term
 
-HEADER = Path(__file__).with_name("hyperbolic.h")
+EPS = 2.0**-23  # of float32, in which kernels compute; in float64 blocks take as many pairs from differences
 NOISE = 4.0  # |error of w| <= NOISE · eps · p_q p_k by the product
 BLUR = 16.0  # and from differences w means nothing below (BLUR · eps)² p_q p_k
 EXACT = 2e-4  # the error of a logit above which differences are asked for
@@ -30,132 +28,115 @@ STEEP = 2048.0  # and where w is less than this many times its noise, for the sa
 RELATIVE = 1e-5  # the error of a squared Lorentz distance that is always allowed, relative to it
 
 
-class HyperbolicTerm(Term):
-    """What both terms share: w, and the gradients that flow through it."""
+class HyperbolicTerm(DerivedDistanceTerm):
+    """What both terms share: G, w, and the gradients that flow through them. The squared distance is G."""
 
     heads = 1
-    steep = True  # whether the slope by w is infinite where points coincide
 
     def __init__(self, name: str, on_product: bool):
         self.name, self.on_product = name, on_product
         self.rows = self.columns = 3 if on_product else 2
-        self.cpp = HEADER, f"hyperbolic::{type(self).__name__}<{on_product:d}>"
 
-    def cosine(self, dot, row, column):
-        """cos θ, [..., R, C], up to rounding."""
-        return torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
+    def by_product(self, dot, row, column, head):
+        cosine = torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
+        opening = torch.rsub(cosine, 2.0, alpha=2.0)
+        return opening - opening.detach().clamp_max(0.0)  # the slope stays where rounding makes it negative
 
-    def opening(self, dot, row, column):
-        """G = 2 - 2 cos θ from the product, [..., R, C], never negative."""
-        return torch.rsub(self.cosine(dot, row, column), 2.0, alpha=2.0).clamp_min_(0.0)
+    def is_inexact(self, squared_distance, row, column, head):
+        w, _ = self.separation(squared_distance, row, column)
+        return self.uncertain(w, NOISE * EPS * (row[0] * row[1]) * (column[0] * column[1]), head)
+
+    def factors(self, row, column, head):
+        return (row[2], column[2]) if self.on_product else (1.0, 1.0)
+
+    def squared_distances(self, dot, row, column, head, squared_distance=None):
+        if squared_distance is not None and not self.may_be_inexact(dot, row, column, head):
+            squared_distance = None
+        return super().squared_distances(dot, row, column, head, squared_distance)
+
+    def may_be_inexact(self, dot, row, column, head) -> bool:
+        """Whether some pair may be: w >= p_q p_k G, of which the extremes mostly tell enough."""
+        by_row, by_column = row[0] * row[1], column[0] * column[1]
+        cosine = torch.mul(dot, column[2]).mul_(row[2]) if self.on_product else dot
+        p = _over(torch.amin, by_row) * _over(torch.amin, by_column)
+        least = p * (2 - 2 * _over(torch.amax, cosine)).clamp_min(0.0)
+        noise = NOISE * EPS * _over(torch.amax, by_row) * _over(torch.amax, by_column)
+        return bool(self.uncertain(least, noise, head).any())
 
     def separation(self, opening, row, column):
         """w, and X, each [..., R, C]."""
         (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
-        # not addcmul, which rounds once and would leave something of sinh a cosh a - cosh a sinh a
-        x = torch.mul(sinh_q, cosh_k).sub_(torch.mul(cosh_q, sinh_k))
+        # in a form that is exactly 0 for equal radii, however products are rounded and fused
+        x = (sinh_q - sinh_k).mul_(cosh_k).addcmul_(cosh_q - cosh_k, sinh_k, value=-1)
         w = torch.mul(opening, sinh_k * cosh_k).mul_(sinh_q * cosh_q).addcmul_(x, x)
         return w, x
-
-    def noise(self, dot, row, column, differences=False):
-        """What rounding may add to w or take from it: a factor per row and one per column."""
-        eps = torch.finfo(dot.dtype).eps
-        scale = (BLUR * eps) ** 2 if differences else NOISE * eps
-        return scale * (row[0] * row[1]), column[0] * column[1]
-
-    def inexact(self, dot, row, column, head):
-        """The pairs for which the product form is too inexact, bool [..., R, C]; None where it is good everywhere."""
-        by_row, by_column = self.noise(dot, row, column)
-        largest = _over(torch.amax, by_row) * _over(torch.amax, by_column)
-        # w >= p_q p_k G: mostly this alone tells that there is no such pair
-        p = _over(torch.amin, row[0] * row[1]) * _over(torch.amin, column[0] * column[1])
-        least = p * (2 - 2 * _over(torch.amax, self.cosine(dot, row, column))).clamp_min(0.0)
-        if not self.uncertain(least, largest, head).any():
-            return None
-        w, _ = self.separation(self.opening(dot, row, column), row, column)
-        if not self.uncertain(_over(torch.amin, w), largest, head).any():
-            return None
-        return self.uncertain(w, by_row * by_column, head)
 
     def uncertain(self, w, noise, head):
         """Where an error of `noise` in w matters; no less likely for smaller w or larger noise."""
         raise NotImplementedError
 
-    def logits(self, dot, row, column, head, squared_distance=None):
-        return self.vjp(dot, row, column, head, squared_distance)[0]
+    def blur(self, row, column):
+        """What rounding leaves of the w of points that coincide, as a factor per row and one per column."""
+        return (BLUR * torch.finfo(row[0].dtype).eps) ** 2 * (row[0] * row[1]), column[0] * column[1]
 
-    def vjp(self, dot, row, column, head, squared_distance=None):
-        opening, near = self.opening(dot, row, column), None
-        if squared_distance is not None:
-            exact = dot.dtype == torch.float64  # accuracy is what the caller wants
-            pairs = None if exact else self.inexact(dot, row, column, head)
-            if exact or pairs is not None:
-                squares = squared_distance(pairs)
-                near = ~squares.isnan()
-                opening = torch.where(near, squares, opening)
-        w, x = self.separation(opening, row, column)
-        logits, pull = self.score(w, head)
+    def score(self, dot, row, column, head, squared_distance):
+        w, _ = self.separation(squared_distance, row, column)
+        by_row, by_column = self.blur(row, column)
+        w = torch.where(w <= by_row * by_column, w.detach(), w)  # blur must not steer a gradient
+        return self.of_separation(w, head)[0]
+
+    def derive(self, row, column, head, squared_distance):
+        w, x = self.separation(squared_distance, row, column)
+        logits, pull = self.of_separation(w, head)
 
         def pullback(grad):
             d_w, d_head = pull(grad)
-            if self.steep or near is not None:
-                # what rounding leaves of the distance of coinciding points must not steer a gradient
-                by_row, by_column = self.noise(dot, row, column, differences=near is not None)
-                if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
-                    d_w.masked_fill_(w <= by_row * by_column, 0.0)
-            d_gap = ()
-            if near is not None:
-                p = (row[0] * row[1]) * (column[0] * column[1])
-                d_gap = (torch.where(near, d_w * p, 0.0),)
-            return *self.through_separation(d_w, dot, opening, x, row, column, near), d_head, *d_gap
+            by_row, by_column = self.blur(row, column)
+            if (_over(torch.amin, w) <= _over(torch.amax, by_row) * _over(torch.amax, by_column)).any():
+                d_w.masked_fill_(w <= by_row * by_column, 0.0)
+            (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
+            p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
+            d_x, inner = torch.mul(d_w, x).mul_(2.0), torch.mul(d_w, squared_distance)
+            by_row, by_column = inner @ p_k.mT, p_q.mT @ inner
+            d_row = (d_x @ cosh_k.mT + cosh_q * by_row, sinh_q * by_row - d_x @ sinh_k.mT)
+            d_column = (cosh_k * by_column - cosh_q.mT @ d_x, sinh_q.mT @ d_x + sinh_k * by_column)
+            return d_w.mul_(p_k).mul_(p_q), d_row, d_column, d_head
 
         return logits, pullback
 
-    def through_separation(self, d_w, dot, opening, x, row, column, near):
-        """Gradients of the product and of the statistics from that of w; `near` are pairs that read no product."""
-        (sinh_q, cosh_q), (sinh_k, cosh_k) = row[:2], column[:2]
-        p_q, p_k = sinh_q * cosh_q, sinh_k * cosh_k
-        d_x = torch.mul(d_w, x).mul_(2.0)
-        inner = torch.mul(d_w, opening)
-        by_row, by_column = inner @ p_k.mT, p_q.mT @ inner
-        d_row = (d_x @ cosh_k.mT + cosh_q * by_row, sinh_q * by_row - d_x @ sinh_k.mT)
-        d_column = (cosh_k * by_column - cosh_q.mT @ d_x, sinh_q.mT @ d_x + sinh_k * by_column)
-        d_dot = d_w.mul_(-2.0).mul_(p_k).mul_(p_q)
-        if near is not None:
-            d_dot.masked_fill_(near, 0.0)
-        if self.on_product:
-            turned = torch.mul(d_dot, dot)
-            d_dot = d_dot.mul_(column[2]).mul_(row[2])
-            d_row, d_column = (*d_row, turned @ column[2].mT), (*d_column, row[2].mT @ turned)
-        return d_dot, d_row, d_column
+    def through_product(self, d_squared, dot, row, column):
+        d_cosine = d_squared.mul_(-2.0)
+        if not self.on_product:
+            return d_cosine, (), ()
+        turned = torch.mul(d_cosine, dot)
+        return d_cosine.mul_(column[2]).mul_(row[2]), (turned @ column[2].mT,), (row[2].mT @ turned,)
 
-    def score(self, w, head):
+    def of_separation(self, w, head):
         """Logits from w, and the pullback to `(d_w, (d_beta,))`; `w` is left as it is."""
         raise NotImplementedError
 
 
 class Geodesic(HyperbolicTerm):
-    """S = -β arcosh(1 + 2w) = -β log(1 + 2w + 2 sqrt(w (w + 1))), a slope of -β / sqrt(w (w + 1))."""
+    """S = -β arcosh(1 + 2w) = -β log(1 + y + sqrt(y (y + 2))), y = 2w; a slope by w of -2β / sqrt(y (y + 2))."""
 
-    def score(self, w, head):
-        root = torch.addcmul(w, w, w).sqrt_()
-        distance = torch.add(w, root).mul_(2.0).log1p_()
+    def of_separation(self, w, head):
+        y = 2 * w
+        root = torch.add(y, 2).mul_(y).sqrt_()
+        distance = torch.add(y, root).log1p_()
 
         def pullback(grad):
-            return torch.div(grad, root).mul_(-head[0]), (-(grad * distance),)
+            return torch.div(grad, root).mul_(-2 * head[0]), (-(grad * distance),)
 
         return distance * -head[0], pullback
 
     def uncertain(self, w, noise, head):
-        return (head[0] * noise > EXACT * torch.addcmul(w, w, w).sqrt()) | (w < STEEP * noise)
+        return ((head[0] * noise / EXACT).square() > torch.addcmul(w, w, w)) | (w < STEEP * noise)
 
 
 class SquaredLorentz(HyperbolicTerm):
     """S = -β w."""
 
-    steep = False
-
-    def score(self, w, head):
+    def of_separation(self, w, head):
         return w * -head[0], lambda grad: (grad * -head[0], (-(grad * w),))
 
     def uncertain(self, w, noise, head):

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engines.score import DOT, TERMS, PairScore, ScoreTerm, Term, register_term, repeat_heads
+from ...engines.score import DOT, TERMS, DistanceTerm, PairScore, ScoreTerm, Term, register_term, repeat_heads
 from .reference import weighted
 
 
@@ -49,6 +49,28 @@ class WeightedTerm(Term):
         return part * weight, pullback
 
 
+class WeightedDistanceTerm(WeightedTerm, DistanceTerm):
+    """The same of a term that reads distances, which are the inner one's."""
+
+    def __init__(self, inner: DistanceTerm, cap: float | None = None):
+        super().__init__(inner, cap)
+        self.inner: DistanceTerm = inner
+        self.left_out = inner.left_out
+
+    def by_product(self, dot, row, column, head):
+        return self.inner.by_product(dot, row[:-1], column[:-1], head)
+
+    def is_inexact(self, squared_distance, row, column, head):
+        return self.inner.is_inexact(squared_distance, row[:-1], column[:-1], head)
+
+    def factors(self, row, column, head):
+        return self.inner.factors(row[:-1], column[:-1], head)
+
+    def score(self, dot, row, column, head, squared_distance):
+        part = self.inner.score(dot, row[:-1], column[:-1], head, squared_distance)
+        return self._capped(part) * row[-1] * column[-1]
+
+
 def name_of(inner: Term, cap: float | None) -> str:
     """How the weighted term is called among all terms."""
     # a plus stands between the terms of a score
@@ -57,7 +79,8 @@ def name_of(inner: Term, cap: float | None) -> str:
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
     """The weighted form of a term, registered with the engines when it is first used."""
-    return TERMS.get(name_of(inner, cap)) or register_term(WeightedTerm(inner, cap))
+    kind = WeightedDistanceTerm if isinstance(inner, DistanceTerm) else WeightedTerm
+    return TERMS.get(name_of(inner, cap)) or register_term(kind(inner, cap))
 
 
 def weighted_score(score: PairScore, row: Tensor, column: Tensor, cap: float | None = None) -> PairScore:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import short
+from ...fields import refuse
 
 Form = Literal["simplicial", "bidaf"]
 FORMS = get_args(Form)
@@ -61,9 +61,6 @@ class TrilinearConfig(MechanismConfig):
             if self.windows not in ((512, 32), None):
                 self._refuse("windows", "None with form='bidaf', which has no windows")
 
-    def _refuse(self, name: str, allowed: str):
-        raise ValueError(f"TrilinearConfig.{name}={short(getattr(self, name))} is not allowed; allowed: {allowed}")
-
     @property
     def stages(self) -> tuple[str, ...]:
         """bidaf is a score; simplicial also decides what is attended to and how values are averaged."""
@@ -90,8 +87,5 @@ def checked_windows(owner: str, windows) -> tuple[int | None, int | None] | None
         return None
     fine = isinstance(windows, tuple | list) and len(windows) == 2
     if not fine or not all(w is None or (type(w) is int and w >= 1) for w in windows):
-        raise ValueError(
-            f"{owner}windows={short(windows)} is not allowed; allowed: (w1, w2), each an integer from 1 or None for "
-            "all keys; or None"
-        )
+        refuse(f"{owner}windows", windows, "(w1, w2), each an integer from 1 or None for all keys; or None")
     return None if tuple(windows) == (None, None) else tuple(windows)

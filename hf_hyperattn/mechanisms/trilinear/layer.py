@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, working_dtype
 from ...engines.sdpa import dense
+from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
 from ..places import first_query, seen_ends
@@ -46,7 +47,7 @@ class BidafLayer(MechanismLayer):
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3))
 
     def change(self, plan: Plan) -> Plan:
-        call, mask = plan.call, self.chosen(plan.call.query)
+        call, mask = plan.call, self.head_mask(plan.call.query)
         dtype = working_dtype(call.query, call.key)
         w1, w2, w3 = ((w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3))
         with_row = plan.options.sinks is not None or plan.options.softcap is not None
@@ -98,10 +99,8 @@ class SimplicialLayer(MechanismLayer):
         super().__init__(config, host, mode, heads)
         known = check_host("trilinear", host, "head_dim", "value_dim")
         if config.rank is not None and config.rank > known.head_dim:
-            raise ValueError(
-                f"TrilinearConfig.rank={config.rank} is not allowed; allowed: 1 to {known.head_dim}, the head "
-                f"dimension of {known.name}"
-            )
+            allowed = f"1 to {known.head_dim}, the head dimension of {known.name}"
+            refuse("TrilinearConfig.rank", config.rank, allowed)
         if known.is_cross and config.windows is not None:
             raise ValueError(
                 f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({known.name}); allowed: "
@@ -172,7 +171,7 @@ class SimplicialLayer(MechanismLayer):
 
     def share(self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
-        mask, w1, gated = self.chosen(call.query), self.windows.first, None
+        mask, w1, gated = self.head_mask(call.query), self.windows.first, None
         if gate is not None and self.rank < self.width:
             gated = torch.ones((), dtype=torch.bool, device=call.query.device)
         elif gate is not None and w1 is not None and call.key.shape[2] > w1:

@@ -2,7 +2,7 @@
 
 For one k, three-way attention is an ordinary row of attention of the query q_i ∘ k2_k; a tile is therefore one matrix
 product of modified queries with keys. Where windows are shorter than the sequence, the keys k of neighbouring queries
-lie on a diagonal: they are read as a view of a short span, and their gradients are summed along it in a fixed order.
+lie on a diagonal: they are read as a view of a short span. A tile's gradients are those of the numbers it adds up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...engines.blockwise import add
 from ...engines.options import Options, key_range
 from .reference import Windows, added
 
@@ -92,11 +91,11 @@ class Block:
         reach = Options(is_causal=near, window=windows.first, offset=options.offset)
         self.columns = key_range(reach, self.rows, call.keys)
         self.sliding = call.reach(windows.second) < call.keys
-        device, masks = call.tensors.query.device, (call.tensors.mask, call.tensors.bias)
-        self.i = torch.arange(self.rows.start, self.rows.stop, device=device)[:, None]
-        j = torch.arange(self.columns.start, self.columns.stop, device=device)[None]
-        like, tensors = call.tensors.query, [None if t is None else self.of_pair(t) for t in masks]
-        self.first = added(options, windows.first, windows.back, self.i, j, like, *tensors)
+        like, mask = call.tensors.query, call.tensors.mask
+        self.i = torch.arange(self.rows.start, self.rows.stop, device=like.device)[:, None]
+        j = torch.arange(self.columns.start, self.columns.stop, device=like.device)[None]
+        mask = None if mask is None else self.of_pair(mask)
+        self.first = added(options, windows.first, windows.back, self.i, j, like, mask)
 
     def of_rows(self, t: Tensor) -> Tensor:
         """[G|1, R|1, M|1] of [B|1, Hkv|1, G|1, N|1, M|1]."""
@@ -113,10 +112,6 @@ class Block:
         """[G, R, ...] of [B, Hkv, G, N, ...]."""
         return t[self.batch, self.head, :, self.rows.start : self.rows.stop]
 
-    def of_first(self, t: Tensor) -> Tensor:
-        """[J, d] of [B, Hkv, M, d]."""
-        return t[self.batch, self.head, self.columns.start : self.columns.stop]
-
     def parts(self) -> Iterator[range]:
         """The keys k in parts: of the window, or of the sequence where there is none."""
         call, group = self.call, self.call.tensors.query.shape[2]
@@ -130,7 +125,10 @@ class Block:
 
 @dataclass
 class Chunk:
-    """Keys k number `part` of each query's window, or of the sequence; `second` is what is added for these."""
+    """Keys k number `part` of each query's window, or of the sequence; `second` is what is added for these.
+
+    All of them lie in the span from `start` to `stop`, of which there are the keys from `low` to `high`.
+    """
 
     block: Block
     part: range
@@ -139,11 +137,11 @@ class Chunk:
     def __post_init__(self):
         block, call = self.block, self.block.call
         keys = torch.arange(self.part.start, self.part.stop, device=block.i.device)[None]
+        self.start, self.stop = self.low, self.high = self.part.start, self.part.stop
         if block.sliding:
             second: Any = call.windows.second  # where blocks slide, both windows are there
             self.start = block.rows.start + call.options.offset - second + 1 + self.part.start
             keys = keys - self.part.start + self.start + block.i - block.rows.start
-            # the span of all of them, and the keys of it that there are
             self.stop = self.start + len(block.rows) + len(self.part) - 1
             self.low = min(max(self.start, 0), self.stop)
             self.high = max(self.low, min(self.stop, call.keys))
@@ -157,48 +155,53 @@ class Chunk:
         second = added(call.options, w, back, block.i, keys, like, keys == inside, mask)
         self.second = second.expand(mask.shape[0] if mask is not None else 1, len(block.rows), -1)  # [G|1, R, C]
 
-    def read(self, t: Tensor) -> Tensor:
-        """[R|1, C, d] of [B, Hkv, M, d]."""
-        t = t[self.block.batch, self.block.head]
+    def views(self, t: SimplicialTensors) -> dict[str, Tensor]:
+        """What the chunk reads of the tensors, or where its gradients go: query [G, R, d]; key and value [J, d] of the
+        block's columns; key2 and value2 of the keys in the span; bias [G|1, R|1, J|1] and sinks [G] where there are.
+        """
+        place, columns = (self.block.batch, self.block.head), self.block.columns
+        views = {"query": self.block.of_query(t.query)}
+        for name, low, high in (("", columns.start, columns.stop), ("2", self.low, self.high)):
+            views |= {n + name: getattr(t, n + name)[place][low:high] for n in ("key", "value")}
+        if t.bias is not None:
+            views["bias"] = self.block.of_pair(t.bias)
+        if t.sinks is not None:
+            views["sinks"] = t.sinks[self.block.head]
+        return views
+
+    def by_query(self, t: Tensor) -> Tensor:
+        """The keys k of each query, [R|1, C, d], of those in the span."""
         if not self.block.sliding:
-            return t[self.part.start : self.part.stop][None]
-        t = pad(t[self.low : self.high], (0, 0, self.low - self.start, self.stop - self.high))
-        return t.unfold(0, len(self.part), 1).mT
+            return t[None]
+        return pad(t, (0, 0, self.low - self.start, self.stop - self.high)).unfold(0, len(self.part), 1).mT
 
-    def add(self, buffer: Tensor, gradient: Tensor) -> None:
-        """Add [R, C, d] to a buffer [B, Hkv, M, d]: the adjoint of `read`."""
-        buffer = buffer[self.block.batch, self.block.head]
-        if not self.block.sliding:
-            buffer[self.part.start : self.part.stop] += gradient.sum(0)
-            return
-        rows, count, width = gradient.shape
-        # rows one longer than the step from row to row: each then starts one place further
-        shifted = pad(gradient, (0, 0, 0, rows)).flatten(0, 1)[: rows * (rows + count - 1)]
-        total = shifted.view(rows, rows + count - 1, width).sum(0)
-        buffer[self.low : self.high] += total[self.low - self.start : self.high - self.start]
-
-    def modified(self) -> Tensor:
-        """q_i ∘ k2_k, [G, R, C, d]."""
-        tensors = self.block.call.tensors
-        return self.block.of_query(tensors.query)[:, :, None] * self.read(tensors.key2)
-
-    def dots(self, modified: Tensor) -> Tensor:
-        """(q_i ∘ k2_k)·k_j, [G, R, C, J]."""
-        return product(modified, self.block.of_first(self.block.call.tensors.key).mT)
-
-    def logits(self, dots: Tensor) -> Tensor:
-        """With the cap, and all that is added for j; in place where there is no cap."""
+    def logits(self, views: dict[str, Tensor]) -> Tensor:
+        """(q_i ∘ k2_k)·k_j with the cap, and all that is added for j, [G, R, C, J]."""
+        logits = product(views["query"][:, :, None] * self.by_query(views["key2"]), views["key"].mT)
         cap = self.block.call.options.softcap
-        dots = dots if cap is None else (dots / cap).tanh_().mul_(cap)
-        return dots.add_(self.block.first[..., None, :])
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = logits.add_(self.block.first[..., None, :])
+        return logits.add_(views["bias"][..., None, :]) if "bias" in views else logits
 
-    def keep(self, weights: Tensor) -> Tensor | None:
-        """What dropout leaves, as factors 0 or 1/(1-p); the same in forward and backward."""
+    def sums(self, views: dict[str, Tensor], logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the chunk's pairs: of exp(L - top) · (v_j ∘ v2_k), [G, R, dv], and of exp(L - top), sinks included,
+        [G, R]; the logits are overwritten.
+        """
+        shift = top[..., None] - self.second
+        weights = logits.sub_(shift[..., None]).exp_()
+        total = weights.sum((-2, -1))
+        if "sinks" in views:
+            total = total + torch.exp(views["sinks"][:, None, None] - shift).sum(-1)
+        weights = self.dropped(weights)
+        return (product(weights, views["value"]) * self.by_query(views["value2"])).sum(2), total
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """What dropout leaves of them; the same in forward and backward."""
         p = self.block.call.options.dropout_p
         if not p:
-            return None
+            return weights
         generator = torch.Generator(weights.device).manual_seed((self.block.call.seed + self.index) % 2**63)
-        return torch.empty_like(weights).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        return weights * weights.new_empty(weights.shape).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -209,58 +212,38 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 def forward(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
     """Output [G, R, dv] and log-sum-exp [G, R] of a block: a softmax over all chunks with a running maximum."""
     t = block.call.tensors
-    query, value = block.of_query(t.query), block.of_first(t.value)
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    query = block.of_query(t.query)
+    out = query.new_zeros(*query.shape[:2], t.value.shape[-1])
     top = query.new_full(query.shape[:2], torch.finfo(query.dtype).min)
     sums = torch.zeros_like(top)
     for chunk in chunks:
-        logits = chunk.logits(chunk.dots(chunk.modified()))
+        views = chunk.views(t)
+        logits = chunk.logits(views)
         highest = logits.amax(-1) if logits.shape[-1] else torch.full_like(logits.sum(-1), float("-inf"))
-        sink = None if t.sinks is None else t.sinks[block.head][:, None, None]
-        highest = highest if sink is None else torch.maximum(highest, sink)
+        if t.sinks is not None:
+            highest = torch.maximum(highest, views["sinks"][:, None, None])
         new = torch.maximum(top, (highest + chunk.second).amax(-1))
-        shift = new[..., None] - chunk.second
-        weights = logits.sub_(shift[..., None]).exp_()
+        part, total = chunk.sums(views, logits, new)
         shrink = torch.exp(top - new)
-        sums = sums * shrink + weights.sum((-2, -1))
-        sums = sums if sink is None else sums + torch.exp(sink - shift).sum(-1)
-        factors = chunk.keep(weights)
-        weights = weights if factors is None else weights.mul_(factors)
-        out = out * shrink[..., None] + (product(weights, value) * chunk.read(t.value2)).sum(2)
-        top = new
+        out, sums, top = out * shrink[..., None] + part, sums * shrink + total, new
     sums = sums.masked_fill(sums == 0, 1.0)
     return out / sums[..., None], top + sums.log()
 
 
 def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
-    """Add a chunk's share to all gradients: with y_ik = Σ_j P_ijk v_j, the output is Σ_k y_ik ∘ v2_k.
+    """Add a chunk's share to all gradients.
+
+    With lse and delta held fixed, they are those of the chunk's grad · Σ P (v ∘ v2) - delta · Σ P, P = exp(L - lse).
 
     Args:
         grad: of the output, [G, R, dv]; delta: its product with the output, [G, R]; lse: log-sum-exp [G, R].
     """
-    block, t = chunk.block, chunk.block.call.tensors
-    value, value2 = block.of_first(t.value), chunk.read(t.value2)
-    modified = chunk.modified()
-    dots = chunk.dots(modified)
-    cap = block.call.options.softcap
-    slope = None if cap is None else 1 - (dots / cap).tanh_().square_()
-    shift = lse[..., None] - chunk.second
-    weights = chunk.logits(dots).sub_(shift[..., None]).exp_()
-    d_y = grad[:, :, None] * value2
-    d_weights = product(d_y, value.mT)
-    factors = chunk.keep(weights)
-    dropped = weights if factors is None else weights * factors
-    d_weights = d_weights if factors is None else d_weights.mul_(factors)
-    block.of_first(grads.value).add_(dropped.flatten(0, 2).mT @ d_y.flatten(0, 2))
-    chunk.add(grads.value2, (grad[:, :, None] * product(dropped, value)).sum(0))
-    d_logits = d_weights.sub_(delta[..., None, None]).mul_(weights)
-    if grads.sinks is not None and t.sinks is not None:
-        sink = torch.exp(t.sinks[block.head][:, None, None] - shift).sum(-1)
-        grads.sinks[block.head].sub_((sink * delta).sum(-1))
-    if grads.bias is not None:
-        add(block.of_pair(grads.bias), d_logits.sum(2))
-    d_dots = d_logits if slope is None else d_logits.mul_(slope)
-    d_modified = product(d_dots, block.of_first(t.key))
-    block.of_first(grads.key).add_(d_dots.flatten(0, 2).mT @ modified.flatten(0, 2))
-    block.of_query(grads.query).add_((d_modified * chunk.read(t.key2)).sum(2))
-    chunk.add(grads.key2, (d_modified * block.of_query(t.query)[:, :, None]).sum(0))
+    views, into = chunk.views(chunk.block.call.tensors), chunk.views(grads)
+
+    def share(learned: dict[str, Tensor]) -> Tensor:
+        read = views | learned
+        out, total = chunk.sums(read, chunk.logits(read), lse)
+        return (grad * out).sum() - (delta * total).sum()
+
+    for name, gradient in torch.func.grad(share)({name: views[name] for name in into}).items():
+        into[name].add_(gradient)

@@ -1,6 +1,7 @@
-"""What a query sees of a cache that has evicted keys, where nothing is refined: keys, values, and a bias of the logits.
+"""Queries against a cache that has evicted keys, in plain torch, where the compiled kernel does not serve.
 
-Whether a query sees an entry follows from their places alone (docs/hsa.md, windowed/cover.py).
+What a query sees of the cache follows from places alone (docs/hsa.md), since nothing is refined: one softmax over what
+some query sees of all that is kept.
 """
 
 from __future__ import annotations
@@ -9,50 +10,75 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from ..windowed.cover import Cover
 from .mean_cache import MeanCache
 
 
-def gather(
-    cache: MeanCache, first: int, queries: int, near, sinks, block_bias, sink_logit: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What some query from token `first` on sees, from the top level down to the tokens, the newest last.
+def attend_evicted(
+    query: Tensor,
+    cache: MeanCache,
+    *,
+    near,
+    sinks,
+    block_bias,
+    offset: int,
+    scale: float,
+    sink_logit: Tensor | None,
+) -> Tensor:
+    """As `key_tied` with what `cache.levels` gives, causal and without refinement, which needs what is gone.
 
     Args:
-        near, sinks, block_bias: one for all heads, or one a head. sink_logit: [H], an entry of no value, or None.
+        query: [B, H, N, d]; query i is token `offset + i` of the row. Other arguments as in `key_tied`.
 
     Returns:
-        Keys and values [B, Hkv, n, e], 0 where no query of the row sees them, and what is added to the logits,
-        [B or 1, H or 1, N, n]: -inf where a query does not see what another one does.
+        [B, H, N, dv].
     """
-    like, starts = cache.exact[0].room, cache.starts
-    starts = torch.zeros(1, 1, 1, 1).long() if starts is None else starts.view(-1, 1, 1, 1)
-    starts = starts.to(like.device)
+    like, queries = cache.exact[0].room, query.shape[2]
+    starts = torch.zeros(1).long() if cache.starts is None else cache.starts
+    starts = starts.to(like.device).view(-1, 1, 1, 1)
     of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
-    place = torch.arange(first, first + queries, device=like.device).view(1, 1, -1, 1) - starts
-    counts = of_heads(near, torch.long), of_heads(sinks, torch.long)
-    cover = Cover(cache.sizes, *counts, 0, True, cache.exact[0].length)
+    place = torch.arange(offset, offset + queries, device=like.device).view(1, 1, -1, 1) - starts
+    near, sinks = (of_heads(x, torch.long) for x in (near, sinks))
     added = of_heads(0.0 if block_bias is None else block_bias, like.dtype)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    biases: list[Tensor] = []
-    for level, (key, value) in reversed(list(enumerate((cache.exact, *cache.means)))):
-        entries, at = key.entries()
-        seen = cover.seen(level, at.view(1, 1, 1, -1) - (0 if level else starts), place)
-        shown = seen.flatten(0, 2).any(0).nonzero()[:, 0]
+    parts = []
+    for level, (key, value) in enumerate((cache.exact, *cache.means)):
+        index = key.places() - (0 if level else starts)
+        seen = is_seen(cache.sizes, level, index, place, near, sinks)
+        bias = added + math.log(cache.sizes[level - 1]) if level else torch.zeros_like(added)
+        shown = seen.flatten(0, 2).any(0)
         seen = seen[..., shown]
-        for tables, held in ((keys, entries), (values, value.entries()[0])):
-            held = held[:, :, shown]
-            if cache.starts is not None:  # what no query of a row sees may hold anything, also no number
-                held = held.masked_fill(~seen.flatten(1, 2).any(1)[:, None, :, None], 0.0)
-            tables.append(held)
-        bias = added + math.log(cache.sizes[level - 1]) if level else torch.zeros_like(added[:, :1])
-        biases.append(torch.where(seen, bias, -math.inf))
+        # what no query of a row sees may hold anything, also no number
+        hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
+        tables = (t.view()[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
+        parts.append((*tables, torch.where(seen, bias, -math.inf)))
     if sink_logit is not None:
-        for tables in (keys, values):
-            tables.insert(0, torch.zeros_like(tables[0][:, :, :1]))
-        biases.insert(0, of_heads(sink_logit, like.dtype).expand(-1, -1, queries, 1))
+        nothing = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])
+        parts.append((*nothing, of_heads(sink_logit, like.dtype).expand(-1, -1, queries, 1)))
+    keys, values, biases = zip(*parts, strict=True)
     batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
-    biases = [b.expand(batch, heads, -1, -1) for b in biases]
-    return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(biases, -1)
+    mask = torch.cat([b.expand(batch, heads, -1, -1) for b in biases], -1)
+    key, value, query = torch.cat(keys, 2), torch.cat(values, 2), query.to(like.dtype)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
+
+
+def is_seen(sizes: tuple[int, ...], level: int, index: Tensor, place: Tensor, near: Tensor, sinks: Tensor) -> Tensor:
+    """Bool: whether causal queries at `place` attend to the blocks (level 0: tokens) `index` themselves.
+
+    Places count from a row's first real token. Windows are continued to the right, so that what a query sees does not
+    depend on how many tokens follow.
+    """
+    widths, start = (1, *sizes), place // sizes[0] * sizes[0]
+
+    def is_open(level: int, index: Tensor) -> Tensor:
+        first, spare = index * widths[level], near.clamp_min(1) - 1
+        return (first < sinks) | ((first + widths[level] > start - spare) & (first < start + sizes[0]))
+
+    if level:
+        seen = ((index + 1) * widths[level] <= start) & ~is_open(level, index)
+    else:
+        seen = (index <= place) & (index >= 0)
+    if level == len(sizes):
+        return seen
+    return seen & is_open(level + 1, index // (widths[level + 1] // widths[level]))

@@ -7,7 +7,6 @@ means up to date costs O(1) a token, and no tensor is copied whole for each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,27 +39,30 @@ class Keep:
 class GrowingTensor:
     """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token.
 
-    Once some are evicted it holds the first few, `head`, and those from `base` on.
+    Once some are evicted it holds the first `head` of them, and next to those the ones from `base` on.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
-        self.length = self.base = 0
+        self.length = self.head = self.base = 0
         self.room = like.new_empty((*like.shape[:2], 0, like.shape[3]), dtype=dtype or like.dtype)
-        self.head = self.room
+
+    @property
+    def gone(self) -> int:
+        """How many are evicted."""
+        return self.base - self.head
 
     def view(self) -> Tensor:
-        """What there is so far, from `base` on."""
-        return self.room[:, :, : self.length - self.base]
+        """All that is held, [B, H, length - gone, e]."""
+        return self.room[:, :, : self.length - self.gone]
 
-    def entries(self) -> tuple[Tensor, Tensor]:
-        """All that is held [B, H, n, e], and the place of each, int64 [n]."""
-        first = torch.arange(self.head.shape[2], device=self.room.device)
-        rest = torch.arange(self.base, self.length, device=self.room.device)
-        return torch.cat([self.head, self.view()], 2), torch.cat([first, rest])
+    def places(self) -> Tensor:
+        """Where what is held stands among all, int64."""
+        place = torch.arange(self.length - self.gone, device=self.room.device)
+        return torch.where(place < self.head, place, place + self.gone)
 
     def extend(self, length: int) -> None:
         """Make it so long; what is new holds nothing in particular."""
-        now, needed = self.view(), length - self.base
+        now, needed = self.view(), length - self.gone
         if needed > self.room.shape[2]:
             self.room = now.new_empty((*now.shape[:2], max(needed, 2 * now.shape[2]), now.shape[3]))
             self.room[:, :, : now.shape[2]] = now
@@ -68,25 +70,22 @@ class GrowingTensor:
 
     def append(self, new: Tensor) -> None:
         """Add tokens [B, H, n, e]."""
-        start = self.length - self.base
+        start = self.length - self.gone
         self.extend(self.length + new.shape[2])
         self.room[:, :, start : start + new.shape[2]] = new
 
     def evict(self, first: int, head: int) -> None:
         """Forget those before `first` but the first `head`, if that frees half of the room or more."""
-        gone = first - self.base
-        if 2 * gone < self.length - self.base:
+        if 2 * (first - self.base) < self.length - self.base:
             return
-        keep = max(0, min(head, first) - self.base)
-        if keep:
-            self.head = torch.cat([self.head, self.room[:, :, :keep]], 2)
-        self.room = self.room[:, :, gone : self.length - self.base].clone()
-        self.base = first
+        head = self.head if self.gone else max(self.head, min(head, first))
+        held = self.view()
+        self.room = torch.cat([held[:, :, :head], held[:, :, first - self.gone :]], 2)
+        self.head, self.base = head, first
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch."""
-        rows = rows.to(self.room.device)
-        self.room, self.head = self.view()[rows], self.head[rows]
+        self.room = self.view()[rows.to(self.room.device)]
 
 
 #: Keys and values of one level.
@@ -114,12 +113,11 @@ class MeanCache:
         self.starts: Tensor | None = None
         self.means: list[Pair] = []
         self.counts: list[list[int]] = []  # complete windows of every level and row
-        self.gathered: Any = None  # what the last query saw, while it holds for the next one (incremental.py)
 
     @property
     def has_evicted(self) -> bool:
         """Whether something is gone already."""
-        return any(t.base for pair in (self.tokens, *self.means) for t in pair)
+        return any(t.gone for pair in (self.tokens, *self.means) for t in pair)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
@@ -146,7 +144,7 @@ class MeanCache:
                     "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
                     "attention_mask of the earlier calls, continued"
                 )
-            self.sizes, self.starts, self.gathered = sizes, starts, None
+            self.sizes, self.starts = sizes, starts
             key, value = self.exact
             self.means = [
                 (GrowingTensor(key.room, key.room.dtype), GrowingTensor(value.room, value.room.dtype)) for _ in sizes
@@ -157,7 +155,10 @@ class MeanCache:
             self._complete(level, below, width)
             below, width = self.means[level], size
         keys, values = ((t.view(), *(m[i].view() for m in self.means)) for i, t in enumerate(self.exact))
-        return Levels(sizes, keys, values, starts)
+        held = None
+        if self.has_evicted:
+            held = self.exact[0].length, tuple((k.head, k.gone) for k, _ in (self.exact, *self.means))
+        return Levels(sizes, keys, values, starts, held=held)
 
     def first_tokens(self) -> list[int]:
         """Where every row starts."""
@@ -170,7 +171,7 @@ class MeanCache:
         of the first tokens.
         """
         safe, starts = self.exact[0].length - TAKEN_BACK, self.first_tokens()
-        if safe <= max(starts):
+        if safe <= max(starts) or safe < self.least + self.sizes[0]:  # a window more, or nothing can go
             return
         self.least = max(self.least, safe)
         for pair, width, parent in zip((self.exact, *self.means), (1, *self.sizes), self.sizes):
@@ -190,15 +191,15 @@ class MeanCache:
         before, self.counts[level] = self.counts[level], counts
         if counts == before:
             return
-        branching, base = self.sizes[level] // width, below[0].base
+        branching, gone = self.sizes[level] // width, below[0].gone
         first = [0] * len(counts) if width > 1 else self.first_tokens()
         for mean, parts in zip(self.means[level], below, strict=True):
             mean.extend(max(counts))
             for row, (done, count, start) in enumerate(zip(before, counts, first, strict=True)):
-                inside = slice(start + done * branching - base, start + count * branching - base)
+                inside = slice(start + done * branching - gone, start + count * branching - gone)
                 if count > done:
                     new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
-                    mean.room[row, :, done - mean.base : count - mean.base] = new.mean(2)
+                    mean.room[row, :, done - mean.gone : count - mean.gone] = new.mean(2)
 
     def _counts(self, size: int) -> list[int]:
         return [max(0, self.exact[0].length - start) // size for start in self.first_tokens()]
@@ -214,7 +215,6 @@ class MeanCache:
                 f"HierarchicalCache(evict=True) cannot go back to {length} tokens, only to {self.least}; allowed: at "
                 f"most {TAKEN_BACK} tokens at once, or evict=False"
             )
-        self.gathered = None
         for tensor in (*self.tokens, *self.exact):
             tensor.length = min(tensor.length, length)
         for level, size in enumerate(self.sizes):
@@ -224,7 +224,6 @@ class MeanCache:
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
-        self.gathered = None
         for tensor in {id(t): t for pair in (self.tokens, self.exact, *self.means) for t in pair}.values():
             tensor.pick(rows)
         self.starts = None if self.starts is None else _none_if_zero(self.starts[rows.to(self.starts.device)])

@@ -14,6 +14,7 @@ from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
 from ....readable import can_read
 from .. import operator
+from ..pairs import sibling_pairs
 from .layout import layout_of
 from .pair_terms import SiblingEmbeddings, pair_terms
 from .up_down import UpDown
@@ -118,7 +119,14 @@ def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, 
     return operator.call("both", [query, key, value], more + parts, sizes, numbers, scale)
 
 
-@operator.computes("both", lambda query, key, numbers: query.shape[:2])
+def _pairs(query, key, named, sizes, numbers) -> float:
+    if sizes is not None:
+        return query[1] * sibling_pairs(query[2], sizes)
+    nodes, leaves = (sum(s[0] for name, s in named.items() if name.startswith(x)) for x in ("parents", "tokens"))
+    return query[1] * nodes * nodes / (nodes - leaves)  # as if all families were of one size
+
+
+@operator.computes("both", lambda query, key, numbers: query.shape[:2], _pairs)
 def _compute_both(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
     length, keep_diagonal, siblings = numbers
     tables = {name[6:]: t for name, t in named if name.startswith("table ")} if siblings else None

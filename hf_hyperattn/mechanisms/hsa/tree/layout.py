@@ -3,9 +3,9 @@ on all families of a level.
 
 Numbers of leaves are [R, K, leaves, ...], with R rows and K key heads. A *buffer* holds those of all nodes, and a
 *group* is the families that one step works on. Windows have a list of one tensor a level for a buffer, and the children
-of a level's families are a reshape of it: three times as fast as gathering them. Trees have one tensor over all nodes,
-from which children are gathered. Different trees in a batch are one forest: R is 1, and the leaves of all rows stand in
-a line. Both layouts have
+of a level's families are a reshape of it: 1.5 times as fast as one tensor over all nodes, from which the children of
+trees, and of windows beside padding, are gathered. Different trees in a batch are one forest: R is 1, and the leaves of
+all rows stand in a line. Both layouts have
 
     groups, apart, kind_names         groups bottom-up; rows whose leaves stand apart, 1 or the batch; kinds of families
     to_leaves, from_leaves            tokens [batch, heads, length, ...] to leaves and back; 0 at filling and padding
@@ -48,7 +48,9 @@ def layout_of(hierarchy: Hierarchy, batch: int, device) -> Layout:
         )
     known, key = _LAYOUTS.setdefault(hierarchy, {}), (batch, str(device))
     if key not in known:
-        known[key] = (WindowLayout if hierarchy.is_windows else TreeLayout)(hierarchy, batch, device)
+        padded = hierarchy.starts is not None or hierarchy.stops is not None
+        windows = hierarchy.is_windows and not padded
+        known[key] = WindowLayout(hierarchy, device) if windows else TreeLayout(hierarchy.materialised, batch, device)
     return known[key]
 
 
@@ -95,64 +97,43 @@ class Group:
 
 
 class WindowLayout:
-    """Windows: one tensor a level, each filled up to a whole number of families.
+    """Windows without padding: one tensor a level, each filled up to a whole number of families.
 
     Where a window holds a single node, the step changes nothing: its ρ and its mean are its child's.
     """
 
-    kind_names: tuple[str, ...] = ("",)
+    apart, kind_names = 1, ("",)
 
-    def __init__(self, hierarchy: Hierarchy, batch: int, device):
-        self.length, self.spans = hierarchy.length, None
-        counts = torch.tensor([[self.length]], device=device)
-        if hierarchy.starts is not None or hierarchy.stops is not None:
-            spans = [hierarchy.span(row) for row in range(hierarchy.rows)]
-            self.spans = torch.tensor(spans, device=device).expand(batch, 2)
-            counts = self.spans[:, 1:] - self.spans[:, :1]
-        self.apart, self.counts = len(counts), counts
-        tokens = int(counts.max())
-        widths = [
-            1,
-            *(s for s in hierarchy.sizes or () if s < tokens),
-        ]  # a window that holds everything is the root
+    def __init__(self, hierarchy: Hierarchy, device):
+        tokens = self.length = hierarchy.length
+        widths = [1, *(s for s in hierarchy.sizes or () if s < tokens)]  # a window that holds everything is the root
         self.groups: list[Group] = []
         self.filled: list[int] = []  # nodes of every level, filling included
         for level, (width, above) in enumerate(zip(widths, (*widths[1:], None))):
             nodes = -(-tokens // width)
             b = above // width if above else nodes
-            self.groups.append(self._group(level, width, -(-nodes // b), b))
+            self.groups.append(self._group(level, width, -(-nodes // b), b, device))
             self.filled.append(self.groups[-1].families * b)
         self.filled.append(1)
 
-    def _group(self, level: int, width: int, families: int, b: int) -> Group:
-        place = torch.arange(families * b, device=self.counts.device) * width
-        size = (self.counts - place).clamp(0, width).double().unflatten(-1, (families, b))[:, None]
+    def _group(self, level: int, width: int, families: int, b: int, device) -> Group:
+        size = (self.length - torch.arange(families * b, device=device) * width).clamp(0, width).double()
+        size = size.view(1, 1, families, b)
         return Group(
-            share=size / size.sum(-1, keepdim=True).clamp_min(1),
+            share=size / size.sum(-1, keepdim=True),
             log_size=size.log(),
             fixed=(size == 0) | (level > 0) if level or bool((size == 0).any()) else None,
             all_fixed=level > 0,
-            kind=torch.zeros(families, dtype=torch.long, device=place.device),
+            kind=torch.zeros(families, dtype=torch.long, device=device),
             children=level,
             parents=level + 1,
         )
 
-    def _moved(self, x: Tensor, place: Tensor, real: Tensor) -> Tensor:
-        """What stands at these places [batch, n] of every row, 0 where not real."""
-        place, real = (t.reshape(len(t), 1, -1, *[1] * (x.dim() - 3)) for t in (place, real))
-        return x.gather(2, place.expand(*x.shape[:2], -1, *x.shape[3:])).masked_fill(~real, 0)
-
     def to_leaves(self, x: Tensor) -> Tensor:
-        if self.spans is None:
-            return _lengthened(x, self.filled[0])
-        place = torch.arange(self.filled[0], device=x.device) + self.spans[:, :1]
-        return self._moved(x, place.clamp_max(self.length - 1), place < self.spans[:, 1:])
+        return _lengthened(x, self.filled[0])
 
     def from_leaves(self, x: Tensor) -> Tensor:
-        if self.spans is None:
-            return x[:, :, : self.length]
-        place = torch.arange(self.length, device=x.device) - self.spans[:, :1]
-        return self._moved(x, place.clamp(0, x.shape[2] - 1), (place >= 0) & (place < self.counts))
+        return x[:, :, : self.length]
 
     def buffer(self, leaves: Tensor) -> Buffer:
         zero = leaves.new_zeros(())

@@ -1,6 +1,6 @@
 // Key-tied attention over windows on the CPU, float32, forward and backward (arXiv 2509.15448), and the means that it
-// reads. Agrees with windows.py; cover.py says in words what is open and what is closed. Work goes tile by tile
-// (key_tile.h, key_backward.h).
+// reads. Agrees with ../tree/key.py; ../reference.py says in words what is open and what is closed. Work goes tile by
+// tile (key_tile.h, key_backward.h).
 
 #include <omp.h>
 

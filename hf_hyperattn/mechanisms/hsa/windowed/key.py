@@ -1,15 +1,13 @@
-"""Key-tied attention (docs/hsa.md; arXiv 2509.15448): over windows pool keys and values once, then attend.
+"""Key-tied attention (docs/hsa.md; arXiv 2509.15448), by the way that serves a call.
 
-`key_tied` does both. `pool` and `attend` are the two halves, for callers that keep the means of earlier windows, such
-as a cache: a new token changes one mean of every level, and `attend` reads only what the query's cover holds. Two
-implementations agree, forward and backward: plain torch on any device (tiles.py), and for CPU a compiled kernel
-(native.py, key.cpp). What is not of windows, and what these do not know, goes row by row (tree/masked_tree.py).
+Two ways agree, forward and backward. The compiled kernel (native.py, key.cpp) pools keys and values over windows once
+and reads what is in each query's cover, in float32 on the CPU; means of earlier windows may come from a cache. All
+else, other trees, masks, devices and dtypes, goes through plain torch (tree/key.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +15,14 @@ from torch import Tensor
 from ....engines import Options, working_dtype
 from ....hierarchy import Hierarchy
 from ....hierarchy.windows import checked_sizes
+from ....readable import can_read
 from .. import operator
-from ..tree import masked_tree
-from . import native, tiles
-from .cover import Cover
-from .means import Levels, pool, rows_by_span, span_lists
+from ..pairs import pairs_of_queries
+from ..tree import key as tree_key
+from . import native
+from .means import Levels, pool, span_lists, unpool
 
-__all__ = ["BACKENDS", "Levels", "attend", "key_tied", "pool"]
-
-#: What `backend` of `key_tied` may say.
+#: What `backend` of `key_tied` may say; "rows" is an older name of "torch".
 BACKENDS = ("auto", "torch", "native", "rows")
 
 #: A number for all heads, or one per query head.
@@ -52,6 +49,7 @@ def key_tied(
     dropout_p: float = 0.0,
     weights: bool = False,
     backend: str = "auto",
+    levels: Levels | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(S')·V with tied keys; S = scale · q·k + bias.
 
@@ -63,45 +61,60 @@ def key_tied(
         is_causal, window, mask, bias, dropout_p: as in `Options`. scale: None: 1/sqrt(d).
         sink_logit: one extra logit per head [H] that takes part in the softmax and has no value.
         weights: also return the attention weights [B, H, N, M].
-        backend: "auto", "torch", "native" (the compiled kernel), or "rows" (the general way).
+        backend: "auto", "native" (the compiled kernel), or "torch".
+        levels: keys, values and their means where they are there already, of windows alone; None: pooled here. A
+            single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of them.
 
     Returns:
         [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None. Of blocks with equal scores,
         refinement opens the one that stands first. Gradients reach all tensors; the choice of blocks has none.
-        Windows without mask, bias, sliding window, dropout and weights are computed in O(N · cover); all else in
-        O(N · M) time and O(block · M) memory.
+        The kernel computes windows without mask, bias, sliding window, dropout and weights in O(N · cover); all else
+        takes O(N · M) time and O(block · M) memory.
 
     Raises:
         ValueError: a hierarchy of another length or batch size, an unknown backend, or one that cannot do the call.
     """
-    hierarchy = _fitting(hierarchy, key)
-    rule: dict[str, Any] = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
-    rule |= dict(is_causal=is_causal, offset=offset, scale=scale, sink_logit=sink_logit)
-    general = {
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    hierarchy, dtype, heads = _fitting(hierarchy, key), working_dtype(query), query.shape[1]
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    sink_logit = None if sink_logit is None else sink_logit.to(dtype)
+    counts = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
+    block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
+    obstacles = {
         "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a mask": mask is not None,
         "a bias": bias is not None,
         "a sliding window": window is not None and window < key.shape[2],
         "dropout": dropout_p > 0,
         "weights": weights,
+        "refinement where the last window of a level has a single child": not is_causal
+        and any(counts[2])
+        and has_chains(hierarchy),
     }
-    reason = next((name for name, there in general.items() if there), None)
-    if reason is None and ragged(hierarchy, refine_top_k, is_causal, key):
-        reason = "refinement where the last window of a level has a single child"
-    if reason is not None and backend not in ("auto", "rows"):
-        raise ValueError(f"backend={backend!r} cannot compute {reason}; use backend='auto' or 'rows'")
-    if reason is None and backend != "rows":
-        levels = pool(key.to(working_dtype(query)), value, hierarchy.sizes or (), hierarchy.starts, hierarchy.stops)
-        return _attend(query, levels, **rule, backend=backend), None
-    dtype, heads = working_dtype(query), query.shape[1]
+    obstacle = next((name for name, there in obstacles.items() if there), None)
+    if backend == "native" and obstacle is not None:
+        raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
+    readable = can_read(query)
+    serves = readable and _serves(query, backend)
+    if obstacle is None and (serves or not readable):
+        tensors = (t for t in (query, key, value, block_bias, sink_logit) if t is not None)
+        learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        rule = (block_bias, sink_logit, is_causal, offset, scale)
+        if serves and levels is not None and not learned:
+            return native.forward(query, *_kernel_call(levels, counts, *rule))[0], None
+        return _operator(query, key, value, hierarchy, *counts, *rule, backend), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
-    counts = lambda n: torch.tensor(per_head(n, heads), device=query.device)
-    query = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    rules = counts(near), counts(sinks), counts(refine_top_k), per_head_tensor(block_bias, query)
-    call = masked_tree.MaskedCall(*rules, options, weights)
-    trees = masked_tree.trees_of(hierarchy, is_causal)
-    return masked_tree.attend(query, key.to(dtype), value.to(dtype), trees, call)
+    out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights)
+    return out, shares
+
+
+def _by_torch(query, key, value, hierarchy: Hierarchy, counts, block_bias, options: Options, weights: bool = False):
+    """`tree.key.attend`: output, log-sum-exp, and weights or None; the query is scaled."""
+    near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
+    call = tree_key.KeyTying(near, sinks, top_k, block_bias, options, weights)
+    return tree_key.attend(query, key, value, tree_key.trees_of(hierarchy, options.is_causal), call)
 
 
 def _fitting(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
@@ -117,125 +130,100 @@ def _fitting(hierarchy: Hierarchy | Sequence[int], key: Tensor) -> Hierarchy:
     return hierarchy
 
 
-def ragged(windows: Hierarchy | Levels, refine_top_k: PerHead, is_causal: bool, key: Tensor) -> bool:
-    """Whether refinement meets a last window with a single child, which is that child: a token, or a lower block."""
-    if is_causal or not any(per_head(refine_top_k, 1)):
-        return False
-    spans = rows_by_span(*span_lists(len(key), key.shape[2], windows.starts, windows.stops))
-    return any(Cover(tuple(windows.sizes or ()), 0, 0, 0, False, b - a).has_chains() for a, b in spans)
-
-
-def attend(
-    query: Tensor,
-    levels: Levels,
-    *,
-    near: PerHead = 0,
-    sinks: PerHead = 0,
-    refine_top_k: PerHead = 0,
-    block_bias: float | Tensor | None = None,
-    is_causal: bool = False,
-    offset: int = 0,
-    scale: float | None = None,
-    sink_logit: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """The second half of `key_tied`: attention to tokens and means that are there already. Arguments as there.
-
-    Where windows are `ragged`, the means are computed anew.
-
-    A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of `levels`.
-    """
-    rule: dict[str, Any] = dict(near=near, sinks=sinks, refine_top_k=refine_top_k, block_bias=block_bias)
-    rule |= dict(is_causal=is_causal, offset=offset, scale=scale, sink_logit=sink_logit, backend=backend)
-    tokens = levels.keys[0]
-    if ragged(levels, refine_top_k, is_causal, tokens):
-        hierarchy = Hierarchy(tokens.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops)
-        return key_tied(query, tokens, levels.values[0], hierarchy, **rule)[0]
-    return _attend(query, levels, **rule)
-
-
-def _attend(
-    query: Tensor,
-    levels: Levels,
-    near,
-    sinks,
-    refine_top_k,
-    block_bias,
-    is_causal,
-    offset,
-    scale,
-    sink_logit,
-    backend,
-) -> Tensor:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    query, heads = query.to(levels.keys[0].dtype), query.shape[1]
-    counts = per_head(near, heads), per_head(sinks, heads), per_head(refine_top_k, heads)
-    bias, sink = (
-        per_head_tensor(block_bias, query),
-        None if sink_logit is None else sink_logit.to(query.dtype),
-    )
-    return attend_levels(query, levels, *counts, bias, sink, is_causal, offset, scale, backend)[0]
+def has_chains(hierarchy: Hierarchy) -> bool:
+    """Whether the last window of a level has a single child, and so is that child: a token, or a lower block."""
+    widths = (1, *(hierarchy.sizes or ()))
+    for start, stop in map(hierarchy.span, range(hierarchy.rows)):
+        blocks = [-(-(stop - start) // width) for width in widths]
+        pairs = zip(widths, widths[1:], blocks, blocks[1:])
+        if any(many > 1 and (many - 1) * (large // small) == few - 1 for small, large, few, many in pairs):
+            return True
+    return False
 
 
 def attend_levels(
     query: Tensor, levels: Levels, near: list[int], sinks: list[int], top_k: list[int], block_bias: Tensor | None,
     sink_logit: Tensor | None, is_causal: bool, offset: int, scale: float, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), as one operator.
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
     Args:
         query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
         is_causal, offset, scale, backend: as in `key_tied`.
     """
-    (key, *keys), (value, *values) = levels.keys, [t.to(query.dtype) for t in levels.values]
-    named = [(f"key {i}", t) for i, t in enumerate(keys, 1)] + [(f"value {i}", t) for i, t in enumerate(values, 1)]
-    extras = {
-        "block_bias": block_bias,
-        "sink_logit": sink_logit,
-        "starts": levels.starts,
-        "stops": levels.stops,
-    }
-    named += [(name, t) for name, t in extras.items() if t is not None]
-    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
-    return operator.call("windowed", [query, key, value], named, list(levels.sizes), numbers, scale)
+    counts, key, value = (near, sinks, top_k), levels.keys[0], levels.values[0]
+    if _serves(query, backend):
+        arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
+        return native.forward(query, *arguments)
+    hierarchy = Hierarchy(key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops)
+    options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
+    return _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
 
 
-def _call_of(tensors, named: operator.Named, sizes, numbers, scale):
-    """What computes the call, `native`, the compiled kernel, or `tiles`, plain torch; and its arguments."""
-    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    keys, values = (
-        [first, *(extras[f"{name} {i}"] for i in range(1, len(sizes) + 1))]
-        for name, first in (("key", key), ("value", value))
-    )
-    spans = span_lists(len(query), key.shape[2], extras.get("starts"), extras.get("stops"))
-    backend, is_causal, offset, *counts = numbers
-    counts = [list(counts[i * heads : (i + 1) * heads]) for i in range(3)]
-    compiled = BACKENDS[backend] != "torch" and native.serves(query)
-    if BACKENDS[backend] == "native" and not compiled:
+def _serves(query: Tensor, backend: str) -> bool:
+    """Whether the kernel computes a call with this query."""
+    serves = backend in ("auto", "native") and native.serves(query)
+    if backend == "native" and not serves:
         raise ValueError(
             f"backend='native' cannot compute {query.dtype} on {query.device} here; allowed: float32 on the CPU, "
             "with a C++ compiler installed; use backend='auto'"
         )
-    rules = (spans, sizes, *counts, bool(is_causal), offset, scale)
-    arguments = (query, keys, values, extras.get("block_bias"), extras.get("sink_logit"), *rules)
-    return native if compiled else tiles, arguments
+    return serves
 
 
-def _backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, named: operator.Named, *rest) -> list[Tensor | None]:
-    way, arguments = _call_of(tensors, named, *rest)
-    query, keys, values, bias, sink = way.backward(grad, out, lse, *arguments)
-    gradients = {"block_bias": bias, "sink_logit": sink}
-    for name, tables in (("key", keys), ("value", values)):
-        gradients |= {f"{name} {i}": t for i, t in enumerate(tables)}
-    return [query, keys[0], values[0], *(gradients.get(name) for name, _ in named)]
+def _kernel_call(levels: Levels, counts, block_bias, sink_logit, is_causal: bool, offset: int, scale: float) -> tuple:
+    """What `native.forward` takes after the query."""
+    batch, length = len(levels.keys[0]), levels.keys[0].shape[2]
+    length, held = levels.held or (length, ((0, 0),) * len(levels.keys))
+    spans = span_lists(batch, length, levels.starts, levels.stops)
+    rows = [n for of_level in held for n in of_level]
+    rule = (spans, levels.sizes, rows, *counts, is_causal, offset, scale)
+    return levels.keys, levels.values, block_bias, sink_logit, *rule
 
 
-@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _backward)
-def _forward(tensors, named: operator.Named, *rest) -> tuple[Tensor, Tensor]:
-    way, arguments = _call_of(tensors, named, *rest)
-    return way.forward(*arguments)
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, hierarchy: Hierarchy, near, sinks, top_k, block_bias, sink_logit,
+    is_causal: bool, offset: int, scale: float, backend: str,
+) -> Tensor:  # fmt: skip
+    """The output, as one operator that pools keys and values itself; arguments as in `attend_levels`."""
+    extras = {"block_bias": block_bias, "sink_logit": sink_logit, "starts": hierarchy.starts, "stops": hierarchy.stops}
+    named = [(name, t) for name, t in extras.items() if t is not None]
+    numbers = [BACKENDS.index(backend), is_causal, offset, *near, *sinks, *top_k]
+    return operator.call("windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale)[0]
+
+
+def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, tuple, str]:
+    """What `_operator` wrote: the query, levels, the rest of the arguments of `attend_levels`, and the backend."""
+    (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
+    backend, is_causal, offset, *counts = numbers
+    counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
+    levels = pool(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    rule = (*counts, extras.get("block_bias"), extras.get("sink_logit"), bool(is_causal), offset, scale)
+    return query, levels, rule, BACKENDS[backend]
+
+
+def _pairs(query, key, named, sizes, numbers) -> float:
+    _, is_causal, _, *counts = numbers
+    rules = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
+    return sum(pairs_of_queries(query[2], key[2], sizes, *rule, is_causal) for rule in rules)
+
+
+def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
+    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read(*call)
+    if not _serves(query, backend):
+        return None
+    arguments = _kernel_call(levels, counts, bias, sink, is_causal, offset, scale)
+    g_query, keys, values, g_bias, g_sink = native.backward(grad, out, lse, query, *arguments)
+    spans = span_lists(len(query), levels.keys[0].shape[2], levels.starts, levels.stops)
+    tokens = [unpool(tables, levels.sizes, *spans) for tables in (keys, values)]
+    gradients = {"block_bias": g_bias, "sink_logit": g_sink}
+    return [g_query, *tokens, *(gradients.get(name) for name, _ in call[1])]
+
+
+@operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _pairs, _backward)
+def _forward(*call) -> tuple[Tensor, Tensor]:
+    query, levels, rule, backend = _read(*call)
+    return attend_levels(query, levels, *rule, backend)
 
 
 def per_head(value: PerHead, heads: int) -> list[int]:

@@ -18,13 +18,14 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // token rows between two corrections of the running maximum
 
-// Rows of one level for one (batch row, key head).
+// Rows of one level for one (batch row, key head); of those from `head` on, `gone` are not there and never read.
 struct Table {
   const float* key;
   const float* value;
-  int64_t key_step, value_step;
-  const float* k(int64_t row) const { return key + row * key_step; }
-  const float* v(int64_t row) const { return value + row * value_step; }
+  int64_t key_step, value_step, head, gone;
+  int64_t at(int64_t row) const { return row < head ? row : row - gone; }
+  const float* k(int64_t row) const { return key + at(row) * key_step; }
+  const float* v(int64_t row) const { return value + at(row) * value_step; }
 };
 
 // The call, as its caller lays it out.
@@ -38,6 +39,7 @@ struct Call {
   const int64_t* key_steps;    // 3 for each table: batch, head, row
   const int64_t* value_steps;
   const int64_t* widths;       // levels + 1: 1, then the sizes
+  const int64_t* held;         // 2 for each table: rows at its front, and how many after those are gone
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
   const int64_t *near, *sinks, *top_k;  // per head
   const float *block_bias, *sink_logit;  // per head, or null
@@ -84,7 +86,8 @@ class Tile {
       const int64_t skip = l ? 0 : c_.starts[row];
       const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
       tables_.push_back({c_.keys[l] + row * ks[0] + kv * ks[1] + skip * ks[2],
-                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2]});
+                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2],
+                         c_.held[2 * l] - skip, c_.held[2 * l + 1]});
     }
     size_ = c_.levels ? c_.widths[1] : kLanes;
     const int64_t spare = std::min(std::max<int64_t>(c_.near[head], 1), tokens_ + size_) - 1;

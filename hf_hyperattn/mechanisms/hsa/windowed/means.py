@@ -24,6 +24,8 @@ class Levels:
         values: likewise, [B, Hkv, n_l, dv].
         starts: int64 [B], the first real token of every row; None: 0.
         stops: int64 [B], one past the last real token; None: all.
+        held: where a cache has forgotten some: how many tokens there are, and for every level how many of the first
+            rows its tables hold, and how many after those are gone.
     """
 
     sizes: tuple[int, ...]
@@ -31,6 +33,7 @@ class Levels:
     values: tuple[Tensor, ...]
     starts: Tensor | None = None
     stops: Tensor | None = None
+    held: tuple[int, tuple[tuple[int, int], ...]] | None = None
 
 
 def pool(
@@ -40,45 +43,37 @@ def pool(
     starts: Tensor | None = None,
     stops: Tensor | None = None,
 ) -> Levels:
-    """Means of keys and values over windows of every level, in O(M).
-
-    The kernel is 2 to 100 times as fast as torch, and serves where no gradient is wanted.
+    """Means of keys and values over windows of every level, in O(M), for the kernel; tokens alone without one.
 
     Args:
-        key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. Any floating dtype; means are float32, float64 for float64.
+        key: [B, Hkv, M, d]. value: [B, Hkv, M, dv]. Any floating dtype; means are float32.
         sizes: window sizes, bottom first, each dividing the next.
         starts, stops: the real tokens of every row, int64 [B]; windows start at the first one.
     """
     dtype = working_dtype(key)
-    key, value = key.to(dtype), value.to(dtype)
-    learning = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-    if not learning and native.serves(key):
+    tables = key.to(dtype), value.to(dtype)
+    if native.serves(tables[0]):
         spans = span_lists(len(key), key.shape[2], starts, stops)
-        keys, values = ((t, *native.pool(t, sizes, *spans)) for t in (key, value))
+        keys, values = ((t, *native.pool(t, sizes, *spans)) for t in tables)
     else:
-        keys, values = ((t, *_means(t, tuple(sizes), starts, stops)) for t in (key, value))
+        keys, values = ((t,) for t in tables)
     return Levels(tuple(sizes), keys, values, starts, stops)
 
 
-def _means(t: Tensor, sizes: tuple[int, ...], starts: Tensor | None, stops: Tensor | None) -> list[Tensor]:
-    """[B, H, ceil(M / w), e] for every w of `sizes`; a mean without tokens is 0."""
-    length, place = t.shape[2], torch.arange(t.shape[2], device=t.device)
-    count = torch.full((1,), length, device=t.device)
-    if starts is not None or stops is not None:
-        first = torch.zeros_like(count) if starts is None else starts.to(t.device)
-        count = (count if stops is None else stops.to(t.device)) - first
-        index = (first[:, None] + place).clamp_max(length - 1).expand(len(t), -1)
-        t = t.gather(2, index[:, None, :, None].expand(t.shape))
-        t = t.masked_fill((place >= count[:, None])[:, None, :, None], 0.0)
-    means, width = [], 1
-    for size in sizes:
-        blocks = -(-t.shape[2] // (size // width))
-        t = torch.nn.functional.pad(t, (0, 0, 0, blocks * (size // width) - t.shape[2]))
-        t = t.unflatten(2, (blocks, size // width)).sum(3)
-        inside = (count[:, None] - size * torch.arange(blocks, device=t.device)).clamp(1, size)
-        means.append(t / inside[:, None, :, None])
-        width = size
-    return means
+def unpool(tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], stops: list[int]) -> Tensor:
+    """Gradients of tokens [B, H, M, e], from those of tokens and means."""
+    tokens, counts, above = tables[0], torch.tensor(stops) - torch.tensor(starts), None
+    for level in range(len(sizes), 0, -1):
+        blocks = torch.arange(tables[level].shape[2])
+        inside = (counts[:, None] - sizes[level - 1] * blocks).clamp(1, sizes[level - 1])
+        each = tables[level] / inside[:, None, :, None]
+        if above is not None:
+            each += above.repeat_interleave(sizes[level] // sizes[level - 1], 2)[:, :, : len(blocks)]
+        above = each
+    if above is not None:
+        for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            tokens[row, :, start:stop] += above[row].repeat_interleave(sizes[0], 1)[:, : stop - start]
+    return tokens
 
 
 def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | None) -> tuple[list[int], list[int]]:
@@ -86,11 +81,3 @@ def span_lists(batch: int, length: int, starts: Tensor | None, stops: Tensor | N
     first = [0] * batch if starts is None else starts.tolist()
     last = [length] * batch if stops is None else [min(stop, length) for stop in stops.tolist()]
     return first * (batch // len(first)), last * (batch // len(last))
-
-
-def rows_by_span(starts: Sequence[int], stops: Sequence[int]) -> dict[tuple[int, int], list[int]]:
-    """Rows of a batch by (first real token, one past the last)."""
-    rows: dict[tuple[int, int], list[int]] = {}
-    for row, span in enumerate(zip(starts, stops, strict=True)):
-        rows.setdefault(span, []).append(row)
-    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ class KernelCall(ctypes.Structure):
         *_fields(ctypes.c_void_p, "out lse query"),
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths"),
+        *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
         *_fields(ctypes.c_int64, "batch heads kv_heads queries dim value_dim"),
         *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
         *_fields(ctypes.c_int64, "is_causal offset threads"),
@@ -66,7 +67,12 @@ def serves(t: Tensor) -> bool:
 
 
 def longs(values: Sequence[int]):
-    """An array of int64."""
+    """An array of int64, to be read alone."""
+    return _longs(tuple(values))
+
+
+@lru_cache(maxsize=512)
+def _longs(values: tuple[int, ...]):
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
 
@@ -90,18 +96,19 @@ def whole_vectors(t: Tensor) -> Tensor:
 def call_of(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], out: Tensor, lse: Tensor,
     block_bias: Tensor | None, sink_logit: Tensor | None, spans: tuple[list[int], list[int]], sizes: Sequence[int],
-    near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int, scale: float,
+    held: Sequence[int], near: list[int], sinks: list[int], top_k: list[int], is_causal: bool, offset: int,
+    scale: float,
 ) -> tuple[KernelCall, list]:  # fmt: skip
     """The structure that the kernel reads, and what must live as long as it."""
     extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
-    arrays = [longs(v) for v in ([1, *sizes], near, sinks, top_k, *spans)]
+    arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]
     address = ctypes.addressof
     call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
-        *map(address, tables), address(arrays[0]), query.shape[0], query.shape[1], keys[0].shape[1],
-        query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[1:4]),
-        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[4:]), is_causal, offset,
+        *map(address, tables), *map(address, arrays[:2]), query.shape[0], query.shape[1], keys[0].shape[1],
+        query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[2:5]),
+        *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[5:]), is_causal, offset,
         torch.get_num_threads(), scale,
     )  # fmt: skip
     return call, [extras, arrays, tables]

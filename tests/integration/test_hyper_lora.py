@@ -1,0 +1,563 @@
+"""Adapters that carry their patch: `HyperLoraConfig`, by every loader, and what can be done with it afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import hf_hyperattn as ha
+
+from .lessons import LESSONS, logits
+
+MECHANISMS = {
+    "cone": ha.ConeConfig(),
+    "hype": ha.HypeConfig(),
+    "hyperbolic": ha.HyperbolicConfig(),
+    "head_fusion": ha.HeadFusionConfig(),
+    "hsa": ha.HsaConfig(windows=(4, 8)),
+}
+AUTO = {"llama": hf.AutoModelForCausalLM, "gpt2": hf.AutoModelForCausalLM, "bert": hf.AutoModelForMaskedLM}
+TASKS = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "bert": None}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of stock models, by family."""
+    found = {}
+    for name in AUTO:
+        torch.manual_seed(0)
+        found[name] = tmp_path_factory.mktemp(name)
+        LESSONS[name][0]().save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture
+def stock(folders):
+    return lambda family="llama": AUTO[family].from_pretrained(folders[family])
+
+
+def said(model, family: str = "llama") -> torch.Tensor:
+    return logits(model, {k: v for k, v in LESSONS[family][1]().items() if k != "labels"})
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def config(*names: str, **options) -> ha.HyperLoraConfig:
+    mechanisms = [MECHANISMS[name] for name in names]
+    return ha.HyperLoraConfig(**dict(mechanisms=mechanisms, r=4, task_type="CAUSAL_LM") | options)
+
+
+def train(model, family: str = "llama", seed: int = 0):
+    """Two large steps, so that what is lost shows, and parameters behind gates move too."""
+    torch.manual_seed(seed)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in n for n in trained)
+    optimizer = torch.optim.Adam(trained.values(), lr=0.05)
+    for _ in range(2):
+        model.eval()(**LESSONS[family][1]()).loss.backward()
+        assert not [n for n, p in trained.items() if p.grad is None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def adapted(model, *names: str, family: str = "llama", **options) -> PeftModel:
+    return train(get_peft_model(model, config(*names, **{"task_type": TASKS[family]} | options)), family)
+
+
+def hypers(model) -> list[str]:
+    return [name for name, _ in model.named_modules() if "hyper" in name.split(".")]
+
+
+# One adapter
+
+
+@pytest.mark.parametrize("family", AUTO)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_from_a_stock_model_to_the_merged_one(name, family, stock, tmp_path):
+    original = said(stock(family), family)
+    model = get_peft_model(stock(family), config(name, layers="last-half", task_type=TASKS[family]))
+    assert torch.equal(said(model, family), original)
+    trained = said(train(model, family), family)
+    assert gap(trained, original) > 1e-3
+    with model.disable_adapter():
+        assert torch.equal(said(model, family), original)
+    assert torch.equal(said(model, family), trained)
+    model.save_pretrained(tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(f".hyper.lora_hyper.{name}." in n for n in names) and not any("default" in n for n in names)
+
+    loaded = PeftModel.from_pretrained(stock(family), tmp_path / "adapter")
+    assert gap(said(loaded, family), trained) <= 1e-6 and not any(p.requires_grad for p in loaded.parameters())
+    native = stock(family)
+    info = native.load_adapter(tmp_path / "adapter")
+    assert not info.missing_keys and not info.unexpected_keys and gap(said(native, family), trained) <= 1e-6
+    native.disable_adapters()
+    assert torch.equal(said(native, family), original)
+    native.enable_adapters()
+    native.delete_adapter("default")
+    assert torch.equal(said(native, family), original) and not hypers(native)
+    assert native.config.to_dict() == stock(family).config.to_dict() and type(native) is type(stock(family))
+
+    assert torch.equal(said(loaded.unload(), family), original)
+    merged = model.merge_and_unload(safe_merge=True)
+    assert gap(said(merged, family), trained) <= 1e-6
+    assert not any("lora" in n for n, _ in merged.named_modules()) and ha.describe(merged)["patched"] == 1
+    merged.save_pretrained(tmp_path / "merged")
+    again = AUTO[family].from_pretrained(tmp_path / "merged")
+    assert torch.equal(said(again, family), said(merged, family))
+    ha.unpatch_model(merged)
+    assert type(merged) is type(stock(family)) and merged.config._attn_implementation == "sdpa"
+
+
+LOADERS = {
+    "PeftModel": "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)",
+    "PeftModel, low memory": "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, "
+    "low_cpu_mem_usage=True, adapter_name='other')",
+    "AutoPeftModel": "AutoPeftModelForCausalLM.from_pretrained(adapter)",
+    "AutoModel": "AutoModelForCausalLM.from_pretrained(adapter)",
+    "pipeline": "pipeline('text-generation', model=adapter, tokenizer=base).model",
+}
+PROGRAM = """
+import sys, torch, transformers
+from transformers import AutoModelForCausalLM, pipeline
+from peft import AutoPeftModelForCausalLM, PeftModel
+base, adapter, out, plugin, load = sys.argv[1:]
+if plugin:
+    import hf_hyperattn
+try:
+    model = eval(load)
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    with torch.no_grad():
+        torch.save(model.eval()(torch.load(out + ".ids")).logits, out)
+    print("loaded")
+"""
+
+
+def words() -> hf.PreTrainedTokenizerFast:
+    """A tokenizer of 93 words."""
+    vocabulary = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(90))]
+    made = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture
+def tokenizer():
+    return words()
+
+
+def in_a_fresh_process(load: str, model, folders, tmp_path, plugin: bool) -> str:
+    model.save_pretrained(tmp_path / "adapter")
+    words().save_pretrained(folders["llama"])
+    torch.save(LESSONS["llama"][1]()["input_ids"], tmp_path / "out.ids")
+    arguments = [str(folders["llama"]), str(tmp_path / "adapter"), str(tmp_path / "out"), "1" if plugin else "", load]
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "how", [h if h == "AutoPeftModel" else pytest.param(h, marks=pytest.mark.slow) for h in LOADERS]
+)
+def test_every_loader_patches_the_base_in_a_fresh_process(how, stock, folders, tmp_path):
+    model = adapted(stock(), "cone", "head_fusion")
+    assert in_a_fresh_process(LOADERS[how], model, folders, tmp_path, plugin=True) == "loaded"
+    assert gap(torch.load(tmp_path / "out"), said(model)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["PeftModel", "AutoPeftModel", "AutoModel"])
+def test_without_the_plugin_every_loader_refuses_by_our_name(how, stock, folders, tmp_path):
+    said = in_a_fresh_process(LOADERS[how], adapted(stock(), "cone"), folders, tmp_path, plugin=False)
+    assert said == "KeyError 'HF_HYPERATTN'"
+
+
+@pytest.mark.parametrize("options", [dict(r=0), dict(target_modules=[])], ids=["r=0", "no targets"])
+def test_an_adapter_of_mechanisms_alone(options, stock, tmp_path):
+    model = adapted(stock(), "cone", **options)
+    trained = said(model)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 4096
+    loaded = PeftModel.from_pretrained(stock(), tmp_path)
+    assert torch.equal(said(loaded), trained)
+    with loaded.disable_adapter():
+        assert torch.equal(said(loaded), said(stock()))
+    assert torch.equal(said(loaded.merge_and_unload()), trained)
+
+
+KIN = {
+    "dora": dict(use_dora=True),
+    "rslora": dict(use_rslora=True),
+    "pissa": dict(init_lora_weights="pissa"),
+    "modules_to_save": dict(modules_to_save=["lm_head", "hyper"]),
+    "all-linear": dict(target_modules="all-linear"),
+    "bias": dict(bias="lora_only"),
+}
+
+
+@pytest.mark.parametrize("options", KIN.values(), ids=KIN)
+def test_kin_of_lora(options, stock, tmp_path):
+    model = get_peft_model(stock(), config("cone", **options))
+    assert gap(said(model), said(stock())) <= 1e-5
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    model(**LESSONS["llama"][1]()).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    trained, native = said(model), stock()
+    assert gap(said(PeftModel.from_pretrained(stock(), tmp_path)), trained) <= 1e-6
+    info = native.load_adapter(tmp_path)
+    if "bias" not in options:  # which no adapter has a place for, and Transformers reports
+        assert not info.missing_keys and not info.unexpected_keys
+    assert gap(said(native), trained) <= 1e-6
+    if options.get("init_lora_weights") != "pissa" and "bias" not in options:  # these change the base
+        with model.disable_adapter():
+            assert torch.equal(said(model), said(stock()))
+    assert gap(said(model.merge_and_unload()), trained) <= 1e-5
+
+
+def test_a_config_is_checked_and_can_be_put_on_several_models(stock):
+    shared = config("cone", layers="last-half")
+    for layers in (2, 4):
+        torch.manual_seed(0)
+        model = get_peft_model(LESSONS["llama"][0](num_hidden_layers=layers), shared)
+        assert ha.describe(model)["patched"] == layers // 2
+        assert model.peft_config["default"].hyperattn.hosts[-1] == f"model.layers.{layers - 1}.self_attn"
+    for wrong, words in (
+        (lambda: get_peft_model(stock(), ha.HyperLoraConfig()), r"names no mechanism, and LlamaForCausalLM is not"),
+        (lambda: config("cone", layers="middle"), "layers='middle' is not allowed"),
+        (lambda: config("cone", hyperattn=ha.HyperAttnConfig()), "give one of both"),
+        (lambda: get_peft_model(stock(), config("cone", layers=[7])), "layers names layer 7"),
+        (lambda: get_peft_model(ha.patch_model(stock(), ha.ConeConfig()), config("hype")), "is patched otherwise"),
+    ):
+        with pytest.raises(ValueError, match=f"(?m)^[^\n]*{words}[^\n]*$"):
+            wrong()
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(stock):
+    model = stock()
+    with pytest.raises(ValueError, match="Target modules"):
+        get_peft_model(model, config("cone", target_modules=["nothing"]))
+    assert not hypers(model) and torch.equal(said(model), said(stock()))
+    assert model.config.to_dict() == stock().config.to_dict()
+
+
+def test_an_adapter_without_its_tensors_is_refused(stock, tmp_path):
+    adapted(stock(), "cone").save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("base_model.model.model.layers.1.self_attn.hyper.lora_hyper.cone.gate")
+    save_file(tensors, file)
+    for load in (PeftModel.from_pretrained, lambda model, folder: model.load_adapter(folder)):
+        with pytest.raises(ValueError, match=r"^the added parameter [^\n]*layers.1.self_attn.hyper[^\n]*gate"):
+            load(stock(), tmp_path)
+
+
+def test_on_a_patched_base_the_adapter_starts_from_what_is_there(stock, tmp_path):
+    base = ha.patch_model(stock(), ha.ConeConfig())
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("gate"):
+                parameter.fill_(0.2)
+    patched = said(base)
+    model = get_peft_model(base, ha.lora_config(base, r=4))
+    assert type(model.peft_config["default"]) is ha.HyperLoraConfig
+    assert torch.equal(said(model), patched)
+    trained = said(train(model))
+    with model.disable_adapter():
+        assert torch.equal(said(model), patched)
+    model.save_pretrained(tmp_path)
+    assert gap(said(PeftModel.from_pretrained(stock(), tmp_path)), trained) <= 1e-6
+    assert gap(said(PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig()), tmp_path)), trained) <= 1e-6
+    unloaded = model.unload()
+    assert torch.equal(said(unloaded), patched) and ha.describe(unloaded)["patched"] == 2
+    with pytest.raises(ValueError, match="is patched otherwise than this adapter asks for"):
+        PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig(), layers=[0]), tmp_path)
+
+
+@pytest.mark.parametrize("change", [lambda m: ha.patch_model(m, ha.HypeConfig()), ha.unpatch_model])
+def test_the_patch_under_an_adapter_is_not_changed(change, stock):
+    with pytest.raises(ValueError, match=r"under its adapters \['default'\]"):
+        change(get_peft_model(stock(), config("cone")))
+
+
+def test_a_whole_save_under_an_adapter_is_refused(stock, tmp_path):
+    with pytest.raises(ValueError, match="is inside PEFT's wrapper"):
+        get_peft_model(stock(), config("cone")).get_base_model().save_pretrained(tmp_path)
+
+
+# Several adapters
+
+
+@pytest.fixture
+def several(stock):
+    """A model with adapters of several mechanisms, one named like the mechanism of another, and what each says."""
+    model = adapted(stock(), "cone", layers=[0, 1])
+    answers = {"default": said(model), "__base__": said(stock())}
+    for name, mechanism, layer, r in (("cone", "hype", 0, 4), ("alone", "cone", 1, 0), ("tree", "hsa", 1, 2)):
+        model.add_adapter(name, config(mechanism, layers=[layer], r=r))
+        model.set_adapter(name)
+        answers[name] = said(train(model, seed=len(answers)))
+    return model, answers
+
+
+def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(several, stock, tmp_path):
+    model, answers = several
+    assert len({round(a.abs().sum().item(), 3) for a in answers.values()}) == len(answers)
+    for name in ("default", "tree", "cone", "alone", "default"):
+        model.set_adapter(name)
+        assert torch.equal(said(model), answers[name])
+        patched = ha.describe(model)["patched"]
+        assert patched == len(model.peft_config[name].hyperattn.hosts)
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert trained and all(f".{name}" in n for n in trained)
+    with pytest.raises(ValueError, match=r"^set_adapter got the adapters \['default', 'cone'\]"):
+        model.base_model.set_adapter(["default", "cone"])
+    assert torch.equal(said(model), answers["default"])
+    model.save_pretrained(tmp_path)
+    for name in ("default", "cone", "alone", "tree"):
+        folder = tmp_path if name == "default" else tmp_path / name
+        assert gap(said(PeftModel.from_pretrained(stock(), folder)), answers[name]) <= 1e-6
+        written = ha.HyperAttnConfig.from_pretrained(folder)
+        assert written.to_dict() == model.peft_config[name].hyperattn.to_dict()
+    model.set_adapter("tree")
+    model.delete_adapter("default")
+    assert torch.equal(said(model), answers["tree"])
+    model.delete_adapter("tree")
+    assert model.active_adapters == ["alone"] and torch.equal(said(model), answers["alone"])
+    with model.disable_adapter():
+        assert torch.equal(said(model), answers["__base__"])
+    assert gap(said(model.merge_and_unload(adapter_names=["cone"])), answers["cone"]) <= 1e-6
+
+
+def test_native_adapters_are_switched_and_deleted(several, stock, tmp_path):
+    answers = several[1]
+    several[0].save_pretrained(tmp_path)
+    model = stock()
+    for name in ("tree", "cone", "alone"):
+        model.load_adapter(tmp_path / name, adapter_name=name)
+        model.set_adapter(name)
+        assert gap(said(model), answers[name]) <= 1e-6
+    model.add_adapter(LoraConfig(target_modules=["up_proj"]), "plain")
+    for name in ("plain", "alone", "tree", "cone"):
+        model.set_adapter(name)
+        assert gap(said(model), answers.get(name, answers["__base__"])) <= 1e-6
+    model.delete_adapter("cone")
+    assert model.active_adapters() == ["alone"] and gap(said(model), answers["alone"]) <= 1e-6
+    model.delete_adapter(["alone", "tree", "plain"])
+    assert torch.equal(said(model), answers["__base__"]) and not hypers(model)
+
+
+def test_rows_of_a_batch_have_adapters_of_their_own(several):
+    model, answers = several
+    ids = LESSONS["llama"][1]()["input_ids"]
+    names = ["default", "__base__", "alone", "cone"]
+    with torch.no_grad():
+        found = model.eval()(input_ids=ids, adapter_names=names).logits
+    for row, name in enumerate(names):
+        assert gap(found[row], answers[name][row]) <= 1e-5, name
+    assert torch.equal(said(model), answers["tree"])  # no hook stays
+    beams = dict(input_ids=ids[:2, :8], max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
+    alone = {}
+    for name in ("default", "cone"):
+        model.set_adapter(name)
+        alone[name] = model.generate(**beams)
+    mixed = model.generate(**beams, adapter_names=["default", "cone"])
+    assert torch.equal(mixed[0], alone["default"][0]) and torch.equal(mixed[1], alone["cone"][1])
+    for wrong, words in (
+        (dict(adapter_names=["nobody"] * 4), "non-existing adapter"),
+        (dict(adapter_names=["alone"] * 4, output_attentions=True), "got 4 names, and attention weights"),
+        (dict(adapter_names=["alone"] * 3), "adapter_names"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(input_ids=ids, **wrong)
+
+
+@pytest.mark.parametrize("r", [0, 4])
+def test_a_weighted_sum_of_adapters(r, stock, tmp_path):
+    model = adapted(stock(), "cone", r=r)
+    model.add_adapter("other", config("cone", r=r))
+    model.add_adapter("hype", config("hype", r=r))
+    model.set_adapter("other")
+    train(model, seed=1)
+    model.add_weighted_adapter(["default", "other"], [0.5, -2.0], "sum", combination_type="cat")
+    found = dict(model.named_parameters())
+    for name, parameter in found.items():
+        if ".lora_hyper.sum." in name:  # cone's parameters start at zero
+            one, two = (found[name.replace(".sum.", f".{other}.")] for other in ("default", "other"))
+            assert gap(parameter, 0.5 * one - 2.0 * two) <= 1e-6 and parameter.abs().sum() > 0
+    model.add_weighted_adapter(["default"], [1.0], "same", combination_type="linear")
+    model.set_adapter("default")
+    expected = said(model)
+    model.set_adapter("same")
+    assert gap(said(model), expected) <= 1e-5
+    model.save_pretrained(tmp_path)
+    assert gap(said(PeftModel.from_pretrained(stock(), tmp_path / "same")), said(model)) <= 1e-6
+    for names, how in ((["default", "hype"], "cat"), (["default", "other"], "ties")):
+        with pytest.raises(ValueError, match=r"^add_weighted_adapter got the adapters [^\n]*allowed: adapters"):
+            model.add_weighted_adapter(names, [1.0, 1.0], "wrong", combination_type=how)
+    assert "wrong" not in model.peft_config
+
+
+def test_hotswap(stock, tmp_path):
+    first, second = adapted(stock(), "cone"), adapted(stock(), "cone", r=2)
+    other = said(train(second, seed=5))
+    second.save_pretrained(tmp_path / "second")
+    adapted(stock(), "hype").save_pretrained(tmp_path / "hype")
+    first.add_adapter("cone", config("cone"))
+    first.set_adapter("cone")
+    kept = said(train(first))
+    hotswap_adapter(first, tmp_path / "second", "default")
+    assert torch.equal(said(first), kept)
+    first.set_adapter("default")
+    assert gap(said(first), other) <= 1e-6
+    hotswap_adapter(first, tmp_path / "second", "cone")  # PEFT looks for the name anywhere in a key
+    assert gap(said(first), other) <= 1e-6
+    with pytest.raises(ValueError, match="Configs are incompatible: for hyperattn"):
+        hotswap_adapter(first, tmp_path / "hype", "default")
+    native = stock()
+    native.load_adapter(tmp_path / "second")
+    with pytest.raises(ValueError, match="only supported for LoRA"):
+        native.load_adapter(tmp_path / "second", adapter_name="default", hotswap=True)
+
+
+def test_merging_and_unmerging(several, stock):
+    model, answers = several
+    model.merge_adapter(adapter_names=["default"])
+    assert gap(said(model), answers["default"]) <= 1e-6
+    with model.disable_adapter():
+        assert gap(said(model), answers["__base__"]) <= 1e-6
+    assert gap(said(model), answers["tree"]) <= 1e-6  # PEFT unmerges what is disabled
+    for call in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=r"^merge_[^\n]*\['default', 'tree'\]"):
+            call(adapter_names=["default", "tree"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_hyper.tree.hsa.gate" in name:
+                parameter.fill_(float("nan"))
+    with pytest.raises(ValueError, match="numbers that are not finite"):
+        model.merge_and_unload(safe_merge=True)
+
+
+# Training
+
+
+def test_the_trainer_logs_gates_and_decays_none(stock, tmp_path):
+    model = get_peft_model(stock(), config("cone", "head_fusion", layers=[1]))
+    rows = [{"input_ids": row, "labels": row} for row in LESSONS["llama"][1]()["input_ids"]]
+    arguments = hf.TrainingArguments(
+        tmp_path, max_steps=2, logging_steps=1, learning_rate=0.1, weight_decay=0.1, report_to="none", use_cpu=True,
+        save_strategy="no",
+    )  # fmt: skip
+    trainer = hf.Trainer(model, arguments, train_dataset=rows)
+    assert not any("hyper" in name for name in trainer.get_decay_parameter_names(model))
+    trainer.add_callback(ha.LogGates(trainer))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if any(key.startswith("gates/") for key in entry)]
+    assert len(logged) == 2
+    gate = model.get_parameter("base_model.model.model.layers.1.self_attn.hyper.lora_hyper.default.cone.gate")
+    last = {key: value for key, value in logged[-1].items() if key.startswith("gates/")}
+    assert last == {f"gates/model.layers.1.self_attn/cone/head_{h}": gate[h].item() for h in range(4)}
+    assert logged[0] != logged[1] and gate.abs().min() > 0
+
+
+def test_half_precision_trains_in_float32_and_merges_in_its_own(stock, tmp_path):
+    model = get_peft_model(stock().bfloat16(), config("cone"))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.equal(said(model), said(stock().bfloat16()))
+    merged = train(model).merge_and_unload()
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+
+
+# Trainers of others: `make roads` installs them
+
+
+TRAINING = dict(
+    max_steps=3,
+    per_device_train_batch_size=2,
+    learning_rate=1e-2,
+    report_to="none",
+    use_cpu=True,
+    save_strategy="no",
+    logging_strategy="no",
+    bf16=False,
+    gradient_checkpointing=True,
+)
+
+
+@pytest.mark.roads
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    rows = {
+        "SFT": {"text": "w7 w8 w9 w10 w11"},
+        "DPO": {"prompt": "w7 w8", "chosen": " w9 w10", "rejected": " w11 w12"},
+        "Reward": {"chosen": "w7 w8 w9", "rejected": "w7 w8 w12"},
+    }[kind]
+    load = hf.AutoModelForSequenceClassification if kind == "Reward" else hf.AutoModelForCausalLM
+    options = dict(num_labels=1) if kind == "Reward" else {}
+    torch.manual_seed(0)
+    model = load.from_pretrained(folders["llama"], pad_token_id=0, **options)
+    adapter = config("cone", "head_fusion", task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM")
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model,
+        args=getattr(trl, f"{kind}Config")(str(tmp_path), **TRAINING),
+        train_dataset=datasets.Dataset.from_list([rows] * 4),
+        processing_class=tokenizer,
+        peft_config=adapter,
+    )
+    assert isinstance(trainer.model.peft_config["default"], ha.HyperLoraConfig)
+    trainer.train()
+    gates = [p for n, p in trainer.model.named_parameters() if n.endswith("hyper.lora_hyper.default.cone.gate")]
+    assert len(gates) == 2 and all(gate.any() for gate in gates)
+    trainer.save_model(str(tmp_path / "adapter"))
+    trained = said(trainer.model)
+    torch.manual_seed(0)
+    base = load.from_pretrained(folders["llama"], pad_token_id=0, **options)
+    assert gap(said(PeftModel.from_pretrained(base, tmp_path / "adapter")), trained) <= 1e-6
+
+
+@pytest.mark.roads
+def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp_path):
+    st = pytest.importorskip("sentence_transformers")
+    import datasets
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    hf.AutoModel.from_pretrained(folders["bert"]).save_pretrained(tmp_path / "base")
+    tokenizer.model_max_length = 32
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = st.SentenceTransformer(str(tmp_path / "base"), device="cpu")  # with mean pooling
+    sentences = ["w7 w8 w9 w10", "w11 w12 w13"]
+    before = model.encode(sentences)
+    model.add_adapter(config("cone", "head_fusion", task_type="FEATURE_EXTRACTION"))
+    assert abs(model.encode(sentences) - before).max() <= 1e-6
+    rows = [{"anchor": "w7 w8", "positive": "w9 w10"}, {"anchor": "w11 w12", "positive": "w13 w14"}] * 2
+    options = {name: value for name, value in TRAINING.items() if name != "gradient_checkpointing"}
+    trainer = st.SentenceTransformerTrainer(
+        model,
+        args=st.SentenceTransformerTrainingArguments(str(tmp_path / "run"), **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        loss=MultipleNegativesRankingLoss(model),
+    )
+    trainer.train()
+    after = model.encode(sentences)
+    assert abs(after - before).max() > 1e-4
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert hypers(again) and abs(again.encode(sentences) - after).max() <= 1e-6
