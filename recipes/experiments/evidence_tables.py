@@ -17,7 +17,7 @@ VERDICTS = (HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN)
 
 
 def found(claim: Claim) -> Found:
-    """What came out and the verdict; "not run" where the runs are not committed."""
+    """What came out and the verdict; "not run" where no runs of the present settings are committed."""
     if isinstance(claim.found, str):
         return claim.found, claim.verdict
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Callable
@@ -17,17 +18,29 @@ from . import (
     length,
     starts,
     starts_tables,
+    store,
     tables,
     translation_tables,
     trilinear_tables,
 )
 from .adaptation_tables import ALONE
 from .adaptation_tables import losses as adaptation_losses
-from .store import load
 
 HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN = "holds", "holds in part", "does not hold", "undecided", "not run"
 #: What a claim's function gives: a text, and the verdict.
 Found = tuple[str, str]
+
+
+def load(name: str) -> dict:
+    """The committed results of an experiment.
+
+    Raises:
+        ValueError: there are none, or they are of other settings than it has now.
+    """
+    results = store.load(name)
+    settings = importlib.import_module(f"{__package__}.{name}").EXPERIMENT.settings
+    store.check_same("settings", store.FOLDER / f"{name}.json", results, {"settings": settings})
+    return results
 
 
 def judge(low: float, high: float, claimed: float = 0.0) -> str:
