@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from hf_hyperattn.files import write_atomically
 
 from .draw import PLOTS, ROOT, put
-from .head_pruning import BETA_PER_TOKEN, RANDOM_PER_TOKEN, key_of
+from .head_pruning import BETA_PER_TOKEN, EXPERIMENT, RANDOM_PER_TOKEN, key_of
 from .store import FOLDER, load
 from .tables import circumstances, detectable, mean_and_deviation, paired, table
 
@@ -137,7 +138,7 @@ def plot(results: dict):
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
-    """Write the plot, and every table between its two marks on the page.
+    """Write the plot, and every table between its two marks on the page; nothing where results are of other settings.
 
     Raises:
         ValueError: there are no results, or the page lacks a mark.
@@ -146,6 +147,9 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     from . import figures
 
     results, text = load("head_pruning", folder), page.read_text()
+    if results["settings"] != json.loads(json.dumps(EXPERIMENT.settings)):
+        print("head_pruning.json is of other settings than the experiment has; its page is left as it is")
+        return
     figures.save(plot(results), plots / "head_pruning.svg")
     for name, make in TABLES.items():
         text = put(text, name, make(results))
