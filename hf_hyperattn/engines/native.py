@@ -60,6 +60,9 @@ PACKAGE = Path(__file__).parents[1]
 PREBUILT = PACKAGE / "engines" / "prebuilt"
 MANIFEST = PREBUILT / "manifest.json"
 
+#: What is done instead, in a line of the log.
+AGAIN, PLAIN = "install the wheel again; until then kernels are built anew", "the plain torch way is used"
+
 
 class Prebuilt(NamedTuple):
     """A library of the wheel.
@@ -115,8 +118,15 @@ def level() -> str | None:
 
 @functools.cache
 def manifest() -> dict:
-    """What the wheel says of its libraries; empty where there are none."""
-    return json.loads(MANIFEST.read_text(encoding="utf-8")) if MANIFEST.is_file() else {}
+    """What the wheel says of its libraries; empty where there are none, or where it is damaged, which is logged."""
+    if not MANIFEST.is_file():
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads(MANIFEST.read_text(encoding="utf-8"))
+        if isinstance(said, dict) and said.keys() >= {"names", "libraries", "sources", "fingerprint", "scores"}:
+            return said
+    log_once(f"{MANIFEST} is damaged", AGAIN)
+    return {}
 
 
 def prebuilt() -> Prebuilt | None:
@@ -126,7 +136,7 @@ def prebuilt() -> Prebuilt | None:
     try:
         return _open_prebuilt(level())
     except (ValueError, OSError) as error:
-        log_once(str(error), "kernels of the wheel are not used")
+        log_once(str(error), AGAIN if isinstance(error, OSError) else PLAIN)
         return None
 
 
@@ -139,7 +149,7 @@ def _open_prebuilt(name: str | None) -> Prebuilt | None:
     if fingerprint(said["sources"]) != said["fingerprint"]:
         log_once(f"the installed sources are not those that {library} was made of", "kernels are built anew")
     elif hashlib.sha256(library.read_bytes()).hexdigest() != said["libraries"][name]:
-        log_once(f"{library} is damaged", "install the wheel again; until then kernels are built anew")
+        log_once(f"{library} is damaged", AGAIN)
     else:
         return Prebuilt(name, ctypes.CDLL(str(library)), said["names"], said["scores"])
     return None
@@ -247,7 +257,7 @@ def load(name: str, *sources: Path | str) -> ctypes.CDLL | None:
             return carried.library
         return ctypes.CDLL(str(built(name, sources).absolute()))
     except Exception as error:  # whatever a compiler, a file system or a loader can do wrong
-        log_once(reason(error), "the plain torch way is used", f"{name} is not compiled (%s)")
+        log_once(reason(error), PLAIN, f"{name} is not compiled (%s)")
         return None
 
 

@@ -380,19 +380,25 @@ def test_a_level_that_is_not_there_is_refused_in_one_line(place, carried, monkey
         assert loaded(place) is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"HF_HYPERATTN_NATIVE={wish!r}" in line and "allowed: 0, 1, build, v2" in line and "\n" not in line
+    assert line.endswith("the plain torch way is used")
 
 
-@pytest.mark.parametrize("what", ["library", "sources"])
+@pytest.mark.parametrize("what", ["library", "not there", "sources", "manifest", "keys"])
 def test_a_damaged_wheel_is_never_loaded(place, carried, monkeypatch, caplog, what):
     if what == "library":
         garble(carried / "v2.so")
+    elif what == "not there":
+        (carried / "v2.so").unlink()
+    elif what in ("manifest", "keys"):
+        (carried / "manifest.json").write_text('{"names": ["add"]}'[: 18 if what == "keys" else 9])
     else:
         said = json.loads((carried / "manifest.json").read_text())
         (carried / "manifest.json").write_text(json.dumps(said | {"fingerprint": "0" * 64}))
     with caplog.at_level(logging.WARNING, "hf_hyperattn"):
         assert [loaded(place), loaded(place, "another")] == [8, 8]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert {"library": "is damaged", "sources": "are not those"}[what] in line and "\n" not in line
+    expected = {"not there": "No such file", "sources": "are not those"}
+    assert expected.get(what, "is damaged") in line and line.endswith("kernels are built anew") and "\n" not in line
 
 
 def test_a_source_names_no_path_of_the_installation():
