@@ -455,6 +455,13 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(group, dim=1)
 
 
+def euclidean(x: Tensor, y: Tensor) -> Tensor:
+    """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
+    if torch.compiler.is_exporting():  # ONNX has no cdist
+        return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
+    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+
+
 def upcast_for_grad(x: Tensor) -> Tensor:
     """`x` in float32 where it is a half-precision leaf of a score on a CPU and will get a gradient; else `x` itself.
 
