@@ -72,6 +72,11 @@ def call(
     if can_read(*tensors) and not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
         # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
+    if torch.onnx.is_in_onnx_export():
+        raise ValueError(
+            "hsa is exported to ONNX over windows alone; allowed: no hierarchy=, the same tokens as queries and keys "
+            "(use_cache=False), a bool mask or none, and with tying='key' in an encoder refine_top_k=0"
+        )
     names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
