@@ -1,7 +1,9 @@
 """Programs that `torch.export` and `torch.onnx.export` make of a model: they need nothing of this package."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,13 +132,28 @@ def test_nothing_is_left_behind_by_an_export():
     assert torch.equal(model(*inputs(*SIZES[0])), before)
 
 
+def onnx_runtime():
+    """The module onnxruntime, where all that an export needs is installed."""
+    reason = "needs pip install onnx onnxscript onnxruntime"
+    return [pytest.importorskip(name, reason=reason) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
+
+
+@pytest.mark.extras
+def test_the_page(tmp_path, monkeypatch):
+    onnx_runtime()
+    make("llama", "cone").model.save_pretrained(tmp_path / "your-name/SmolLM2-135M-cone")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/deploying.md").read_text()
+    for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names := {})
+    assert (names["logits"] - torch.from_numpy(names["same_logits"])).abs().max() < 1e-4
+
+
 @pytest.mark.extras
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_onnx(family, mechanism, tmp_path):
-    for name in ("onnx", "onnxscript"):
-        pytest.importorskip(name, reason=f"needs {name}: pip install onnx onnxscript onnxruntime")
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
+    runtime = onnx_runtime()
     if mechanism == "collaborative" and family == "llama":
         pytest.skip("collaborative refuses hosts with rotary positions")
     model, file = make(family, mechanism), str(tmp_path / "model.onnx")

@@ -10,7 +10,6 @@ has a name, and a hierarchy is windows' sizes and spans, or parents, kinds and t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.options import full_precision
+from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
 
@@ -173,17 +173,6 @@ def _by_autograd(function: Function, grads, tensors: Sequence[Tensor], names: st
 @backward.register_fake
 def _(grads, results, tensors, *_):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-
-
-@contextmanager
-def autograd_inside_operator():
-    """Autograd, which torch excludes from the dispatch of what runs inside an operator."""
-    keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
-        excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
 
 
 def _save(ctx, inputs, output):
