@@ -3,12 +3,14 @@
 #   make test PYTHON=python3.12     another interpreter
 #   make test VENV=/tmp/v           another place for the virtual environment
 #   make test WORKERS=8             more test processes
+#   make recipe NAME=hype_lora  another recipe of recipes/smollm2
 #   make test ARGS="-k cone -x"     options for pytest; ARGS goes to `hyperattn demo` likewise
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
+NAME ?= cone_lora
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
@@ -24,9 +26,9 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
 	@OMP_WAIT_POLICY=passive $(BIN)/hyperattn demo $(ARGS)
 
-recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with cone attention and LoRA; minutes on two cores (ARGS="--fresh")
+recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with LoRA and a mechanism; minutes on two cores (NAME=cone_lora ARGS="--fresh")
 	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
-		recipes/finetune.py --config recipes/smollm2/cone_lora.yaml $(ARGS)
+		recipes/finetune.py --config recipes/smollm2/$(NAME).yaml $(ARGS)
 
 experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
 	$(BIN)/python recipes/experiments all $(ARGS)

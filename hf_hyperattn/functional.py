@@ -1,11 +1,13 @@
 """Every mechanism as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`.
 
 The functions are defined in the mechanisms' rooms; functions of mechanisms from other packages are found here too.
+`edge_attention` takes any of their scores to the edges of a graph.
 """
 
 from typing import TYPE_CHECKING
 
 from .mechanisms.cone.functional import cone_attention, cone_scores
+from .mechanisms.edges import edge_attention
 from .mechanisms.hsa.functional import hierarchical_attention
 from .mechanisms.hype.functional import hype_attention, hype_bias
 from .mechanisms.hyperbolic.functional import hyperbolic_attention, hyperbolic_scores
@@ -18,6 +20,7 @@ __all__ = [
     "bidaf_scores",
     "cone_attention",
     "cone_scores",
+    "edge_attention",
     "hierarchical_attention",
     "hype_attention",
     "hype_bias",

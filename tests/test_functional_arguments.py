@@ -22,6 +22,8 @@ CALLS = {
     "cone_scores": QK | {"variant": "penumbral"},
     "hyperbolic_attention": QKV,
     "hyperbolic_scores": QK,
+    "edge_attention": {name: x[0].mT.contiguous() for name, x in QKV.items()}
+    | {"edges": torch.tensor([[0, 1], [1, 1]])},
     "hype_attention": QKV | {"mu": 0.1, "tau": 1.0},
     "hype_bias": {"query_positions": torch.arange(4), "key_positions": torch.arange(4), "mu": 0.1, "tau": 1.0}
     | {"form": "sinh"},
@@ -44,6 +46,7 @@ BAD |= {"query": ([1.0], None, NOT_DENSE, COMPLEX), "key": ([1.0], NOT_DENSE), "
 BAD |= {"value": (None, [1.0], NOT_DENSE, t(B, H, N, 0)), "key2": ([1.0], NOT_DENSE, COMPLEX)}
 BAD |= {"tying": ("nonsense", 1), "backend": ("nonsense",)}
 BAD |= {"near": (-1, 1.5, "no", True), "block_bias": (NAN, "no", torch.tensor([NAN, 0.0]))}
+BAD |= {"edges": ([[0], [1]], torch.tensor([0, 1]), torch.tensor([[0], [99]]), torch.tensor([[0.0], [1.0]]))}
 BAD |= {"windows": ((0, 1), "no"), "beta": ([1.0], 1.0), "before": ([1.0],), "w1": ([1.0], t(D) + 0j)}
 CASES = [
     pytest.param(name, argument, value, id=f"{name}-{argument}-{i}")
@@ -69,7 +72,7 @@ def test_every_function_and_argument_is_here(name):
     assert set(CALLS) == set(functional.__all__)
     getattr(functional, name)(**CALLS[name])
     free = {"w2", "w3", "key_beta", "after", "hierarchy", "sinks", "refine_top_k"}
-    free |= {"query_positions", "key_positions"}
+    free |= {"query_positions", "key_positions", "scores", "options"}
     assert set(inspect.signature(getattr(functional, name)).parameters) <= set(BAD) | free
 
 

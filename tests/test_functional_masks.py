@@ -62,6 +62,21 @@ def test_lowest_number_hides_a_key_as_infinity_does(backend):
 
 
 @every_backend
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+def test_gradients_of_a_row_that_large_numbers_hide_whole(backend, number):
+    """As in padded rows: every key weighs as much, and the weights of a row add up to 1 in gradients too."""
+    q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=3, lk=7, dtype=torch.float32))
+    mask = torch.zeros(3, 7).index_fill(0, torch.tensor([1]), number)
+    out = attend(q, k, v, "umbral-xi", backend, attn_mask=mask)
+    grad = tensor(*out.shape, seed=8, dtype=torch.float32)
+    by_key = torch.autograd.grad(out, (q, k, v), grad)[2]
+    assert_close(by_key.sum(2), grad.sum(2), 1e-5, "gradient of the values, summed over the keys")
+    alone = attend(q, k, v, "umbral-xi", backend, attn_mask=mask)[:, :, 1:2]
+    of_row = torch.autograd.grad(alone, v, grad[:, :, 1:2])[0]
+    assert_close(of_row, (grad[:, :, 1:2] / 7).expand_as(of_row), 1e-6, "of the hidden row alone")
+
+
+@every_backend
 @pytest.mark.parametrize("lq, lk", [(3, 6), (6, 3), (1, 4), (560, 900), (900, 560)])
 def test_causality_is_top_left(backend, lq, lk):
     q, k, v = qkv(batch=1, heads=1, lq=lq, lk=lk)

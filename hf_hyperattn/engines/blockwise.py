@@ -156,8 +156,9 @@ def backward(tile: Tile, grads: Tensors, grad: Tensor, out: Tensor, lse: Tensor)
     """Add this tile's share to all gradients; `grad`, `out` are [hc, G, R, dv], `lse` is [hc, G, R, 1]."""
     t = tile.call.tensors
     evaluated = evaluate_terms(tile, derive=True)
-    logits = hide(tile, total(tile, evaluated))
-    weights = logits.sub_(lse.masked_fill(lse == float("-inf"), float("inf"))).exp_()
+    # not by the log-sum-exp: beside logits of -1e9, of a row that an additive mask hides, the log is lost to rounding
+    weights, sums, _ = softmax(tile, hide(tile, total(tile, evaluated)))
+    weights.div_(sums)
     d_weights = tile.product(grad, tile.of_key(t.value))
     factors = keep(tile, weights)
     if factors is not None:

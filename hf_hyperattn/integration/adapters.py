@@ -92,13 +92,42 @@ def _add(original, self, adapter_name, peft_config, *args, **kwargs):
 
 @wrap("load_adapter", PeftModel)
 def _load(original, self, *args, **kwargs):
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    name = arguments["adapter_name"]
     try:
         result = original(self, *args, **kwargs)
     except KeyError as error:
         check_tensors([str(error.args[0])])
         raise
-    check_tensors([*result.missing_keys, *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *result.unexpected_keys])
+    warn_of_other_patch(self.peft_config[name], name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
+
+
+def missing_of(name: str, result) -> list[str]:
+    """The added parameters that an adapter's file lacks: PEFT lists every name that `name` is a part of, also those of
+    other adapters.
+    """
+    places = f".lora_hyper.{name}.", f".modules_to_save.{name}."
+    return [key for key in result.missing_keys if any(place in key for place in places)]
+
+
+def warn_of_other_patch(config, name: str, where: str, options: dict[str, Any]) -> None:
+    """Where an adapter is read into one that was there, PEFT does not compare their configs: warn of other mechanisms.
+
+    Args:
+        config: of the adapter that was there, `name`. where, options: as in `PeftModel.load_adapter`.
+    """
+    if not isinstance(config, HyperLoraConfig):
+        return
+    there = config.hyperattn.to_dict()
+    saved = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)}).hyperattn
+    differ = [key for key in ("mode", "mechanisms") if there[key] != saved.to_dict()[key]]
+    if differ:
+        logger.warning(
+            f"adapter {name!r} has other {' and '.join(differ)} than {where}, whose parameters it was given: it "
+            "computes something else; load them under a new adapter_name, or begin with a HyperLoraConfig that is alike"
+        )
 
 
 @wrap("load_adapter", PeftAdapterMixin)
@@ -117,8 +146,7 @@ def _load_natively(original, self, *args, **kwargs):
     if ours:
         for keys in (result.missing_keys, result.unexpected_keys):
             keys -= {key for key in keys if ".lora_magnitude_vector." in key}
-    missing = (key for key in result.missing_keys if ".modules_to_save." in key or ".lora_hyper." in key)
-    check_tensors([*missing, *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *result.unexpected_keys])
     return result
 
 

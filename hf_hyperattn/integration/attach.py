@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig
-from ..mechanisms.base import Host
+from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .checkpoint_config import all_configs, parts, write_records
@@ -156,12 +157,14 @@ def attach(
     base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool = False
 ) -> None:
     """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
-    for hyper, (module, _) in zip(build(base, config, selected, newly_routed), selected, strict=True):
+    hypers = build(base, config, selected, newly_routed)
+    modules = [module for module, _ in selected]
+    for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
-        add_hooks(module, hyper.layers())
+    add_hooks(zip(modules, hypers, strict=True))
     write_records(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
-        accept_hierarchy(base, [module for module, _ in selected])
+        accept_hierarchy(base, modules)
 
 
 def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
@@ -172,8 +175,8 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     warned: set[str] = set()
     for hyper in hypers:
         hyper.newly_routed = newly_routed
-        for layer in hyper.layers():
-            layer.warned = warned
+        for layer in hyper.children():
+            cast(MechanismLayer, layer).warned = warned
     return hypers
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from operator import attrgetter
 
 from torch import Tensor, nn
-
-from ..mechanisms.base import MechanismLayer
 
 #: Where a host keeps its `HiddenStates`.
 HIDDEN = "_hyperattn_hidden"
@@ -33,13 +32,16 @@ class HiddenStates(threading.local):
         return HiddenStates, (self.readers,)
 
 
-def add_hooks(host: nn.Module, layers: Iterable[MechanismLayer]) -> None:
-    """Add the hooks to a host where one of the layers it was patched with reads hidden states."""
-    readers = [layer.config.mechanism for layer in layers if layer.reads_hidden]
-    if readers:
-        setattr(host, HIDDEN, HiddenStates(" and ".join(readers)))
-        host.register_forward_pre_hook(note, with_kwargs=True)
-        host.register_forward_hook(forget, always_call=True)
+def add_hooks(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Add the hooks to each host of which a layer of its `Hyper`, given beside it, reads hidden states."""
+    for host, hyper in hosts:
+        readers = " and ".join(
+            map(attrgetter("config.mechanism"), filter(attrgetter("reads_hidden"), hyper.children()))
+        )
+        if readers:
+            setattr(host, HIDDEN, HiddenStates(readers))
+            host.register_forward_pre_hook(note, with_kwargs=True)
+            host.register_forward_hook(forget, always_call=True)
 
 
 def remove_hooks(host: nn.Module) -> None:

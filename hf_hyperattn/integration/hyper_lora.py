@@ -344,7 +344,7 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
     for key, host in hosts.items():
         remove_hooks(host)
         if key in patched:
-            add_hooks(host, inner(host.hyper).layers())
+            add_hooks([(host, inner(host.hyper))])
     write_records(base)
     structured = structured_hosts(base)
     if structured:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .adaptation import ALONE, key_of, key_of_search
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
-from .tables import circumstances, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
 
@@ -29,14 +29,6 @@ def whole(results: dict) -> list[str]:
 def losses(results: dict, name: str) -> list[float]:
     """Of all seeds, a hundred times the mean loss of a token: differences are percents of the perplexity."""
     return [100 * run["held_out"] for run in seeds(results, name)]
-
-
-def detectable(mine: list[float], others: list[float]) -> float:
-    """The difference that a two-sided paired t test at 5 % finds four times in five, by the deviation that was seen."""
-    from scipy.stats import t
-
-    differences, free = [a - b for a, b in zip(mine, others)], len(mine) - 1
-    return (t.ppf(0.975, free) + t.ppf(0.8, free)) * statistics.stdev(differences) / len(mine) ** 0.5
 
 
 def scores(results: dict) -> str:

@@ -30,6 +30,14 @@ HEADS = {
     "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
 }
+#: The same, in docs/hyperbolicity.md and docs/graphs.md; minutes each.
+GEOMETRY = {
+    "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
+    "ball": "WordNet's mammals as points of the ball and of Euclidean space",
+    "graphs": "sections of Debian's packages by attention over their dependencies",
+    "operations": "what distance, maps and attention over 64 tokens cost",
+    "starts": "the depth task from other starts of cones and distances",
+}
 #: The same, in docs/translation.md and docs/adaptation.md.
 EVIDENCE = {
     "translation": "German to English from scratch, by attention with seven scores and several widths",
@@ -38,14 +46,14 @@ EVIDENCE = {
 #: The long ones, the one first whose answer is worth most for its time.
 QUEUE = ("depth", "length", "hat_imdb", "head_pruning", *EVIDENCE)
 #: Those that draw pages of their own, each in a module NAME_tables.
-PAGES = ("hsa", "head", "hat", "collaborative", "trilinear", *EVIDENCE)
+PAGES = ("hsa", "head", "hat", "collaborative", "trilinear", *GEOMETRY, *EVIDENCE, "evidence")
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and act; an error is one line on stderr and exit code 2."""
-    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS | EVIDENCE).items())
+    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS | GEOMETRY | EVIDENCE).items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         "`kill -USR1 PID` until `kill -USR2 PID`\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
-    parser.add_argument("what", choices=[*NAMES, *HSA, *HEADS, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"])
+    parser.add_argument(
+        "what", choices=[*NAMES, *HSA, *HEADS, *GEOMETRY, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"]
+    )
     parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")

@@ -63,7 +63,7 @@ def paired(results: dict) -> str:
             lost += sum(a < b for a, b in zip(mine["right"], theirs["right"]))
         if won + lost:
             p = binomtest(won, won + lost).pvalue
-            rows.append([other, str(won), str(lost), f"{p:.3f}"])
+            rows.append([other, str(won), str(lost), f"{p:.3f}" if p >= 0.0005 else "< 0.001"])
     return table(["HAT against", "HAT alone is right", "the other alone is right", "two-sided p"], rows)
 
 

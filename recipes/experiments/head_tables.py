@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 from hf_hyperattn.files import write_atomically
 
 from .draw import PLOTS, ROOT, put
-from .head_pruning import BETA_PER_TOKEN, RANDOM_PER_TOKEN, key_of
+from .head_pruning import BETA_PER_TOKEN, EXPERIMENT, RANDOM_PER_TOKEN, key_of
 from .store import FOLDER, load
-from .tables import circumstances, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "head_fusion.md"
 
@@ -82,13 +83,14 @@ def training(results: dict) -> str:
 
 def fusion(results: dict) -> str:
     """Growth of the perplexity in percent, seed by seed: input-dependent less static, and both less the stock model."""
-    stock, rows = losses(results["runs"]["stock"]["perplexity"]), []
+    stock = losses(results["runs"]["stock"]["perplexity"])
     gains = {way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
              for way in ("input-dependent", "static")}  # fmt: skip
     zero = [0.0] * len(gains["static"])
-    rows = [[f"{way} against none", paired(found, zero, 2)] for way, found in gains.items()]
-    rows.append(["input-dependent against static", paired(gains["input-dependent"], gains["static"], 2)])
-    return table(["weights of heads", "difference of log perplexity, x 100"], rows)
+    tests = {f"{way} against none": (found, zero) for way, found in gains.items()}
+    tests["input-dependent against static"] = (gains["input-dependent"], gains["static"])
+    rows = [[name, paired(*both, 2), f"{detectable(*both):.2f}"] for name, both in tests.items()]
+    return table(["weights of heads", "difference of log perplexity, x 100", "what would be found"], rows)
 
 
 def sentence(results: dict) -> str:
@@ -136,7 +138,7 @@ def plot(results: dict):
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
-    """Write the plot, and every table between its two marks on the page.
+    """Write the plot, and every table between its two marks on the page; nothing where results are of other settings.
 
     Raises:
         ValueError: there are no results, or the page lacks a mark.
@@ -145,6 +147,9 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     from . import figures
 
     results, text = load("head_pruning", folder), page.read_text()
+    if results["settings"] != json.loads(json.dumps(EXPERIMENT.settings)):
+        print("head_pruning.json is of other settings than the experiment has; its page is left as it is")
+        return
     figures.save(plot(results), plots / "head_pruning.svg")
     for name, make in TABLES.items():
         text = put(text, name, make(results))

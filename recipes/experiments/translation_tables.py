@@ -7,8 +7,8 @@ from pathlib import Path
 
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
-from .tables import circumstances, mean_and_deviation, paired, table
-from .translation import best_rate, key_of, key_of_search, rows
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .translation import best_rate, key_of, key_of_search
 
 PAGE = ROOT / "docs" / "translation.md"
 CONTROLS = ("dot product", "Euclidean distance")
@@ -25,7 +25,7 @@ def seeds(results: dict, kind: str, width: int) -> list[dict]:
 def whole(results: dict) -> list[tuple[str, int]]:
     """Rows of which all seeds are done."""
     count = len(results["settings"]["seeds"])
-    return [row for row in rows(results["settings"]) if len(seeds(results, *row)) == count]
+    return [(kind, width) for kind, width in results["settings"]["rows"] if len(seeds(results, kind, width)) == count]
 
 
 def scores(results: dict) -> str:
@@ -46,16 +46,16 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     def values(kind: str, width: int) -> list[float] | None:
         return [run[measure] for run in seeds(results, kind, width)] if (kind, width) in whole(results) else None
 
-    most, found = max(width for _, width in rows(results["settings"])), []
+    most, found, digits = max(width for _, width in results["settings"]["rows"]), [], MEASURES[measure]
     for kind, width in whole(results):
-        mine, others = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
-        cells = [
-            paired(mine, values(*other), MEASURES[measure]) if other != (kind, width) and values(*other) else ""
-            for other in others
-        ]
-        if any(cells):
-            found.append([kind, str(width), *cells])
-    return table(["score", "width", f"from dot product at {most}", *(f"from {c}" for c in CONTROLS)], found)
+        mine, pairs_with = values(kind, width), [("dot product", most), *((c, width) for c in CONTROLS)]
+        others = [values(*other) if other != (kind, width) else None for other in pairs_with]
+        if any(others):
+            cells = [paired(mine, other, digits) if other else "" for other in others]
+            power = max(detectable(mine, other) for other in others if other)
+            found.append([kind, str(width), *cells, f"{power:.{digits}f}"])
+    head = [f"from dot product at {most}", *(f"from {c}" for c in CONTROLS), "what would be found"]
+    return table(["score", "width", *head], found)
 
 
 def losses(results: dict) -> str:
@@ -66,7 +66,7 @@ def losses(results: dict) -> str:
 def searched(results: dict) -> str:
     """The loss of every trial of the search."""
     settings, runs, found = results["settings"], results["runs"], []
-    for kind, width in rows(settings):
+    for kind, width in settings["rows"]:
         keys = [key_of_search(kind, width, rate) for rate in settings["search"]["rates"]]
         if all(key in runs for key in keys):
             found.append([kind, str(width), *(f"{runs[key]['held_out']:.3f}" for key in keys)])
@@ -94,7 +94,7 @@ def plot(results: dict):
             values = [[run[measure] for run in seeds(results, kind, width)] for width in widths]
             axes.errorbar(widths, list(map(statistics.mean, values)), list(map(statistics.stdev, values)),
                           color=figures.SCORES[kind], marker="o", markersize=4, capsize=2, label=kind)  # fmt: skip
-        widths = sorted({width for _, width in rows(results["settings"])})
+        widths = sorted({width for _, width in results["settings"]["rows"]})
         axes.set(xscale="log", xticks=widths, xticklabels=widths, ylabel=label)
         axes.set(xlabel="width of a head's queries and keys")
         axes.minorticks_off()

@@ -1,7 +1,7 @@
 """A relation of three tokens: does some pair of other tokens complete this one to a sum of 0 modulo p?
 
-One layer of attention, three-way or pairwise, trained on fresh sequences and read on others. ("Match3": Sanford,
-Hsu and Telgarsky, Representational Strengths and Limitations of Transformers, arXiv 2306.02896.)
+One layer of attention, three-way or pairwise, or two of the latter, trained on fresh sequences and read on others.
+("Match3": Sanford, Hsu and Telgarsky, Representational Strengths and Limitations of Transformers, arXiv 2306.02896.)
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ SETTINGS = {
         "pairwise": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 1, "steps": 2000},
         "pairwise, wider": {"three_way": False, "width": 128, "heads": 8, "head_width": 16, "layers": 1,
                             "steps": 2000},
+        # a pair in the first layer, its third token in the second
+        "pairwise, two layers": {"three_way": False, "width": 64, "heads": 4, "head_width": 24, "layers": 2,
+                                 "steps": 2000},
     },
     "modulus": 32,
     "length": 8,
@@ -98,4 +101,4 @@ def accuracy(model: nn.Module, tokens: Tensor, labels: Tensor) -> float:
     return (model(tokens).argmax(-1) == labels).float().mean().item()
 
 
-EXPERIMENT = Experiment("trilinear", SETTINGS, runs)
+EXPERIMENT = Experiment("trilinear", SETTINGS, runs, rows=("kinds", "seeds"))

@@ -152,6 +152,18 @@ def test_options(device, option, name):
 
 
 @devices
+@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("n, m", [(3, 7), (1, 600)], ids=["rows", "parts"])
+def test_gradients_of_a_row_that_large_numbers_hide_whole(device, number, n, m):
+    """Every key weighs as much, and the weights of the row add up to 1 in gradients too."""
+    q, k, v = inputs(device, n=n, m=m)
+    mask = torch.zeros(1, 1, n, m, device=device).index_fill(2, torch.tensor([0], device=device), number)
+    out, _ = attention(SCORES["umbral"](q, k, learned(2, device=device)), v, Options(mask=mask), backend="triton")
+    by_key = torch.autograd.grad(out[:, :, 0].sum(), v)[0]
+    assert_close(by_key, torch.full_like(by_key, 1 / m), 1e-6, "gradient of the values")
+
+
+@devices
 def test_more_numbers_a_line_than_one_tile_takes(device, monkeypatch):
     """Statistics read number by number."""
     from hf_hyperattn.engines.triton import launch

@@ -112,7 +112,7 @@ def backward(made):
     """Launch the backward kernels of a call, with gradients of everything."""
     shape = made.query.shape[:3]
     out = torch.empty(*shape, made.dv)
-    launch.backward(made, torch.empty_like(out), out, torch.empty(shape), needs_all(made.a))
+    launch.backward(made, torch.empty_like(out), out, torch.empty(2, *shape), needs_all(made.a))
 
 
 def needs_all(call):

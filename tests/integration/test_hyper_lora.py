@@ -344,6 +344,32 @@ def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(sever
     assert gap(said(model.merge_and_unload(adapter_names=["cone"])), answers["cone"]) <= 1e-6
 
 
+@pytest.mark.parametrize("names", [("first", "b"), ("v10", "v1")], ids=" ".join)
+def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(names, several, stock, tmp_path):
+    """PEFT takes what is missing for an adapter's own where its name is a part of that: "b" of "base_model"."""
+    model, answers = several
+    model.save_pretrained(tmp_path)
+    native, model = stock(), PeftModel.from_pretrained(stock(), tmp_path, adapter_name=names[0])
+    native.load_adapter(tmp_path, names[0])
+    for loaded in (native, model):
+        loaded.load_adapter(tmp_path / "tree", names[1])
+        for name, answer in zip(names, ("default", "tree"), strict=True):
+            loaded.set_adapter(name)
+            assert gap(said(loaded), answers[answer]) <= 1e-6
+
+
+def test_an_adapter_read_into_one_of_other_mechanisms_is_warned_of(stock, tmp_path, caplog):
+    """As Trainer resumes: PEFT takes the parameters, and the config of the adapter that is there."""
+    adapted(stock(), "cone").save_pretrained(tmp_path)
+    model = get_peft_model(stock(), config("cone"))
+    model.load_adapter(tmp_path, "default")
+    assert not caplog.records
+    other = get_peft_model(stock(), config(mechanisms=[ha.ConeConfig(gamma=3.0)]))
+    other.load_adapter(tmp_path, "default")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("adapter 'default' has other mechanisms than ")
+
+
 def test_native_adapters_are_switched_and_deleted(several, stock, tmp_path):
     answers = several[1]
     several[0].save_pretrained(tmp_path)

@@ -98,7 +98,7 @@ class ForgetsToLearn(ToySlopeLayer):
 
 
 class ChangesOtherHeads(ToySlopeLayer):
-    def chosen(self, like):
+    def head_mask(self, like):
         return None
 
 

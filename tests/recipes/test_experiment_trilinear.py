@@ -43,14 +43,14 @@ def test_runs_tables_and_plots():
     runs = {}
     for key, do in trilinear.runs(TINY, runs):
         runs[key] = do() | {"seconds": {"cpu": 1.0}}
-    assert len(runs) == 6 and all(len(run["curve"]) == 10 for run in runs.values())
+    assert len(runs) == 8 and all(len(run["curve"]) == 10 for run in runs.values())
     results = json.loads(json.dumps({"settings": TINY, "runs": runs}))
-    assert trilinear_tables.accuracies(results).count("\n") == 4
+    assert trilinear_tables.accuracies(results).count("\n") == 5
     assert trilinear_tables.curves(results).axes
     del results["runs"]["pairwise, seed 1"]
-    assert trilinear_tables.accuracies(results).count("±") == 2
+    assert trilinear_tables.accuracies(results).count("±") == 3
     del results["runs"]["pairwise, seed 0"]
-    assert trilinear_tables.accuracies(results).count("\n") == 3
+    assert trilinear_tables.accuracies(results).count("\n") == 4
 
 
 def test_the_page_has_the_table_of_the_results():

@@ -23,10 +23,6 @@ from .tiny import ROOT
 # --- the store ------------------------------------------------------------------------------------------------------
 
 
-#: For what compares committed results with settings that have newer rows.
-under_way = pytest.mark.xfail(strict=True, reason="the runs of the new rows are under way, as the page says")
-
-
 def counting(done: list, stop_at: int | None = None) -> store.Experiment:
     def runs(settings, found):
         for i in range(4):
@@ -206,14 +202,13 @@ def test_paired_differences_are_students(monkeypatch):
     assert tables.paired([1.0, 2.0, 3.001], [0.0, 1.0, 2.0]).endswith("p < 0.001")
 
 
-@under_way
 def test_the_page_says_what_the_results_say():
     text = draw.PAGE.read_text()
     for name, table in tables.TABLES.items():
         assert draw.put(text, name, table(store.load(name.split("-")[0]))) == text, name
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=under_way) if n in ("length", "depth") else n for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_committed_results_are_whole_and_of_these_settings(name):
     experiment = __import__(f"experiments.{name}", fromlist=["EXPERIMENT"]).EXPERIMENT
     results = store.load(name)
@@ -232,7 +227,6 @@ def test_the_committed_runs_took_the_best_rates():
             assert found[depth.key_of(kind, level, size, seed)]["learning_rate"] == best
 
 
-@under_way
 def test_plots_are_drawn_from_the_committed_results(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "page.md").write_text(draw.PAGE.read_text())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import yaml
 from finetuning.settings import GROUPS, read_settings
 
 import hf_hyperattn as ha
+from tests.integration.models import llama
 
 from .tiny import ROOT, recipe, write
 
@@ -23,6 +25,20 @@ def test_published_recipes_are_valid_and_come_back_from_their_own_json(published
     settings = read_settings(published)
     assert read_settings(write(path, settings.to_dict())) == settings
     assert settings.to_dict().keys() == GROUPS.keys()
+
+
+@pytest.mark.parametrize("published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem)
+def test_published_recipes_differ_in_the_mechanism_alone_and_train_it(published):
+    settings, control = (read_settings(p) for p in (published, published.with_name("lora_alone.yaml")))
+    same = ("model", "data", "hub")
+    assert all(getattr(settings, group) == getattr(control, group) for group in same)
+    assert (settings.trainer.steps, settings.trainer.learning_rate) == (
+        control.trainer.steps,
+        control.trainer.learning_rate,
+    )
+    model, ids = ha.patch_model(llama(), settings.mechanisms.config), torch.arange(5, 25)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".hyper." in n)
 
 
 def test_values_arrive_typed(path):

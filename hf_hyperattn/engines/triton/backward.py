@@ -63,8 +63,9 @@ def attention_backward_query(
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """D_Q [B, H, N, D], D_ROW [B, H, N, D_ROWS + D_FACTORS], D_HEAD [D_HEADS, B, H, N] (by rows, to be summed);
-    float32, D_Q as Q. For the other kernel the last two numbers of RECORD [B, H, N, ROWS + FACTORS + 2]: LSE, with
-    FUSED to base 2, and the sums of GRAD · OUT. Other arguments are as in the forward kernel.
+    float32, D_Q as Q. For the other kernel the last numbers of RECORD [B, H, N, ROWS + FACTORS + 2 or 3]: LSE, with
+    FUSED to base 2, the sums of GRAD · OUT, and without FUSED what weights are multiplied with. Other arguments are as
+    in the forward kernel.
     """
     b, kv, h, i, inside, first, last = rows_of(tl.program_id(0), n, heads, GROUP, False, BM)
     bh = (b * heads + h).to(tl.int64)
@@ -78,9 +79,12 @@ def attention_backward_query(
     out = load_vectors((OUT + bh * n * DV, DV), i, width_v[None, :], n, DV, DV < BDV, True)
     delta = tl.sum(grad.to(tl.float32) * out, 1)[:, None]
     lse = tl.load(LSE + bh * n + i) * (LOG2E if FUSED else 1.0)
-    record = RECORD + (bh * n + i) * (ROWS + FACTORS + 2) + ROWS + FACTORS
+    record = RECORD + (bh * n + i) * (ROWS + FACTORS + (2 if FUSED else 3)) + ROWS + FACTORS
     tl.store(record, lse, mask=inside)
     tl.store(record + 1, delta, mask=inside)
+    share = None if FUSED else tl.load(LSE + row_step.to(tl.int64) + bh * n + i)
+    if share is not None:
+        tl.store(record + 2, share, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
     keys, values = head_of(K, b, kv), head_of(V, b, kv)
     points = POINTS
@@ -106,6 +110,8 @@ def attention_backward_query(
                 SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
             )  # fmt: skip
             p = weights(s, lse, FUSED)
+            if share is not None:
+                p *= share
             d_p = product(grad, v)
             if SEED is not None:
                 d_p *= kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
@@ -122,6 +128,8 @@ def attention_backward_query(
     if D_HEADS:
         if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
             sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
+            if share is not None:
+                sink *= share
             residue -= tl.sum(sink * delta, 1)
         for index in tl.static_range(D_HEADS):
             d_head = d_heads[index] - residue * means[index]
@@ -193,8 +201,8 @@ def attention_backward_key(
                 there, i = line < n, tl.minimum(line, n - 1)
                 q = load_vectors(queries, line, width[:, None], n, D, D < BD, False)
                 grad = load_vectors(grads, line, width_v[:, None], n, DV, DV < BDV, False)
-                records = RECORD + bh * n * (ROWS + FACTORS + 2)
-                row = load_records(records, i, BM, ROWS + FACTORS + 2, PACK)
+                records = RECORD + bh * n * (ROWS + FACTORS + (2 if FUSED else 3))
+                row = load_records(records, i, BM, ROWS + FACTORS + (2 if FUSED else 3), PACK)
                 factor_q = row[ROWS] if FACTORS else None
                 lse, delta = tl.where(there, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
@@ -203,6 +211,8 @@ def attention_backward_key(
                     SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
                 )  # fmt: skip
                 p = weights(s, lse, FUSED)
+                if not FUSED:
+                    p *= row[ROWS + FACTORS + 2]
                 d_p, dropped = product(v, grad), p
                 if SEED is not None:
                     factor = kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))

@@ -85,6 +85,22 @@ def online_softmax(s, top, weight, base_2, FUSED: tl.constexpr):
     return new, weight * shrink + tl.sum(p, 1), p, shrink
 
 
+@triton.jit
+def store_sums(LSE, place, row_step, top, weight, there, WHOLE: tl.constexpr, FUSED: tl.constexpr):
+    """LSE [2, B, H, N] of rows, from the maximum and the sum of weights: with FUSED the log-sum-exp and nothing, else
+    the maximum and what weights are multiplied with. A log would be lost to rounding where all that a row sees is -1e9
+    or less, as additive masks have it. Without WHOLE, of parts, the maximum alone.
+    """
+    if WHOLE:
+        if FUSED:
+            top = top / LOG2E + tl.log(weight)
+        else:
+            share = tl.where(weight > 0, 1 / weight, 0.0)
+            tl.store(LSE + row_step.to(tl.int64) + place, share, mask=there)
+        top = tl.where(weight > 0, top, float("inf"))
+    tl.store(LSE + place, top, mask=there)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
     Q, K, V, NUMBERS, MASKS, SINKS, SEED, POINTS, OUT, LSE, SUM,
@@ -96,7 +112,7 @@ def attention_forward(
     PACKED: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """OUT [B, H, N, DV] and LSE [B, H, N], float32, rows that see nothing 0 and +inf.
+    """OUT [B, H, N, DV] and LSE [2, B, H, N], float32: what `store_sums` says, rows that see nothing 0 and +inf.
 
     With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
     Q, K and V are (pointer, strides). NUMBERS are ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M,
@@ -162,16 +178,15 @@ def attention_forward(
         tl.store(SUM + place, weight, mask=there)
     else:
         total *= tl.where(weight > 0, 1 / weight, 0.0)[:, None]
-        top = tl.where(weight > 0, top / base_2 + tl.log(weight), float("inf"))
-    tl.store(LSE + place, top, mask=there)
+    store_sums(LSE, place, row_step, top, weight, there, PARTS == 1, FUSED)
     out = OUT + place[:, None] * DV + width_v[None, :]
     tl.store(out, total, mask=inside & (width_v[None, :] < DV))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_step"])
 def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, FUSED: tl.constexpr, DV: tl.constexpr,
             BP: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
-    """OUT and LSE of one row from its parts."""
+    """OUT and LSE of one row from its parts; `row_step` is how many rows there are."""
     place = tl.program_id(0).to(tl.int64)
     parts, width = tl.arange(0, BP).to(tl.int64), tl.arange(0, BDV)
     tops = tl.load(PART_TOP + parts * row_step + place, mask=parts < PARTS, other=float("-inf"))
@@ -185,4 +200,4 @@ def combine(OUT, LSE, SUM, PART_OUT, PART_TOP, row_step, PARTS: tl.constexpr, FU
     there = (parts < PARTS)[:, None] & (width < DV)[None, :]
     total = tl.sum(tl.load(pointers, mask=there, other=0.0) * shrink[:, None], 0)
     tl.store(OUT + place * DV + width, total * tl.where(weight > 0, 1 / weight, 0.0), mask=width < DV)
-    tl.store(LSE + place, tl.where(weight > 0, base / base_2 + tl.log(weight), float("inf")))
+    store_sums(LSE, place, row_step, base, weight, place < row_step, True, FUSED)

@@ -180,13 +180,15 @@ def on(device: torch.device):
 
 
 def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32; rows that see nothing are 0 and +inf."""
+    """Output [B, H, N, dv] and, of each row, what `store_sums` says, [2, B, H, N], float32; rows that see nothing are 0
+    and +inf.
+    """
     like, shape = call.query, (call.batch, call.heads, call.n)
     out = like.new_empty(*shape, call.dv, dtype=torch.float32)
-    lse = like.new_empty(shape, dtype=torch.float32)
+    lse = like.new_ones(2, *shape, dtype=torch.float32)
     if call.empty:
         return out.zero_(), lse.fill_(float("inf"))
-    arguments = call.numbers() | {"SINKS": call.sinks, "row_step": lse.numel()}
+    arguments = call.numbers() | {"SINKS": call.sinks, "row_step": lse[0].numel()}
     arguments["SHARED"] = call.column.shape[1] == call.kv_heads
     lines = call.n * call.heads // call.kv_heads
     with on(like.device):
@@ -205,7 +207,7 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
     parts = parts_for(call.m, blocks, out.device)
     target: tuple[Tensor, Tensor, Tensor | None] = (out, lse, None)
     if parts > 1:
-        top, total = (lse.new_empty(parts, *lse.shape) for _ in range(2))
+        top, total = (lse.new_empty(parts, *lse[0].shape) for _ in range(2))
         target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
     columns, stages = few(*call.size)
@@ -214,9 +216,8 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
     kernels[0][(blocks * parts,)](**arguments, PACK=wide, BM=rows, BN=columns, num_warps=4, num_stages=stages)
     if parts > 1:
         sizes = {"PARTS": parts, "FUSED": call.fused, "DV": call.dv, "BP": triton.next_power_of_2(parts)}
-        kernels[1][(lse.numel(),)](
-            *(out, lse, target[2], target[0], target[1], lse.numel()), **sizes, BDV=arguments["BDV"]
-        )
+        rows = lse[0].numel()
+        kernels[1][(rows,)](*(out, lse, target[2], target[0], target[1], rows), **sizes, BDV=arguments["BDV"])
 
 
 def parts_for(keys: int, blocks: int, device: torch.device) -> int:
@@ -245,11 +246,11 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
         d_query.zero_()
     else:
         # of each query: its statistics, its factor, and what the first kernel leaves there for the second
-        record = new(*shape, call.row.shape[-1] + 2)
-        record[..., :-2] = call.row
+        record = new(*shape, call.row.shape[-1] + (2 if call.fused else 3))
+        record[..., : call.row.shape[-1]] = call.row
         shared = call.numbers() | {"GRAD": strided(grad), "PULL": call.functions["pull"], "RECORD": record}
         by_row: dict = {"SINKS": call.sinks, "OUT": out, "LSE": lse, "D_Q": d_query, "D_ROW": d_row, "D_HEAD": d_head}
-        by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse.numel()}
+        by_row |= {"D_ROWS": len(rows), "D_FACTORS": row_factor, "D_HEADS": len(heads), "row_step": lse[0].numel()}
         by_column: dict = {"D_K": d_key, "D_V": d_value, "D_COLUMN": d_column}
         by_column |= {"D_COLUMNS": len(columns), "D_FACTORS": column_factor}
         with on(like.device):
@@ -262,7 +263,8 @@ def backward(call: TritonCall, grad: Tensor, out: Tensor, lse: Tensor, needs: Op
     if column_factor:
         by_name["key_factor"] = shared_sum(d_column[..., -1], call.kv_heads).clone()
     if "sinks" in call.a.extras:
-        by_name["sinks"] = -(torch.exp(call.a.extras["sinks"][:, None] - lse) * (grad * out).sum(-1)).sum((0, 2))
+        weight = torch.exp(call.a.extras["sinks"][:, None] - lse[0]) * lse[1]
+        by_name["sinks"] = -(weight * (grad * out).sum(-1)).sum((0, 2))
     extras = call.a.extras.items()
     return [
         *(d_query, d_key, d_value),

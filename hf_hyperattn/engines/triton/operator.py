@@ -15,7 +15,7 @@ from .. import serialize
 
 @torch.library.custom_op("hf_hyperattn::triton", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N], float32; arguments as `serialize` has them."""
+    """Output [B, H, N, dv] and sums of rows [2, B, H, N], float32; arguments as `serialize` has them."""
     from . import launch
 
     return launch.forward(launch.TritonCall(serialize.read(tensors, *settings)))
@@ -25,7 +25,7 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
 def _(tensors, *_):
     query, _, value = tensors[:3]
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    return out, out.new_empty(query.shape[:3])
+    return out, out.new_empty(2, *query.shape[:3])
 
 
 @torch.library.custom_op("hf_hyperattn::triton_backward", mutates_args=(), schema=serialize.BACKWARD)

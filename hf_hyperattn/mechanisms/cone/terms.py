@@ -61,6 +61,10 @@ class ConeTerm(DerivedDistanceTerm):
     def factors(self, row, column, head):
         return (row[self.before + 1], column[self.before + 1]) if self.on_product else (1.0, 1.0)
 
+    def logits(self, dot, row, column, head, squared_distance=None):
+        squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
+        return self.height(squared.mul_(head[-1]), row[: self.before], column[: self.before], head)[0]  # in its place
+
     def derive(self, row, column, head, squared_distance):
         weight = head[-1]
         logits, pull = self.height(squared_distance * weight, row[: self.before], column[: self.before], head)
@@ -128,10 +132,10 @@ class Penumbral(ConeTerm):
         outside = half < 0
         inside = (half >= a) | (half >= b)  # one cone holds the other point; NaN is not
         ratio = difference / gap
-        mean = 0.5 * (pq + pk)
-        apart = 0.25 * (gap + difference * ratio) + mean
-        larger = mean + 0.5 * difference.abs()  # of the two: ties share its slope evenly
-        height2 = torch.where(inside, larger, r2 - half * half)
+        mean = (pq + pk).mul_(0.5)
+        larger = difference.abs().mul_(0.5).add_(mean)  # of the two: ties share its slope evenly
+        apart = mean.add_(torch.addcmul(gap, difference, ratio).mul_(0.25))
+        height2 = torch.where(inside, larger, torch.addcmul(r2, half, half, value=-1))
         height2 = torch.where(outside, apart, height2)
         root: Any = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
 

@@ -115,29 +115,30 @@ def grouped(tensors: Sequence[Tensor], named: dict[str, Tensor]) -> SimplicialTe
 def simplicial_forward(
     tensors: Sequence[Tensor], extras: str, ints: Sequence[int], softcap: float | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N]."""
+    """Output [B, H, N, dv], and the largest logits and sums [2, B, H, N]."""
     call = read_call(tensors, extras, ints, softcap, dropout_p)
     t = call.tensors
     out = t.query.new_empty(*t.query.shape[:-1], t.value.shape[-1])
-    lse = t.query.new_empty(t.query.shape[:-1])
+    sums = t.query.new_empty(2, *t.query.shape[:-1])
     for block, chunks in call.blocks():
-        block_out, block_lse = tiles.forward(block, chunks)
+        block_out, block_sums = tiles.forward(block, chunks)
         block.of_query(out).copy_(block_out)
-        block.of_query(lse).copy_(block_lse)
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        for whole, part in zip(sums, block_sums, strict=True):
+            block.of_query(whole).copy_(part)
+    return out.flatten(1, 2), sums.flatten(2, 3)
 
 
 @simplicial_forward.register_fake
 def _(tensors, *_):
     query, value = tensors[0], tensors[3]
-    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(query.shape[:3])
+    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(2, *query.shape[:3])
 
 
 @torch.library.custom_op("hf_hyperattn::simplicial_backward", mutates_args=())
 def simplicial_backward(
     grad: Tensor,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
     tensors: Sequence[Tensor],
     needs_grad: Sequence[bool],
     extras: str,
@@ -151,18 +152,18 @@ def simplicial_backward(
     learned = [(n, b) for n, b in zip(extras.split(), buffers[MAIN:]) if n in ("bias", "sinks")]
     grads = grouped(buffers, {name: b for name, b in learned if b.shape != (0,)})
     group = call.tensors.query.shape[1:3]
-    grad, out, lse = (x.unflatten(1, group) for x in (grad, out, lse))
+    grad, out, top, sums = (x.unflatten(1, group) for x in (grad, out, *sums))
     with full_precision(grad.device):  # backward may be called under autocast
         for block, chunks in call.blocks():
-            block_grad, block_lse = block.of_query(grad), block.of_query(lse)
+            block_grad, block_top = block.of_query(grad) / block.of_query(sums)[..., None], block.of_query(top)
             delta = (block_grad * block.of_query(out)).sum(-1)
             for chunk in chunks:
-                tiles.backward(chunk, grads, block_grad, delta, block_lse)
+                tiles.backward(chunk, grads, block_grad, delta, block_top)
     return buffers
 
 
 @simplicial_backward.register_fake
-def _(grad, out, lse, tensors, needs_grad, extras, *_):
+def _(grad, out, sums, tensors, needs_grad, extras, *_):
     return [out.new_empty(shape) for shape in _shapes(tensors, needs_grad, extras)]
 
 

@@ -211,7 +211,9 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def forward(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
-    """Output [G, R, dv] and log-sum-exp [G, R] of a block: a softmax over all chunks with a running maximum."""
+    """Output [G, R, dv] and, for `backward`, the largest logits and sums [2, G, R] of a block: a softmax over all
+    chunks with a running maximum.
+    """
     t = block.call.tensors
     query = block.of_query(t.query)
     out = query.new_zeros(*query.shape[:2], t.value.shape[-1])
@@ -228,22 +230,24 @@ def forward(block: Block, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
         shrink = torch.exp(top - new)
         out, sums, top = out * shrink[..., None] + part, sums * shrink + total, new
     sums = sums.masked_fill(sums == 0, 1.0)
-    return out / sums[..., None], top + sums.log()
+    return out / sums[..., None], torch.stack([top, sums])
 
 
-def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor, lse: Tensor) -> None:
+def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor, top: Tensor) -> None:
     """Add a chunk's share to all gradients.
 
-    With lse and delta held fixed, they are those of the chunk's grad · Σ P (v ∘ v2) - delta · Σ P, P = exp(L - lse).
+    With top and delta held fixed, they are those of the chunk's grad · Σ E (v ∘ v2) - delta · Σ E, E = exp(L - top).
 
     Args:
-        grad: of the output, [G, R, dv]; delta: its product with the output, [G, R]; lse: log-sum-exp [G, R].
+        grad: of the output, divided by the sum of E, [G, R, dv]; delta: its product with the output, [G, R].
+        top: the largest logits, [G, R]; with their sums they say what a log-sum-exp cannot beside -1e9 or -3.4e38, of
+            a row that an additive mask hides.
     """
     views, into = chunk.views(chunk.block.call.tensors), chunk.views(grads)
 
     with autograd_inside_operator():
         learned = {name: views[name].detach().requires_grad_() for name in into}
-        out, total = chunk.sums(views | learned, chunk.logits(views | learned), lse)
+        out, total = chunk.sums(views | learned, chunk.logits(views | learned), top)
         share = (grad * out).sum() - (delta * total).sum()
         gradients = torch.autograd.grad(share, list(learned.values()))
     for name, gradient in zip(into, gradients, strict=True):

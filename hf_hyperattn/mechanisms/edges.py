@@ -1,0 +1,69 @@
+"""Attention over the edges of a graph, with any score: what a graph attention network computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .checks import check_call, check_tensor
+
+
+def edge_attention(
+    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, scores: Callable[..., Tensor] | None = None, **options
+) -> Tensor:
+    """Every node attends to those that have an edge to it: time and memory grow with the edges, not with all pairs.
+
+    With the edges of all pairs it is ordinary attention with these scores. In a layer of PyTorch Geometric `edges` is
+    its `edge_index`, and the output is what its `propagate` sums.
+
+    Args:
+        query: [targets, H, d], one row a node.
+        key: [sources, H, d].
+        value: [sources, H, dv].
+        edges: integers [2, E], sources first; several edges between two nodes count each for itself.
+        scores: of query and key [B, H, n, d] as logits [B, H, n, m], such as `cone_scores` and `hyperbolic_scores`;
+            None: the dot product over sqrt(d).
+        **options: further arguments of `scores`.
+
+    Returns:
+        [targets, H, dv]; 0 at nodes that no edge leads to.
+
+    Raises:
+        ValueError: a shape or dtype is not as above, or an edge names a node that is not there.
+    """
+    for name, rows in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, rows)
+        if rows.dim() != 3:
+            raise ValueError(f"{name} has shape {tuple(rows.shape)}; allowed: 3 axes, [nodes, heads, dim]")
+    _check_edges(edges, len(query), len(key), len(value))
+    source, target = edges.long()
+    pairs = query[target][:, :, None], key[source][:, :, None]  # an edge is a call with one query and one key
+    check_call(*pairs, value[source][:, :, None], enable_gqa=False)
+    logits = (_dot_product if scores is None else scores)(*pairs, **options)[..., 0, 0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nodes = target[:, None].expand_as(logits)
+    most = logits.detach().new_full((len(query), logits.shape[1]), -torch.inf)
+    most = most.scatter_reduce(0, nodes, logits.detach(), "amax")
+    weights = (logits - most[target]).exp()
+    weights = weights / torch.zeros_like(most).index_add(0, target, weights)[target]
+    rows = weights[..., None].to(value.dtype) * value[source]
+    return rows.new_zeros(len(query), *rows.shape[1:]).index_add(0, target, rows)
+
+
+def _dot_product(query: Tensor, key: Tensor) -> Tensor:
+    return query @ key.mT * query.shape[-1] ** -0.5
+
+
+def _check_edges(edges: Tensor, targets: int, sources: int, values: int) -> None:
+    """Two rows of numbers of nodes."""
+    check_tensor("edges", edges)
+    if edges.dim() != 2 or edges.shape[0] != 2 or edges.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"edges has shape {tuple(edges.shape)}, {edges.dtype}; allowed: integers [2, edges]")
+    if values != sources:
+        raise ValueError(f"value has {values} nodes, key has {sources}; they must be equal")
+    for row, (name, count) in zip(edges, (("key", sources), ("query", targets))):
+        if row.numel() and not bool(((row >= 0) & (row < count)).all()):
+            wrong = row[(row < 0) | (row >= count)][0].item()
+            raise ValueError(f"edges names node {wrong} of {name}; allowed: 0 to {count - 1}")

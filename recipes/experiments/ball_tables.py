@@ -1,0 +1,63 @@
+"""The tables of words in the ball in docs/hyperbolicity.md, from the results alone; rows are left out until whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_hyperattn.files import write_atomically
+
+from .ball import BALL, FLAT, best_rate, key_of
+from .draw import ROOT, put
+from .store import FOLDER, load
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
+
+PAGE = ROOT / "docs" / "hyperbolicity.md"
+MEASURES = {"precision": 100, "rank": 1, "norm and level": 1}
+
+
+def seeds(results: dict, space: str, dim: int) -> list[dict]:
+    """The runs of all seeds; none where one is missing."""
+    keys = [key_of(space, dim, seed) for seed in results["settings"]["seeds"]]
+    return [results["runs"][key] for key in keys] if set(keys) <= set(results["runs"]) else []
+
+
+def precisions(results: dict, space: str, dim: int) -> list[float]:
+    """In percent."""
+    return [100 * run["precision"] for run in seeds(results, space, dim)]
+
+
+def ball(results: dict) -> str:
+    """Precision, rank and what norms follow, a row for each space and number of dimensions."""
+    settings, rows = results["settings"], []
+    for dim in settings["dims"]:
+        for space in settings["spaces"]:
+            runs = seeds(results, space, dim)
+            if runs:
+                rate = best_rate(settings, results["runs"], space, dim)
+                cells = [mean_and_deviation([k * run[m] for run in runs], 2) for m, k in MEASURES.items()]
+                rows.append([space, str(dim), f"{rate:g}", *cells])
+    head = ["space", "dimensions", "learning rate", "precision, %", "mean rank", "norm and level"]
+    return table(head, rows)
+
+
+def pairs(results: dict) -> str:
+    """The ball less Euclidean space, seed by seed."""
+    rows = []
+    for dim in results["settings"]["dims"]:
+        mine, others = (precisions(results, space, dim) for space in (BALL, FLAT))
+        if mine and others:
+            rows.append([f"{dim} dimensions", paired(mine, others), f"{detectable(mine, others):.1f}"])
+    return table(["ball less Euclidean space", "precision, points", "what would be found"], rows)
+
+
+TABLES = {"ball": ball, "ball-paired": pairs, "ball-made": circumstances}
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:
+    """Write the tables between their marks; nothing where no run is done."""
+    if not (folder / "ball.json").exists():
+        return
+    results, text = load("ball", folder), page.read_text()
+    for name, make in TABLES.items():
+        text = put(text, name, make(results))
+    write_atomically(page, text)

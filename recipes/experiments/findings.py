@@ -1,0 +1,373 @@
+"""What committed results say of a claim, and the verdict that follows from the numbers by one rule for all."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+from . import (
+    ball,
+    ball_tables,
+    depth,
+    graphs_tables,
+    head_tables,
+    hyperbolicity_tables,
+    length,
+    starts,
+    starts_tables,
+    store,
+    tables,
+    translation_tables,
+    trilinear_tables,
+)
+from .adaptation_tables import ALONE
+from .adaptation_tables import losses as adaptation_losses
+
+HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN = "holds", "holds in part", "does not hold", "undecided", "not run"
+#: What a claim's function gives: a text, and the verdict.
+Found = tuple[str, str]
+
+
+def load(name: str) -> dict:
+    """The committed results of an experiment.
+
+    Raises:
+        ValueError: there are none, or they are of other settings than it has now.
+    """
+    results = store.load(name)
+    settings = importlib.import_module(f"{__package__}.{name}").EXPERIMENT.settings
+    store.check_same("settings", store.FOLDER / f"{name}.json", results, {"settings": settings})
+    return results
+
+
+def judge(low: float, high: float, claimed: float = 0.0) -> str:
+    """The verdict by the 95 % interval of a gain.
+
+    Args:
+        low, high: its ends, larger being better.
+        claimed: the gain that the source claims; 0 where it gives no number.
+    """
+    if low > 0:
+        return HOLDS if high >= claimed else PARTLY
+    return NOT if high < claimed or high <= 0 else UNDECIDED
+
+
+def interval(mine: list[float], others: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of paired differences, by Student's t."""
+    from scipy.stats import ttest_rel
+
+    low, high = ttest_rel(mine, others).confidence_interval()
+    return float(low), float(high)
+
+
+def gain(mine: list[float], others: dict[str, list[float]], unit: str, claimed: float = 0.0, digits: int = 1) -> Found:
+    """Paired gains over controls. The verdict is that over the first; if that holds but the one over another control
+    does not, the claim holds in part: the gain is there, and the control explains it.
+    """
+    said, verdicts = [], []
+    for name, theirs in others.items():
+        power = tables.detectable(mine, theirs)
+        said.append(f"{tables.paired(mine, theirs, digits)} against {name} (found from {power:.{digits}f} on)")
+        verdicts.append(judge(*interval(mine, theirs), claimed))
+    verdict = verdicts[0]
+    if verdict == HOLDS and any(other != HOLDS for other in verdicts[1:]):
+        verdict = PARTLY
+    return f"{unit}, {len(mine)} pairs: {'; '.join(said)}", verdict
+
+
+def depth_gain(kind: str, level: int, size: str = "full", claimed: float = 0.0, controls=depth.CONTROLS) -> Found:
+    """The accuracy of a score in the depth task, against each control."""
+    results = load("depth")
+    values = partial(tables.depth_accuracies, results, level=level, size=size)
+    return gain(values(kind), {c: values(c) for c in controls}, f"points at depth {level}", claimed)
+
+
+def depth_everywhere(kind: str) -> Found:
+    """The same of the mean over both depths and sizes."""
+    results = load("depth")
+    others = {control: tables.depth_means(results, control) for control in depth.CONTROLS}
+    return gain(tables.depth_means(results, kind), others, "points, mean over depths and sizes")
+
+
+def deeper(kind: str) -> Found:
+    """How much more a score gains over each control at depth 10 than at depth 5."""
+    results = load("depth")
+
+    def rise(name: str) -> list[float]:
+        high, low = (tables.depth_accuracies(results, name, level, "full") for level in (10, 5))
+        return [a - b for a, b in zip(high, low)]
+
+    others = {control: rise(control) for control in depth.CONTROLS}
+    return gain(rise(kind), others, "points more at depth 10 than at depth 5")
+
+
+def depth_level(kind: str, level: int, claimed: float) -> Found:
+    """Whether an accuracy in percent is reached."""
+    found = tables.depth_accuracies(load("depth"), kind, level, "full")
+    text = f"{tables.mean_and_deviation(found, 1)} % at depth {level}, where {claimed:.0f} are claimed"
+    return text, HOLDS if statistics.mean(found) >= claimed else NOT
+
+
+def depth_tenth(kind: str, level: int) -> Found:
+    """What a tenth of the parameters costs, of a score; the claim is that it costs nothing."""
+    results = load("depth")
+    small, full = (tables.depth_accuracies(results, kind, level, size) for size in ("tenth", "full"))
+    text = f"a tenth of the parameters at depth {level}: {tables.paired(small, full)} points"
+    return text, NOT if interval(small, full)[1] < 0 else UNDECIDED
+
+
+def both(*makes: Callable[[], Found]) -> Found:
+    """Several findings: all texts, and the worst of the verdicts."""
+    found = [make() for make in makes]
+    order = (NOT, UNDECIDED, PARTLY, HOLDS)
+    return "; ".join(text for text, _ in found), min((verdict for _, verdict in found), key=order.index)
+
+
+def length_gain(name: str, controls: tuple[str, ...], at: int) -> Found:
+    """How much lower the perplexity of a byte is than that of each control."""
+    runs, seeds = load("length")["runs"], load("length")["settings"]["seeds"]
+    values = lambda n: [-runs[length.key_of(n, seed)]["perplexity"][str(at)] for seed in seeds]
+    return gain(values(name), {c: values(c) for c in controls}, f"perplexity gained at {at:,} bytes", digits=3)
+
+
+def length_same(name: str, control: str) -> Found:
+    """Whether two kinds of positions are the same to 0.05 of perplexity at every length."""
+    results, found = load("length"), []
+    runs, settings = results["runs"], results["settings"]
+    for at in settings["lengths"]:
+        pairs = [
+            (runs[length.key_of(n, s)]["perplexity"][str(at)] for n in (name, control)) for s in settings["seeds"]
+        ]
+        found += [abs(a - b) for a, b in pairs]
+    text = f"perplexities differ by {max(found):.3f} at most, over all lengths and seeds"
+    return text, HOLDS if max(found) < 0.05 else NOT
+
+
+def translation_gain(kind: str, width: int, others: dict[str, tuple[str, int]], claimed: float = 0.0) -> Found:
+    """BLEU of a score and a width, against others by name."""
+    results = load("translation")
+    values = lambda row: [run["bleu"] for run in translation_tables.seeds(results, *row)]
+    rows = {name: values(row) for name, row in others.items()}
+    mine = values((kind, width))
+    rows = {name: found for name, found in rows.items() if len(found) == len(mine)}
+    if len(mine) < 2 or not rows:
+        raise KeyError(kind)
+    return gain(mine, rows, "BLEU", claimed, 2)
+
+
+def translation_narrow(kind: str, narrow: int, full: int) -> Found:
+    """Whether a narrow row is less than one BLEU behind dot product at the full width."""
+    results = load("translation")
+    mine, others = (
+        [run["bleu"] for run in translation_tables.seeds(results, *row)]
+        for row in ((kind, narrow), ("dot product", full))
+    )
+    if len(mine) < 2 or len(mine) != len(others):
+        raise KeyError(kind)
+    low, high = interval(mine, others)
+    verdict = HOLDS if low > -1 else NOT if high < -1 else UNDECIDED
+    return (
+        f"BLEU, width {narrow} less dot product at {full}: {tables.paired(mine, others, 2)}; parity: within 1",
+        verdict,
+    )
+
+
+def adapted(name: str) -> Found:
+    """What a mechanism gains beside LoRA, a hundred times the loss."""
+    results = load("adaptation")
+    mine, alone = ([-x for x in adaptation_losses(results, row)] for row in (name, ALONE))
+    if len(mine) < 2 or len(mine) != len(alone):
+        raise KeyError(name)
+    return gain(mine, {ALONE: alone}, "100 x loss gained", 0.0, 3)
+
+
+def of_models(experiment: str, mine: str, others: dict[str, str], claimed: float = 0.0) -> Found:
+    """Accuracy in points of models that are trained with seeds, against others by name."""
+    results = load(experiment)
+    seeds = results["settings"]["seeds"]
+    values = lambda name: [100 * results["runs"][f"{name}, seed {seed}"]["accuracy"] for seed in seeds]
+    return gain(values(mine), {label: values(name) for label, name in others.items()}, "points", claimed)
+
+
+def hat_pairs(other: str) -> Found:
+    """Reviews that trained HAT alone judges rightly, against those that another model alone does; where it wins, beside
+    its segments without cross-segment attention, before they were trained on long reviews.
+    """
+    from scipy.stats import binomtest
+
+    results, won, lost = load("hat_imdb"), 0, 0
+    runs = {name: [results["runs"][f"{name}, seed {seed}"] for seed in results["settings"]["seeds"]]
+            for name in ("HAT", other, "segments alone")}  # fmt: skip
+    for mine, theirs in zip(runs["HAT"], runs[other]):
+        won += sum(a > b for a, b in zip(mine["right"], theirs["right"]))
+        lost += sum(a < b for a, b in zip(mine["right"], theirs["right"]))
+    p = binomtest(won, won + lost).pvalue
+    after = [100 * run["accuracy"] for run in runs["HAT"]]
+    before = [100 * run["accuracy_before"] for run in runs["segments alone"]]
+    text = (
+        f"HAT alone is right {won} times, the other {lost} times, p {'< 0.001' if p < 0.0005 else f'= {p:.3f}'}; "
+        f"HAT {tables.mean_and_deviation(after, 1)} %, segments alone before that training "
+        f"{tables.mean_and_deviation(before, 1)} %"
+    )
+    if p >= 0.05:
+        return text, UNDECIDED
+    if won < lost:
+        return text, NOT
+    return text, HOLDS if interval(after, before)[0] > 0 else PARTLY
+
+
+def fusion_gain() -> Found:
+    """Input-dependent against static weights of heads, in percents of perplexity."""
+    results = load("head_pruning")
+    gains = [
+        [-100 * head_tables.losses(run["perplexity"]) for run in head_tables.seeds(results, way, "trained")]
+        for way in ("input-dependent", "static")
+    ]
+    if len(gains[0]) < 2 or len(gains[0]) != len(gains[1]):
+        raise KeyError("head_pruning")
+    return gain(gains[0], {"static weights": gains[1]}, "percents of perplexity gained", 0.0, 2)
+
+
+def pruning_cost(share: float) -> Found:
+    """What it costs to drop a share of the heads, by whatever ranking costs least."""
+    results = load("head_pruning")
+    costs = {
+        (way, ranking): head_tables.growth(results, way, ranking, share)
+        for way, ranking in head_tables.rankings(results)
+    }
+    (way, ranking), least = min(costs.items(), key=lambda item: statistics.mean(item[1]))
+    cost = 100 * (statistics.geometric_mean(least) - 1)
+    text = (
+        f"{100 * share:.0f} % of heads dropped by {ranking} ({way}) cost {cost:.0f} % of perplexity, the least of all"
+    )
+    return text, NOT if min(least) > 1.01 else HOLDS
+
+
+def pruning_gain(rival: str, way: str = "input-dependent", share: float = 0.3) -> Found:
+    """How much less the logarithm of the perplexity grows, x 100, with heads dropped by beta than by a rival."""
+    results = load("head_pruning")
+    mine, others = (
+        [-100 * math.log(x) for x in head_tables.growth(results, way, ranking, share)] for ranking in ("beta", rival)
+    )
+    if len(mine) < 2 or len(mine) != len(others):
+        raise KeyError(rival)
+    return gain(mine, {rival: others}, f"100 x log perplexity gained, {100 * share:.0f} % of heads dropped", 0.0, 1)
+
+
+def minilm_cosines(way: str, choice: str, wanted: float) -> Found:
+    """The mean cosine of sentence embeddings with three layers patched."""
+    run = load("hsa_minilm")["runs"][f"{way}; {choice}"]
+    text = f"{way}, {choice} layers: mean cosine {run['mean']:.3f} at {100 * run['pairs']:.0f} % of the pairs"
+    return text, HOLDS if run["mean"] >= wanted else NOT
+
+
+def match3(rival: str) -> Found:
+    """Three-way against pairwise attention."""
+    found = trilinear_tables.by_kind(load("trilinear"))
+    mine, others = ([100 * run["accuracy"] for run in found[name]] for name in ("three-way", rival))
+    return gain(mine, {rival: others}, "points")
+
+
+def collaborative(way: str) -> Found:
+    """Cosine and probe of MiniLM with fewer parameters, without training."""
+    runs = load("collaborative")["runs"]
+    run, stock = runs[way], runs["stock"]
+    points = 100 * (run["probe"]["accuracy"] - stock["probe"]["accuracy"])
+    return f"{way}: mean cosine {run['cosine']['mean']:.3f}, probe {points:+.1f} points", PARTLY
+
+
+def alibi_bend() -> Found:
+    """How much attention HyPE moves from ALiBi's at mu = 1/L."""
+    found = load("alibi")["runs"]["heads"]["total_variation"]
+    most = max(100 * x for values in found.values() for x in values)
+    return f"at mu = 1/L at most {most:.1f} % of the attention is elsewhere than ALiBi's", HOLDS if most < 5 else NOT
+
+
+def ball_orders(level: int) -> Found:
+    """Whether norms of keys order the tree's levels, and more so with hyperbolic than with Euclidean distance."""
+    results = load("hyperbolicity")
+    values = {
+        kind: [hyperbolicity_tables.of_keys(run["after"]) for run in hyperbolicity_tables.seeds(results, level, kind)]
+        for kind in (hyperbolicity_tables.HYPERBOLIC, hyperbolicity_tables.EUCLIDEAN)
+    }
+    mine, others = values.values()
+    if len(mine) < 2 or len(mine) != len(others):
+        raise KeyError(str(level))
+    text = f"rank correlation of keys' norms with the level {tables.mean_and_deviation(mine, 2)} at depth {level}"
+    more, _ = gain(mine, {"Euclidean distance": others}, "more", 0.0, 2)
+    # a correlation of less than 0.3 orders nothing
+    return f"{text}; {more}", judge(*interval(mine, [0.0] * len(mine)), 0.3)
+
+
+def words_order(name: str) -> Found:
+    """Whether norms of a pretrained model's words follow WordNet's depth, at equal frequency."""
+    run = load("hyperbolicity")["runs"][f"{name}, words"]
+    found = run["table of words"]
+    alone = hyperbolicity_tables.partial(
+        found["norm and depth"]["value"], found["norm and frequency"]["value"], run["frequency and depth"]["value"]
+    )
+    text = (
+        f"{name}: norm and frequency {found['norm and frequency']['value']:+.2f}, norm and depth "
+        f"{found['norm and depth']['value']:+.2f}, at equal frequency {alone:+.2f}, of {run['count']:,} nouns"
+    )
+    return text, NOT if abs(alone) < 0.3 else PARTLY
+
+
+def start_effect(kind: str, start: str) -> Found:
+    """What another start changes in the depth task; the claim is that it changes something."""
+    results = load("starts")
+    mine, usual = (starts_tables.accuracies(results, kind, one) for one in (start, starts.USUAL))
+    if len(mine) < 2 or len(mine) != len(usual):
+        raise KeyError(start)
+    low, high = interval(mine, usual)
+    text = f"{kind}, {start}: {tables.paired(mine, usual)} points (found from {tables.detectable(mine, usual):.1f} on)"
+    return text, HOLDS if low > 0 or high < 0 else UNDECIDED
+
+
+def start_gain(kind: str, start: str) -> Found:
+    """Whether another start is better."""
+    results = load("starts")
+    mine, usual = (starts_tables.accuracies(results, kind, one) for one in (start, starts.USUAL))
+    if len(mine) < 2 or len(mine) != len(usual):
+        raise KeyError(start)
+    return gain(mine, {"gamma 1": usual}, "points")
+
+
+def any_start(kinds: tuple[str, ...], start: str) -> Found:
+    """The same of several scores; one that changes is enough."""
+    found = [start_effect(kind, start) for kind in kinds]
+    verdict = HOLDS if any(one == HOLDS for _, one in found) else UNDECIDED
+    return "; ".join(text for text, _ in found), verdict
+
+
+def graph_gain(kind: str) -> Found:
+    """Accuracy on the graph of packages, against scores without geometry and against none."""
+    values = graphs_tables.whole(load("graphs"))
+    if kind not in values:
+        raise KeyError(kind)
+    others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
+    return gain(values[kind], others, "points")
+
+
+def ball_times() -> Found:
+    """Microseconds of operations, beside those that a source gives."""
+    runs = load("operations")["runs"]
+    distance, attention = runs["distance"], runs["hyperbolic attention"]
+    text = (
+        f"distance {distance['one']:.1f} µs a call, {distance['many']:.2f} a pair of many; attention over 64 tokens "
+        f"{attention['one']:.0f} µs, SDPA {runs['SDPA']['one']:.0f}"
+    )
+    return text, HOLDS if distance["many"] <= 0.5 and attention["one"] <= 50 else PARTLY if distance[
+        "many"
+    ] <= 0.5 else NOT
+
+
+def ball_gain(dim: int) -> Found:
+    """Points in the ball against points of Euclidean space."""
+    mine, others = (ball_tables.precisions(load("ball"), space, dim) for space in (ball.BALL, ball.FLAT))
+    if not mine or not others:
+        raise KeyError(str(dim))
+    return gain(mine, {f"Euclidean space in {dim} dimensions": others}, "points of precision")

@@ -1,0 +1,71 @@
+"""The tables of docs/graphs.md, made from the results alone; kinds that are not whole have no row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_hyperattn.files import write_atomically
+
+from .draw import ROOT, put
+from .graphs import best_rate, key_of
+from .store import FOLDER, load
+from .tables import circumstances, detectable, mean_and_deviation, paired, table
+
+PAGE = ROOT / "docs" / "graphs.md"
+CONTROLS = ("mean of neighbours", "dot product", "Euclidean distance")
+
+
+def accuracies(results: dict, kind: str) -> list[float]:
+    """Of all seeds, in percent; empty where one is missing."""
+    keys = [key_of(kind, seed) for seed in results["settings"]["seeds"]]
+    return [100 * results["runs"][key]["accuracy"] for key in keys] if set(keys) <= set(results["runs"]) else []
+
+
+def whole(results: dict) -> dict[str, list[float]]:
+    """Accuracies by kind, of those that are whole."""
+    found = {kind: accuracies(results, kind) for kind in results["settings"]["kinds"]}
+    return {kind: values for kind, values in found.items() if values}
+
+
+def scores(results: dict) -> str:
+    """Parameters, rate and accuracy, a row for each kind."""
+    rows = []
+    for kind, values in whole(results).items():
+        run = results["runs"][key_of(kind, results["settings"]["seeds"][0])]
+        rate = best_rate(results["settings"], results["runs"], kind)
+        rows.append([kind, f"{run['parameters']:,}", f"{rate:g}", mean_and_deviation(values, 1)])
+    return table(["score", "parameters", "learning rate", "accuracy, %"], rows)
+
+
+def pairs(results: dict) -> str:
+    """Differences seed by seed from each control, and their power."""
+    found, rows = whole(results), []
+    for kind, mine in found.items():
+        others = {control: found[control] for control in CONTROLS if control in found and control != kind}
+        if others:
+            power = max(detectable(mine, other) for other in others.values())
+            cells = [paired(mine, others[control]) if control in others else "" for control in CONTROLS]
+            rows.append([kind, *cells, f"{power:.1f}"])
+    return table(["points ahead of", *CONTROLS, "what would be found"], rows)
+
+
+def graph(results: dict) -> str:
+    """What the graph is."""
+    found = results["runs"]["graph"]
+    return (
+        f"{found['nodes']:,} packages of the sections {', '.join(found['sections'])}; {found['edges']:,} dependencies "
+        f"between them, {100 * found['homophily']:.0f} % of which within a section; checksum {found['checksum']}."
+    )
+
+
+TABLES = {"graphs-graph": graph, "graphs": scores, "graphs-paired": pairs, "graphs-made": circumstances}
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:
+    """Write every table between its two marks; nothing where no run is done."""
+    if not (folder / "graphs.json").exists():
+        return
+    results, text = load("graphs", folder), page.read_text()
+    for name, make in TABLES.items():
+        text = put(text, name, make(results))
+    write_atomically(page, text)
