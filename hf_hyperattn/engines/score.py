@@ -449,8 +449,8 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
-    # needless from torch 2.13 on: before, an exported length that is free does not survive the joining of two dims
-    if torch.compiler.is_exporting():
+    # before torch 2.13 an exported length that is free does not survive the joining of two dims
+    if torch.compiler.is_exporting() and torch.__version__ < (2, 13):
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
 

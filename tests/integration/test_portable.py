@@ -139,6 +139,19 @@ def onnx_runtime():
 
 
 @pytest.mark.extras
+@pytest.mark.parametrize("family, mechanism", [case for case in FEW if "talking" not in case[1]])
+def test_executorch(family, mechanism):
+    pytest.importorskip("executorch", reason="needs pip install executorch")
+    from executorch.exir import to_edge
+    from executorch.runtime import Runtime
+
+    model = make(family, mechanism)
+    file = to_edge(program(model)).to_executorch()
+    method = Runtime.get().load_program(file.buffer).load_method("forward")
+    assert_same(lambda *tensors: method.execute(tensors)[0], model, 1e-4)
+
+
+@pytest.mark.extras
 def test_the_page(tmp_path, monkeypatch):
     onnx_runtime()
     make("llama", "cone").model.save_pretrained(tmp_path / "your-name/SmolLM2-135M-cone")
