@@ -162,7 +162,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
     for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
     """
-    if weights:
+    if weights or torch.compiler.is_exporting():  # a program is made of plain operators, and needs nothing of ours
         return "reference"
     compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)

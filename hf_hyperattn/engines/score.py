@@ -449,10 +449,17 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
-    # needless from torch 2.13 on: before, an exported length that is free does not survive the joining of two dims
-    if torch.compiler.is_exporting():
+    # before torch 2.13 an exported length that is free does not survive the joining of two dims
+    if torch.compiler.is_exporting() and torch.__version__ < (2, 13):
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
+
+
+def euclidean(x: Tensor, y: Tensor) -> Tensor:
+    """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
+    if torch.compiler.is_exporting():  # ONNX has no cdist
+        return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
+    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def upcast_for_grad(x: Tensor) -> Tensor:

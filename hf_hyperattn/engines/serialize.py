@@ -13,6 +13,7 @@ Every engine's operator takes the same arguments, which `call` writes and `read`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -175,3 +176,14 @@ def differentiable(forward, backward, pairwise: bool = True) -> None:
     if pairwise:
         count_flops(forward)
         count_flops(backward, at=3, backward=True)
+
+
+@contextmanager
+def autograd_inside_operator():
+    """Autograd, which torch excludes from the dispatch of what runs inside an operator."""
+    keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
+        excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield

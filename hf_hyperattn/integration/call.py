@@ -74,12 +74,18 @@ def set_backend(model: nn.Module, backend: str) -> nn.Module:
     return model
 
 
-def onnx_error(module: nn.Module) -> ValueError:
-    """The error of a call that `torch.onnx.export` records."""
-    return ValueError(
-        f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold; use torch.export, or "
-        "unpatch_model(model) or set_attn_implementation('sdpa') to export the model without it"
-    )
+def check_onnx(module: nn.Module, backend: str) -> None:
+    """Raise where `torch.onnx.export` records a call of which no plain operators can be made."""
+    if not torch.compiler.is_exporting():
+        raise ValueError(
+            f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold by torch.jit.trace; use "
+            "torch.onnx.export(..., dynamo=True)"
+        )
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"{type(module).__name__} runs on the engine {backend!r}, which ONNX cannot hold; use set_backend(model, "
+            "'auto') before the export"
+        )
 
 
 def heads_of_rank(module: nn.Module, heads: int) -> tuple[int, int] | None:

@@ -32,10 +32,10 @@ from .call import (
     RETURNING_WEIGHTS,
     UNHONOURED,
     UNROUTED,
+    check_onnx,
     exporting_to_onnx,
     first_key,
     heads_of_rank,
-    onnx_error,
     refuse_keywords,
     scaling_already_applied,
     wants_weights,
@@ -203,7 +203,7 @@ def attention_function(named=None) -> Callable:
         if not UNHONOURED.isdisjoint(keywords):
             refuse_keywords(module, mask, keywords)
         if exporting_to_onnx() if compiling else torch.onnx.is_in_onnx_export():
-            raise onnx_error(module)
+            check_onnx(module, getattr(module, BACKEND, "auto"))
         hierarchy = get("hierarchy")
         if compiling or CONTEXT in attributes:
             hierarchy = hierarchy_of_call(module, keywords)

@@ -192,6 +192,26 @@ def test_flops_of_tied_attention_are_counted(config):
     assert abs(saved[0] - saved[1]) < 0.15 * dense, (saved, dense)
 
 
+def test_flops_of_tied_attention_are_counted_from_a_cache_too():
+    model = ha.patch_model(llama(num_hidden_layers=1), ha.HsaConfig((8, 32), near=8), mode="replace")
+    ids = torch.zeros(1, 96, dtype=torch.long)
+    counts = []
+    for cache in (None, ha.HierarchicalCache()):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("is_causal, reach", [(True, 5 * 3), (False, 9 * 5)])
+def test_flops_of_three_way_attention_are_counted(is_causal, reach):
+    q, k, v, k2, v2 = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(5))
+    options = dict(is_causal=is_causal, windows=(5, 3), backend="blockwise")
+    with FlopCounterMode(display=False) as counter:
+        ha.functional.trilinear_attention(q, k, v, k2, v2, **options).sum().backward()
+    assert counter.get_total_flops() == 7 * 2 * 2 * 4 * 16 * reach * 8  # products · 2 · batch · heads · N · pairs · d
+
+
 def test_the_gradients_of_each_row_by_torch_func():
     """Values cannot be read there either: the call must not look at whether a gate is zero."""
     model, inputs, _ = patched("llama")

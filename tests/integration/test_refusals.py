@@ -109,12 +109,16 @@ def test_unpatching_what_is_not_patched_is_refused():
 
 
 @pytest.mark.parametrize("how", ["patch", "name"])
-def test_onnx_is_refused_in_one_line(how, monkeypatch):
+@pytest.mark.parametrize("dynamo, message", [(False, "use .*dynamo=True"), (True, "engine 'blockwise'.*set_backend")])
+def test_what_onnx_cannot_hold_is_refused_in_one_line(how, dynamo, message, monkeypatch):
     model = llama()
     ha.patch_model(model, CONE) if how == "patch" else model.set_attn_implementation("cone")
+    ha.set_backend(model, "blockwise")
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
-    with pytest.raises(ValueError, match="LlamaAttention has an attention of hf_hyperattn.*use torch.export"):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: dynamo)
+    with pytest.raises(ValueError, match=message) as caught:
         run(model, text_inputs())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["cone", "hf_hyperattn"])

@@ -56,9 +56,9 @@ class Plain(nn.Module):
 
 @torch.no_grad()
 def program(case: Case):
-    """The exported program, for any length."""
-    length = torch.export.Dim("length", min=8, max=64)
-    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}}
+    """The exported program, for any batch and length."""
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=8, max=64)
+    shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
     return torch.export.export(  # HAT's number of segments is more than torch can prove the bounds of
         Plain(case.model()),
         tuple(inputs_of().values()),
@@ -68,7 +68,7 @@ def program(case: Case):
 
 
 def longer() -> dict:
-    return inputs_of(31, seed=4)
+    return inputs_of(31, rows=3, seed=4)
 
 
 @road("torch.export", GROUP)
@@ -97,18 +97,11 @@ def onnx(case, folder):
     import onnxruntime
 
     file = str(folder / "model.onnx")
-    with torch.no_grad():
-        torch.onnx.export(
-            Plain(case.model()),
-            tuple(inputs_of().values()),
-            file,
-            input_names=["input_ids", "attention_mask"],
-            dynamo=True,
-            verbose=False,
-        )
+    torch.onnx.export(program(case), f=file, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(file)
-    found = session.run(None, {n: t.numpy() for n, t in inputs_of().items()})[0]
-    yield torch.from_numpy(found)[REAL], case.logits
+    for inputs in (inputs_of(), longer()):
+        found = session.run(None, {n: t.numpy() for n, t in inputs.items()})[0]
+        yield torch.from_numpy(found)[inputs["attention_mask"].bool()], logits(case.model(), inputs)
 
 
 def with_weights(case: Case, quantised: nn.Module, plain) -> nn.Module:

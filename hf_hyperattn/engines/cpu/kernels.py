@@ -354,7 +354,9 @@ def _squared_norms(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def norms_compiled(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the compiled kernel serves; for a few rows it does not pay."""
+    """Whether the compiled kernel serves; for a few rows it does not pay, and an exported program has none."""
+    if torch.compiler.is_exporting():
+        return False
     if not torch.compiler.is_compiling() and x.numel() <= SMALL:
         return False
     raw = x.device.type == "cpu" and x.dtype in serialize.RAW_DTYPES

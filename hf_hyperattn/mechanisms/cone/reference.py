@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ...engines.score import repeat_heads, working_dtype
+from ...engines.score import euclidean, repeat_heads, working_dtype
 
 Mapping = Literal["xi", "psi", "expmap"]
 MAPPINGS = get_args(Mapping)
@@ -88,11 +88,6 @@ def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor
 def half_width(h: Tensor, r: Tensor) -> Tensor:
     """sqrt(r² - h²): half the width of a penumbral cone's base on the boundary."""
     return torch.sqrt(torch.maximum(r**2 - h**2, FLOOR * r**2))
-
-
-def euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Distances [..., N, M] from direct differences; the gradient at distance 0 is 0."""
-    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def height_and_stretch(x: Tensor, mapping: str, radius: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def segments_of(tokens: int, length: int) -> int:
     """The most segments of length K that so many tokens make."""
-    return max(1, -(-(tokens - 1) // (length - 1)))
+    return max(1, (tokens + length - 3) // (length - 1))  # no negative number: ONNX rounds towards 0
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def segment(
         most, total = int(each.max()), int(each.sum())
         width = 1 + int(torch.where(behind, inside + 1, 0).max())
         first = each.cumsum(0) - each
-        repeats: Tensor | int = each
+        text = torch.arange(B, device=device).repeat_interleave(each, output_size=total)
     else:
-        repeats = most = segments_of(N + 1 - int(led is None), length)
+        most = segments_of(N + 1 - int(led is None), length)
         total, width = B * most, min(length, N + 1)
         first = torch.arange(B, device=device) * most
-    text = torch.arange(B, device=device).repeat_interleave(repeats, output_size=total)
+        text = torch.arange(total, device=device) // most
     places = first[:, None] * width + torch.where(behind, number * width + 1 + inside, 0)
     tokens = _inverse(places, real, total * width).view(total, width)
     filled = tokens >= 0

@@ -10,7 +10,6 @@ has a name, and a hierarchy is windows' sizes and spans, or parents, kinds and t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.options import full_precision
+from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
 from ...readable import can_read
 
@@ -72,6 +72,11 @@ def call(
     if can_read(*tensors) and not torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack():
         # such as decoding, of which dispatch is a good part; modes, such as FLOP counters, see the operator
         return FUNCTIONS[name].compute(tensors, named, sizes, numbers, scale)
+    if torch.onnx.is_in_onnx_export():
+        raise ValueError(
+            "hsa is exported to ONNX over windows alone; allowed: no hierarchy=, the same tokens as queries and keys "
+            "(use_cache=False), a bool mask or none, and with tying='key' in an encoder refine_top_k=0"
+        )
     names = BREAK.join([name, *(key for key, _ in named)])
     return hsa([*tensors, *(t for _, t in named)], names, sizes, numbers, scale)
 
@@ -168,17 +173,6 @@ def _by_autograd(function: Function, grads, tensors: Sequence[Tensor], names: st
 @backward.register_fake
 def _(grads, results, tensors, *_):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-
-
-@contextmanager
-def autograd_inside_operator():
-    """Autograd, which torch excludes from the dispatch of what runs inside an operator."""
-    keys, included = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "AutogradCPU"):
-        excluded = excluded.remove(getattr(keys, name)) if hasattr(keys, name) else excluded
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
 
 
 def _save(ctx, inputs, output):

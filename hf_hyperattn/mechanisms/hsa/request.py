@@ -12,7 +12,7 @@ from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
-from . import operator
+from . import operator, portable
 from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
 from .config import Rule
@@ -88,6 +88,8 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
             "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
+    if torch.compiler.is_exporting() and portable.supports(query, key, options, request):
+        return portable.attend(query, key, value, options, request)
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None

@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...engines.score import repeat_heads, working_dtype
+from ...engines.score import euclidean, repeat_heads, working_dtype
 
 #: |x|√c is kept at or below this, and with it a at or below artanh of it, about 6.1.
 CLIP = 1 - 1e-5
@@ -60,11 +60,6 @@ def lift(x: Tensor, curvature: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     direction, norm = direction_and_norm(x, scale)
     a = half_radius(norm, curvature)
     return torch.tanh(a)[..., None] * direction, torch.cosh(a)
-
-
-def euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Distances [..., N, M] from direct differences; the gradient at distance 0 is 0."""
-    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def direction_and_norm(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -74,8 +74,12 @@ def talking_heads(
 
 
 def small(score: PairScore) -> bool:
-    """Whether the call has less to do densely than in blocks. Not asked while tracing: no guard on lengths."""
-    return not torch.compiler.is_compiling() and math.prod(score.shape) <= DENSE_ELEMENTS
+    """Whether the call has less to do densely than in blocks. Not asked while tracing: no guard on lengths; an exported
+    program has plain operators alone.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return math.prod(score.shape) <= DENSE_ELEMENTS
 
 
 def in_blocks(

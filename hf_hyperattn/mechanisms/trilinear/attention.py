@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.blockwise import _shapes
 from ...engines.dispatch import checked
@@ -55,7 +57,9 @@ def attend(
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
         raise ValueError(f"backend='blockwise' {what}; use backend='reference' or 'auto'")
-    dense = weights or learned or (not is_recorded() and small(query, keys[0].shape[2]))
+    dense = (
+        weights or learned or torch.compiler.is_exporting() or (not is_recorded() and small(query, keys[0].shape[2]))
+    )
     with full_precision(query.device):
         if backend == "reference" or (backend == "auto" and dense):
             options = options if offset is None else replace(options, offset=int(offset))
@@ -164,3 +168,22 @@ def _(grad, out, sums, tensors, needs_grad, extras, *_):
 
 
 differentiable(simplicial_forward, simplicial_backward, pairwise=False)
+
+
+def _flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:
+    """Of the products: two for each pair of keys that a query's windows hold, in the gradients five."""
+    (batch, heads, queries, width), (_, _, keys, _), _, (*_, value_width) = shapes[:4]
+    *_, first, second, back = ints
+    reach = [min(keys, w if back else 2 * w - 1) if w else keys for w in (first, second)]
+    each = 3 * width + 2 * value_width if backward else width + value_width
+    return 2 * batch * heads * queries * math.prod(reach) * each
+
+
+@register_flop_formula(simplicial_forward._opoverload._overloadpacket)
+def _(tensors, extras, ints, *_, **__) -> int:
+    return _flops(tensors, ints, False)
+
+
+@register_flop_formula(simplicial_backward._opoverload._overloadpacket)
+def _(grad, out, lse, tensors, needs_grad, extras, ints, *_, **__) -> int:
+    return _flops(tensors, ints, True)

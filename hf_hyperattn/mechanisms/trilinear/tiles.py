@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...engines.options import Options, key_range
+from ...engines.serialize import autograd_inside_operator
 from .reference import Windows, added
 
 #: Logits of one tile: enough that the overhead of an operation vanishes, few enough for the cache of a core.
@@ -244,10 +245,10 @@ def backward(chunk: Chunk, grads: SimplicialTensors, grad: Tensor, delta: Tensor
     """
     views, into = chunk.views(chunk.block.call.tensors), chunk.views(grads)
 
-    def share(learned: dict[str, Tensor]) -> Tensor:
-        read = views | learned
-        out, total = chunk.sums(read, chunk.logits(read), top)
-        return (grad * out).sum() - (delta * total).sum()
-
-    for name, gradient in torch.func.grad(share)({name: views[name] for name in into}).items():
+    with autograd_inside_operator():
+        learned = {name: views[name].detach().requires_grad_() for name in into}
+        out, total = chunk.sums(views | learned, chunk.logits(views | learned), top)
+        share = (grad * out).sum() - (delta * total).sum()
+        gradients = torch.autograd.grad(share, list(learned.values()))
+    for name, gradient in zip(into, gradients, strict=True):
         into[name].add_(gradient)

@@ -1,0 +1,177 @@
+"""Programs that `torch.export` and `torch.onnx.export` make of a model: they need nothing of this package."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import hf_hyperattn as ha
+from tests.integration.models import TEXT, bert, perturb, set_implementation
+
+ONE_LAYER = dict(num_hidden_layers=1, initializer_range=0.15)
+HSA = ha.HsaConfig(windows=(2, 4), near=2, sinks=1)
+MECHANISMS = {
+    "cone": [ha.ConeConfig(gamma=0.5)],
+    "cone_penumbral": [ha.ConeConfig(variant="penumbral", gamma=0.5, radius=2.0)],
+    "hyperbolic": [ha.HyperbolicConfig(aggregation="mean")],
+    "hyperbolic, midpoint": [ha.HyperbolicConfig(distance="squared_lorentz")],
+    "hype": [ha.HypeConfig()],
+    "hsa": [HSA],
+    "head_fusion": [ha.HeadFusionConfig()],
+    "talking_heads": [ha.TalkingHeadsConfig()],
+    "mkl": [ha.MklConfig(kind="conditional")],
+    "trilinear": [ha.TrilinearConfig(windows=(4, 3))],
+    "collaborative": [ha.CollaborativeConfig()],
+    "cone, hype, head_fusion": [ha.ConeConfig(), ha.HypeConfig(), ha.HeadFusionConfig()],
+    "cone by name": "cone",
+    "cone_penumbral by name": "cone_penumbral",
+    "hyperbolic by name": "hyperbolic",
+    "hype by name": "hype",
+    "hsa by name": "hsa",
+}
+#: Those that every change is tested with.
+FEW = [("llama", "cone, hype, head_fusion"), ("llama", "hsa"), ("bert", "hsa"), ("bert", "talking_heads")]
+
+
+class Logits(torch.nn.Module):
+    """Tensors in, tensor out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+
+
+def make(family: str, mechanism: str) -> Logits:
+    torch.manual_seed(0)
+    if family == "llama":
+        config = hf.LlamaConfig(**TEXT | ONE_LAYER, num_key_value_heads=2, use_cache=False)
+        model = hf.LlamaForCausalLM(config).eval()
+    else:
+        model = bert(**ONE_LAYER)
+    how = MECHANISMS[mechanism]
+    if isinstance(how, str):
+        set_implementation(model, how)
+    else:
+        ha.patch_model(model, *how)
+        perturb(model)
+    return Logits(model)
+
+
+def inputs(rows: int, length: int) -> tuple:
+    """The first row is padded at its left."""
+    ids = torch.randint(5, 90, (rows, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids, mask
+
+
+SIZES = (2, 20), (3, 31)  # of the call that is exported, and of another one
+
+
+@torch.no_grad()
+def program(model: Logits, **options):
+    """A program for any batch and length."""
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=5, max=64)}
+    shapes = dict(input_ids=sizes, attention_mask=sizes)
+    return torch.export.export(model, inputs(*SIZES[0]), dynamic_shapes=shapes, **options)
+
+
+@torch.no_grad()
+def assert_same(run, model: Logits, tolerance: float) -> None:
+    """`run(ids, mask)` gives what the model gives, but for padding."""
+    for size in SIZES:
+        ids, mask = inputs(*size)
+        assert (run(ids, mask) - model(ids, mask))[mask.bool()].abs().max() < tolerance, size
+
+
+def ours(exported) -> list[str]:
+    return [str(node.target) for node in exported.graph.nodes if "hf_hyperattn." in str(node.target)]
+
+
+@pytest.mark.parametrize("family, mechanism", FEW)
+def test_a_program_has_plain_operators_alone(family, mechanism):
+    model = make(family, mechanism)
+    exported = program(model)
+    assert not ours(exported)
+    assert_same(exported.module(), model, 1e-4)
+
+
+def test_a_program_runs_without_the_package(tmp_path):
+    model = make("llama", "hsa")
+    torch.export.save(program(model), tmp_path / "program.pt2")
+    torch.save(inputs(*SIZES[1]), tmp_path / "inputs.pt")
+    code = (
+        "import sys, torch; run = torch.export.load('program.pt2').module()\n"
+        "torch.save(run(*torch.load('inputs.pt')), 'out.pt'); assert 'hf_hyperattn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    got = torch.load(tmp_path / "out.pt")
+    ids, mask = inputs(*SIZES[1])
+    assert (got - model(ids, mask))[mask.bool()].abs().max() < 1e-4
+
+
+def test_an_engine_that_was_chosen_stays():
+    model = make("llama", "cone")
+    ha.set_backend(model.model, "blockwise")
+    exported = program(model)
+    assert ours(exported) == ["hf_hyperattn.blockwise.default"]
+    assert_same(exported.module(), model, 1e-4)
+
+
+def test_nothing_is_left_behind_by_an_export():
+    model = make("bert", "cone")
+    before = model(*inputs(*SIZES[0]))
+    program(model)
+    assert torch.equal(model(*inputs(*SIZES[0])), before)
+
+
+def onnx_runtime():
+    """The module onnxruntime, where all that an export needs is installed."""
+    reason = "needs pip install onnx onnxscript onnxruntime"
+    return [pytest.importorskip(name, reason=reason) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("family, mechanism", [case for case in FEW if "talking" not in case[1]])
+def test_executorch(family, mechanism):
+    pytest.importorskip("executorch", reason="needs pip install executorch")
+    from executorch.exir import to_edge
+    from executorch.runtime import Runtime
+
+    model = make(family, mechanism)
+    file = to_edge(program(model)).to_executorch()
+    method = Runtime.get().load_program(file.buffer).load_method("forward")
+    assert_same(lambda *tensors: method.execute(tensors)[0], model, 1e-4)
+
+
+@pytest.mark.extras
+def test_the_page(tmp_path, monkeypatch):
+    onnx_runtime()
+    make("llama", "cone").model.save_pretrained(tmp_path / "your-name/SmolLM2-135M-cone")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/deploying.md").read_text()
+    for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names := {})
+    assert (names["logits"] - torch.from_numpy(names["same_logits"])).abs().max() < 1e-4
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_onnx(family, mechanism, tmp_path):
+    runtime = onnx_runtime()
+    if mechanism == "collaborative" and family == "llama":
+        pytest.skip("collaborative refuses hosts with rotary positions")
+    model, file = make(family, mechanism), str(tmp_path / "model.onnx")
+    torch.onnx.export(program(model), f=file, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(file)
+    names = [x.name for x in session.get_inputs()]
+    run = lambda *tensors: torch.from_numpy(session.run(None, {n: t.numpy() for n, t in zip(names, tensors)})[0])
+    assert_same(run, model, 1e-4)
