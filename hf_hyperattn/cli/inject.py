@@ -60,7 +60,7 @@ def inject_hsa(args: argparse.Namespace) -> int:
     task = prepare(args)
     if task.is_encoder and args.rows is not None:
         raise ValueError("--rows says nothing for an encoder, which is measured on whole passages; leave it out")
-    args.rows = args.rows if args.rows is not None or task.is_encoder else ROWS
+    rows: int = ROWS if args.rows is None else args.rows
     goal = "1 - cosine" if task.is_encoder else "perplexity"
     print(f"{Path(args.model).name}: {args.mechanism}, {goal} within {args.budget:.1%}, {task.length:,} tokens a text, "
           f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
@@ -73,7 +73,7 @@ def inject_hsa(args: argparse.Namespace) -> int:
     if task.is_encoder:
         injection = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
     else:
-        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options, args.rows, args.seed)
+        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options, rows, args.seed)
     with progress(injection.steps()) as bar:
         report = injection.run(bar)
     if isinstance(injection, EncoderInjection):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ class SumOfTerms(Term):
     def logits(self, dot, row, column, head, squared_distance=None):
         total = 0
         for term, numbers, gate, capped in self.parts(row, column, head):
-            formula = term.score if isinstance(term, DistanceTerm) else term.logits
+            formula: Any = term.score if isinstance(term, DistanceTerm) else term.logits
             part = formula(dot, *numbers, squared_distance)
             if capped:
                 part = head[-1] * torch.tanh(part / head[-1])

@@ -444,13 +444,16 @@ def working_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
+#: Before torch 2.13 an exported length that is free does not survive the joining of two dims.
+OLD_EXPORTER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, Hkv, ...] to [B, heads, ...], each head repeated for its group of queries; free where they agree."""
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
-    # before torch 2.13 an exported length that is free does not survive the joining of two dims
-    if torch.compiler.is_exporting() and torch.__version__ < (2, 13):
+    if torch.compiler.is_exporting() and OLD_EXPORTER:
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
 

@@ -121,7 +121,8 @@ def warn_of_other_patch(config, name: str, where: str, options: dict[str, Any]) 
     if not isinstance(config, HyperLoraConfig):
         return
     there = config.hyperattn.to_dict()
-    saved = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)}).hyperattn
+    read: Any = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)})
+    saved = read.hyperattn
     differ = [key for key in ("mode", "mechanisms") if there[key] != saved.to_dict()[key]]
     if differ:
         logger.warning(

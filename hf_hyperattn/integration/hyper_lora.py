@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import peft.utils.hotswap
 from peft import LoraConfig, LoraModel, PeftType
@@ -122,9 +122,9 @@ class HyperLoraModel(LoraModel):
             trained = adapter_name in self.active_adapters and not config.inference_mode
             for hyper, (module, _) in zip(built(base, config, selected, newly_routed), selected, strict=True):
                 if not isinstance(module._modules.get("hyper"), HyperAdapter):
-                    there = module._modules.pop("hyper", None)
+                    there: Any = module._modules.pop("hyper", None)
                     module.hyper = HyperAdapter(there and there.requires_grad_(False))
-                module.hyper.lora_hyper[adapter_name] = hyper.requires_grad_(trained)
+                cast(HyperAdapter, module.hyper).lora_hyper[adapter_name] = hyper.requires_grad_(trained)
             for _, _, adapter in hyper_adapters(base):
                 adapter._active_adapter = list(self.active_adapters)
 
@@ -185,7 +185,9 @@ class HyperLoraModel(LoraModel):
             for handle in handles:
                 handle.remove()
 
-    def add_weighted_adapter(self, adapters, weights, adapter_name, combination_type="svd", *args, **options) -> None:
+    def add_weighted_adapter(
+        self, adapters, weights, adapter_name, combination_type: Any = "svd", *args, **options
+    ) -> None:
         """As PEFT's; the added parameters are the weighted sum of what the adapters learned beyond their start."""
         configs = [self.peft_config[name] for name in adapters if name in self.peft_config]
         if adapter_name in self.peft_config or len(configs) < len(adapters):

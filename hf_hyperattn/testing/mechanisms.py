@@ -494,7 +494,7 @@ def compiled(check: Check) -> None:
     model = check.patched(num_hidden_layers=1)
     once = torch.compile(model, fullgraph=True, backend="aot_eager")
     call = {"use_cache": False} if check.family in CAUSAL else {}
-    check.equal(run(once, check.family, **call), run(model, check.family, **call), 5e-5, "torch.compile")
+    check.equal(run(once, check.family, **call), run(model, check.family, **call), 1e-4, "torch.compile")
     slopes = _slopes(once, check.family, **call)
     for name, slope in _slopes(model, check.family, **call).items():
         check.equal(slopes[name], slope, 1e-4 * min(1.0, slope.abs().max().item()) + 1e-6, f"torch.compile of {name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,7 +187,8 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
     if made.is_windows or not is_causal:
         return made
     rows = (windows_over(tokens, hierarchy.sizes or (), hierarchy.length, True) for tokens in made.tokens)
-    return Hierarchy(hierarchy.length, *zip(*rows))
+    parts: Any = zip(*rows)
+    return Hierarchy(hierarchy.length, *parts)
 
 
 def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:

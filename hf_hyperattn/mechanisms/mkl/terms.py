@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def name_of(inner: Term, cap: float | None) -> str:
 
 def weighted_term(inner: Term, cap: float | None = None) -> Term:
     """The weighted form of a term, registered with the engines when it is first used."""
-    kind = WeightedDistanceTerm if isinstance(inner, DistanceTerm) else WeightedTerm
+    kind: Any = WeightedDistanceTerm if isinstance(inner, DistanceTerm) else WeightedTerm
     return TERMS.get(name_of(inner, cap)) or register_term(kind(inner, cap))
 
 

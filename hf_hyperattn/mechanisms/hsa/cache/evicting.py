@@ -58,8 +58,8 @@ def attend_evicted(
     keys, values, biases = zip(*parts, strict=True)
     batch, heads = (max(b.shape[axis] for b in biases) for axis in (0, 1))
     mask = torch.cat([b.expand(batch, heads, -1, -1) for b in biases], -1)
-    key, value, query = torch.cat(keys, 2), torch.cat(values, 2), query.to(like.dtype)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    joined = torch.cat(keys, 2), torch.cat(values, 2)
+    out = scaled_dot_product_attention(query.to(like.dtype), *joined, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.masked_fill(mask.isneginf().all(-1, keepdim=True), 0.0)
 
 

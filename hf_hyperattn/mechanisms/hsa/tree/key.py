@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def attend(
         tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
         for start in range(0, n, step):
             block = slice(start, min(start + step, n))
-            inputs = (query[rows, :, block], *tables, tree, call, rows, block)
+            inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
             learning = torch.is_grad_enabled()
             parts.append(checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs))
     count = -(-n // step)  # blocks of a row

@@ -8,6 +8,7 @@ else, other trees, masks, devices and dtypes, goes through plain torch (tree/key
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def key_tied(
     hierarchy, dtype, heads = _fitting(hierarchy, key), working_dtype(query), query.shape[1]
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
-    counts = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
+    counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
     block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
     obstacles = {
         "a hierarchy that is not of windows": not hierarchy.is_windows,
@@ -104,7 +105,8 @@ def key_tied(
         counted = levels is not None and levels.held is None and torch._C._len_torch_dispatch_stack()
         if serves and levels is not None and not learned and not counted:  # FLOP counters see the operator
             return native.forward(query, *_kernel_call(levels, counts, *rule))[0], None
-        return _operator(query, key, value, hierarchy, *counts, *rule, backend), None
+        rest: Any = (*counts, *rule, backend)
+        return _operator(query, key, value, hierarchy, *rest), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
     out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights)
@@ -193,7 +195,7 @@ def _operator(
     return operator.call("windowed", [query, key, value], named, list(hierarchy.sizes or ()), numbers, scale)[0]
 
 
-def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, tuple, str]:
+def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor, Levels, Any, str]:
     """What `_operator` wrote: the query, levels, the rest of the arguments of `attend_levels`, and the backend."""
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
     backend, is_causal, offset, *counts = numbers
@@ -205,8 +207,10 @@ def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor
 
 def _pairs(query, key, named, sizes, numbers) -> float:
     _, is_causal, _, *counts = numbers
-    rules = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
-    return sum(pairs_of_queries(query[2], key[2], sizes, *rule, is_causal) for rule in rules)
+    rules: Any = zip(*(counts[i * query[1] : (i + 1) * query[1]] for i in range(3)))
+    return sum(
+        pairs_of_queries(query[2], key[2], sizes, near, sinks, top_k, is_causal) for near, sinks, top_k in rules
+    )
 
 
 def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
@@ -224,7 +228,8 @@ def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | No
 @operator.computes("windowed", lambda query, key, numbers: query.shape[:3], _pairs, _backward)
 def _forward(*call) -> tuple[Tensor, Tensor]:
     query, levels, rule, backend = _read(*call)
-    return attend_levels(query, levels, *rule, backend)
+    rest: Any = (*rule, backend)
+    return attend_levels(query, levels, *rest)
 
 
 def per_head(value: PerHead, heads: int) -> list[int]:
