@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tqdm import tqdm  # comes with Transformers
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """A bar with the time left, gone when the work is; where stderr is no terminal, one line for each description."""
 
     def describe(self, text: str) -> None:
@@ -23,9 +23,9 @@ class Progress(tqdm):
         self.update(steps)
 
 
-def progress(total: int) -> Progress:
+def progress(total: int) -> ProgressBar:
     """A context whose value has `describe(text)` and `advance(steps)`, over `total` steps."""
-    return Progress(total=total, file=sys.stderr, leave=False, disable=None)
+    return ProgressBar(total=total, file=sys.stderr, leave=False, disable=None)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

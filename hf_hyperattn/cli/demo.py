@@ -19,7 +19,7 @@ import hf_hyperattn
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
 from ..integration.checkpoint_files import errors_as, load_config
 from . import smollm2
-from .console import Progress, progress, table
+from .console import ProgressBar, progress, table
 from .inputs import default_text, encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 
 HEADER = ("attention", "perplexity", "prefill tok/s", "generate tok/s", "peak memory", "max |Δ logit|")
@@ -147,7 +147,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def measure(demo: Demo, bar: Progress) -> list[Row]:
+def measure(demo: Demo, bar: ProgressBar) -> list[Row]:
     """All rows. The stock model is measured, then patched in place in two ways and measured again, then let go."""
     bar.describe("loading")
     model = demo.load("sdpa")
@@ -183,7 +183,7 @@ def tying(demo: Demo, model: Any) -> tuple[str, Any]:
     return TIED, hf_hyperattn.HsaConfig()
 
 
-def measure_row(demo: Demo, label: str, model: Any, bar: Progress, reference: torch.Tensor | None = None) -> Row:
+def measure_row(demo: Demo, label: str, model: Any, bar: ProgressBar, reference: torch.Tensor | None = None) -> Row:
     """Measure a model; `reference` are the stock model's logits."""
     measure_generation(model, demo.prompt, 2)  # what is set up on first use is no part of the speed
     step = lambda: bar.advance(GENERATED_STEP)

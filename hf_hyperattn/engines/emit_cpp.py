@@ -116,7 +116,7 @@ FROM_DIFFERENCES = """
     }}"""
 
 
-class Writer:
+class CppWriter:
     """Statements that compute nodes, each once.
 
     Args:
@@ -185,7 +185,7 @@ def emitted(term: Term) -> tuple[str, str | None]:
 def emitted_reader(reader: Reader) -> str:
     """The text of a reader, `struct EmittedReader`."""
     factor, statistics = alone(trace_reader, reader)
-    w = Writer(set(), set())
+    w = CppWriter(set(), set())
     for i, node in enumerate(statistics):
         w.add(f"statistic[{i}] = {w.vector(node)};")
     w.add(f"return {w.vector(factor)};")
@@ -204,7 +204,7 @@ def functor(term: Term) -> str:
     forward = set(ancestors([t.logit] if distance is None else [t.logit, distance.by_product]))
     read: set[Node] = set()
     # what reads the state is written first, so that it is known what that has to hold
-    pull = Writer(forward, read)
+    pull = CppWriter(forward, read)
     texts = write_pull(t, pull) | ({} if distance is None else write_distance(t.graph, distance, forward, read))
     texts |= {
         "pull": pull.result(),
@@ -229,7 +229,7 @@ def functor(term: Term) -> str:
 
 def write_forward(node: Node, target: str, read: set[Node], indent: int) -> str:
     """The statements of the forward pass, and what of it goes into the state."""
-    w = Writer(set(), set(), indent)
+    w = CppWriter(set(), set(), indent)
     w.add(f"{target} = {w.vector(node)};")
     for kept in sorted(read & set(ancestors([node])), key=lambda n: n.order):
         w.add(f"{state_name(kept)} = {w.text(kept)};")
@@ -241,7 +241,7 @@ def local(g: Graph, name: str) -> Node:
     return g.node("local", value=name)
 
 
-def write_pull(t: Traced, w: Writer) -> dict[str, str]:
+def write_pull(t: Traced, w: CppWriter) -> dict[str, str]:
     """Of the product and of statistics from the gradient of the logit; of parameters the slopes of the logit.
 
     Returns:
@@ -252,7 +252,7 @@ def write_pull(t: Traced, w: Writer) -> dict[str, str]:
     return {"gradient": w.vector(d), "slope": w.vector(slope)}
 
 
-def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:
+def write_gradients(w: CppWriter, by_grad: dict[Node, Node], by_one: dict[Node, Node], how: str) -> None:
     """Assignments to what `pull` returns: slopes for parameters, gradients for all else."""
     others = {leaf: by_one[leaf] for leaf in by_one if leaf.op == "head"}
     for leaf, gradient in (by_grad | others).items():
@@ -262,7 +262,7 @@ def write_gradients(w: Writer, by_grad: dict[Node, Node], by_one: dict[Node, Nod
 
 def write_distance(g: Graph, distance: Distance, forward: set[Node], read: set[Node]) -> dict[str, str]:
     """Which pairs' distances are taken from differences, and the gradients of those."""
-    inexact, factors, pull = Writer(forward, read, 8), Writer(set(), set(), 6), Writer(set(), set(), 6)
+    inexact, factors, pull = CppWriter(forward, read, 8), CppWriter(set(), set(), 6), CppWriter(set(), set(), 6)
     inexact.add(f"s.near = {inexact.text(distance.is_inexact)};")
     for name, node in zip(("query_factor", "key_factor"), distance.factors, strict=True):
         factors.add(f"const Vec {name} = {factors.vector(node)};")

@@ -85,7 +85,7 @@ def traced(score_key: str, capped: bool) -> tuple[Traced | None, str | None]:
         return None, str(error)
 
 
-class Writer:
+class TritonWriter:
     """Lines that compute nodes, each once."""
 
     def __init__(self, softcap: Node | None):
@@ -156,15 +156,15 @@ def emitted(score_key: str, capped: bool) -> Emitted:
     learns = [n for n, d in by_grad.items() if n is not softcap and d is not g.number(0)]
     rows, columns, heads = (tuple(sorted(n.value for n in learns if n.op == op)) for op in ("row", "column", "head"))
 
-    def gradients(w: Writer) -> str:
+    def gradients(w: TritonWriter) -> str:
         of = lambda op, source, at: listed(w.text(source[g.node(op, value=i)]) for i in at)
         dot = w.text(by_grad[g.node("dot")]) if g.node("dot") in learns else "None"
         return f"{dot}, {of('row', by_grad, rows)}, {of('column', by_grad, columns)}, {of('head', by_one, heads)}"
 
     texts: dict[str, str] = {}
 
-    def write(name: str, arguments: str, result: Callable[[Writer], str]) -> None:
-        writer = Writer(softcap)
+    def write(name: str, arguments: str, result: Callable[[TritonWriter], str]) -> None:
+        writer = TritonWriter(softcap)
         returned = result(writer)
         texts[name] = "\n    ".join([f"def {name}({arguments}):", *writer.lines, f"return {returned}"]) + "\n"
 
