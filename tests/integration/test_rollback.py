@@ -4,7 +4,7 @@ import pytest
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.integration import attach, checkpoint_config, hierarchical, patching
+from hf_hyperattn.integration import attach, checkpoint_config, hidden, hierarchical, patching
 from hf_hyperattn.integration.collaborative import conversion
 from tests.integration.collaborative import make, quiet
 from tests.integration.models import FAMILIES, State, difference, llama, run
@@ -21,7 +21,8 @@ STEPS = [
     (attach, "find_eager", 1),
     (attach, "Hyper", 2),
     (attach, "placed", 2),
-    (attach, "add_hooks", 2),
+    (attach, "add_hooks", 1),
+    (hidden, "HiddenStates", 2),
     (attach, "write_records", 1),
     (checkpoint_config, "_write", 1),
     (checkpoint_config, "_mark", 1),
