@@ -255,6 +255,7 @@ def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path,
     assert said == [level] if level != "1" else said[0] in LEVELS
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_every_score_of_the_package():
     code = "import prebuild, json; print(json.dumps(sorted(prebuild.recorded())))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HYPERATTN_NATIVE": "0"}

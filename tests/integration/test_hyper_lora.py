@@ -171,9 +171,8 @@ def in_a_fresh_process(load: str, model, folders, tmp_path, plugin: bool) -> str
     return ran.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "how", [h if h == "AutoPeftModel" else pytest.param(h, marks=pytest.mark.slow) for h in LOADERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LOADERS)
 def test_every_loader_patches_the_base_in_a_fresh_process(how, stock, folders, tmp_path):
     model = adapted(stock(), "cone", "head_fusion")
     assert in_a_fresh_process(LOADERS[how], model, folders, tmp_path, plugin=True) == "loaded"
