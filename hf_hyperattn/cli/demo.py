@@ -37,6 +37,7 @@ STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
 INJECTED, TIED = "hsa, injected", "hsa, defaults"
 CHARACTERS = 64  # of the text are read for a token; texts have about 4
 COMPARED = 128  # tokens over which logits are compared with the stock model's
+WARM_UP = 256  # tokens, enough for the engines that longer texts take
 GENERATED_STEP = 16  # progress-bar steps of a generated token; a token read is one
 
 
@@ -185,7 +186,9 @@ def tying(demo: Demo, model: Any) -> tuple[str, Any]:
 
 def measure_row(demo: Demo, label: str, model: Any, bar: ProgressBar, reference: torch.Tensor | None = None) -> Row:
     """Measure a model; `reference` are the stock model's logits."""
-    measure_generation(model, demo.prompt, 2)  # what is set up on first use is no part of the speed
+    # what is set up on first use, as kernels that are compiled, is no part of the speed
+    perplexity(model, demo.ids[:WARM_UP], WARM_UP, prefix=demo.prefix)
+    measure_generation(model, demo.prompt, 2)
     step = lambda: bar.advance(GENERATED_STEP)
     with PeakMemory(demo.device) as memory:
         quality = perplexity(model, demo.ids, demo.window, prefix=demo.prefix, on_window=bar.advance)
