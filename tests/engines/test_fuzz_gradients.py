@@ -226,7 +226,9 @@ def test_near_points_lose_no_more_than_by_the_definition(name):
         assert max(off.values()) <= max(TOLERANCE[torch.float32], 2 * off["reference"]), (width, noise, off)
 
 
-@pytest.mark.parametrize("name, base, apart", [("squared_lorentz mean", 1.0, 2e-4), ("penumbral psi heights", 0.0, 1e-8)])
+@pytest.mark.parametrize(
+    "name, base, apart", [("squared_lorentz mean", 1.0, 2e-4), ("penumbral psi heights", 0.0, 1e-8)]
+)
 def test_queries_and_keys_have_their_gradients_where_only_near_points_are(name, base, apart):
     """Small beside those of values, they were noise: off by 18 % of the largest, and by 100 % near 0."""
     case = Case(name, 2)

@@ -63,7 +63,9 @@ class ConeTerm(DerivedDistanceTerm):
 
     def score(self, dot, row, column, head, squared_distance):
         u = row[0] - column[0]
-        u = torch.where(tied(u * u, row[0], column[0]), u.detach(), u)  # what rounding leaves must not steer a gradient
+        u = torch.where(
+            tied(u * u, row[0], column[0]), u.detach(), u
+        )  # what rounding leaves must not steer a gradient
         heights = row[: self.before], column[: self.before]
         return self.height(squared_distance * head[-1], u, *heights, head)[0]
 
