@@ -63,9 +63,8 @@ class ConeTerm(DerivedDistanceTerm):
 
     def score(self, dot, row, column, head, squared_distance):
         u = row[0] - column[0]
-        u = torch.where(
-            tied(u * u, row[0], column[0]), u.detach(), u
-        )  # what rounding leaves must not steer a gradient
+        # what rounding leaves must not steer a gradient
+        u = torch.where(tied(u * u, row[0], column[0]), u.detach(), u)
         heights = row[: self.before], column[: self.before]
         return self.height(squared_distance * head[-1], u, *heights, head)[0]
 
@@ -145,8 +144,10 @@ class Penumbral(ConeTerm):
         widths = a + b
         half = (widths - distance.masked_fill(tie, 0.0)).mul_(0.5)
         outside = half < 0
-        # one cone holds the other point, NaN is not; `half` has lost a distance that is small beside the widths
-        inside = tie | (distance <= (a - b).abs_().sub_(widths, alpha=TIE * torch.finfo(a.dtype).eps))
+        # one cone holds the other point, NaN is not; `half` has lost a distance that is small beside the widths, and of
+        # one as small as their rounding nothing tells
+        told = distance > widths.mul_(torch.finfo(a.dtype).eps)
+        inside = tie | (told & (distance <= (a - b).abs_()))
         ratio = u / gap
         mean = (pq + pk).mul_(0.5)
         larger = u.abs().mul_(0.5).add_(mean)  # of the two: ties share its slope evenly
