@@ -39,7 +39,8 @@ def edge_attention(
         if rows.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(rows.shape)}; allowed: 3 axes, [nodes, heads, dim]")
     _check_edges(edges, len(query), len(key), len(value))
-    check_call(*(rows.transpose(0, 1)[None] for rows in (query, key, value)), enable_gqa=False)
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    check_call(q, k, v, enable_gqa=False)
     source, target = edges.long()
     # sums over many edges, and those of the gradients, lose in half precision what they add
     dtype, out_dtype = working_dtype(query, key, value), value.dtype

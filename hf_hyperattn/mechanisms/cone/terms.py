@@ -142,7 +142,7 @@ class Penumbral(ConeTerm):
         tie, gap = gap <= 0, gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
         widths = a + b
-        half = (widths - distance.masked_fill(tie, 0.0)).mul_(0.5)
+        half = (widths - distance).mul_(0.5)
         outside = half < 0
         # one cone holds the other point, NaN is not; `half` has lost a distance that is small beside the widths, and of
         # one as small as their rounding nothing tells
