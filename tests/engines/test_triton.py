@@ -390,7 +390,7 @@ def test_a_parameter_with_a_steep_slope(device, sinks, monkeypatch):
     v, row, column = v + 10, 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
     numbers, grads = [row.expand(1, 2, 20), column, torch.tensor([1 / 16, 1 / 8])], []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
-        leaves = [t.to(device, dtype) for t in (q, k, v, *numbers)]
+        leaves = [t.detach().to(device, dtype) for t in (q, k, v, *numbers)]
         beside = (30000 * leaves[-1] - 9).requires_grad_() if sinks else None
         head = leaves[-1].requires_grad_()
         out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=beside), backend=backend)
