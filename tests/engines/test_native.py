@@ -340,6 +340,15 @@ def test_a_level_needs_those_before_it(flags, levels, monkeypatch):
     assert native.levels.__wrapped__() == levels
 
 
+def test_the_best_level_of_the_wheel_is_taken(monkeypatch):
+    monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
+    monkeypatch.setattr(native, "levels", lambda: ["v2", "v3", "v4"])
+    for carried, taken in (("v2 v3", "v3"), ("v2 v3 v4 v4_bf16", "v4"), ("v4_bf16", None)):
+        libraries = dict.fromkeys(carried.split(), "")
+        monkeypatch.setattr(native, "manifest", lambda libraries=libraries: {"libraries": libraries})
+        assert native.level() == taken
+
+
 @pytest.fixture
 def carried(place, monkeypatch):
     """A manifest and one library for v2, which is said to be all that the CPU has: add(2, 3) gives 105."""

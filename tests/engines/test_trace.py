@@ -392,8 +392,8 @@ def test_own_scores_are_as_exact_as_their_formulas(name, blend, monkeypatch):
         return attention(own_score(name, q, k, *numbers), v, options, backend=backend)[0]
 
     expected = outcome_of(plain, inputs, torch.float64)
-    # Lorentz distances are large: of points far out float32 has no more digits. The formula itself, in float32, loses up
-    # to 3e-7 of outputs and 4e-6 of gradients, that of a geodesic's curvature above all.
+    # Lorentz distances are large: of points far out float32 has no more digits. The formula itself, in float32, loses
+    # up to 3e-7 of outputs and 4e-6 of gradients, that of a geodesic's curvature above all.
     special = {"squared_lorentz": (2e-5, 2e-4), "geodesic": (2e-6, 1.6e-5)}
     tolerances = special.get(name, (1.2e-6, 8e-6))
     check(outcome_of(partial(run, backend="cpu"), inputs, torch.float32), expected, *tolerances)
