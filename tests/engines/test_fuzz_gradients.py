@@ -223,7 +223,7 @@ def test_near_points_lose_no_more_than_by_the_definition(name):
             )
             for backend in ENGINES
         }
-        assert max(off.values()) <= max(TOLERANCE[torch.float32], 2 * off["reference"]), (width, noise, off)
+        assert max(off.values()) <= max(TOLERANCE[torch.float32], 4 * off["reference"]), (width, noise, off)
 
 
 @pytest.mark.parametrize(

@@ -373,9 +373,11 @@ class Steep(Term):
 
 
 @devices
-@pytest.mark.parametrize("sink", [None, 1877.0])
-def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
-    """In a row the gradients of the logits add up to 0, but for rounding, which the slope must not multiply."""
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_parameter_with_a_steep_slope(device, sinks, monkeypatch):
+    """In a row the gradients of the logits add up to 0, but for rounding, which the slope must not multiply; and but
+    for the sink's, which it must. What values have in common is rounded alike for a whole row.
+    """
     monkeypatch.setitem(TERMS, Steep.name, Steep())
 
     def score(q, k, row, column, head):
@@ -385,15 +387,15 @@ def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
         return PairScore(q, k, (ScoreTerm(TERMS[Steep.name], logits, (row,), (column,), (head,)),))
 
     q, k, v = (t.detach() for t in inputs(device, n=20, scale=1.0))
-    row, column = 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
+    v, row, column = v + 10, 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
     numbers, grads = [row.expand(1, 2, 20), column, torch.tensor([1 / 16, 1 / 8])], []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
-        leaves = [t.to(device, dtype) for t in (q, k, v, *numbers)]
-        sinks = None if sink is None else torch.full((2,), sink, device=device, dtype=dtype, requires_grad=True)
+        leaves = [t.detach().to(device, dtype) for t in (q, k, v, *numbers)]
+        beside = (30000 * leaves[-1] - 9).requires_grad_() if sinks else None
         head = leaves[-1].requires_grad_()
-        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=sinks), backend=backend)
+        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=beside), backend=backend)
         grads.append(torch.autograd.grad((out * tensor(*out.shape, seed=45).to(device, dtype)).sum(), [head])[0])
-    assert_close(*grads, 1e-3 * float(grads[1].abs().max()), "gradient of the parameter")
+    assert_close(*grads, 5e-3 * float(grads[1].abs().max()), "gradient of the parameter")
 
 
 @devices

@@ -279,6 +279,10 @@ def test_on_a_patched_base_the_adapter_starts_from_what_is_there(stock, tmp_path
     trained = said(train(model))
     with model.disable_adapter():
         assert torch.equal(said(model), patched)
+    with torch.no_grad():
+        rows = model(LESSONS["llama"][1]()["input_ids"], adapter_names=["__base__", "default"] * 2).logits
+    for row, alone in enumerate((patched, trained) * 2):
+        assert gap(rows[row], alone[row]) <= 1e-5
     model.save_pretrained(tmp_path)
     assert gap(said(PeftModel.from_pretrained(stock(), tmp_path)), trained) <= 1e-6
     assert gap(said(PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig()), tmp_path)), trained) <= 1e-6
