@@ -8,6 +8,7 @@ adapter that is active. On disk `peft_type` is "HF_HYPERATTN", a type that PEFT 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
@@ -37,6 +38,8 @@ from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
 from .patching import base_model, gather, resolve, rollback_on_error
 from .wrapping import wrap
+
+logger = logging.getLogger("hf_hyperattn")
 
 NAME = "HF_HYPERATTN"
 #: How `add_weighted_adapter` may combine; the others prune LoRA's matrices.
@@ -215,6 +218,20 @@ class HyperLoraModel(LoraModel):
             return tensors
         own = f".lora_hyper.{adapter_name}."  # PEFT took out what has another adapter's name, also of a mechanism
         return tensors | {name: tensor for name, tensor in model.state_dict().items() if own in name}
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        own = {name for name in model.state_dict() if f".lora_hyper.{adapter_name}." in name}
+        prefix = "base_model.model."
+        missing = sorted(own - {form for name in tensors for form in (name, name.removeprefix(prefix))})
+        if missing:
+            logger.warning(
+                f"the tensors for adapter {adapter_name!r} lack {len(missing)} added parameters, such as "
+                f"{missing[0]!r}, which stay as they are; take them with get_peft_model_state_dict from a model that "
+                "has this adapter"
+            )
+        return tensors
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -367,6 +367,43 @@ def test_an_adapter_read_into_one_of_other_mechanisms_is_warned_of(stock, tmp_pa
     other.load_adapter(tmp_path, "default")
     (record,) = caplog.records
     assert record.getMessage().startswith("adapter 'default' has other mechanisms than ")
+    some = get_peft_model(stock(), config("cone", heads=[0, 1]))
+    some.load_adapter(tmp_path, "default")
+    assert caplog.records[-1].getMessage().startswith("adapter 'default' has other heads than ")
+
+
+def test_a_config_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, caplog):
+    model = adapted(stock(), "cone")
+    model.save_pretrained(tmp_path / "before")
+    assert not caplog.records
+    for wrong in (ha.HyperAttnConfig([ha.ConeConfig(gamma=3.0)]), None):
+        model.peft_config["default"].hyperattn = wrong
+        caplog.clear()
+        model.save_pretrained(tmp_path / "after")
+        (record,) = caplog.records
+        assert record.getMessage().startswith("peft_config['default'].hyperattn was changed after")
+        for name in ("adapter_config.json", "hyperattn_config.json"):
+            assert (tmp_path / "after" / name).read_text() == (tmp_path / "before" / name).read_text()
+    native = stock()
+    native.load_adapter(tmp_path / "before")
+    native.peft_config["default"].hyperattn = ha.HyperAttnConfig([ha.HypeConfig()])
+    caplog.clear()
+    native.save_pretrained(tmp_path / "native")
+    assert "was changed after" in caplog.text
+    assert gap(said(PeftModel.from_pretrained(stock(), tmp_path / "native")), said(model)) <= 1e-6
+
+
+def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(stock, caplog):
+    for model in (adapted(stock(), "cone"), stock()):
+        if not isinstance(model, PeftModel):
+            model.add_adapter(config("cone"))
+        tensors = get_peft_model_state_dict(model)
+        set_peft_model_state_dict(model, tensors)
+        assert not caplog.records
+        set_peft_model_state_dict(model, {name: t for name, t in tensors.items() if "hyper" not in name})
+        (record,) = caplog.records
+        assert record.getMessage().startswith("the tensors for adapter 'default' lack ")
+        caplog.clear()
 
 
 def test_native_adapters_are_switched_and_deleted(several, stock, tmp_path):

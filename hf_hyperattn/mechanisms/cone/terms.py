@@ -30,7 +30,6 @@ from ...engines.score import DerivedDistanceTerm, register_term
 SMALLEST = 1e-15  # of a distance that is divided by
 LOWEST = 1e-6  # of a height
 NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6  # EXACT: (2 eps / 2e-4)² of float32
-BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² w|X|²
 
 
 class ConeTerm(DerivedDistanceTerm):
