@@ -39,7 +39,7 @@ def register_engine(name: str, attend: Callable) -> None:
 
 
 def attend_or_refuse(name: str, engine, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """An engine that cannot do everything, by its name; ValueError where a call asks for more, which the message names."""
+    """One of the engines that cannot do everything; ValueError where a call asks for more, which it names."""
     reason = engine.unsupported_reason(score, value, options)
     if reason is not None:
         raise ValueError(f"backend={name!r} cannot compute this call: {reason}; use backend='auto'")

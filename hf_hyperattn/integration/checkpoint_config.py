@@ -93,7 +93,7 @@ def _write(part: PreTrainedModel) -> set[int]:
 
 
 def record_of(hypers: dict[str, Hyper]) -> dict | None:
-    """The record of what hosts, by their names, are patched with; None where no record can say it, or there are none."""
+    """The record of what hosts, by their names, are patched with; None for none, or where it cannot be said."""
     configs = list(map(attrgetter("config"), hypers.values()))
     if not configs or configs.count(configs[0]) < len(configs):
         return None

@@ -234,7 +234,7 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
 
 
 def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
-    """Let an adapter's config say what it patches its base with, and warn where it was changed to say something else."""
+    """Let an adapter's config say what it patches its base with; a warning where it was changed to say otherwise."""
     hypers = {
         host: adapter.lora_hyper[name] for host, _, adapter in hyper_adapters(base) if name in adapter.lora_hyper
     }
