@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft.helpers
 import peft.utils.hotswap
 import transformers
 from packaging.version import Version
@@ -304,6 +305,24 @@ def refuse_hyper(model: nn.Module, names, what: str) -> None:
 def _add_weighted(original, self, adapters, *args, **kwargs):
     refuse_hyper(self.model, adapters, "add_weighted_adapter")
     return original(self, adapters, *args, **kwargs)
+
+
+@wrap("rescale_adapter_scale", peft.helpers)
+def _rescale(original, model, multiplier):
+    paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)] + [path for path, _ in hyper_wrappers(model)]
+    if paths:
+        raise ValueError(
+            f"rescale_adapter_scale does not reach the added parameters ({paths[0]}); allowed: adapters without some, "
+            "or add_weighted_adapter([name], [multiplier], new_name) of a HyperLoraConfig"
+        )
+    return original(model, multiplier)
+
+
+@wrap("subtract_mutated_init", LoraModel)
+def _convert_to_lora(original, self, output_state_dict, *args, **kwargs):
+    """PEFT gives back LoRA's matrices alone."""
+    added = {name: tensor for name, tensor in output_state_dict.items() if "hyper" in name.split(".")}
+    return original(self, output_state_dict, *args, **kwargs) | added
 
 
 @wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)

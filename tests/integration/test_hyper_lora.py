@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 
+import peft.helpers
 import pytest
 import torch
 import transformers as hf
@@ -239,6 +241,7 @@ def test_a_config_is_checked_and_can_be_put_on_several_models(stock):
     for wrong, words in (
         (lambda: get_peft_model(stock(), ha.HyperLoraConfig()), r"names no mechanism, and LlamaForCausalLM is not"),
         (lambda: config("cone", layers="middle"), "layers='middle' is not allowed"),
+        (lambda: config("cone", layer_replication=[(0, 2), (1, 2)]), "which makes layers anew that the patch would"),
         (lambda: config("cone", hyperattn=ha.HyperAttnConfig()), "give one of both"),
         (lambda: get_peft_model(stock(), config("cone", layers=[7])), "layers names layer 7"),
         (lambda: get_peft_model(ha.patch_model(stock(), ha.ConeConfig()), config("hype")), "is patched otherwise"),
@@ -449,6 +452,60 @@ def test_rows_of_a_batch_have_adapters_of_their_own(several):
             model(input_ids=ids, **wrong)
 
 
+def test_rows_whose_adapters_need_more_than_the_active_one_and_a_call_that_fails():
+    """Hidden states, and hierarchy=."""
+    torch.manual_seed(0)
+    model, answers = adapted(LESSONS["llama"][0](initializer_range=0.3), "cone", layers=[0]), {}
+    for name, mechanism in (
+        ("head_fusion", ha.HeadFusionConfig()),
+        ("hsa", ha.HsaConfig(windows=(2, 4), near=0, sinks=0, refine_top_k=0)),
+    ):
+        model.add_adapter(name, config(mechanisms=[mechanism], layers=[1]))
+        model.set_adapter(name)
+        answers[name] = said(train(model, seed=len(answers)))
+    ids = LESSONS["llama"][1]()["input_ids"]
+    groups = torch.arange(ids.shape[1]).expand(ids.shape)[..., None] // 3
+    with torch.no_grad():
+        tree = model.eval()(input_ids=ids, hierarchy=groups).logits
+    model.set_adapter("default")
+    answers["default"] = said(model)
+    kind, names = type(model.get_base_model()), ["default", "head_fusion", "hsa", "default"]
+    with torch.no_grad():
+        mixed = model(input_ids=ids, adapter_names=names).logits
+        over_groups = model(input_ids=ids, adapter_names=names, hierarchy=groups).logits
+    for row, name in enumerate(names):
+        assert gap(mixed[row], answers[name][row]) <= 1e-5, name
+        assert gap(over_groups[row], (tree if name == "hsa" else answers[name])[row]) <= 1e-5, name
+    assert gap(tree, answers["hsa"]) > 1e-3
+    with pytest.raises(ValueError, match="attention weights are asked for"):
+        model(input_ids=ids, adapter_names=names, output_attentions=True)
+    assert torch.equal(said(model), answers["default"]) and type(model.get_base_model()) is kind
+
+
+def test_scaling_an_adapter_for_a_while_is_refused(stock):
+    with pytest.raises(ValueError, match=r"^rescale_adapter_scale does not reach [^\n]*layers.0.self_attn.hyper"):
+        with peft.helpers.rescale_adapter_scale(get_peft_model(stock(), config("cone")), 0.5):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["HyperLoraConfig", "LoraConfig"])
+def test_pissa_is_converted_to_lora_with_what_the_patch_added(kind, stock, tmp_path):
+    def base():
+        return stock() if kind == "HyperLoraConfig" else ha.patch_model(stock(), ha.ConeConfig())
+
+    pissa = dict(init_lora_weights="pissa", r=4, target_modules=["q_proj"])
+    plain = LoraConfig(**pissa, modules_to_save=["hyper"])
+    model = get_peft_model(base(), config("cone", **pissa) if kind == "HyperLoraConfig" else plain)
+    model.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+            parameter += 0.1
+    trained = said(model)
+    model.save_pretrained(tmp_path / "lora", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    assert torch.equal(said(model), trained)
+    assert gap(said(PeftModel.from_pretrained(base(), tmp_path / "lora")), trained) <= 1e-5
+
+
 @pytest.mark.parametrize("r", [0, 4])
 def test_a_weighted_sum_of_adapters(r, stock, tmp_path):
     model = adapted(stock(), "cone", r=r)
@@ -499,11 +556,14 @@ def test_hotswap(stock, tmp_path):
 
 def test_merging_and_unmerging(several, stock):
     model, answers = several
-    model.merge_adapter(adapter_names=["default"])
+    with pytest.raises(ValueError, match=r"^merge_adapter\(\['default'\]\) would leave the patch of \['tree'\]"):
+        model.merge_adapter(adapter_names=["default"])
+    model.set_adapter("default")
+    model.merge_adapter()
     assert gap(said(model), answers["default"]) <= 1e-6
     with model.disable_adapter():
         assert gap(said(model), answers["__base__"]) <= 1e-6
-    assert gap(said(model), answers["tree"]) <= 1e-6  # PEFT unmerges what is disabled
+    assert gap(said(model), answers["default"]) <= 1e-6  # PEFT unmerges what is disabled
     for call in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ValueError, match=r"^merge_[^\n]*\['default', 'tree'\]"):
             call(adapter_names=["default", "tree"])
@@ -511,6 +571,7 @@ def test_merging_and_unmerging(several, stock):
         for name, parameter in model.named_parameters():
             if ".lora_hyper.tree.hsa.gate" in name:
                 parameter.fill_(float("nan"))
+    model.set_adapter("tree")
     with pytest.raises(ValueError, match="numbers that are not finite"):
         model.merge_and_unload(safe_merge=True)
 
