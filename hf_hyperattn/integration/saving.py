@@ -28,14 +28,13 @@ import hub_cards
 from ..config import HyperAttnConfig
 from ..folders import is_interrupted, replace_folder
 from ..registry import MECHANISMS
-from .adapter_config import BASE, describe_base, hyper_wrappers, in_short, write_config_beside
+from .adapter_config import BASE, describe_adapters, describe_base, hyper_wrappers, in_short, write_config_beside
 from .checkpoint_config import (
     LOADING,
     all_configs,
     inner,
     is_recorded,
     patched_hosts,
-    record_of,
     recorded_hosts,
     tree,
     without_records,
@@ -235,15 +234,11 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
 
 def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
     """Let an adapter's config say what it patches its base with; a warning where it was changed to say otherwise."""
-    hypers = {
-        host: adapter.lora_hyper[name] for host, _, adapter in hyper_adapters(base) if name in adapter.lora_hyper
-    }
-    record = record_of(hypers)
-    if record is None:
+    running = describe_adapters(base).get(name)
+    if running is None:
         return
-    running, said = HyperAttnConfig.from_dict(record), config.hyperattn
-    prefix = base.base_model_prefix
-    if not isinstance(said, HyperAttnConfig) or in_short(said, prefix) != in_short(running, prefix):
+    there, prefix = config.hyperattn, base.base_model_prefix
+    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(running, prefix):
         logger.warning(
             f"peft_config[{name!r}].hyperattn was changed after the adapter was put on the model, which still computes "
             "what it said before, and so it is saved; to change it, add an adapter with a HyperLoraConfig of its own"

@@ -396,6 +396,24 @@ def test_a_config_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, 
     assert gap(said(PeftModel.from_pretrained(stock(), tmp_path / "native")), said(model)) <= 1e-6
 
 
+def test_a_state_dict_of_another_patch_is_warned_of(stock, caplog):
+    tensors = adapted(stock(), "cone").state_dict()
+    same, other = (get_peft_model(stock(), config(mechanisms=[ha.ConeConfig(gamma=g)])) for g in (1.0, 3.0))
+    same.load_state_dict(tensors)
+    assert not caplog.records
+    other.load_state_dict(tensors)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("adapter 'default' of LlamaForCausalLM took the parameters of one with")
+
+
+@pytest.mark.parametrize("make", [ha.lora_config, lambda model: LoraConfig(modules_to_save=["hyper"], r=2)])
+def test_a_state_dict_of_another_patched_base_is_warned_of(make, stock, caplog):
+    models = [ha.patch_model(stock(), ha.ConeConfig(gamma=gamma)) for gamma in (1.0, 3.0)]
+    one, other = (get_peft_model(model, make(model)) for model in models)
+    other.load_state_dict(one.state_dict())
+    assert "the model of this state dict had cone in 2 attention modules" in caplog.text
+
+
 def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(stock, caplog):
     for model in (adapted(stock(), "cone"), stock()):
         if not isinstance(model, PeftModel):
