@@ -103,6 +103,18 @@ def test_a_program_has_plain_operators_alone(family, mechanism):
     assert_same(exported.module(), model, 1e-4)
 
 
+def test_a_program_refuses_a_mask_that_tying_both_forbids():
+    """Whatever the mask was that it was exported with."""
+    model, (ids, _) = make("bert", "hsa"), inputs(*SIZES[0])
+    mask = torch.ones(*ids.shape[:1], 1, *ids.shape[1:] * 2, dtype=torch.bool)
+    with torch.no_grad():
+        run = torch.export.export(model, (ids, mask)).module()
+    assert (run(ids, mask) - model(ids, mask)).abs().max() < 1e-4
+    mask[0, 0, 3, 4] = False
+    with pytest.raises(RuntimeError, match="tying='both' got a mask that hides more than padding"):
+        run(ids, mask)
+
+
 def test_a_program_runs_without_the_package(tmp_path):
     model = make("llama", "hsa")
     torch.export.save(program(model), tmp_path / "program.pt2")
