@@ -292,11 +292,10 @@ class ScoreConfig(MechanismConfig):
         **parameters: starting values in place of those in its definition: numbers, or one number a query head.
     """
 
-    definition: ClassVar[Definition]
-
     score: str = option("", "the name that the score is registered under")
 
     if TYPE_CHECKING:
+        definition: ClassVar[Definition]  # what its author wrote
 
         def __init__(self, score: str, **parameters: float | Sequence[float]) -> None: ...
 
