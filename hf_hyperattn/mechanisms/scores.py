@@ -34,7 +34,7 @@ from ..engines import DistanceTerm, Options, PairScore, Points, ScoreTerm, Term,
 from ..engines.cpu import norms, squared_norms
 from ..engines.graph_torch import graph_of, vjp
 from ..engines.score import TERMS, euclidean, upcast_for_grad, working_dtype
-from ..engines.trace import GRAD, LEAVES, ancestors, gradients, trace
+from ..engines.trace import GRAD, LEAVES, Untraceable, ancestors, gradients, trace
 from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
 from .base import Host, HostCall
@@ -97,6 +97,8 @@ class Definition:
         values = dict(zip(self.parameters, head, strict=False))
         values |= {n: values[n].detach() for n in self.constants}
         out = self.function(**{n: known[n] for n in self.reads}, **values)
+        if not isinstance(out, Tensor):
+            raise Untraceable(f"it returns a {type(out).__name__}; allowed: a tensor")
         return out if out.shape == dot.shape else out.expand(dot.shape).clone()
 
 
@@ -467,7 +469,7 @@ def already_registered(d: Definition) -> bool:
             f"score {d.name!r} is registered already, by {other.defined_in} with another formula or other starting "
             "values; give one of them another name, or start Python anew"
         )
-    if there is not None or d.name in TERMS or d.name in AttentionInterface().valid_keys():
+    if there is not None or d.name in TERMS or d.name in ("eager", *AttentionInterface().valid_keys()):
         raise ValueError(f"score {d.name!r} has a name that is taken; choose another one")
     return False
 
