@@ -421,7 +421,7 @@ def score(
                 paper,
                 config,
                 PairLayer,
-                names={name: config()},
+                names={name: config(name)},
                 cross_attention="position" not in d.sides[0] + d.sides[1],
             )
         )
