@@ -65,8 +65,8 @@ def test_every_block_is_run():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_scores_keep_the_contracts(name):
-    quick = ["identity", "learning", "reload", "copies", "heads", "cached", "engines", "by_name"]
-    assert check_mechanism(name, contracts=quick, families=["llama"])["held"] >= 13
+    quick = ["identity", "learning", "reload", "copies", "heads", "cached", "by_name"]
+    assert check_mechanism(name, contracts=quick, families=["llama"])["held"] >= 12
 
 
 @pytest.mark.slow

@@ -20,215 +20,35 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from ..config import MechanismConfig, option
-from ..engines import DistanceTerm, Options, PairScore, Points, ScoreTerm, Term, attention, register_term, repeat_heads
-from ..engines.cpu import norms, squared_norms
-from ..engines.graph_torch import graph_of, vjp
-from ..engines.score import TERMS, euclidean, upcast_for_grad, working_dtype
-from ..engines.trace import GRAD, LEAVES, Untraceable, ancestors, gradients, trace
+from ..engines import Options, attention, register_term
+from ..engines.score import TERMS, upcast_for_grad
+from ..engines.trace import GRAD, LEAVES, ancestors, gradients, trace
 from ..fields import LARGEST, refuse, short
 from ..registry import MECHANISMS, Mechanism, register
 from .base import Host, HostCall
 from .checks import check_call, check_number, check_parameter
-from .hype.positions import checked_positions, from_first, of_call
+from .hype.positions import checked_positions, of_call
+from .pair_score import SIDES, Definition, PairSpace, Start, make_term, vectors_of
 from .score_layer import ScoreLayer
 
 logger = logging.getLogger("hf_hyperattn")
 
+#: What parameters may not be called: arguments of `scored_attention`, and keys of a record.
+TAKEN = (
+    "query key value attn_mask dropout_p is_causal scale enable_gqa score query_positions key_positions backend "
+    "definition defined_in formula"
+).split()
 PAIR = ("dot", "squared_distance")
-SIDES = ("query_", "key_")
-FLOOR = 1e-12  # of a norm
-# Which squared distances are taken from differences, relative to |q|² + |k|², see cone/terms.py.
-NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6
 #: What names of attention in Transformers may not hold.
 RESERVED = ("flash", "sdpa", "flex_attention", "paged")
-Start = float | tuple[float, ...]
 Function = TypeVar("Function", bound=Callable[..., Tensor])
-
-
-@dataclass(frozen=True, eq=False)
-class Definition:
-    """A score as its author wrote it.
-
-    Args:
-        name: what it is registered under.
-        function: from what its arguments name to the logits.
-        statistics: functions from vectors [..., d] to numbers [...], by the names that `query_` and `key_` go before.
-        sides: of queries and of keys the statistics that the function reads, "square" first where it reads distances.
-        learned, constants: starting values, by the names of the function's arguments.
-        vectors: those of the statistics' arguments, of which every query head learns one number a dimension.
-        formula: a hash of what it computes.
-    """
-
-    name: str
-    function: Callable[..., Tensor]
-    statistics: Mapping[str, Callable[..., Tensor]]
-    reads: tuple[str, ...]
-    sides: tuple[tuple[str, ...], tuple[str, ...]]
-    learned: dict[str, Start]
-    constants: dict[str, Start]
-    vectors: dict[str, float]
-    formula: str = ""
-
-    @property
-    def defined_in(self) -> str:
-        """Module and name of the function."""
-        return f"{self.function.__module__}:{self.function.__qualname__}"
-
-    @property
-    def parameters(self) -> dict[str, Start]:
-        """What a tile reads a number a head of."""
-        return {**self.learned, **self.constants}
-
-    def logits(self, dot, row, column, head, squared_distance) -> Tensor:
-        """The function of tensors in the order of a `Term`."""
-        known = {"dot": dot, "squared_distance": squared_distance}
-        for prefix, names, numbers in zip(SIDES, self.sides, (row, column), strict=True):
-            known |= {prefix + n: x.detach() if n == "position" else x for n, x in zip(names, numbers, strict=True)}
-        values = dict(zip(self.parameters, head, strict=False))
-        values |= {n: values[n].detach() for n in self.constants}
-        out = self.function(**{n: known[n] for n in self.reads}, **values)
-        if not isinstance(out, Tensor):
-            raise Untraceable(f"it returns a {type(out).__name__}; allowed: a tensor")
-        return out if out.shape == dot.shape else out.expand(dot.shape).clone()
-
-
-class PairTerm(Term):
-    """A score that reads no distance."""
-
-    def __init__(self, definition: Definition):
-        self.name, self.definition = definition.name, definition
-        self.rows, self.columns = map(len, definition.sides)
-        self.heads = len(definition.parameters)
-
-    def logits(self, dot, row, column, head, squared_distance=None):
-        return self.definition.logits(dot, row, column, head, None)
-
-
-class PairDistanceTerm(DistanceTerm):
-    """One that does: the squares of the vectors are its first statistics, the root of the scale its last parameter."""
-
-    def __init__(self, definition: Definition):
-        self.name, self.definition = definition.name, definition
-        self.rows, self.columns = map(len, definition.sides)
-        self.heads = len(definition.parameters) + 1
-
-    def by_product(self, dot, row, column, head):
-        return (row[0] + column[0]) - 2 * dot
-
-    def is_inexact(self, squared_distance, row, column, head):
-        size = row[0] + column[0]
-        return squared_distance < size * (EXACT * size).clamp(NEAR, NEAREST)
-
-    def factors(self, row, column, head):
-        root = head[-1].detach()
-        return 1 / root, root
-
-    def score(self, dot, row, column, head, squared_distance):
-        return self.definition.logits(dot, row, column, head, squared_distance)
-
-
-class Dense(torch.autograd.Function):
-    """A term's logits of whole matrices by its function, with the gradient of its graph: one rule for all engines."""
-
-    @staticmethod
-    def forward(ctx: Any, term, dot, squared, *numbers):
-        ctx.term = term
-        ctx.save_for_backward(dot, squared, *numbers)
-        cut = term.rows, term.rows + term.columns
-        parts = numbers[: cut[0]], numbers[cut[0] : cut[1]], numbers[cut[1] :]
-        return term.definition.logits(dot, *parts, squared)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads):
-        dot, squared, *numbers = ctx.saved_tensors
-        a, b = ctx.term.rows, ctx.term.rows + ctx.term.columns
-        graph: Any = graph_of(ctx.term)
-        near = None if squared is None else torch.ones_like(squared, dtype=torch.bool)
-        _, pull = vjp(graph, dot, numbers[:a], numbers[a:b], numbers[b:], squared, near)
-        d_dot, *others = pull(grads[0])
-        d_squared: Any = None if squared is None else others.pop()
-        gradients = [d_dot, d_squared, *(g for part in others for g in part)]
-        shapes = [None if t is None else t.shape for t in (dot, squared, *numbers)]
-        return None, *(None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True))
-
-
-class PairSpace(NamedTuple):
-    """A definition with its numbers.
-
-    Args:
-        values: by name, parameters and constants, a number or a tensor [H] or [1] each; vectors [H, d] or a number.
-        scale: of the host's logit.
-        positions: of queries [B|1, 1, N] and of keys [B|1, 1, M], where the score reads them.
-    """
-
-    definition: Definition
-    values: Mapping[str, Tensor | float]
-    scale: float
-    positions: tuple[Tensor, Tensor] | None = None
-
-    def score(self, query, key, scale=None, gate=None, capped=False) -> PairScore:
-        """See `ScoreLayer`; the scale is always the host's."""
-        d, heads, dtype = self.definition, query.shape[1], working_dtype(query, key)
-        root = self.scale**0.5
-        positions = (None, None) if self.positions is None else from_first(*self.positions, dtype)
-        row, column = (
-            [self.statistic(name, x, root, heads, p, dtype) for name in names]
-            for x, names, p in zip((query, key), d.sides, positions, strict=True)
-        )
-        numbers = [*(self.values[name] for name in d.parameters), *[root] * ("square" in d.sides[0])]
-        on = dict(dtype=dtype, device=query.device)
-        head = [x.to(**on).expand(heads) if isinstance(x, Tensor) else torch.full((heads,), x, **on) for x in numbers]
-        dense = partial(self.logits, query, key, row, column, head)
-        points = partial(self.points, query, key, dtype) if "square" in d.sides[0] else None
-        term = TERMS[d.name]
-        made = ScoreTerm(term, dense, tuple(row), tuple(column), tuple(head), gate=gate, capped=capped, points=points)
-        return PairScore(query, key, (made,), self.scale)
-
-    def statistic(self, name: str, x: Tensor, root: float, heads: int, positions: Tensor | None, dtype) -> Tensor:
-        """Numbers [B, H, L] of vectors [B, H, L, d] times `root`."""
-        if name == "position":
-            assert positions is not None
-            return positions.expand(*x.shape[:3])
-        if name == "norm":
-            return (norms(x, dtype) * root).clamp_min(FLOOR)
-        if name == "square":
-            return squared_norms((x,), dtype, x.shape[-1])[0] * self.scale
-        function = self.definition.statistics[name]
-        vectors = {n: self.values[n] for n in vectors_of(function)}
-        if vectors:
-            x = repeat_heads(x, heads)
-            vectors = {n: v[:, None].to(dtype) if isinstance(v, Tensor) else v for n, v in vectors.items()}
-        return function(x.to(dtype) * root, **vectors)
-
-    def points(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> Points:
-        """What distances are measured between."""
-        root = self.scale**0.5
-        return Points(query.to(dtype) * root, key.to(dtype) * root)
-
-    def logits(self, query, key, row, column, head) -> Tensor:
-        """[B, H, N, M] by the function itself, with distances from differences."""
-        term: Any = TERMS[self.definition.name]
-        heads, dtype, root = query.shape[1], row[0].dtype if row else working_dtype(query, key), self.scale**0.5
-        q, k = query.to(dtype) * root, repeat_heads(key.to(dtype), heads) * root
-        squared = euclidean(q, k).square() if "square" in self.definition.sides[0] else None
-        rows = [x[..., :, None] for x in row]
-        columns = [repeat_heads(x, heads)[..., None, :] for x in column]
-        numbers = (q @ k.mT, squared, *rows, *columns, *(x[:, None, None] for x in head))
-        if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
-            parts = rows, columns, numbers[2 + len(rows) + len(columns) :]
-            return term.definition.logits(numbers[0], *parts, squared)
-        return Dense.apply(term, *numbers)
 
 
 class PairLayer(ScoreLayer):
@@ -281,7 +101,7 @@ class PairLayer(ScoreLayer):
         for name in d.vectors:
             moved = getattr(self, f"added_{name}")
             values[name] = getattr(config, name) if moved is None else getattr(config, name) + moved.to(dtype)
-        positions = of_call(call, self.host) if "position" in d.sides[0] + d.sides[1] else None
+        positions = of_call(call, self.host) if d.reads_positions else None
         return PairSpace(d, values, call.scale, positions)
 
 
@@ -412,32 +232,15 @@ def score(
         d = define(name, function, statistics or {})
         if already_registered(d):
             return function
-        register_term(make_term(d))
         config = make_config(d)
+        start, cross_attention = config(name), not d.reads_positions
+        register_term(make_term(d))
         register(
-            Mechanism(
-                name,
-                "score",
-                paper,
-                config,
-                PairLayer,
-                names={name: config(name)},
-                cross_attention="position" not in d.sides[0] + d.sides[1],
-            )
+            Mechanism(name, "score", paper, config, PairLayer, names={name: start}, cross_attention=cross_attention)
         )
         return function
 
     return register_score
-
-
-def vectors_of(statistic: Callable) -> tuple[str, ...]:
-    """The names of a statistic's parameters."""
-    return tuple(inspect.signature(statistic).parameters)[1:]
-
-
-def make_term(d: Definition) -> Term:
-    """What engines see of it."""
-    return (PairDistanceTerm if "square" in d.sides[0] else PairTerm)(d)
 
 
 def make_config(d: Definition) -> type[ScoreConfig]:
@@ -489,6 +292,11 @@ def define(name: str, function: Callable[..., Tensor], statistics: Mapping[str, 
             f"{owner} takes *, ** or positional-only arguments; allowed: arguments that name what it reads"
         )
     defaults = starts(owner, function)
+    reserved = next((n for n in defaults if n in TAKEN or hasattr(ScoreConfig, n)), None)
+    if reserved is not None:
+        raise ValueError(
+            f"{owner} has a parameter {reserved!r}, a name that configs and calls need; choose another one"
+        )
     named = {*statistics, "norm", "position"}
     allowed = {*PAIR, *(side + n for side in SIDES for n in named)}
     reads = tuple(n for n in kinds if n not in defaults)
@@ -508,9 +316,11 @@ def define(name: str, function: Callable[..., Tensor], statistics: Mapping[str, 
                 f"{owner} does not read its statistic {key!r}; take query_{key} or key_{key}, or leave it out"
             )
         own = starts(f"{owner}'s statistic {key}", statistic)
-        if own.keys() & (defaults.keys() | vectors.keys()) or any(isinstance(v, tuple) for v in own.values()):
+        if own.keys() & (defaults.keys() | vectors.keys() | {*TAKEN}) or any(
+            isinstance(v, tuple) for v in own.values()
+        ):
             raise ValueError(
-                f"{owner} has a parameter of one name twice, or one that is no number, in statistic {key!r}"
+                f"{owner} has in its statistic {key!r} a parameter with a name that is taken, or that is no number"
             )
         vectors |= own  # type: ignore[arg-type]
     square = ("square",) * ("squared_distance" in reads)
@@ -556,6 +366,11 @@ def formula_of(d: Definition) -> str:
             what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise ValueError(
                 f"{owner}'s statistic {key!r} gives {what} of vectors [3, 8]; allowed: one number each, [3]"
+            )
+        if not torch.allclose(statistic(x[1:], **vectors), found[1:], rtol=1e-9, atol=1e-12):
+            raise ValueError(
+                f"{owner}'s statistic {key!r} of a vector depends on others; allowed: functions of one vector alone, "
+                "since padding and caches change which others there are"
             )
         lines.append(f"{key} " + " ".join(f"{v:.6e}" for v in found.tolist()))
     return hashlib.sha256("\n".join([*map(str, d.sides), *lines]).encode()).hexdigest()[:16]
@@ -609,7 +424,7 @@ def scored_attention(
     scale = float(width) ** -0.5 if scale is None else scale
     if not scale > 0:
         refuse("scale", scale, "numbers above 0, or None")
-    reads_positions = "position" in d.sides[0] + d.sides[1]
+    reads_positions = d.reads_positions
     unknown = next((name for name in parameters if name not in d.parameters | d.vectors), None)
     if unknown is None and not reads_positions:
         unknown = (

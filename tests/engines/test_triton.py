@@ -14,7 +14,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, PairScore, ScoreTerm, Term, attention, dot_score
 from hf_hyperattn.engines.score import TERMS
 from hf_hyperattn.mechanisms.hype.score import with_hype
-from hf_hyperattn.mechanisms.scores import PairSpace
+from hf_hyperattn.mechanisms.pair_score import PairSpace
 from tests.engines.test_trace import DIVIDED, EVERY, SAFE, every_inputs, every_score, outcome
 from tests.engines.test_trace import check as compare
 from tests.engines.triton_scores import SCALE, SCORES, exact, learned

@@ -146,7 +146,15 @@ WRONG = {
     ),
     "twice": (
         score_of(lambda dot, key_all, a=1.0: a * dot + key_all, statistics={"all": lambda x, a=1.0: (a * x).sum(-1)}),
-        "a parameter of one name twice",
+        "statistic 'all' a parameter with a name that is taken",
+    ),
+    "other tokens": (
+        score_of(lambda dot, key_all: dot + key_all, statistics={"all": lambda x: (x - x.mean(-2)).sum(-1)}),
+        "statistic 'all' of a vector depends on others; allowed: functions of one vector",
+    ),
+    "needed": (
+        score_of(lambda dot, score=1.0: dot * score),
+        "a parameter 'score', a name that configs and calls need",
     ),
     "ours": (lambda: define_decay("cone"), "score 'cone' has a name that is taken"),
     "eager": (lambda: define_decay("eager"), "score 'eager' has a name that is taken"),
