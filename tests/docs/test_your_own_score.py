@@ -16,7 +16,7 @@ from hf_hyperattn.testing import CONTRACTS, check_mechanism
 from tests.cli import tiny
 from tests.registries import restored
 
-PAGE = (Path(__file__).parents[1] / "docs" / "your_own_score.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "your_own_score.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NAMES = ("decay", "cosine", "elliptic")
 
