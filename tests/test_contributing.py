@@ -39,7 +39,7 @@ def test_a_mechanism(write):
     lines = Path(module.__file__).read_text().count("\n")
     assert lines <= 10
     quick = [name for name in CONTRACTS if name != "compiled"]
-    done = check_mechanism("dot_and_cosine", contracts=quick, families=["llama", "bert", "bart"])
+    done = check_mechanism("dot_and_cosine", contracts=quick, families=["llama", "bert"])
     assert done["held"] >= 40, done
 
 

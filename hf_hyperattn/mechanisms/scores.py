@@ -171,7 +171,7 @@ def warn_of_formula(d: Definition, formula: str) -> None:
     """Say that a checkpoint was saved with another formula."""
     logger.warning(
         f"score {d.name!r} of {d.defined_in} computes another formula ({d.formula!r}) than the one that this was saved "
-        f"with ({formula}): outputs differ; put that formula back, or save the model again with this one"
+        f"with ({formula}): outputs differ, unless its form alone has changed; put it back, or save the model again"
     )
 
 

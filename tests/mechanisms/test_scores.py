@@ -8,6 +8,8 @@ import sys
 
 import pytest
 import torch
+import transformers as hf
+from peft import PeftModel, get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.registry import MECHANISMS
@@ -117,6 +119,35 @@ def test_positions_masks_and_starting_values():
     far = (places[:, None] - places - 3).abs().double()
     logits = q @ k.mT / 2 - torch.log1p(0.1 * far)
     assert_close(out, logits.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ v, 1e-12, "output")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_decoding(name):
+    """One query against many keys, read once: by shared keys, with positions that the caller has."""
+    CASES[name][0]()
+    q, k, v = (tensor(2, h, n, 6, seed=i).float() for i, (h, n) in enumerate(((4, 1), (2, 300), (2, 300))))
+    places = dict(query_positions=torch.tensor([299])) if name == "decay" else {}
+    call = lambda backend, dtype: F.scored_attention(
+        *(t.to(dtype) for t in (q, k, v)), enable_gqa=True, score=name, backend=backend, **places
+    )
+    assert_close(call("cpu", torch.float32), call("reference", torch.float64), 1e-5, "output")
+
+
+def test_an_adapter_patches_its_base(tmp_path):
+    define_far()
+    llama().save_pretrained(tmp_path / "base")
+    load = lambda: hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = ha.HyperLoraConfig(mechanisms=[ha.ScoreConfig("far", power=1.5)], r=2, target_modules=["q_proj"])
+    model = get_peft_model(load(), config)
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.3 * tensor(*parameter.shape, seed=i).float())
+    model.save_pretrained(tmp_path / "adapter")
+    expected, stock = run(model.eval(), text_inputs()), run(load(), text_inputs())
+    again = PeftModel.from_pretrained(load(), tmp_path / "adapter").eval()
+    assert difference(expected, run(again, text_inputs())) <= 1e-6 < difference(expected, stock)
+    assert 'import tests.mechanisms.test_scores  # registers "far"' in (tmp_path / "adapter" / "README.md").read_text()
 
 
 def score_of(function, **more):
