@@ -43,12 +43,6 @@ def test_a_mechanism(write):
     assert done["held"] >= 40, done
 
 
-@pytest.mark.slow
-def test_a_mechanism_everywhere(write):
-    write("dot_and_cosine")
-    assert check_mechanism("dot_and_cosine")["held"] >= 100
-
-
 def test_an_engine(write):
     """As the page calls it: the scores that measure distances are refused."""
     write("whole_matrix")

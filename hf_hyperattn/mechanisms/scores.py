@@ -45,6 +45,7 @@ TAKEN = (
     "query key value attn_mask dropout_p is_causal scale enable_gqa score query_positions key_positions backend "
     "definition defined_in formula"
 ).split()
+SCORE_NAME = "hf_hyperattn_score"  # an attribute of functions that are registered
 PAIR = ("dot", "squared_distance")
 #: What names of attention in Transformers may not hold.
 RESERVED = ("flash", "sdpa", "flex_attention", "paged")
@@ -230,6 +231,7 @@ def score(
 
     def register_score(function: Function) -> Function:
         d = define(name, function, statistics or {})
+        setattr(function, SCORE_NAME, name)
         if already_registered(d):
             return function
         config = make_config(d)
@@ -418,8 +420,7 @@ def scored_attention(
     """
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     if callable(score):
-        configs = [m.config for m in MECHANISMS.values() if issubclass(m.config, ScoreConfig)]
-        score = next((c.mechanism for c in configs if c.definition.function is score), getattr(score, "__name__", ""))
+        score = getattr(score, SCORE_NAME, getattr(score, "__name__", ""))
     d, (batch, heads, n, width) = config_of(score).definition, query.shape
     scale = float(width) ** -0.5 if scale is None else scale
     if not scale > 0:

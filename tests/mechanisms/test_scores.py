@@ -245,8 +245,10 @@ def test_wrong_calls():
 def test_a_module_that_is_imported_again_changes_nothing():
     define_decay()
     first = MECHANISMS["decay"]
-    define_decay()
+    again = define_decay()
     assert MECHANISMS["decay"] is first
+    q = tensor(1, 2, 5, 4)
+    assert torch.equal(*(F.scored_attention(q, q, q, score=score) for score in ("decay", again)))
 
 
 def test_starts_constants_and_heads_of_a_config():
