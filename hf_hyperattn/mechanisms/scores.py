@@ -201,7 +201,7 @@ def check_count(config: ScoreConfig, name: str, heads: int) -> None:
 def score(
     name: str, *, statistics: Mapping[str, Callable[..., Tensor]] | None = None, paper: str = ""
 ) -> Callable[[Function], Function]:
-    """Register a score under a name: a mechanism like ours from a function of one pair.
+    """Register a score under a name: a mechanism like ours, from a function of one pair. For example::
 
         @ha.score("kerple")
         def kerple(dot, query_position, key_position, height=1.0, slope=0.1):
