@@ -174,7 +174,7 @@ class PairSpace(NamedTuple):
             for x, names, p in zip((query, key), d.sides, positions, strict=True)
         )
         numbers = [*(self.values[name] for name in d.parameters), *[root] * ("square" in d.sides[0])]
-        on = dict(dtype=dtype, device=query.device)
+        on: Any = dict(dtype=dtype, device=query.device)
         head = [x.to(**on).expand(heads) if isinstance(x, Tensor) else torch.full((heads,), x, **on) for x in numbers]
         dense = partial(self.logits, query, key, row, column, head)
         points = partial(self.points, query, key, dtype) if "square" in d.sides[0] else None

@@ -422,9 +422,9 @@ def scored_attention(
     if callable(score):
         score = getattr(score, SCORE_NAME, getattr(score, "__name__", ""))
     d, (batch, heads, n, width) = config_of(score).definition, query.shape
-    scale = float(width) ** -0.5 if scale is None else scale
-    if not scale > 0:
-        refuse("scale", scale, "numbers above 0, or None")
+    factor: float = float(width) ** -0.5 if scale is None else scale
+    if not factor > 0:
+        refuse("scale", factor, "numbers above 0, or None")
     reads_positions = d.reads_positions
     unknown = next((name for name in parameters if name not in d.parameters | d.vectors), None)
     if unknown is None and not reads_positions:
@@ -449,7 +449,7 @@ def scored_attention(
             checked_positions("query_positions", query_positions, n, batch, query.device),
             checked_positions("key_positions", key_positions, key.shape[2], batch, query.device),
         )
-    pair = PairSpace(d, values, scale, positions).score(upcast_for_grad(query), upcast_for_grad(key))
+    pair = PairSpace(d, values, factor, positions).score(upcast_for_grad(query), upcast_for_grad(key))
     options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
     out, _ = attention(pair, value, options, backend=backend)
     return out.to(query.dtype)
