@@ -58,7 +58,12 @@ def card_facts(published: object) -> dict | None:
     facts = hub_cards.patched_facts(published)
     if facts is not None:
         facts["about"] = {
-            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
+            m.name: {
+                "stage": m.stage,
+                "what": (m.config.__doc__ or "").partition("\n")[0],
+                "papers": [m.paper] if m.paper else [],
+            }
+            for m in MECHANISMS.values()
         }
     return facts
 

@@ -18,7 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, Mode
-from ..integration import describe, lora_config, patch_model, unpatch_model
+from ..integration import describe, lora_config, patch_model, set_backend, unpatch_model
 from ..registry import get_mechanism
 from .checks import Expectation, Refused, run_all, with_refusals
 
@@ -547,6 +547,25 @@ def _refused_together(check: Check, config: MechanismConfig) -> None:
             check.fail(f"the refusal beside {other} does not name both", error)
     else:
         check.fail(f"it is patched beside {other}, with which it is declared to clash")
+
+
+@contract("llama", "bert")
+def engines(check: Check) -> None:
+    """Every engine gives what `reference` gives, and its gradients, or says that it does not serve the mechanism."""
+    model = set_backend(check.patched(), "reference")
+    output, slopes = run(model, check.family), _slopes(model, check.family) if added(model) else {}
+    for backend in ("blockwise", "cpu"):
+        set_backend(model, backend)
+        try:
+            found = run(model, check.family)
+        except ValueError as error:
+            if f"backend={backend!r}" not in str(error):
+                raise
+            continue
+        check.equal(found, output, 5e-4, f"backend={backend!r}")
+        for name, slope in (_slopes(model, check.family) if slopes else {}).items():
+            most = 5e-3 * max(slopes[name].abs().max().item(), 1e-2)
+            check.equal(slope, slopes[name], most, f"backend={backend!r}, the gradient of {name},")
 
 
 @contract("llama", "bert", about_learning=True)

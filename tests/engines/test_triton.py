@@ -10,14 +10,17 @@ from functools import partial
 import pytest
 import torch
 
+import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, PairScore, ScoreTerm, Term, attention, dot_score
 from hf_hyperattn.engines.score import TERMS
 from hf_hyperattn.mechanisms.hype.score import with_hype
+from hf_hyperattn.mechanisms.pair_score import PairSpace
 from tests.engines.test_trace import DIVIDED, EVERY, SAFE, every_inputs, every_score, outcome
 from tests.engines.test_trace import check as compare
 from tests.engines.triton_scores import SCALE, SCORES, exact, learned
 from tests.integration import toy_score
 from tests.oracles.cases import assert_close, assert_gradients, tensor
+from tests.registries import restored
 
 pytest.importorskip("triton", reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -335,17 +338,30 @@ def test_a_term_with_every_operator(device):
 
 
 @devices
-def test_a_score_from_outside(device, monkeypatch):
-    """With a gate and a softcap, which acts on it, and without."""
-    monkeypatch.setitem(TERMS, toy_score.TERM.name, toy_score.TERM)
+def test_a_score_from_outside(device):
+    """With a gate and a softcap, which acts on it, and without; and one that reads distances and constants."""
     q, k, v = inputs(device, heads=4, kv_heads=2, n=20)
+    with torch.no_grad():
+        k[:, :, 3] = q[:, ::2, 5]  # a pair that coincides
+    with restored():
+        toy_score.define()
 
-    def score(q, k, t):
-        made = toy_score.ToyScore(t["gamma"]).score(q, k, SCALE, t["gate"], capped=True)
-        return dot_score(q, k, SCALE).plus(*made.terms)
+        @ha.score("far_for_test", statistics={"last": lambda x: x[..., -1]})
+        def far_for_test(squared_distance, query_last, key_last, gamma=1.0, *, power=0.5):
+            return -gamma * (squared_distance.sqrt() + power * (query_last - key_last).abs())
 
-    check(score, q, k, v, Options(is_causal=True, softcap=0.7))
-    check(lambda q, k, t: toy_score.ToyScore(t["gamma"]).score(q, k), q, k, v)
+        def score(q, k, t):
+            made = space("toy_score", weight=t["gamma"]).score(q, k, gate=t["gate"], capped=True)
+            return dot_score(q, k, SCALE).plus(*made.terms)
+
+        check(score, q, k, v, Options(is_causal=True, softcap=0.7))
+        check(lambda q, k, t: space("toy_score", weight=t["gamma"]).score(q, k), q, k, v)
+        check(lambda q, k, t: space("far_for_test", gamma=t["gamma"], power=0.25).score(q, k), q, k, v)
+
+
+def space(name, **values):
+    """A score from outside with its numbers."""
+    return PairSpace(ha.ScoreConfig(name).definition, values, SCALE)
 
 
 @devices
