@@ -1,6 +1,7 @@
 // A few queries against many keys, as in generation: every key is read once, where it lies. Statistics of keys are made
-// of it on the way, and distances are taken from differences. A task is a chunk of the keys of one key head; what the
-// chunks find is joined at the end.
+// of it on the way, and distances are taken from differences; so are the factors with which values are averaged, where
+// that is no plain mean (`lift` and `land`, see tile.h). A task is a chunk of the keys of one key head; what the chunks
+// find is joined at the end.
 #pragma once
 
 #include <vector>
@@ -21,18 +22,40 @@ struct Decode {
   int64_t heads;                // how many of them
   int64_t needs_dot;
   const int64_t *row, *column;  // for each statistic of the score, its place in Call, or -1 where it is read
+  const Parameter* average;     // what `lift` and `land` take
+  int64_t averages;             // how many of them
+  Parameter gate;               // of what they make, beside 1 - gate of the mean; null: all of it
+
+  int64_t parts(const Call& c) const { return c.score->lift && gate.at ? 2 : 1; }  // rows of weights for a query
 };
+
+// What a chunk has found for one query: sums of values, with one or two weights, of numbers beside them, the largest
+// logit, and the sum of the weights.
+struct Found {
+  int64_t wide, parts, sums;
+
+  Found(const Call& c, const Decode& d)
+      : wide(padded(c.value_dim)), parts(d.parts(c)), sums(wide * parts) {}
+  int64_t top() const { return sums + kMostSums; }
+  int64_t total() const { return sums + kMostSums + 1; }
+  int64_t size() const { return sums + kMostSums + 2; }
+};
+
+inline void read_parameters(const Parameter* from, int64_t count, int64_t h, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i].at[h * from[i].step];
+}
 
 template <typename T>
 class DecodeTask {
  public:
   DecodeTask(const Call& call, const Decode& decode)
-      : c(call), d(decode), wide(padded(c.value_dim)), dim(padded(c.dim)), rows_(c.group() * c.queries),
-        scratch_(rows_ * (2 * dim + wide + 3) + kTileKeys * (copies() + 3) + 3 * kTileKeys * c.queries + dim +
-                 Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
+      : c(call), d(decode), to_(call, decode), wide(to_.wide), dim(padded(c.dim)), rows_(c.group() * c.queries),
+        scratch_(rows_ * (2 * dim + wide * to_.parts + kMostSums + 3) + kTileKeys * (copies() + 7 + kMostSums) +
+                 4 * kTileKeys * c.queries + dim + Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
     queries_ = scratch_.take(rows_ * dim);
     points_ = scratch_.take(rows_ * dim);
-    out_ = scratch_.take(rows_ * wide);
+    out_ = scratch_.take(rows_ * wide * to_.parts);
+    sums_ = scratch_.take(rows_ * kMostSums);
     top_ = scratch_.take(rows_);
     sum_ = scratch_.take(rows_);
     tops_ = scratch_.take(rows_);
@@ -41,13 +64,18 @@ class DecodeTask {
     last_ = scratch_.take(kTileKeys);
     side_ = scratch_.take(kTileKeys);
     factor_ = scratch_.take(kTileKeys);
-    dots_ = scratch_.take(kTileKeys * c.queries);
+    value_side_ = scratch_.take(kTileKeys);
+    value_factor_ = scratch_.take(kTileKeys);
+    value_statistics_ = scratch_.take(kTileKeys * kMostSums);
+    dots_ = scratch_.take(kTileKeys * c.queries * 2);
     gaps_ = scratch_.take(kTileKeys * c.queries);
     extra_ = scratch_.take(kTileKeys * c.queries);
     counts_ = scratch_.take(dim);
     frame_.columns = scratch_.take(Frame::size(c));
     row_numbers_ = scratch_.take(padded(c.queries) * (kMostNumbers + 3));
     for (int64_t e = 0; e < dim; ++e) counts_[e] = e < c.dim - c.score->left_out ? 1.0f : 0.0f;
+    std::fill_n(frame_.columns, Frame::size(c), 0.0f);  // what no reader makes is not used, but is read
+    std::fill_n(row_numbers_, padded(c.queries) * (kMostNumbers + 3), 0.0f);
   }
 
   // Keys [start, stop) against all queries of their heads; leaves sums, maxima and totals in `found`.
@@ -56,13 +84,17 @@ class DecodeTask {
       const int64_t h = kv * c.group() + g;
       copy_rows(queries_of<T>(c, b, h, 0), c.queries, 0, c.dim, dim, queries_ + g * c.queries * dim);
     }
-    std::fill_n(out_, rows_ * wide, 0.0f);
+    std::fill_n(out_, rows_ * wide * to_.parts, 0.0f);
+    std::fill_n(sums_, rows_ * kMostSums, 0.0f);
     std::fill_n(top_, rows_, -kInf);
     std::fill_n(sum_, rows_, 0.0f);
     for (int64_t key = start; key < stop; key += kTileKeys) tile(b, kv, key, std::min(kTileKeys, stop - key));
-    for (int64_t r = 0; r < rows_; ++r, found += wide + 2) {
-      std::copy_n(out_ + r * wide, wide, found);
-      found[wide] = top_[r], found[wide + 1] = sum_[r];
+    for (int64_t r = 0; r < rows_; ++r, found += to_.size()) {
+      const int64_t g = r / c.queries, q = r % c.queries;
+      for (int64_t part = 0; part < to_.parts; ++part)
+        std::copy_n(out_ + ((g * to_.parts + part) * c.queries + q) * wide, wide, found + part * wide);
+      std::copy_n(sums_ + r * kMostSums, kMostSums, found + to_.sums);
+      found[to_.top()] = top_[r], found[to_.total()] = sum_[r];
     }
   }
 
@@ -71,13 +103,19 @@ class DecodeTask {
     const auto [keys, step] = rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
     const auto [values, value_step] = rows(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
     if (c.score->read) measure(b, kv, key, keys, step, count);
+    if (c.score->lift) {
+      const auto square = [](const float* v, int64_t, int64_t e, bool) { return load(v + e) * load(v + e); };
+      sum_rows(values, value_step, count, wide, square, [](int64_t) {}, value_side_);
+    }
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g, slot = g * c.queries;
       if (!frame_.see(c, 0, c.queries, key, count)) continue;
       load_statistics(b, h, slot, key, count);
       for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
-      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * wide, wide, c.queries, wide, true);
+      if (c.score->lift) lift(h, count, slot, g == 0);
+      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * to_.parts * wide, wide,
+              c.queries * to_.parts, wide, true);
     }
   }
 
@@ -113,9 +151,37 @@ class DecodeTask {
 
   void read(int64_t h, int64_t count, const float* last, const float* side, float* const* statistic, float* factor) {
     float parameters[kMostNumbers];
-    for (int64_t i = 0; i < d.heads; ++i) parameters[i] = d.head[i].at[h * d.head[i].step];
-    const VectorTile t = {count, static_cast<float>(c.dim), last, side, parameters, statistic, factor};
+    read_parameters(d.head, d.heads, h, parameters);
+    const float* const column[] = {last, side};
+    const VectorTile t = {count, static_cast<float>(c.dim), column, parameters, statistic + c.score->first_read, factor};
     c.score->read(&t);
+  }
+
+  // Sums of the numbers beside the values of one head, and its values' weights times their factors: in place of the
+  // weights, or after them. Heads that share values and parameters share the factors too.
+  void lift(int64_t h, int64_t count, int64_t slot, bool first) {
+    bool shared = !first;
+    for (int64_t i = 0; i < d.averages; ++i) shared &= d.average[i].step == 0;
+    float* statistic[kMostSums];
+    for (int i = 0; i < kMostSums; ++i) statistic[i] = value_statistics_ + i * kTileKeys;
+    if (!shared) {
+      float parameters[kMostNumbers];
+      read_parameters(d.average, d.averages, h, parameters);
+      const float* const column[] = {value_side_, value_side_};
+      const VectorTile t = {padded(count), static_cast<float>(c.value_dim), column, parameters, statistic, value_factor_};
+      c.score->lift(&t);
+    }
+    for (int64_t r = 0; r < c.queries; ++r) {
+      const float* weights = dots_ + r * kTileKeys;
+      float* lifted = dots_ + ((to_.parts - 1) * c.queries + r) * kTileKeys;
+      Vec sums[kMostSums] = {};
+      for (int64_t j = 0; j < count; j += kLanes) {
+        const Vec weight = load(weights + j);
+        for (int i = 0; i < c.score->sums; ++i) sums[i] += weight * load(statistic[i] + j);
+        store(lifted + j, weight * load(value_factor_ + j));
+      }
+      for (int i = 0; i < c.score->sums; ++i) sums_[(slot + r) * kMostSums + i] += sum_of(sums[i]);
+    }
   }
 
   // Of each key the last number, and where they are needed the sum of the squares of the first ones.
@@ -182,14 +248,18 @@ class DecodeTask {
     t.query = queries_ + slot * dim, t.query_step = dim, t.keys = key_rows_, t.dim = 0;
     c.score->decode(&t);
     for (int64_t r = 0; r < c.queries; ++r) {
-      float *x = dots_ + r * kTileKeys, *out = out_ + (slot + r) * wide;
+      float* x = dots_ + r * kTileKeys;
       const float old = top_[slot + r], top = std::max(old, tops_[r]);
       if (tops_[r] == -kInf && !holds_nan(x, frame_.first[r], frame_.last[r])) {  // maxima pass over NaN
-        std::fill_n(x, count, 0.0f);
+        std::fill_n(x, padded(count), 0.0f);
         continue;
       }
       const float factor = old == -kInf ? 0.0f : std::exp(old - top);
-      for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
+      for (int64_t part = 0; part < to_.parts; ++part) {
+        float* out = out_ + (slot * to_.parts + part * c.queries + r) * wide;
+        for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
+      }
+      for (int i = 0; i < c.score->sums; ++i) sums_[(slot + r) * kMostSums + i] *= factor;
       sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top);
       top_[slot + r] = top;
     }
@@ -197,28 +267,53 @@ class DecodeTask {
 
   const Call& c;
   const Decode& d;
+  const Found to_;
   const int64_t wide, dim, rows_;
   Scratch scratch_;
   Frame frame_;
   float *queries_, *points_, *out_, *top_, *sum_, *tops_, *key_rows_, *value_rows_, *last_, *side_, *factor_, *dots_,
-      *gaps_, *extra_, *counts_, *row_numbers_;
+      *gaps_, *extra_, *counts_, *row_numbers_, *sums_, *value_side_, *value_factor_, *value_statistics_;
 };
 
-// Joins what the chunks found for one row.
-inline void join(const Call& c, const float* found, int64_t chunks, int64_t step, int64_t row, float sink) {
-  const int64_t wide = padded(c.value_dim);
-  float top = sink, sum = sink == -kInf ? 0.0f : 1.0f;
-  for (int64_t i = 0; i < chunks; ++i) top = std::max(top, found[i * step + wide]);
-  if (sum > 0) sum = std::exp(sink - top);
-  float* to = c.out + row * c.value_dim;
-  std::fill_n(to, c.value_dim, 0.0f);
+// The average as `land` makes it, beside the mean where there is a gate; in the memory of the sums.
+inline const float* landed(const Call& c, const Decode& d, const Found& at, float* found, int64_t h, float total) {
+  alignas(64) float numbers[(kMostSums + 3) * kLanes] = {};
+  const float* column[kMostSums + 2];
+  float *factor = numbers + (kMostSums + 2) * kLanes, *lifted = found + (at.parts - 1) * at.wide;
+  float parameters[kMostNumbers], square = 0;
+  for (int64_t e = 0; e < at.wide; ++e) square += lifted[e] * lifted[e];
+  for (int i = 0; i < c.score->sums + 2; ++i) {
+    column[i] = numbers + i * kLanes;
+    numbers[i * kLanes] = i == 0 ? square : i <= c.score->sums ? found[at.sums + i - 1] : total;
+  }
+  read_parameters(d.average, d.averages, h, parameters);
+  const VectorTile t = {kLanes, static_cast<float>(c.value_dim), column, parameters, nullptr, factor};
+  c.score->land(&t);
+  for (int64_t e = 0; e < at.wide; ++e) lifted[e] *= *factor;
+  if (!d.gate.at) return lifted;
+  const float gate = d.gate.at[h * d.gate.step];
+  for (int64_t e = 0; e < at.wide; ++e) found[e] += gate * (lifted[e] - found[e]);
+  return found;
+}
+
+// Joins what the chunks found for one row of head h, in the memory of the first of them.
+inline void join(const Call& c, const Decode& d, const Found& at, float* found, int64_t chunks, int64_t step, int64_t h,
+                 int64_t row) {
+  const float sink = c.sinks ? c.sinks[h] : -kInf;
+  float top = sink, total = 0;
+  for (int64_t i = 0; i < chunks; ++i) top = std::max(top, found[i * step + at.top()]);
   for (int64_t i = 0; i < chunks; ++i) {
     const float* from = found + i * step;
-    const float factor = from[wide] == -kInf ? 0.0f : std::exp(from[wide] - top);
-    sum += factor * from[wide + 1];
-    for (int64_t e = 0; e < c.value_dim; ++e) to[e] += factor * from[e];
+    const float factor = from[at.top()] == -kInf ? 0.0f : std::exp(from[at.top()] - top);
+    total += factor * from[at.total()];
+    for (int64_t e = 0; e < at.top(); ++e) found[e] = i ? found[e] + factor * from[e] : factor * from[e];
   }
-  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum == 0 ? 0.0f : to[e] / sum;
+  const float sum = total + (sink == -kInf ? 0.0f : std::exp(sink - top));
+  const float inverse = 1.0f / sum;
+  for (int64_t e = 0; e < at.top(); ++e) found[e] *= inverse;
+  const float* out = c.score->lift ? landed(c, d, at, found, h, total / sum) : found;
+  float* to = c.out + row * c.value_dim;
+  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum == 0 ? 0.0f : out[e];
   c.lse[row] = sum == 0 ? -kInf : top + std::log(sum);
 }
 
@@ -228,7 +323,8 @@ void decode(const Call& c, const Decode& d) {
   const int64_t blocks = (stop - start + kTileKeys - 1) / kTileKeys, heads = c.batch * c.kv_heads;
   const int64_t wanted = c.threads == 1 ? 1 : (4 * c.threads + heads - 1) / heads;
   const int64_t chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, blocks));
-  const int64_t rows = c.group() * c.queries, wide = padded(c.value_dim), step = rows * (wide + 2);
+  const Found at(c, d);
+  const int64_t rows = c.group() * c.queries, step = rows * at.size();
   std::vector<float> found(heads * chunks * step);
   const int64_t work = (stop - start) * heads * c.dim;
 #pragma omp parallel num_threads(std::min(heads * chunks, c.threads)) if (work > 32768)
@@ -244,8 +340,8 @@ void decode(const Call& c, const Decode& d) {
   for (int64_t head = 0; head < heads; ++head)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = head % c.kv_heads * c.group() + r / c.queries;
-      join(c, found.data() + head * chunks * step + r * (wide + 2), chunks, step,
-           (head / c.kv_heads * c.heads + h) * c.queries + r % c.queries, c.sinks ? c.sinks[h] : -kInf);
+      join(c, d, at, found.data() + head * chunks * step + r * at.size(), chunks, step, h,
+           (head / c.kv_heads * c.heads + h) * c.queries + r % c.queries);
     }
 }
 
