@@ -103,17 +103,17 @@ class DecodeTask {
     const auto [keys, step] = rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
     const auto [values, value_step] = rows(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
     if (c.score->read) measure(b, kv, key, keys, step, count);
-    if (c.score->lift) {
-      const auto square = [](const float* v, int64_t, int64_t e, bool) { return load(v + e) * load(v + e); };
-      sum_rows(values, value_step, count, wide, square, [](int64_t) {}, value_side_);
-    }
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g, slot = g * c.queries;
       if (!frame_.see(c, 0, c.queries, key, count)) continue;
       load_statistics(b, h, slot, key, count);
       for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
-      if (c.score->lift) lift(h, count, slot, g == 0);
+      if (c.score->lift && g == 0) {
+        const auto square = [](const float* v, int64_t, int64_t e, bool) { return load(v + e) * load(v + e); };
+        sum_rows(values, value_step, count, wide, square, [&](int64_t j) { ask_ahead(b, kv, key + j, 2); }, value_side_);
+      }
+      if (c.score->lift) lift(b, kv, key, h, count, slot, g == 0);
       product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * to_.parts * wide, wide,
               c.queries * to_.parts, wide, true);
     }
@@ -159,7 +159,7 @@ class DecodeTask {
 
   // Sums of the numbers beside the values of one head, and its values' weights times their factors: in place of the
   // weights, or after them. Heads that share values and parameters share the factors too.
-  void lift(int64_t h, int64_t count, int64_t slot, bool first) {
+  void lift(int64_t b, int64_t kv, int64_t key, int64_t h, int64_t count, int64_t slot, bool first) {
     bool shared = !first;
     for (int64_t i = 0; i < d.averages; ++i) shared &= d.average[i].step == 0;
     float* statistic[kMostSums];
@@ -177,6 +177,8 @@ class DecodeTask {
       Vec sums[kMostSums] = {};
       for (int64_t j = 0; j < count; j += kLanes) {
         const Vec weight = load(weights + j);
+        for (int64_t i = 0; first && r == 0 && i < kLanes; ++i)
+          ask_ahead(b, kv, key + std::min(j + i, count - 1), 3);
         for (int i = 0; i < c.score->sums; ++i) sums[i] += weight * load(statistic[i] + j);
         store(lifted + j, weight * load(value_factor_ + j));
       }
@@ -186,20 +188,28 @@ class DecodeTask {
 
   // Of each key the last number, and where they are needed the sum of the squares of the first ones.
   void measure(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count) {
+    if (c.score->reads_norms) {
+      const float* there = counts_;
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
+        const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
+        return x * x;
+      }, [&](int64_t j) { ask_ahead(b, kv, key + j, 0); }, side_);
+    }
     for (int64_t j = 0; j < count; ++j) last_[j] = keys[j * step + c.dim - 1];
     std::fill(last_ + count, last_ + padded(count), 0.0f);
-    if (!c.score->reads_norms) return;
-    const float* there = counts_;
-    sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
-      const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
-      return x * x;
-    }, [&](int64_t j) { ask_ahead(b, kv, key + j); }, side_);
   }
 
-  // The value of this key, and the key that is as far on in the next tile.
-  void ask_ahead(int64_t b, int64_t kv, int64_t j) const {
-    ask_for(at<T>(c.value, b, kv, j), c.value_dim * sizeof(T));
-    if (j + kTileKeys < c.keys) ask_for(at<T>(c.key, b, kv, j + kTileKeys), c.dim * sizeof(T));
+  // Asks for the value of this key, and for the key that is as far on in the next tile. Where values are lifted, there
+  // are four passes over rows, of which each asks for a half of one, so that memory is never idle.
+  void ask_ahead(int64_t b, int64_t kv, int64_t j, int pass) const {
+    const T *value = at<T>(c.value, b, kv, j), *key = at<T>(c.key, b, kv, std::min(j + kTileKeys, c.keys - 1));
+    if (!c.score->lift) {
+      ask_for(value, c.value_dim * sizeof(T));
+      ask_for(key, c.dim * sizeof(T));
+    } else {
+      const int64_t width = pass < 2 ? c.value_dim : c.dim, half = width / 2;
+      ask_for((pass < 2 ? value : key) + (pass % 2) * half, (pass % 2 ? width - half : half) * sizeof(T));
+    }
   }
 
   // All statistics of a head, given or read. The queries' are read anew, which is nothing beside a tile of keys.
@@ -224,18 +234,19 @@ class DecodeTask {
   // The products and the gaps of one query.
   void compare(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count, int64_t slot,
                int64_t r) {
-    const bool first = slot == 0 && !c.score->reads_norms;
+    const bool first = slot == 0 && (!c.score->reads_norms || c.score->lift);
+    const int pass = c.score->reads_norms;
     if (d.needs_dot) {
       const float* q = queries_ + slot * dim;
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool) { return load(q + e) * load(k + e); },
-               [&](int64_t j) { if (first) ask_ahead(b, kv, key + j); }, dots_ + r * kTileKeys);
+               [&](int64_t j) { if (first) ask_ahead(b, kv, key + j, pass); }, dots_ + r * kTileKeys);
     }
     if (c.score->read) {  // beyond the point's width, in the last register, x is 0, and so must the key be
       const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e, bool last) {
         const Vec point = last ? load(k + e) * load(there + e) : load(k + e), apart = load(x + e) - point * factor[j];
         return apart * apart;
-      }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j); }, gaps_ + r * kTileKeys);
+      }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j, pass); }, gaps_ + r * kTileKeys);
     }
   }
 

@@ -125,15 +125,15 @@ inline float in_turn(float a, float b, float sum) {
 #endif
 }
 
-// e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0, and allows
-// an error of 2e-8 |x| more; otherwise x is cut at 88. NaN stays NaN.
+// e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0; otherwise
+// x is cut at 88. NaN stays NaN.
 template <bool Negative = false>
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.3f);
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)
   if constexpr (Negative) {  // 2^(n + r), r from -1/2 to 1/2, exactly 1 at 0
     const Vec base = splat(1.44269504f), n = _mm512_roundscale_ps(x * base, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Vec r = _mm512_fmsub_ps(x, base, n);
+    const Vec r = _mm512_fmadd_ps(x, splat(1.92596299e-8f), _mm512_fmsub_ps(x, base, n));
     Vec p = splat(1.3264727e-3f);
     p = p * r + 9.671513e-3f;
     p = p * r + 5.55073358e-2f;
