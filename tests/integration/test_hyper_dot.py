@@ -1,5 +1,6 @@
 """The plain dot product by name and beneath patches: the same but for last digits; patches that ask for nothing stay
-bitwise what the model was."""
+bitwise what the model was.
+"""
 
 import pytest
 import torch
