@@ -553,7 +553,7 @@ def _refused_together(check: Check, config: MechanismConfig) -> None:
 def engines(check: Check) -> None:
     """Every engine gives what `reference` gives, and its gradients, or says that it does not serve the mechanism."""
     model = set_backend(check.patched(), "reference")
-    output, slopes = run(model, check.family), _slopes(model, check.family) if added(model) else {}
+    output, slopes = run(model, check.family), gradients_of(model, check.family) if added(model) else {}
     for backend in ("blockwise", "cpu"):
         set_backend(model, backend)
         try:
@@ -563,7 +563,7 @@ def engines(check: Check) -> None:
                 raise
             continue
         check.equal(found, output, 5e-4, f"backend={backend!r}")
-        for name, slope in (_slopes(model, check.family) if slopes else {}).items():
+        for name, slope in (gradients_of(model, check.family) if slopes else {}).items():
             most = 5e-3 * max(slopes[name].abs().max().item(), 1e-2)
             check.equal(slope, slopes[name], most, f"backend={backend!r}, the gradient of {name},")
 
