@@ -33,6 +33,8 @@ def call(seed: int, tying: str, is_causal: bool):
     if tying == "key":
         top_k = (1, 2, 0, 3) if is_causal else 0
         rule = Rule("key", True, (pick.randint(0, 5), 0, 3, 1), (1, 0, 2, pick.randint(0, 3)), top_k, normal(HEADS))
+        if pick.random() < 0.5:  # the same for all heads
+            rule = Rule("key", True, pick.randint(0, 5), pick.randint(0, 3), 2 if is_causal else 0, 0.25)
     options = Options(
         mask,
         normal(1, HEADS, n, n) if pick.random() < 0.3 else None,

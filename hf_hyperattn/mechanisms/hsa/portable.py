@@ -140,7 +140,7 @@ def best(closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tupl
     """Bool [B, H, N, N]: whether a token's block is one of the `top_k` closed ones with the largest scores.
 
     Args:
-        closed, score: [B, H, N, N], of the token's block.
+        closed, score: [B, 1 or H, N, N] and [B, H, N, N], of the token's block.
         same: as in `key_logits`.
         first: bool [B, 1, 1, N], which tokens are the first of their blocks.
         top_k: one for all heads, or one a head.
@@ -150,6 +150,6 @@ def best(closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tupl
     rank = torch.arange(most, device=score.device) < torch.tensor(top_k, device=score.device).reshape(-1, 1, 1)
     chosen = torch.zeros_like(score).scatter(
         -1, score.topk(most).indices, rank.to(score.dtype).expand_as(score[..., :most])
-    )
+    )[..., : closed.shape[-1]]
     leader = same.int().argmax(-1)[:, None, None, :]  # the first token of the block
-    return chosen[..., : closed.shape[-1]].gather(-1, leader.expand_as(closed)) > 0
+    return chosen.gather(-1, leader.expand_as(chosen)) > 0  # `closed` may be that of all heads at once
