@@ -42,21 +42,35 @@ void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* 
 
 template <typename T>
 class BackwardTask {
+  using E = Operand<T>;  // floats, or pairs of bfloat16
+
  public:
   BackwardTask(const Call& call, const Slots& slots)
-      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)),
-        scratch_(kTileRows * (kTileKeys * 3 + dim + wide + 1) + kTileKeys + kTileKeys * (c.dim + c.value_dim + 2 * dim + wide) +
-                 Frame::size(c) * 2 + 256) {
+      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)), depth(terms<E>(c.dim)),
+        value_depth(terms<E>(c.value_dim)), query_step(paired<E> ? left_step<E>(c.dim) : dim),
+        grad_step(paired<E> ? left_step<E>(c.value_dim) : wide),
+        scratch_(kTileRows * (kTileKeys * 5 + query_step + grad_step + dim + wide + 2) + 2 * kTileKeys +
+                 kTileKeys * (depth + value_depth + 2 * dim + wide) + Frame::size(c) * 2 + 512) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
     weights_ = scratch_.take(kTileRows * kTileKeys);
     extra_ = scratch_.take(kTileRows * kTileKeys);
     tops_ = scratch_.take(kTileRows);
     logits_ = scratch_.take(kTileKeys);
-    queries_ = scratch_.take(kTileRows * dim);
-    grads_ = scratch_.take(kTileRows * wide);
-    key_panels_ = scratch_.take(kTileKeys * c.dim);
-    value_panels_ = scratch_.take(kTileKeys * c.value_dim);
-    keys_ = scratch_.take(kTileKeys * dim);
+    queries_ = scratch_.template take<E>(kTileRows * query_step);
+    grads_ = scratch_.template take<E>(kTileRows * grad_step);
+    key_panels_ = scratch_.template take<E>(kTileKeys * depth);
+    value_panels_ = scratch_.template take<E>(kTileKeys * value_depth);
+    keys_ = scratch_.template take<E>(terms<E>(kTileKeys) * dim);
+    query_factors_ = scratch_.take(kTileRows);
+    key_factors_ = scratch_.take(kTileKeys);
+    if constexpr (paired<E>) {
+      const int64_t rows = terms<E>(kTileRows);
+      query_rows_ = scratch_.template take<E>(rows * dim);
+      grad_rows_ = scratch_.template take<E>(rows * wide);
+      weight_rows_ = scratch_.template take<E>(rows * kTileKeys);
+      dot_rows_ = scratch_.template take<E>(rows * kTileKeys);
+      left_dots_ = scratch_.template take<E>(kTileRows * terms<E>(kTileKeys));
+    }
     d_keys_ = scratch_.take(kTileKeys * dim);
     d_values_ = scratch_.take(kTileKeys * wide);
     frame_.columns = scratch_.take(Frame::size(c));
@@ -67,7 +81,8 @@ class BackwardTask {
   void run(int64_t b, int64_t kv, int64_t chunk, int64_t key, int64_t count) {
     pack_panels(keys_of<T>(c, b, kv, key), count, c.dim, key_panels_);
     pack_panels(values_of<T>(c, b, kv, key), count, c.value_dim, value_panels_);
-    copy_rows(keys_of<T>(c, b, kv, key), count, 0, c.dim, dim, keys_);
+    pack_rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, keys_);
+    factors_ = factors_of<E>(keys_of<T>(c, b, kv, key), count, key_factors_);
     std::fill_n(d_keys_, count * dim, 0.0f);
     std::fill_n(d_values_, count * wide, 0.0f);
     for (int64_t g = 0; g < c.group(); ++g) {
@@ -93,21 +108,48 @@ class BackwardTask {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
     const int64_t panels = (high - low + kPanel - 1) / kPanel, start = (b * c.heads + h) * c.queries + row0;
-    copy_rows(queries_of<T>(c, b, h, row0), rows, 0, c.dim, dim, queries_);
-    const float* grads = s.grad + start * c.value_dim;
-    if (c.value_dim != wide) {
-      copy_rows(Rows<float>{grads, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
-      grads = grads_;
+    const auto queries = queries_of<T>(c, b, h, row0);
+    const float* given = s.grad + start * c.value_dim;
+    const E* grads = grads_;
+    if constexpr (paired<E>) {
+      copy_left(queries, rows, c.dim, queries_, query_factors_);
+      pack_rows(queries, rows, c.dim, dim, query_rows_);
+      round_left(given, c.value_dim, rows, c.value_dim, nullptr, grads_, grad_step);
+      round_rows(given, c.value_dim, rows, c.value_dim, nullptr, grad_rows_, wide);
+      factors_.row = query_factors_;
+    } else {
+      copy_rows(queries, rows, 0, c.dim, dim, queries_);
+      if (c.value_dim == wide) grads = given;
+      else copy_rows(Rows<float>{given, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
     }
-    product_of_panels(queries_, dim, key_panels_ + low * c.dim, c.dim, dots_ + low, kTileKeys, rows, panels);
-    product_of_panels(grads, wide, value_panels_ + low * c.value_dim, c.value_dim, weights_ + low, kTileKeys, rows,
+    product_of_panels(queries_, query_step, key_panels_ + low * depth, depth, dots_ + low, kTileKeys, rows, panels,
+                      factors_.from(low));
+    product_of_panels(grads, grad_step, value_panels_ + low * value_depth, value_depth, weights_ + low, kTileKeys, rows,
                       panels);
     float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
-    product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values_ + low * wide, wide, high - low, wide, true);
-    product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys_ + low * dim, dim, high - low, dim, true);
-    product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, high - low, sums, dim, rows, dim, true);
+    multiply_back(grads, rows, low, high - low, sums);
+  }
+
+  // The products of weights and of the logits' gradients with vectors, added to the gradients of `count` keys from `low`
+  // on and of the queries.
+  void multiply_back(const E* grads, int64_t rows, int64_t low, int64_t count, float* sums) {
+    float *d_values = d_values_ + low * wide, *d_keys = d_keys_ + low * dim;
+    if constexpr (paired<E>) {
+      const float *weights = weights_ + low, *dots = dots_ + low;
+      round_rows(weights, kTileKeys, rows, count, nullptr, weight_rows_, kTileKeys);
+      round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, kTileKeys);
+      round_left(dots, kTileKeys, rows, count, factors_.from(low).column, left_dots_, terms<E>(kTileKeys));
+      product(weight_rows_, 1, kTileKeys, grad_rows_, wide, terms<E>(rows), d_values, wide, count, wide, true);
+      product(dot_rows_, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
+      product(left_dots_, terms<E>(kTileKeys), 1, keys_ + terms<E>(low) * dim, dim, terms<E>(count), sums, dim, rows,
+              dim, true);
+    } else {
+      product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values, wide, count, wide, true);
+      product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys, dim, count, dim, true);
+      product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, count, sums, dim, rows, dim, true);
+    }
   }
 
   void score(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count,
@@ -119,8 +161,10 @@ class BackwardTask {
     t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
     t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
     t.softcap = c.softcap, t.dot = dots_, t.weight = weights_, t.top = tops_, t.logits = logits_;
-    t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
-    t.key_rows = keys_, t.key_step = dim, t.d_query = sums, t.d_keys = d_keys_;
+    t.query = reinterpret_cast<const float*>(queries_), t.query_step = query_step;
+    t.keys = reinterpret_cast<const float*>(key_panels_), t.dim = c.dim, t.depth = depth;
+    t.row_factor = factors_.row, t.column_factor = factors_.column;
+    t.d_query = sums, t.d_keys = d_keys_, t.d_step = dim;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
     float *d_row[2 * kMostNumbers + 1], *d_column[kMostNumbers];
     const int rows_of_numbers = c.score->rows + (c.score->heads ? 1 + c.score->heads : 0);
@@ -153,23 +197,25 @@ class BackwardTask {
 
   const Call& c;
   const Slots& s;
-  const int64_t wide, dim;
+  const int64_t wide, dim, depth, value_depth, query_step, grad_step;
   Scratch scratch_;
   Frame frame_;
-  float *dots_, *weights_, *extra_, *tops_, *logits_, *queries_, *grads_, *key_panels_, *value_panels_, *keys_, *d_keys_, *d_values_,
-      *d_columns_;
+  Factors factors_;
+  E *queries_, *grads_, *key_panels_, *value_panels_, *keys_;
+  E *query_rows_, *grad_rows_, *weight_rows_, *dot_rows_, *left_dots_;  // of pairs: what products need rounded
+  float *dots_, *weights_, *extra_, *tops_, *logits_, *query_factors_, *key_factors_, *d_keys_, *d_values_, *d_columns_;
 };
 
 // delta = the sum of grad · out of each row, which every derivative of a softmax needs. Its terms are added up one after
 // another, as in the products: where a row sees one key alone, the two are the same number to the last digit, and no
 // steep score multiplies a difference.
-inline void deltas(const Call& c, const float* grad, float* delta) {
+template <typename T>
+void deltas(const Call& c, const float* grad, float* delta) {
   const int64_t rows = c.batch * c.heads * c.queries;
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
-    float sum = 0;
-    for (int64_t e = 0; e < c.value_dim; ++e) sum = in_turn(grad[r * c.value_dim + e], c.out[r * c.value_dim + e], sum);
-    delta[r] = sum;
+    const float *x = grad + r * c.value_dim, *y = c.out + r * c.value_dim;
+    delta[r] = sum_in_turn(x, y, c.value_dim, Operand<T>{});
   }
 }
 

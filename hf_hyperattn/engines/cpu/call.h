@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "product.h"
+#include "bf16.h"
 #include "tile.h"
 
 namespace hyper {
@@ -95,10 +95,11 @@ inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to
 class Scratch {
  public:
   explicit Scratch(int64_t floats) : memory_(static_cast<float*>(std::aligned_alloc(64, padded(floats, 16) * 4))) {}
-  float* take(int64_t floats) {
+  template <class E = float>  // of the size of a float
+  E* take(int64_t count) {
     float* found = memory_.get() + used_;
-    used_ += padded(floats, 16);
-    return found;
+    used_ += padded(count, 16);
+    return reinterpret_cast<E*>(found);
   }
 
  private:

@@ -190,7 +190,7 @@ class DecodeTask {
       }
       const float factor = old == -kInf ? 0.0f : std::exp(old - top);
       for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
-      sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top);
+      sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top, x);
       top_[slot + r] = top;
     }
   }

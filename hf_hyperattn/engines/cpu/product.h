@@ -8,49 +8,92 @@
 
 namespace hyper {
 
+// Two bfloat16 numbers, neighbours in a sum: one instruction multiplies 16 such pairs and adds up in float32. Where the
+// CPU has it, bfloat16 inputs are multiplied as they are (bf16.h); elsewhere they become floats.
+struct [[gnu::may_alias]] Two {
+  uint32_t bits;
+};
+template <typename T>
+struct OperandOf {
+  using type = float;
+};
+inline Vec add_products(Vec sum, Vec a, Vec b) { return sum + a * b; }
+#if defined(__AVX512BF16__) && !defined(HYPER_PLAIN)
+template <>
+struct OperandOf<Bfloat> {
+  using type = Two;
+};
+inline __m512bh load(const Two* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+inline __m512bh splat(Two x) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(x.bits))); }
+inline Vec add_products(Vec sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+#endif
+
+// What products of vectors of T are made of, and how many of these a sum over `count` numbers has.
+template <typename T>
+using Operand = typename OperandOf<T>::type;
+template <class E>
+constexpr bool paired = std::is_same_v<E, Two>;
+template <class E>
+constexpr int64_t terms(int64_t count) {
+  return paired<E> ? (count + 1) / 2 : count;
+}
+
+// What products are multiplied with, rows and columns: pairs are kept as they came, without factors. Null: 1.
+struct Factors {
+  const float *row = nullptr, *column = nullptr;
+
+  Factors from(int64_t at) const { return {row, column ? column + at : nullptr}; }
+};
+
 // to[r][w] (+)= sum over k of left[r · left_row + k · left_sum] · right[k · right_step + w]
-template <int Rows, int Wide>
-inline void micro_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
-                          int64_t right_step, int64_t count, float* to, int64_t to_step, bool add) {
+template <int Rows, int Wide, class E>
+inline void micro_product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
+                          int64_t count, float* to, int64_t to_step, bool add, Factors by = {}) {
   Vec sum[Rows][Wide];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) sum[r][w] = add ? load(to + r * to_step + w * kLanes) : Vec{};
   for (int64_t k = 0; k < count; ++k) {
-    Vec b[Wide];
+    decltype(load(right)) b[Wide];
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) b[w] = load(right + k * right_step + w * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const Vec a = splat(left[r * left_row + k * left_sum]);
+      const auto a = splat(left[r * left_row + k * left_sum]);
 #pragma GCC unroll 4
-      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
+      for (int w = 0; w < Wide; ++w) sum[r][w] = add_products(sum[r][w], a, b[w]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) store(to + r * to_step + w * kLanes, sum[r][w]);
+    for (int w = 0; w < Wide; ++w) {
+      if (paired<E> && by.row) sum[r][w] *= by.row[r];
+      if (paired<E> && by.column) sum[r][w] *= load(by.column + w * kLanes);
+      store(to + r * to_step + w * kLanes, sum[r][w]);
+    }
 }
 
-template <int Wide>
-inline void column_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
-                           int64_t right_step, int64_t count, float* to, int64_t to_step, int64_t rows, bool add) {
+template <int Wide, class E>
+inline void column_product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
+                           int64_t count, float* to, int64_t to_step, int64_t rows, bool add, Factors by = {}) {
   int64_t r = 0;
+  const auto below = [&by](int64_t r) { return Factors{by.row ? by.row + r : nullptr, by.column}; };
   for (; r + kRows <= rows; r += kRows)
     micro_product<kRows, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                               to_step, add);
+                               to_step, add, below(r));
   for (; r + 2 <= rows; r += 2)
     micro_product<2, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add);
+                           to_step, add, below(r));
   for (; r < rows; ++r)
     micro_product<1, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add);
+                           to_step, add, below(r));
 }
 
 // The same for a right side of `width` columns, a multiple of kLanes, in plain rows.
-inline void product(const float* left, int64_t left_row, int64_t left_sum, const float* right, int64_t right_step,
+template <class E>
+inline void product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
                     int64_t count, float* to, int64_t to_step, int64_t rows, int64_t width, bool add) {
   int64_t w = 0;
   for (; w + kPanel <= width; w += kPanel)
@@ -62,11 +105,12 @@ inline void product(const float* left, int64_t left_row, int64_t left_sum, const
 }
 
 // to[r][j] = left row r · row j of what was packed in panels: `panels` of kPanel rows each, `count` numbers a row.
-inline void product_of_panels(const float* left, int64_t left_row, const float* packed, int64_t count, float* to,
-                              int64_t to_step, int64_t rows, int64_t panels) {
+template <class E>
+inline void product_of_panels(const E* left, int64_t left_row, const E* packed, int64_t count, float* to,
+                              int64_t to_step, int64_t rows, int64_t panels, Factors by = {}) {
   for (int64_t p = 0; p < panels; ++p)
     column_product<kWide>(left, left_row, 1, packed + p * count * kPanel, kPanel, count, to + p * kPanel, to_step,
-                          rows, false);
+                          rows, false, by.from(p * kPanel));
 }
 
 // Lanes of a and b in turn, the lower halves or the upper ones.

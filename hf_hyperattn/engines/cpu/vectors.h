@@ -183,7 +183,7 @@ inline Vec hyperbolic_tangent(Vec x) {
 }
 
 // A number of either dtype as a float and back, and whole registers of them.
-struct Bfloat {
+struct [[gnu::may_alias]] Bfloat {
   uint16_t bits;
 };
 inline float number(float x) { return x; }
