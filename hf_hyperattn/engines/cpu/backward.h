@@ -22,13 +22,13 @@ struct Slots {
   const int64_t* column_heads;    // H or Hkv
   double* head;                   // [chunks, B, H, heads of the score], zeros
   void *query, *key, *value;      // contiguous, in the dtype of the inputs, `width` numbers a row of query and key
-  int64_t width;
+  int64_t width, whole;           // `whole`: those of queries and keys in float32, whatever the inputs are
   float *query_factor, *key_factor;  // [B, H, N] and [B, Hkv, M], or null
 };
 
 // Gradients of rows from those of rows times factors: to = weight · sums, and the factor's own, scale · sums · row.
-template <typename T>
-void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* to, int64_t width, float* d_factor) {
+template <typename T, typename To>
+void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, To* to, int64_t width, float* d_factor) {
   const T* row = from.at + r * from.step;
   const float weight = from.weight(r);
   if (d_factor) {
@@ -38,6 +38,14 @@ void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* 
   }
   for (int64_t e = 0; e < dim; ++e) put(to + e, sums[e] * weight);
   for (int64_t e = dim; e < width; ++e) put(to + e, 0.0f);
+}
+
+// The same for row `at` of `to`, in the dtype that gradients are wanted in.
+template <typename T>
+void through_factor(Rows<T> from, const float* sums, int64_t r, const Call& c, const Slots& s, void* to, int64_t at,
+                    float* d_factor) {
+  if (s.whole) through_factor(from, sums, c.dim, r, static_cast<float*>(to) + at * s.width, s.width, d_factor);
+  else through_factor(from, sums, c.dim, r, static_cast<T*>(to) + at * s.width, s.width, d_factor);
 }
 
 template <typename T>
@@ -70,6 +78,7 @@ class BackwardTask {
       weight_rows_ = scratch_.template take<E>(rows * kTileKeys);
       dot_rows_ = scratch_.template take<E>(rows * kTileKeys);
       left_dots_ = scratch_.template take<E>(kTileRows * terms<E>(kTileKeys));
+      left_rest_ = scratch_.template take<E>(s.whole ? kTileRows * terms<E>(kTileKeys) : 0);
     }
     d_keys_ = scratch_.take(kTileKeys * dim);
     d_values_ = scratch_.take(kTileKeys * wide);
@@ -94,10 +103,10 @@ class BackwardTask {
         tile(b, h, chunk, row0, std::min(kTileRows, c.queries - row0), key, count);
       keep_columns(b, h, kv, g, key, count);
     }
-    T *to_key = static_cast<T*>(s.key), *to_value = static_cast<T*>(s.value);
+    T* to_value = static_cast<T*>(s.value);
     const int64_t start = (b * c.kv_heads + kv) * c.keys + key;
     for (int64_t j = 0; j < count; ++j) {
-      through_factor(keys_of<T>(c, b, kv, key), d_keys_ + j * dim, c.dim, j, to_key + (start + j) * s.width, s.width,
+      through_factor(keys_of<T>(c, b, kv, key), d_keys_ + j * dim, j, c, s, s.key, start + j,
                      s.key_factor ? s.key_factor + start + j : nullptr);
       for (int64_t e = 0; e < c.value_dim; ++e) put(to_value + (start + j) * c.value_dim + e, d_values_[j * wide + e]);
     }
@@ -114,8 +123,8 @@ class BackwardTask {
     if constexpr (paired<E>) {
       copy_left(queries, rows, c.dim, queries_, query_factors_);
       pack_rows(queries, rows, c.dim, dim, query_rows_);
-      round_left(given, c.value_dim, rows, c.value_dim, nullptr, grads_, grad_step);
-      round_rows(given, c.value_dim, rows, c.value_dim, nullptr, grad_rows_, wide);
+      round_left(given, c.value_dim, rows, c.value_dim, nullptr, grads_, nullptr, grad_step);
+      round_rows(given, c.value_dim, rows, c.value_dim, nullptr, grad_rows_, nullptr, wide);
       factors_.row = query_factors_;
     } else {
       copy_rows(queries, rows, 0, c.dim, dim, queries_);
@@ -138,13 +147,19 @@ class BackwardTask {
     float *d_values = d_values_ + low * wide, *d_keys = d_keys_ + low * dim;
     if constexpr (paired<E>) {
       const float *weights = weights_ + low, *dots = dots_ + low;
-      round_rows(weights, kTileKeys, rows, count, nullptr, weight_rows_, kTileKeys);
-      round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, kTileKeys);
-      round_left(dots, kTileKeys, rows, count, factors_.from(low).column, left_dots_, terms<E>(kTileKeys));
+      round_rows(weights, kTileKeys, rows, count, nullptr, weight_rows_, nullptr, kTileKeys);
       product(weight_rows_, 1, kTileKeys, grad_rows_, wide, terms<E>(rows), d_values, wide, count, wide, true);
-      product(dot_rows_, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
-      product(left_dots_, terms<E>(kTileKeys), 1, keys_ + terms<E>(low) * dim, dim, terms<E>(count), sums, dim, rows,
-              dim, true);
+      // where gradients are wanted in float32, because a part by norms will cancel with them, what is lost by rounding
+      // is multiplied too
+      E *row_rest = s.whole ? weight_rows_ : nullptr, *left_rest = s.whole ? left_rest_ : nullptr;
+      round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, row_rest, kTileKeys);
+      round_left(dots, kTileKeys, rows, count, factors_.from(low).column, left_dots_, left_rest, terms<E>(kTileKeys));
+      for (const E* part : {static_cast<const E*>(dot_rows_), static_cast<const E*>(row_rest)})
+        if (part) product(part, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
+      for (const E* part : {static_cast<const E*>(left_dots_), static_cast<const E*>(left_rest)})
+        if (part)
+          product(part, terms<E>(kTileKeys), 1, keys_ + terms<E>(low) * dim, dim, terms<E>(count), sums, dim, rows, dim,
+                  true);
     } else {
       product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values, wide, count, wide, true);
       product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys, dim, count, dim, true);
@@ -202,7 +217,7 @@ class BackwardTask {
   Frame frame_;
   Factors factors_;
   E *queries_, *grads_, *key_panels_, *value_panels_, *keys_;
-  E *query_rows_, *grad_rows_, *weight_rows_, *dot_rows_, *left_dots_;  // of pairs: what products need rounded
+  E *query_rows_, *grad_rows_, *weight_rows_, *dot_rows_, *left_dots_, *left_rest_;  // of pairs: what products need rounded
   float *dots_, *weights_, *extra_, *tops_, *logits_, *query_factors_, *key_factors_, *d_keys_, *d_values_, *d_columns_;
 };
 
@@ -229,8 +244,8 @@ void finish_queries(const Call& c, const Slots& s) {
     float* sums = s.query_sums + r * dim;
     for (int64_t chunk = 1; chunk < s.chunks; ++chunk)
       for (int64_t e = 0; e < dim; ++e) sums[e] += sums[chunk * rows * dim + e];
-    through_factor(queries_of<T>(c, h / c.heads, h % c.heads, 0), sums, c.dim, r % c.queries,
-                   static_cast<T*>(s.query) + r * s.width, s.width, s.query_factor ? s.query_factor + r : nullptr);
+    through_factor(queries_of<T>(c, h / c.heads, h % c.heads, 0), sums, r % c.queries, c, s, s.query, r,
+                   s.query_factor ? s.query_factor + r : nullptr);
   }
 }
 

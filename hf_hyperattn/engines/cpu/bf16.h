@@ -67,13 +67,18 @@ inline __m512i in_pairs(__m512i a, __m512i b) {
   return _mm512_permutex2var_epi16(a, reinterpret_cast<__m512i>(pick), b);
 }
 
-// The same of kLanes numbers each, rounded.
-inline __m512i rounded_in_pairs(Vec a, Vec b) {
+// Numbers of the lower half of x and of the upper half in turn.
+inline __m512i halves_in_pairs(__m512i x) {
   typedef int16_t Shorts __attribute__((vector_size(64)));
   constexpr auto pick = []<int... i>(std::integer_sequence<int, i...>) {
     return Shorts{(i / 2 + i % 2 * kLanes)...};
   }(std::make_integer_sequence<int, kPairs>{});
-  return _mm512_permutexvar_epi16(reinterpret_cast<__m512i>(pick), rounded_pair(a, b));
+  return _mm512_permutexvar_epi16(reinterpret_cast<__m512i>(pick), x);
+}
+
+template <int Which>
+inline Vec half_of(__m512i x) {
+  return _mm512_cvtpbh_ps(reinterpret_cast<__m256bh>(_mm512_extracti64x4_epi64(x, Which)));
 }
 
 // Rows of a left side as they are, without their factors, which are written to `factors`.
@@ -86,15 +91,18 @@ inline void copy_left(Rows<Bfloat> from, int64_t rows, int64_t width, Two* to, f
   }
 }
 
-// The same of floats, `step` from one row to the next, times factors of the columns where there are such.
+// The same of floats, `step` from one row to the next, times factors of the columns where there are such; what is lost
+// by rounding goes to `rest`, if that is not null.
 inline void round_left(const float* from, int64_t step, int64_t rows, int64_t width, const float* factor, Two* to,
-                       int64_t to_step) {
+                       Two* rest, int64_t to_step) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t e = 0; e < width; e += kPairs) {
       const float* at = from + r * step + e;
       Vec a = load_first(at, width - e), b = load_first(at + kLanes, width - e - kLanes);
       if (factor) a *= load_first(factor + e, width - e), b *= load_first(factor + e + kLanes, width - e - kLanes);
-      store(to + r * to_step + e / 2, rounded_pair(a, b));
+      const __m512i near = rounded_pair(a, b);
+      store(to + r * to_step + e / 2, near);
+      if (rest) store(rest + r * to_step + e / 2, rounded_pair(a - half_of<0>(near), b - half_of<1>(near)));
     }
 }
 
@@ -128,9 +136,9 @@ inline void pack_rows(Rows<Bfloat> from, int64_t rows, int64_t width, int64_t wi
     }
 }
 
-// The same of floats, `step` from one row to the next, times factors of the rows where there are such.
+// The same of floats, as in `round_left`, times factors of the rows where there are such.
 inline void round_rows(const float* from, int64_t step, int64_t rows, int64_t width, const float* factor, Two* to,
-                       int64_t to_step) {
+                       Two* rest, int64_t to_step) {
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t e = 0; e < width; e += kLanes) {
       const float* at = from + r * step + e;
@@ -139,13 +147,16 @@ inline void round_rows(const float* from, int64_t step, int64_t rows, int64_t wi
         a *= factor[r];
         if (r + 1 < rows) b *= factor[r + 1];
       }
-      store(to + r / 2 * to_step + e, rounded_in_pairs(a, b));
+      const __m512i near = rounded_pair(a, b);
+      store(to + r / 2 * to_step + e, halves_in_pairs(near));
+      if (rest)
+        store(rest + r / 2 * to_step + e, halves_in_pairs(rounded_pair(a - half_of<0>(near), b - half_of<1>(near))));
     }
 }
 
 // e^x for x <= 0, relative error 3e-6, which is nothing beside the rounding of weights; 1 at 0. NaN stays NaN.
 inline Vec rough_exponential(Vec x) {
-  x = larger(x, splat(-150.0f)) * 1.44269504f;
+  x = _mm512_max_ps(splat(-150.0f), x) * 1.44269504f;
   const Vec n = _mm512_roundscale_ps(x, 0), r = x - n;
   const Vec p = 1.0f + r * (0.69312419f + r * (0.24024099f + r * (0.05590643f + r * 0.00958285f)));
   return _mm512_scalef_ps(p, n);

@@ -12,7 +12,7 @@ namespace hyper {
 
 constexpr int64_t kTileRows = 48;   // queries of a tile
 constexpr int64_t kTileKeys = 256;  // keys of a tile, whole panels
-constexpr int64_t kTaskRows = 240;  // queries that use a block of keys once it is packed
+constexpr int64_t kTaskRows = 960;  // queries that use a block of keys once it is packed
 
 // A tensor's address and how far its batch elements, heads and rows lie apart.
 struct Matrix {

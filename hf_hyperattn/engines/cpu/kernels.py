@@ -29,7 +29,7 @@ from . import library
 #: `struct Call`, with the matrices' and masks' addresses and strides in place.
 CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 #: `struct Slots`, `struct Decode` and `struct NormCall`.
-SLOTS = struct.Struct("2P q 5P 3P q 2P")
+SLOTS = struct.Struct("2P q 5P 3P 2q 2P")
 DECODE = struct.Struct("P 2q 2P")
 NORMS = struct.Struct("P3q 8q 3P")
 
@@ -108,6 +108,11 @@ def pack_call(
     return call, alive
 
 
+def vectors_of(a: serialize.OperatorCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in one dtype; see `serialize` for what two dtypes mean."""
+    return a.query.to(a.value.dtype), a.key.to(a.value.dtype), a.value
+
+
 @torch.library.custom_op("hf_hyperattn::cpu", mutates_args=(), schema=serialize.FORWARD)
 def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and, of each row, what `Call::lse` says, [2, B, H, N]; arguments as `serialize` has them."""
@@ -116,7 +121,7 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     lse = out.new_empty(2, *a.query.shape[:3])
     capped = a.options.softcap is not None
     loaded = library.TABLES.get((a.score_key, capped, "")) or library.require(a.score_key, capped)
-    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
+    vectors, statistics = vectors_of(a), (a.row, a.column, a.head)
     call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     loaded.core.hyper_forward(call)
     del alive
@@ -137,7 +142,7 @@ def gradients(
     """Gradients of all tensors; empty for the extras that have none."""
     a = serialize.read(tensors, *settings)
     loaded = library.require(a.score_key, a.options.softcap is not None)
-    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
+    vectors, statistics = vectors_of(a), (a.row, a.column, a.head)
     call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
@@ -176,6 +181,7 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
         SLOTS.pack(
             grad.data_ptr(), delta.data_ptr(), chunks, sums.data_ptr(), *map(ctypes.addressof, tables),
             head.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape[-1],
+            query.dtype == torch.float32,
             *(factors[n].data_ptr() if n in factors else 0 for n in serialize.LEARNED[:2]),
         ),
     )  # fmt: skip
