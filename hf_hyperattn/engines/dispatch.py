@@ -16,9 +16,10 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..readable import is_recorded
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
-from .score import DOT, PairScore, learns
+from .score import DOT, PairScore, learns, repeat_heads, working_dtype
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
 ENGINES: dict[str, Callable] = {}
@@ -112,6 +113,7 @@ def attention(
         os.environ.get(native.SETTING),
         score.width is None,
         score.make_features is None,
+        options.aggregation and (options.aggregation.name, options.aggregation.gate is None),
     ]
     for tensor in (options.mask, options.bias):
         kind.append(tensor is not None and tensor.requires_grad)
@@ -130,6 +132,12 @@ def attention(
 
 def resolve(score: PairScore, value: Tensor, options: Options, backend: str, weights: bool) -> Callable:
     """What computes calls of this kind, `run(score, value, options) -> (output, weights or None)`."""
+    if options.aggregation is not None:
+        fits = check_backend(backend) == "cpu" or (backend == "auto" and decodes(score, value, options))
+        layout = cpu.decodes(score, value, options) if fits and not weights else None
+        if layout is None:
+            return partial(average_columns, partial(attention, backend=backend, weights=weights))
+        return partial(cpu.kernels.decode, layout)
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
@@ -139,6 +147,25 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
         return cpu.resolve(score, value, options)
     attend = COMPUTE.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
     return attend if weights else partial(without_weights, attend)
+
+
+def average_columns(
+    attend: Callable, score: PairScore, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """A call with an `Aggregation`, by `attend(score, value, options) -> (output, weights or None)` without one."""
+    aggregation, width = options.aggregation, value.shape[-1]
+    assert aggregation is not None
+    value = value.to(working_dtype(score.raw_query, score.raw_key, value))
+    columns = aggregation.columns(value)
+    if aggregation.gate is not None:
+        columns = torch.cat([repeat_heads(value, columns.shape[1]), columns], dim=-1)
+    score = score.with_repeated_keys(columns.shape[1])
+    out, weights = attend(score, columns, replace(options, aggregation=None))
+    if aggregation.gate is None:
+        return aggregation.finish(out, options.sinks is not None), weights
+    mean = out[..., :width]
+    found = aggregation.finish(out[..., width:], options.sinks is not None)
+    return mean + aggregation.gate.to(mean.dtype)[:, None, None] * (found - mean), weights
 
 
 def without_weights(attend: Callable, *call) -> tuple[Tensor, None]:
@@ -166,8 +193,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
         return "reference"
     compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
-    one_product = len(score.terms) == 1 and score.terms[0].reader is None
-    if size > dense.DECODED and not one_product and cpu.decodes(score, value, options):
+    if decodes(score, value, options):
         return "cpu"
     if not compiling and size <= dense.COMPILED:  # nothing is built for a toy
         return "reference"
@@ -181,6 +207,13 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     if tiles == "blockwise" and dense.pays(score.shape, learns(score, value, options), compiled=False):
         return "reference"
     return tiles
+
+
+def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether `auto` takes the kernel for a few queries."""
+    one_product = len(score.terms) == 1 and score.terms[0].reader is None
+    large = not is_recorded() and math.prod(score.shape) > dense.DECODED
+    return large and not one_product and cpu.decodes(score, value, options) is not None
 
 
 def checked(options: Options, score: PairScore) -> Options:

@@ -116,7 +116,8 @@ class BackwardTask {
   void tile(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count) {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
-    const int64_t panels = (high - low + kPanel - 1) / kPanel, start = (b * c.heads + h) * c.queries + row0;
+    const int64_t start = (b * c.heads + h) * c.queries + row0;
+    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
     const auto queries = queries_of<T>(c, b, h, row0);
     const float* given = s.grad + start * c.value_dim;
     const E* grads = grads_;
@@ -131,10 +132,8 @@ class BackwardTask {
       if (c.value_dim == wide) grads = given;
       else copy_rows(Rows<float>{given, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
     }
-    product_of_panels(queries_, query_step, key_panels_ + low * depth, depth, dots_ + low, kTileKeys, rows, panels,
-                      factors_.from(low));
-    product_of_panels(grads, grad_step, value_panels_ + low * value_depth, value_depth, weights_ + low, kTileKeys, rows,
-                      panels);
+    product_of_panels(queries_, query_step, key_panels_, depth, dots_, kTileKeys, rows, low, high, seen, factors_);
+    product_of_panels(grads, grad_step, value_panels_, value_depth, weights_, kTileKeys, rows, low, high, seen);
     float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
@@ -153,17 +152,26 @@ class BackwardTask {
       // is multiplied too
       E *row_rest = s.whole ? weight_rows_ : nullptr, *left_rest = s.whole ? left_rest_ : nullptr;
       round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, row_rest, kTileKeys);
-      round_left(dots, kTileKeys, rows, count, factors_.from(low).column, left_dots_, left_rest, terms<E>(kTileKeys));
+      round_left(dots, kTileKeys, rows, count, factors_.from(0, low).column, left_dots_, left_rest, terms<E>(kTileKeys));
       for (const E* part : {static_cast<const E*>(dot_rows_), static_cast<const E*>(row_rest)})
         if (part) product(part, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
-      for (const E* part : {static_cast<const E*>(left_dots_), static_cast<const E*>(left_rest)})
-        if (part)
-          product(part, terms<E>(kTileKeys), 1, keys_ + terms<E>(low) * dim, dim, terms<E>(count), sums, dim, rows, dim,
-                  true);
+      add_to_queries(left_dots_, low, rows, sums);
+      if (left_rest) add_to_queries(left_rest, low, rows, sums);
     } else {
       product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values, wide, count, wide, true);
       product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys, dim, count, dim, true);
-      product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, count, sums, dim, rows, dim, true);
+      add_to_queries(dots_, 0, rows, sums);
+    }
+  }
+
+  // Rows of gradients of logits, the columns of the tile from `start` on, times the keys.
+  void add_to_queries(const E* dots, int64_t start, int64_t rows, float* sums) {
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, rows - r);
+      const auto [first, last] = frame_.seen(r, count);
+      const int64_t skipped = paired<E> ? first / 2 : first;  // pairs of keys
+      product(dots + r * terms<E>(kTileKeys) + skipped - terms<E>(start), terms<E>(kTileKeys), 1, keys_ + skipped * dim,
+              dim, terms<E>(last) - skipped, sums + r * dim, dim, count, dim, true);
     }
   }
 

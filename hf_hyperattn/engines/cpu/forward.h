@@ -6,25 +6,19 @@
 
 namespace hyper {
 
-// The weights of one row of logits in place, e^(x - top), 0 outside [first, last); returns their sum.
+// The weights of one row of logits in place, e^(x - top), 0 outside [first, last) in the registers that hold
+// [lowest, highest); returns their sum.
 inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest, float top, float*) {
-  std::fill(x + lowest, x + first, 0.0f);
-  if (first < last) std::fill(x + last, x + highest, 0.0f);
-  else std::fill(x + lowest, x + highest, 0.0f);
   Vec sum = {};
-  int32_t j = first;
-  for (; j + kLanes <= last; j += kLanes) {
-    const Vec e = exponential<true>(load(x + j) - top);
+  for (int64_t j = lowest / kLanes * kLanes; j < highest; j += kLanes) {
+    Vec e = {};
+    if (j >= first && j + kLanes <= last) e = exponential<true>(load(x + j) - top);
+    else if (j < last && j + kLanes > first)  // beyond the row's end x may be above top
+      e = outside(j, first, last) ? Vec{} : exponential<true>(smaller(load(x + j) - top, Vec{}));
     store(x + j, e);
     sum += e;
   }
-  float total = sum_of(sum);
-  if (j < last) {
-    float rest[kLanes];
-    store(rest, exponential<true>(smaller(load(x + j) - top, Vec{})));  // beyond the row's end x may be above top
-    for (int i = 0; j + i < last; ++i) x[j + i] = rest[i], total += rest[i];
-  }
-  return total;
+  return sum_of(sum);
 }
 
 inline bool holds_nan(const float* x, int32_t first, int32_t last) {
@@ -33,9 +27,10 @@ inline bool holds_nan(const float* x, int32_t first, int32_t last) {
   return found;
 }
 
-// Queries of a task: so many that packing the keys hardly counts.
+// Queries of a task: so many that packing the keys hardly counts, but no more than leave each thread some tasks.
 inline int64_t span_of(const Call& c) {
-  return std::max(kTileRows, kTaskRows / c.group() / kTileRows * kTileRows);
+  const int64_t rows = c.queries * c.heads * c.batch < 4 * c.threads * kTaskRows ? kTaskRows / 2 : kTaskRows;
+  return std::max(kTileRows, rows / c.group() / kTileRows * kTileRows);
 }
 
 template <typename T>
@@ -100,12 +95,11 @@ class ForwardTask {
   void tile(int64_t b, int64_t h, int64_t row0, int64_t rows, int64_t slot, int64_t key, int64_t count,
             const E* values, int64_t value_step) {
     if (!frame_.see(c, row0, rows, key, count)) return;
-    const int64_t low = paired<E> ? frame_.lowest / 2 * 2 : frame_.lowest, high = frame_.highest;
     const E* queries = queries_ + slot * query_step;
-    const int64_t panel = low / kPanel, panels = (high + kPanel - 1) / kPanel - panel;
+    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
     factors_.row = paired<E> ? query_factors_ + slot : nullptr;
-    product_of_panels(queries, query_step, keys_ + panel * kPanel * depth, depth, dots_ + panel * kPanel, kTileKeys, rows,
-                      panels, factors_.from(panel * kPanel));
+    product_of_panels(queries, query_step, keys_, depth, dots_, kTileKeys, rows, frame_.lowest, frame_.highest, seen,
+                      factors_);
     frame_.load_rows(c, b, h, row0);
     Tile t = {};
     t.rows = rows, t.columns = count, t.step = kTileKeys, t.first_row = row0, t.first_column = key;
@@ -119,8 +113,13 @@ class ForwardTask {
     for (int64_t r = 0; r < rows; ++r) weigh(r, slot + r);
     if (c.drop_below) drop(b, h, row0, rows, key);
     const E* weights = paired<E> ? weights_ : reinterpret_cast<const E*>(dots_);
-    product(weights + terms<E>(low), terms<E>(kTileKeys), 1, values + terms<E>(low) * value_step, value_step,
-            terms<E>(high - low), out_ + slot * wide, wide, rows, wide, true);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto [first, last] = seen(r);
+      const int64_t skipped = paired<E> ? first / 2 : first;  // pairs of keys
+      product(weights + r * terms<E>(kTileKeys) + skipped, terms<E>(kTileKeys), 1, values + skipped * value_step,
+              value_step, terms<E>(last) - skipped, out_ + (slot + r) * wide, wide, std::min<int64_t>(kRows, rows - r),
+              wide, true);
+    }
   }
 
   // One row of logits becomes weights; what was summed before is brought to the new maximum.

@@ -30,7 +30,7 @@ from . import library
 CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 #: `struct Slots`, `struct Decode` and `struct NormCall`.
 SLOTS = struct.Struct("2P q 5P 3P 2q 2P")
-DECODE = struct.Struct("P 2q 2P")
+DECODE = struct.Struct("P 2q 2P P q P q")
 NORMS = struct.Struct("P3q 8q 3P")
 
 #: A backward pass is cut into at least this many tasks a thread, where there are more threads than heads to share.
@@ -249,6 +249,10 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     terms = score.terms
     readers = [(i, t.reader.name) for i, t in enumerate(terms) if t.reader is not None]
     reader, name = readers[0] if readers else (None, "")
+    if options.aggregation is not None:
+        if reader is None:
+            return None
+        name += f" > {options.aggregation.name}"
     unread = [t for i, t in enumerate(terms) if i != reader]
     if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
         return None  # they would be made of all keys; and distances are taken from differences where they are read
@@ -277,6 +281,7 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
     numbers: list = []
     alive: list[Tensor] = []
     parameters: Sequence[Tensor | float] = ()
+    averages: Sequence[Tensor | float] = ()
     for i, term in enumerate(score.terms):
         head: Sequence[Tensor | float]
         if i == layout.reader and term.reader is not None:
@@ -290,8 +295,11 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
             numbers.append(number)
         if term.gate is not None:
             numbers.append(term.gate)
+    gate = None
+    if options.aggregation is not None:
+        averages, gate = options.aggregation.parameters, options.aggregation.gate
     steps: list[int] = []
-    for number in parameters:  # a number for each head, or one for all of them
+    for number in (*parameters, *averages, 0.0 if gate is None else gate):  # a number for each head, or one for all
         if isinstance(number, Tensor):
             number = number.float().contiguous()
             alive.append(number)
@@ -307,9 +315,9 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
         layout.loaded.table, vectors, statistics, extras, options, query.shape[-1], score.scale, out, lse
     )
     places = ctypes.addressof(layout.rows), ctypes.addressof(layout.columns)
-    layout.loaded.core.hyper_decode(
-        call, DECODE.pack(ctypes.addressof(flat), len(parameters), layout.needs_dot, *places)
-    )
+    at, count = ctypes.addressof(flat), len(parameters)
+    average = at + 16 * count, len(averages), 0 if gate is None else steps[-2], steps[-1]
+    layout.loaded.core.hyper_decode(call, DECODE.pack(at, count, layout.needs_dot, *places, *average))
     del kept, alive
     return out, None
 

@@ -42,7 +42,7 @@ constexpr int64_t terms(int64_t count) {
 struct Factors {
   const float *row = nullptr, *column = nullptr;
 
-  Factors from(int64_t at) const { return {row, column ? column + at : nullptr}; }
+  Factors from(int64_t r, int64_t j) const { return {row ? row + r : nullptr, column ? column + j : nullptr}; }
 };
 
 // to[r][w] (+)= sum over k of left[r · left_row + k · left_sum] · right[k · right_step + w]
@@ -79,16 +79,15 @@ template <int Wide, class E>
 inline void column_product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
                            int64_t count, float* to, int64_t to_step, int64_t rows, bool add, Factors by = {}) {
   int64_t r = 0;
-  const auto below = [&by](int64_t r) { return Factors{by.row ? by.row + r : nullptr, by.column}; };
   for (; r + kRows <= rows; r += kRows)
     micro_product<kRows, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                               to_step, add, below(r));
+                               to_step, add, by.from(r, 0));
   for (; r + 2 <= rows; r += 2)
     micro_product<2, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add, below(r));
+                           to_step, add, by.from(r, 0));
   for (; r < rows; ++r)
     micro_product<1, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add, below(r));
+                           to_step, add, by.from(r, 0));
 }
 
 // The same for a right side of `width` columns, a multiple of kLanes, in plain rows.
@@ -104,13 +103,28 @@ inline void product(const E* left, int64_t left_row, int64_t left_sum, const E* 
     column_product<1>(left, left_row, left_sum, right + w, right_step, count, to + w, to_step, rows, add);
 }
 
-// to[r][j] = left row r · row j of what was packed in panels: `panels` of kPanel rows each, `count` numbers a row.
-template <class E>
+// A product with the first `registers` of a panel's registers.
+template <int Wide = kWide, class E>
+inline void panel_product(int64_t registers, const E* left, int64_t left_row, const E* panel, int64_t count, float* to,
+                          int64_t to_step, int64_t rows, Factors by) {
+  if (Wide == 1 || registers >= Wide)
+    column_product<Wide>(left, left_row, 1, panel, kPanel, count, to, to_step, rows, false, by);
+  else
+    panel_product<std::max(1, Wide - 1)>(registers, left, left_row, panel, count, to, to_step, rows, by);
+}
+
+// to[r][j] = left row r · row j of what was packed in panels of kPanel rows, `count` numbers a row, for j in
+// [low, high); of each kRows rows from r on only j in seen(r) count, whole registers.
+template <class E, class Seen>
 inline void product_of_panels(const E* left, int64_t left_row, const E* packed, int64_t count, float* to,
-                              int64_t to_step, int64_t rows, int64_t panels, Factors by = {}) {
-  for (int64_t p = 0; p < panels; ++p)
-    column_product<kWide>(left, left_row, 1, packed + p * count * kPanel, kPanel, count, to + p * kPanel, to_step,
-                          rows, false, by.from(p * kPanel));
+                              int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen, Factors by = {}) {
+  for (int64_t j = low / kPanel * kPanel; j < high; j += kPanel)
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto [first, last] = seen(r);
+      if (first < j + kPanel && j < last)
+        panel_product((last - j + kLanes - 1) / kLanes, left + r * left_row, left_row, packed + j * count, count,
+                      to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r), by.from(r, j));
+    }
 }
 
 // Lanes of a and b in turn, the lower halves or the upper ones.
