@@ -21,8 +21,8 @@ struct Slots {
   float* const* column;           // [B, H or Hkv, M] each
   const int64_t* column_heads;    // H or Hkv
   double* head;                   // [chunks, B, H, heads of the score], zeros
-  void *query, *key, *value;      // contiguous, in the dtype of the inputs, `width` numbers a row of query and key
-  int64_t width, whole;           // `whole`: those of queries and keys in float32, whatever the inputs are
+  void *query, *key, *value;      // contiguous, in the dtype of the inputs, but see Call::half; `width` numbers a row of query and key
+  int64_t width;
   float *query_factor, *key_factor;  // [B, H, N] and [B, Hkv, M], or null
 };
 
@@ -44,7 +44,7 @@ void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, To*
 template <typename T>
 void through_factor(Rows<T> from, const float* sums, int64_t r, const Call& c, const Slots& s, void* to, int64_t at,
                     float* d_factor) {
-  if (s.whole) through_factor(from, sums, c.dim, r, static_cast<float*>(to) + at * s.width, s.width, d_factor);
+  if (!c.half || c.half == kWhole) through_factor(from, sums, c.dim, r, static_cast<float*>(to) + at * s.width, s.width, d_factor);
   else through_factor(from, sums, c.dim, r, static_cast<T*>(to) + at * s.width, s.width, d_factor);
 }
 
@@ -78,7 +78,7 @@ class BackwardTask {
       weight_rows_ = scratch_.template take<E>(rows * kTileKeys);
       dot_rows_ = scratch_.template take<E>(rows * kTileKeys);
       left_dots_ = scratch_.template take<E>(kTileRows * terms<E>(kTileKeys));
-      left_rest_ = scratch_.template take<E>(s.whole ? kTileRows * terms<E>(kTileKeys) : 0);
+      left_rest_ = scratch_.template take<E>(c.half == kWhole ? kTileRows * terms<E>(kTileKeys) : 0);
     }
     d_keys_ = scratch_.take(kTileKeys * dim);
     d_values_ = scratch_.take(kTileKeys * wide);
@@ -150,7 +150,7 @@ class BackwardTask {
       product(weight_rows_, 1, kTileKeys, grad_rows_, wide, terms<E>(rows), d_values, wide, count, wide, true);
       // where gradients are wanted in float32, because a part by norms will cancel with them, what is lost by rounding
       // is multiplied too
-      E *row_rest = s.whole ? weight_rows_ : nullptr, *left_rest = s.whole ? left_rest_ : nullptr;
+      E *row_rest = c.half == kWhole ? weight_rows_ : nullptr, *left_rest = c.half == kWhole ? left_rest_ : nullptr;
       round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, row_rest, kTileKeys);
       round_left(dots, kTileKeys, rows, count, factors_.from(0, low).column, left_dots_, left_rest, terms<E>(kTileKeys));
       for (const E* part : {static_cast<const E*>(dot_rows_), static_cast<const E*>(row_rest)})
@@ -187,6 +187,7 @@ class BackwardTask {
     t.query = reinterpret_cast<const float*>(queries_), t.query_step = query_step;
     t.keys = reinterpret_cast<const float*>(key_panels_), t.dim = c.dim, t.depth = depth;
     t.row_factor = factors_.row, t.column_factor = factors_.column;
+    t.aligned = paired<E> && c.half == kWhole;
     t.d_query = sums, t.d_keys = d_keys_, t.d_step = dim;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
     float *d_row[2 * kMostNumbers + 1], *d_column[kMostNumbers];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "product.h"
+#include "weights.h"
 
 namespace hyper {
 
@@ -154,30 +155,18 @@ inline void round_rows(const float* from, int64_t step, int64_t rows, int64_t wi
     }
 }
 
-// e^x for x <= 0, relative error 3e-6, which is nothing beside the rounding of weights; 1 at 0. NaN stays NaN.
-inline Vec rough_exponential(Vec x) {
-  x = _mm512_max_ps(splat(-150.0f), x) * 1.44269504f;
-  const Vec n = _mm512_roundscale_ps(x, 0), r = x - n;
-  const Vec p = 1.0f + r * (0.69312419f + r * (0.24024099f + r * (0.05590643f + r * 0.00958285f)));
-  return _mm512_scalef_ps(p, n);
-}
-
-// The weights of one row of logits, rounded: e^(x - top), 0 outside [first, last), for all registers that hold
-// [lowest, highest). Logits beyond [first, last) in its registers are -inf. Returns the sum of what was rounded.
-inline float exponentials(const float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest, float top,
-                          Bfloat* to) {
+// The weights of one row of logits, rounded, 0 outside [first, last), for all registers that hold [lowest, highest).
+// Logits beyond [first, last) in its registers are -inf. Returns the sum of the rounded ones.
+inline float exponentials(const float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest,
+                          const Base& base, Bfloat* to) {
+  const auto weigh = [&](int64_t j) { return j < last && j + kLanes > first ? base.weights(load(x + j)) : Vec{}; };
   Vec sum = {};
-  const auto weigh = [&](int64_t j) {
-    if (j >= last || j + kLanes <= first) return Vec{};
-    const Vec e = rough_exponential(load(x + j) - top);
-    sum += e;
-    return e;
-  };
   for (int64_t j = lowest / kPairs * kPairs; j < highest; j += kPairs) {
-    const Vec a = weigh(j), b = weigh(j + kLanes);
-    _mm512_storeu_si512(to + j, rounded_pair(a, b));
+    const __m512i pairs = rounded_pair(weigh(j), weigh(j + kLanes));
+    _mm512_storeu_si512(to + j, pairs);
+    sum = add_products(sum, reinterpret_cast<__m512bh>(pairs), splat(Two{0x3f803f80}));  // 1 each
   }
-  return _mm512_reduce_add_ps(sum);
+  return sum_of(sum);
 }
 
 // The sum of a · b, both rounded but for what b loses by that, in the order in which `product` adds up rounded numbers.

@@ -14,6 +14,8 @@ constexpr int64_t kTileRows = 48;   // queries of a tile
 constexpr int64_t kTileKeys = 256;  // keys of a tile, whole panels
 constexpr int64_t kTaskRows = 480;  // queries that use a block of keys once it is packed
 
+constexpr int64_t kWhole = 2;       // see Call::half
+
 // A tensor's address and how far its batch elements, heads and rows lie apart.
 struct Matrix {
   const void* at;
@@ -38,7 +40,7 @@ struct Call {
   const ScoreTable* score;
   int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
   Matrix query, key, value;           // float or, where `half`, bfloat16
-  int64_t half;
+  int64_t half;                       // kWhole: bfloat16, but gradients of queries and keys are wanted in float
   const float *query_factor, *key_factor;  // contiguous [B, H, N] and [B, Hkv, M], or null
   const Numbers *row, *column;
   const float* const* head;           // [H] each

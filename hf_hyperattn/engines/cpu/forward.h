@@ -8,7 +8,8 @@ namespace hyper {
 
 // The weights of one row of logits in place, e^(x - top), 0 outside [first, last) in the registers that hold
 // [lowest, highest); returns their sum.
-inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest, float top, float*) {
+inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest, const Base& base, float*) {
+  const float top = base.top;
   Vec sum = {};
   for (int64_t j = lowest / kLanes * kLanes; j < highest; j += kLanes) {
     Vec e = {};
@@ -28,9 +29,12 @@ inline bool holds_nan(const float* x, int32_t first, int32_t last) {
 }
 
 // Queries of a task: so many that packing the keys hardly counts, but no more than leave each thread some tasks.
-inline int64_t span_of(const Call& c) {
-  const int64_t rows = c.queries * c.heads * c.batch < 4 * c.threads * kTaskRows ? kTaskRows / 2 : kTaskRows;
-  return std::max(kTileRows, rows / c.group() / kTileRows * kTileRows);
+template <class E>
+int64_t span_of(const Call& c) {
+  const int64_t most = paired<E> ? 2 * kTaskRows : kTaskRows, all = c.queries * c.heads * c.batch;
+  const int64_t rows = (all < 4 * c.threads * most ? most / 2 : most) / c.group();
+  const int64_t tasks = std::max<int64_t>(1, (c.queries + rows - 1) / rows);  // of about the same length
+  return padded((c.queries + tasks - 1) / tasks, kTileRows);
 }
 
 template <typename T>
@@ -40,7 +44,7 @@ class ForwardTask {
  public:
   explicit ForwardTask(const Call& call)
       : c(call), wide(padded(call.value_dim)), depth(terms<E>(c.dim)), query_step(left_step<E>(c.dim)),
-        span(span_of(call)), rows_(call.group() * span),
+        span(span_of<E>(call)), rows_(call.group() * span),
         scratch_(kTileRows * kTileKeys * 3 + kTileKeys * (depth + wide + 1) + rows_ * (query_step + wide + 3) +
                  kTileRows + Frame::size(c) + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
@@ -66,7 +70,7 @@ class ForwardTask {
       copy_left(queries_of<T>(c, b, h, row0), rows, c.dim, queries_ + g * span * query_step, query_factors_ + g * span);
       std::fill_n(out_ + g * span * wide, rows * wide, 0.0f);
       std::fill_n(top_ + g * span, rows, c.sinks ? c.sinks[h] : -kInf);  // a sink has weight 1 and no value
-      std::fill_n(sum_ + g * span, rows, c.sinks ? 1.0f : 0.0f);
+      std::fill_n(sum_ + g * span, rows, c.sinks ? base_of(c.sinks[h]).of_top() : 0.0f);
     }
     const int64_t start = c.first_of(row0) / kTileKeys * kTileKeys, stop = c.last_of(row0 + rows - 1);
     for (int64_t key = start; key < stop; key += kTileKeys) {
@@ -74,11 +78,17 @@ class ForwardTask {
       pack_panels(keys_of<T>(c, b, kv, key), count, c.dim, keys_);
       factors_ = factors_of<E>(keys_of<T>(c, b, kv, key), count, key_factors_);
       const auto [values, step] = load_values(b, kv, key, count);
-      for (int64_t g = 0; g < group; ++g) {
+      const int64_t next = std::min(kTileKeys, stop - key - count), share = next * kTileRows / (group * rows) + 1;
+      for (int64_t g = 0, ahead = 0; g < group; ++g) {
         frame_.load_head(c, kv * group + g);
         frame_.load_columns(c, b, kv * group + g, key, count);
-        for (int64_t r = 0; r < rows; r += kTileRows)
+        for (int64_t r = 0; r < rows; r += kTileRows) {
+          for (const int64_t end = std::min(next, ahead + share); ahead < end; ++ahead) {
+            ask_for(at<T>(c.key, b, kv, key + count + ahead), c.dim * sizeof(T));
+            ask_for(at<T>(c.value, b, kv, key + count + ahead), c.value_dim * sizeof(T));
+          }
           tile(b, kv * group + g, row0 + r, std::min(kTileRows, rows - r), g * span + r, key, count, values, step);
+        }
       }
     }
     for (int64_t g = 0; g < group; ++g) finish(b, kv * group + g, row0, rows, g * span);
@@ -130,10 +140,11 @@ class ForwardTask {
       exponentials(x, 0, 0, frame_.lowest, frame_.highest, 0.0f, row_of_weights(r));
       return;
     }
-    const float sum = exponentials(x, frame_.first[r], frame_.last[r], frame_.lowest, frame_.highest, top,
+    const Base base = base_of(top);
+    const float sum = exponentials(x, frame_.first[r], frame_.last[r], frame_.lowest, frame_.highest, base,
                                    row_of_weights(r));
     if (top != old) {
-      const float factor = old == -kInf ? 0.0f : std::exp(old - top);
+      const float factor = base.change(old);
       float* out = out_ + slot * wide;
       for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
       sum_[slot] *= factor, top_[slot] = top;
@@ -150,6 +161,8 @@ class ForwardTask {
       }
   }
 
+  Base base_of(float top) const { return {top, paired<E> && c.half == kWhole}; }
+
   // In the place of the logits, or rounded.
   auto row_of_weights(int64_t r) {
     if constexpr (paired<E>) return reinterpret_cast<T*>(weights_) + r * kTileKeys;
@@ -162,9 +175,9 @@ class ForwardTask {
       const float sum = sum_[slot + r], factor = sum == 0 ? 0.0f : 1.0f / sum;  // NaN stays
       const float* from = out_ + (slot + r) * wide;
       float* to = c.out + (start + r) * c.value_dim;
-      for (int64_t e = 0; e < c.value_dim; ++e) to[e] = from[e] * factor;
+      for (int64_t e = 0; e < c.value_dim; ++e) to[e] = paired<E> ? quotient(from[e], sum, factor) : from[e] * factor;
       c.lse[start + r] = sum == 0 ? -kInf : top_[slot + r];
-      c.lse[c.batch * c.heads * c.queries + start + r] = factor;
+      c.lse[c.batch * c.heads * c.queries + start + r] = factor * base_of(top_[slot + r]).of_top();
     }
   }
 
@@ -180,7 +193,7 @@ class ForwardTask {
 template <typename T>
 void forward(const Call& c) {
   // the last queries of a causal call see most keys: they start first
-  const int64_t span = span_of(c), blocks = (c.queries + span - 1) / span, tasks = blocks * c.kv_heads * c.batch;
+  const int64_t span = span_of<Operand<T>>(c), blocks = (c.queries + span - 1) / span, tasks = blocks * c.kv_heads * c.batch;
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
   {
     ForwardTask<T> task(c);

@@ -29,9 +29,11 @@ from . import library
 #: `struct Call`, with the matrices' and masks' addresses and strides in place.
 CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 #: `struct Slots`, `struct Decode` and `struct NormCall`.
-SLOTS = struct.Struct("2P q 5P 3P 2q 2P")
+SLOTS = struct.Struct("2P q 5P 3P q 2P")
 DECODE = struct.Struct("P 2q 2P P q P q")
 NORMS = struct.Struct("P3q 8q 3P")
+#: `Call::half` of bfloat16 vectors whose gradients are wanted in float32, `kWhole`.
+WHOLE = 2
 
 #: A backward pass is cut into at least this many tasks a thread, where there are more threads than heads to share.
 TASKS = 4
@@ -61,7 +63,11 @@ def pack_call(
     (batch, heads, n, _), kv_heads, m = query.shape, key.shape[1], key.shape[2]
     alive: list = []
     matrices: list[int] = []
+    half = 0 if value.dtype == torch.float32 else WHOLE if query.dtype == torch.float32 else 1
     for t in vectors:
+        if t.dtype != value.dtype:  # see `serialize`
+            t = t.to(value.dtype)
+            alive.append(t)
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             t = t.contiguous()
             alive.append(t)
@@ -99,18 +105,13 @@ def pack_call(
     drop, mask_is_bool = options.dropout_p, mask is not None and mask.dtype == torch.bool
     call = CALL.pack(
         table, batch, heads, kv_heads, n, m, width, value.shape[-1],
-        *matrices, query.dtype == torch.bfloat16, *addresses[:2], *tables, *pairs,
+        *matrices, half, *addresses[:2], *tables, *pairs,
         mask_is_bool, options.is_causal, options.window or 0, options.offset, torch.get_num_threads(),
         addresses[2], scale, options.softcap or 0.0,
         min(int(drop * 2**32), 2**32 - 1), int(extras["seed"]) if drop else 0, 1 / (1 - drop),
         out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return call, alive
-
-
-def vectors_of(a: serialize.OperatorCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in one dtype; see `serialize` for what two dtypes mean."""
-    return a.query.to(a.value.dtype), a.key.to(a.value.dtype), a.value
 
 
 @torch.library.custom_op("hf_hyperattn::cpu", mutates_args=(), schema=serialize.FORWARD)
@@ -121,7 +122,7 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     lse = out.new_empty(2, *a.query.shape[:3])
     capped = a.options.softcap is not None
     loaded = library.TABLES.get((a.score_key, capped, "")) or library.require(a.score_key, capped)
-    vectors, statistics = vectors_of(a), (a.row, a.column, a.head)
+    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
     call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     loaded.core.hyper_forward(call)
     del alive
@@ -142,7 +143,7 @@ def gradients(
     """Gradients of all tensors; empty for the extras that have none."""
     a = serialize.read(tensors, *settings)
     loaded = library.require(a.score_key, a.options.softcap is not None)
-    vectors, statistics = vectors_of(a), (a.row, a.column, a.head)
+    vectors, statistics = (a.query, a.key, a.value), (a.row, a.column, a.head)
     call, alive = pack_call(loaded.table, vectors, statistics, a.extras, a.options, a.width, a.scale, out, lse)
     all_gradients = backward(a, call, loaded.core, grad.float().contiguous(), lse)
     del alive
@@ -181,7 +182,6 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
         SLOTS.pack(
             grad.data_ptr(), delta.data_ptr(), chunks, sums.data_ptr(), *map(ctypes.addressof, tables),
             head.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape[-1],
-            query.dtype == torch.float32,
             *(factors[n].data_ptr() if n in factors else 0 for n in serialize.LEARNED[:2]),
         ),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from ..score import READERS, parse_score_key
 
 HERE = Path(__file__).parent
 SCORE = HERE / "score.h"
-SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
+SHARED = [HERE / name for name in ("vectors.h", "weights.h", "tile.h")]
 CORE = [
     HERE / name
     for name in (

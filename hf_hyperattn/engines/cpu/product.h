@@ -158,6 +158,11 @@ inline void transpose(Vec (&square)[kLanes]) {
   }
 }
 
+// Asks memory for what is read soon.
+inline void ask_for(const void* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
+}
+
 // Rows of a caller's matrix, each times a number of its own where there are such.
 template <typename T>
 struct Rows {

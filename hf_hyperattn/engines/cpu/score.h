@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "tile.h"
+#include "weights.h"
 
 namespace hyper {
 
@@ -328,7 +329,9 @@ void backward_rows(const Tile& t) {
     const Reader<S> reader(t, r);
     Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {}, mean[S::heads + 1] = {}, residue = {};
     float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
-    const float largest = t.largest[r] == -kInf ? kInf : t.largest[r], inverse = t.inverse[r];
+    const float largest = t.largest[r] == -kInf ? kInf : t.largest[r];
+    const Base base(largest, t.aligned);
+    const float inverse = t.inverse[r] / base.of_top();
     const bool large = std::abs(largest) > kLarge;
     if (large) [[unlikely]] keep_logits<S, Extra>(t, r);
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
@@ -338,7 +341,9 @@ void backward_rows(const Tile& t) {
       Vec x = S::logit(pair, states, t.softcap);
       if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
       if (large) [[unlikely]] x = load(t.logits + j);
-      Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j);
+      Vec p = t.aligned ? base.rounded_weights(x) : exponential<true>(smaller(x - largest, Vec{}));
+      p *= inverse;
+      Vec grad = load(weight + j);
       if constexpr (edge) p = outside(j, t.first[r], t.last[r]) ? Vec{} : p;
       Vec kept = p;
       if constexpr (Drop) {

@@ -57,6 +57,7 @@ struct Tile {
   int64_t d_step;               // numbers from one row to the next, of both
   float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
   const float *largest, *inverse, *delta;  // of the rows, see Call::lse
+  bool aligned;                 // the forward pass had rounded weights, see weights.h
   float* const* d_row;          // gradients of the statistics, added to
   float* const* d_column;
   // of the parameters, and for each row what these need to be exact (backward.h): the sum of its logits' gradients, and
