@@ -32,9 +32,9 @@ inline bool holds_nan(const float* x, int32_t first, int32_t last) {
 template <class E>
 int64_t span_of(const Call& c) {
   const int64_t most = paired<E> ? 2 * kTaskRows : kTaskRows, all = c.queries * c.heads * c.batch;
-  const int64_t rows = (all < 4 * c.threads * most ? most / 2 : most) / c.group();
+  const int64_t rows = std::max(kTileRows, (all < 4 * c.threads * most ? most / 2 : most) / c.group());
   const int64_t tasks = std::max<int64_t>(1, (c.queries + rows - 1) / rows);  // of about the same length
-  return padded((c.queries + tasks - 1) / tasks, kTileRows);
+  return padded(std::max<int64_t>(1, (c.queries + tasks - 1) / tasks), kTileRows);
 }
 
 template <typename T>
