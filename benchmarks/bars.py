@@ -21,10 +21,10 @@ from itertools import product
 
 import torch
 from common import environment, write_json
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from speed.cases import Case
 from speed.measure import base, call, inputs
 from speed.operations import OPERATIONS, plain
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import native
@@ -111,7 +111,10 @@ def decode(args) -> Iterator[dict]:
                 seconds = lowest(
                     {"sdpa": call(case, base(case), tensors), "way": call(case, run, tensors)}, args.seconds, threads
                 )
-                yield {"what": f"decode {name} {dtype} {threads}t", "ratio": seconds["way"] / seconds["sdpa"]} | seconds
+                yield {
+                    "what": f"decode {name} {dtype} {threads}t",
+                    "ratio": seconds["way"] / seconds["sdpa"],
+                } | seconds
 
 
 def smollm2(layers: int) -> torch.nn.Module:
@@ -252,11 +255,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each row")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--passes", nargs="+", choices=("forward", "training"), default=["forward"], help="peak: which")
+    parser.add_argument("--passes", nargs="+", choices=("forward", "training"), default=["forward"], help="for peak")
     parser.add_argument("--keys", type=int, default=8192, help="decode: how many")
     parser.add_argument("--kinds", nargs="+", choices=STEPS, default=["decode"], help="model: what is measured")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=2048, help="model: tokens before the new one, or of the prefill")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="model: tokens before the new one, or of the prefill"
+    )
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--scores", nargs="+", default=["dot", "umbral"], choices=OPERATIONS)
     parser.add_argument("--dims", type=int, nargs="+", default=[64])

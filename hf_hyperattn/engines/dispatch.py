@@ -100,6 +100,8 @@ def attention(
         n <= cpu.FEW and n < m,
         size <= dense.DECODED,
         size <= dense.COMPILED,
+        options.any_rounding,
+        size <= dense.PLAIN,
         max(width, value.shape[-1]),
         query.dtype,
         key.dtype,
@@ -138,6 +140,8 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
         if layout is None:
             return partial(average_columns, partial(attention, backend=backend, weights=weights))
         return partial(cpu.kernels.decode, layout)
+    if options.any_rounding and backend == "auto" and not weights and tiles_pay(score, value, options):
+        return cpu.resolve(score, value, options)
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
@@ -175,8 +179,7 @@ def without_weights(attend: Callable, *call) -> tuple[Tensor, None]:
 
 def depends_on_call(score: PairScore, name: str) -> bool:
     """Whether single calls of a kind go to different engines: by their lengths, or by what SDPA can do."""
-    plain = score.terms[0].term is DOT and score.terms[0].gate is None
-    return name == "blockwise" or name == "sdpa" or (name == "reference" or plain and len(score.terms) == 1)
+    return name in ("blockwise", "sdpa", "reference") or is_plain(score)
 
 
 def attend_by_choice(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
@@ -214,6 +217,24 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
     one_product = len(score.terms) == 1 and score.terms[0].reader is None
     large = not is_recorded() and math.prod(score.shape) > dense.DECODED
     return large and not one_product and cpu.decodes(score, value, options) is not None
+
+
+def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether compiled tiles compute a plain dot product faster than SDPA; its lengths are not asked while tracing."""
+    if not is_plain(score) or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    if not torch.compiler.is_compiling():
+        size = math.prod(score.shape)
+        if size > dense.DECODED and cpu.decodes(score, value, options) is not None:
+            return True
+        if size <= dense.PLAIN:
+            return False
+    return cpu.supports(score, value, options)
+
+
+def is_plain(score: PairScore) -> bool:
+    """Whether the score is the dot product and nothing else."""
+    return len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
 
 
 def checked(options: Options, score: PairScore) -> Options:

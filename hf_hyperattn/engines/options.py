@@ -48,6 +48,8 @@ class Options:
         sinks: one extra logit per query head [H] that takes part in the softmax and has no value.
         dropout_p: probability that a weight is dropped, in [0, 1).
         aggregation: how values are averaged; None for their mean. Engines that do not know it never see it.
+        any_rounding: whether `auto` may compute a plain dot product by another kernel than SDPA where that is faster:
+            its last digits differ.
     """
 
     mask: Tensor | None = None
@@ -59,6 +61,7 @@ class Options:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     aggregation: Aggregation | None = None
+    any_rounding: bool = False
 
 
 def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:

@@ -120,7 +120,7 @@ def test_outputs_are_as_near_as_those_of_sdpa():
 
 @pytest.mark.parametrize("name", ["psi", "penumbral", "geodesic"])
 def test_steep_scores_multiply_no_rounding(name):
-    """Gradients of a row's logits add up to 0 with the very weights that made the output: else these were off by 4e-2."""
+    """Gradients of a row's logits add up to 0 with the weights that made the output; else these are off by 4e-2."""
     tensors = qkv(1, 4, 2, 200, 200, 64, scale=5.0, dtype=HALF)
     (_, grads), (_, exact) = both(CALLS[name], tensors, is_causal=True)
     assert_gradients(grads, exact, 1e-2, "qkv")
