@@ -2,7 +2,8 @@
 
 Every engine's operator takes the same arguments, which `call` writes and `read` reads:
 
-    tensors    queries, keys, values (queries and keys in float32 beside values in bfloat16 hold bfloat16 numbers), all statistics of rows, of columns and of heads, then those that `extras` names
+    tensors    queries, keys, values, all statistics of rows, of columns and of heads, then those that `extras` names;
+               queries and keys in float32 beside values in bfloat16 hold bfloat16 numbers (`upcast_for_grad`)
     score_key  the terms, see `PairScore.score_key`
     extras     names of tensors that not every call has, with a space between them
     width      how many numbers of each vector are multiplied
