@@ -63,7 +63,9 @@ def call(
         query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
         if convert is not None:
             query, key, value = convert(query, key, value)
-        elif not takes_raw(query, key, value):
+        elif not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES) and not upcast(
+            query, key, value
+        ):
             query, key, value = query.float(), key.float(), value.float()
     else:
         (query, key), scale, width = score.features(), 1.0, None
@@ -108,12 +110,10 @@ def call(
     return out, None
 
 
-def takes_raw(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether kernels take these vectors as they are: of one dtype, or values in bfloat16 beside queries and keys that
-    hold such numbers in float32, which is how their gradients are wanted (`upcast_for_grad`).
+def upcast(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether values are in bfloat16 beside queries and keys that hold such numbers in float32, which is how their
+    gradients are wanted (`upcast_for_grad`): kernels take all three in bfloat16.
     """
-    if query.dtype == key.dtype == value.dtype:
-        return query.dtype in RAW_DTYPES
     return value.dtype == torch.bfloat16 and is_upcast(query) and is_upcast(key)
 
 
