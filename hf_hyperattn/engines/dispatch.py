@@ -39,15 +39,22 @@ def register_engine(name: str, attend: Callable) -> None:
     RESOLVED.clear()
 
 
+def attend_or_refuse(name: str, engine, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """One of the engines that cannot do everything; ValueError where a call asks for more, which it names."""
+    reason = engine.unsupported_reason(score, value, options)
+    if reason is not None:
+        raise ValueError(f"backend={name!r} cannot compute this call: {reason}; use backend='auto'")
+    return engine.attend(score, value, options)
+
+
 register_engine("reference", reference.attend)
 register_engine("blockwise", blockwise.attend)
-register_engine("sdpa", sdpa.attend)
+register_engine("sdpa", partial(attend_or_refuse, "sdpa", sdpa))
 register_engine("cpu", cpu.attend)
-register_engine("triton", triton.attend)
+register_engine("triton", partial(attend_or_refuse, "triton", triton))
 
-
-#: What those of them do that `auto` has asked already whether they can.
-COMPUTE = {"sdpa": sdpa.compute, "triton": triton.compute}
+#: Those of them that `auto` has asked already whether they can.
+UNCHECKED = {"sdpa": sdpa.attend, "triton": triton.attend}
 
 
 def available_engines() -> tuple[str, ...]:
@@ -149,7 +156,7 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
         return attend_by_choice
     if ENGINES[name] is cpu.attend:
         return cpu.resolve(score, value, options)
-    attend = COMPUTE.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
+    attend = UNCHECKED.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
     return attend if weights else partial(without_weights, attend)
 
 
@@ -185,7 +192,7 @@ def depends_on_call(score: PairScore, name: str) -> bool:
 def attend_by_choice(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """The call by the engine that is the fastest for it."""
     name = choose(score, value, options, False)
-    return COMPUTE.get(name, ENGINES[name])(score, value, options)[0], None
+    return UNCHECKED.get(name, ENGINES[name])(score, value, options)[0], None
 
 
 def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:

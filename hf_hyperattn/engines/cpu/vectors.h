@@ -116,12 +116,12 @@ inline Vec as_it_is(Vec x) {
   return x;
 }
 
-// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone.
+// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone: it would add up lanes.
 inline float in_turn(float a, float b, float sum) {
 #ifdef __FP_FAST_FMAF
   return std::fma(a, b, sum);
 #else
-  return a * b + sum;
+  return as_it_is(splat(a * b))[0] + sum;
 #endif
 }
 
