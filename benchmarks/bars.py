@@ -3,6 +3,7 @@
     python benchmarks/bars.py decode                 the decode operator, 8,192 keys, every score, beside SDPA
     python benchmarks/bars.py model --kinds decode   a model of SmolLM2's shape, by name and patched, beside itself
     python benchmarks/bars.py peak                   forward in GF/s, as a share of this core's multiplications
+    python benchmarks/bars.py peak --dtypes bfloat16 --passes forward training
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
 other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it.
@@ -16,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from common import environment, write_json
@@ -27,9 +29,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_hyperattn as ha
 from hf_hyperattn.engines import native
 
-#: Multiplications and additions that do not wait for each other: what a core can do at most.
+#: Multiplications and additions that do not wait for each other: what a core can do at most; `hyper_peak_half` of pairs
+#: of bfloat16 numbers, where it has an instruction for them, else as of floats.
 PEAK = """
-#include "engines/cpu/vectors.h"
+#include "engines/cpu/product.h"
 extern "C" float hyper_peak(long n) {
   using namespace hyper;
   constexpr int chains = kRows * kWide;
@@ -42,6 +45,24 @@ extern "C" float hyper_peak(long n) {
   return all[0];
 }
 extern "C" long hyper_peak_flops(long n) { return 2 * n * hyper::kRows * hyper::kWide * hyper::kLanes; }
+#if defined(__AVX512BF16__)
+extern "C" float hyper_peak_half(long n) {
+  using namespace hyper;
+  constexpr int chains = kRows * kWide;
+  Vec sum[chains] = {};
+  const auto a = splat(Two{0x3f803f80}), b = splat(Two{0x3c003c00});
+  for (long i = 0; i < n; ++i)
+#pragma GCC unroll 32
+    for (int k = 0; k < chains; ++k) sum[k] = as_it_is(add_products(sum[k], a, b));
+  Vec all = {};
+  for (int k = 0; k < chains; ++k) all += sum[k];
+  return all[0];
+}
+extern "C" long hyper_peak_half_flops(long n) { return 2 * hyper_peak_flops(n); }
+#else
+extern "C" float hyper_peak_half(long n) { return hyper_peak(n); }
+extern "C" long hyper_peak_half_flops(long n) { return hyper_peak_flops(n); }
+#endif
 """
 
 #: Patches by what the bars call them; gates of the open ones are off zero, so that the mechanism is computed.
@@ -199,31 +220,31 @@ STEPS = {"decode": decode_step, "prefill": prefill_step, "training": training_st
 
 
 def peak(args) -> Iterator[dict]:
-    """The forward pass, causal and full, in GF/s and as a share of what a core can multiply; one thread."""
+    """Passes, causal and full, in GF/s and as a share of what a core can multiply; one thread."""
     torch.set_num_threads(1)
-    library = native.load("cpu_peak", PEAK, native.PACKAGE / "engines" / "cpu" / "vectors.h")
+    headers = (native.PACKAGE / "engines" / "cpu" / name for name in ("product.h", "vectors.h"))
+    library = native.load("cpu_peak", PEAK, *headers)
     if library is None:
         raise SystemExit("no compiler: nothing says what this core can multiply")
-    library.hyper_peak.restype, library.hyper_peak_flops.restype = ctypes.c_float, ctypes.c_long
-    count = 2_000_000
-    flops = library.hyper_peak_flops(ctypes.c_long(count))
-    for name in args.scores:
-        for causal in (True, False):
-            for width in args.dims:
-                case = Case("forward", 2048, 1, 4, width, causal)
-                tensors = inputs(case)
-                run = partial(OPERATIONS[name].run, "cpu", causal=causal)
-                seconds = lowest(
-                    {
-                        "peak": lambda: library.hyper_peak(ctypes.c_long(count)),
-                        "sdpa": call(case, base(case), tensors),
-                        "way": call(case, run, tensors),
-                    }, args.seconds, 1,
-                )  # fmt: skip
-                rate = 4 * width * case.pairs * (0.5 if causal else 1.0) / seconds["way"] / 1e9
-                most = flops / seconds["peak"] / 1e9
-                what = f"forward {name} {'causal' if causal else 'full'} d {width}: {rate:.0f} of {most:.0f} GF/s"
-                yield {"what": what, "ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
+    count = ctypes.c_long(500_000)
+    for dtype, kind, name, causal, width in product(args.dtypes, args.passes, args.scores, (True, False), args.dims):
+        multiply = f"hyper_peak{'_half' if dtype == 'bfloat16' else ''}"
+        library[multiply].restype, library[f"{multiply}_flops"].restype = ctypes.c_float, ctypes.c_long
+        case = Case(kind, 2048, 1, 4, width, causal, dtype=dtype)
+        tensors = inputs(case)
+        run = partial(OPERATIONS[name].run, "cpu", causal=causal)
+        seconds = lowest(
+            {
+                "peak": partial(library[multiply], count),
+                "sdpa": call(case, base(case), tensors),
+                "way": call(case, run, tensors),
+            }, args.seconds, 1,
+        )  # fmt: skip
+        products = 4 * width * case.pairs * (0.5 if causal else 1.0) * (3.5 if kind == "training" else 1.0)
+        rate, most = products / seconds["way"] / 1e9, library[f"{multiply}_flops"](count) / seconds["peak"] / 1e9
+        shape = f"{'causal' if causal else 'full'} d {width}"
+        what = f"{kind} {name} {dtype} {shape}: {rate:.0f} of {most:.0f} GF/s"
+        yield {"what": what, "ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
 
 
 def main() -> None:
@@ -234,6 +255,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each row")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--passes", nargs="+", choices=("forward", "training"), default=["forward"], help="for peak")
     parser.add_argument("--keys", type=int, default=8192, help="decode: how many")
     parser.add_argument("--kinds", nargs="+", choices=STEPS, default=["decode"], help="model: what is measured")
     parser.add_argument("--batch", type=int, default=1)

@@ -499,10 +499,26 @@ def upcast_for_grad(x: Tensor) -> Tensor:
 
     The gradient of a distance has two parts, by the product and by the norms, which nearly cancel where two points
     nearly coincide. Autograd rounds each part that reaches a half-precision tensor before it adds them up, and what is
-    left is rounding; from one float32 tensor only the sum is rounded. Kernels in float32 take some 10 % longer here.
+    left is rounding; from one float32 tensor only the sum is rounded. The compiled kernels know such tensors by
+    `is_upcast`: they multiply bfloat16 numbers, and return float32 gradients.
     """
-    half = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu"
-    return x.float() if half and x.requires_grad and torch.is_grad_enabled() else x
+    if x.device.type != "cpu" or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x
+    whole = x.float()
+    if x.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
+        UPCAST[whole] = True
+    return whole
+
+
+#: Float32 tensors of `upcast_for_grad` that hold bfloat16 numbers.
+UPCAST: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def is_upcast(x: Tensor) -> bool:
+    """Whether these are bfloat16 numbers whose gradients are wanted in float32 (`upcast_for_grad`)."""
+    return x in UPCAST
 
 
 #: Keys that a cache keeps in a working dtype too, and that copy.

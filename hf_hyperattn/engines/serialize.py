@@ -2,7 +2,8 @@
 
 Every engine's operator takes the same arguments, which `call` writes and `read` reads:
 
-    tensors    queries, keys, values, all statistics of rows, of columns and of heads, then those that `extras` names
+    tensors    queries, keys, values, all statistics of rows, of columns and of heads, then those that `extras` names;
+               queries and keys in float32 beside values in bfloat16 hold bfloat16 numbers (`upcast_for_grad`)
     score_key  the terms, see `PairScore.score_key`
     extras     names of tensors that not every call has, with a space between them
     width      how many numbers of each vector are multiplied
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .flops import count_flops
 from .options import Options
-from .score import PairScore, Term, parse_score_key
+from .score import PairScore, Term, is_upcast, parse_score_key
 
 _SETTINGS = (
     "str score_key, str extras, SymInt width, float scale, bool is_causal, SymInt? window, SymInt offset, "
@@ -62,7 +63,9 @@ def call(
         query, key, scale, width = score.raw_query, score.raw_key, float(score.scale), score.width
         if convert is not None:
             query, key, value = convert(query, key, value)
-        elif not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES):
+        elif not (query.dtype == key.dtype == value.dtype and query.dtype in RAW_DTYPES) and not upcast(
+            query, key, value
+        ):
             query, key, value = query.float(), key.float(), value.float()
     else:
         (query, key), scale, width = score.features(), 1.0, None
@@ -105,6 +108,13 @@ def call(
         options.dropout_p,
     )
     return out, None
+
+
+def upcast(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether values are in bfloat16 beside queries and keys that hold such numbers in float32, which is how their
+    gradients are wanted (`upcast_for_grad`): kernels take all three in bfloat16.
+    """
+    return value.dtype == torch.bfloat16 and is_upcast(query) and is_upcast(key)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_hyperattn.engines import attention
 from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
+from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
 
@@ -46,6 +47,8 @@ def attention_of(call: Call, pick: random.Random, **options) -> tuple:
     """Score, value, options and the leaves of a random call of sweep.py."""
     leaves = call.inputs(call.dtype)
     inputs = leaves | {name: laid_out(leaves[name], pick) for name in ("query", "key", "value")}
+    if pick.random() < 0.5:  # as distances have them where they learn
+        inputs |= {name: upcast_for_grad(inputs[name]) for name in ("query", "key")}
     return call.pair_score(inputs), inputs["value"], call.option(inputs), leaves
 
 

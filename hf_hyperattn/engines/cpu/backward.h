@@ -21,14 +21,14 @@ struct Slots {
   float* const* column;           // [B, H or Hkv, M] each
   const int64_t* column_heads;    // H or Hkv
   double* head;                   // [chunks, B, H, heads of the score], zeros
-  void *query, *key, *value;      // contiguous, in the dtype of the inputs, `width` numbers a row of query and key
+  void *query, *key, *value;      // contiguous, in the dtype of the inputs, but see Call::half; `width` numbers a row of query and key
   int64_t width;
   float *query_factor, *key_factor;  // [B, H, N] and [B, Hkv, M], or null
 };
 
 // Gradients of rows from those of rows times factors: to = weight · sums, and the factor's own, scale · sums · row.
-template <typename T>
-void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* to, int64_t width, float* d_factor) {
+template <typename T, typename To>
+void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, To* to, int64_t width, float* d_factor) {
   const T* row = from.at + r * from.step;
   const float weight = from.weight(r);
   if (d_factor) {
@@ -40,23 +40,46 @@ void through_factor(Rows<T> from, const float* sums, int64_t dim, int64_t r, T* 
   for (int64_t e = dim; e < width; ++e) put(to + e, 0.0f);
 }
 
+// The same for row `at` of `to`, in the dtype that gradients are wanted in.
+template <typename T>
+void through_factor(Rows<T> from, const float* sums, int64_t r, const Call& c, const Slots& s, void* to, int64_t at,
+                    float* d_factor) {
+  if (!c.half || c.half == kWhole) through_factor(from, sums, c.dim, r, static_cast<float*>(to) + at * s.width, s.width, d_factor);
+  else through_factor(from, sums, c.dim, r, static_cast<T*>(to) + at * s.width, s.width, d_factor);
+}
+
 template <typename T>
 class BackwardTask {
+  using E = Operand<T>;  // floats, or pairs of bfloat16
+
  public:
   BackwardTask(const Call& call, const Slots& slots)
-      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)),
-        scratch_(kTileRows * (kTileKeys * 3 + dim + wide + 1) + kTileKeys + kTileKeys * (c.dim + c.value_dim + 2 * dim + wide) +
-                 Frame::size(c) * 2 + 256) {
+      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)), depth(terms<E>(c.dim)),
+        value_depth(terms<E>(c.value_dim)), query_step(paired<E> ? left_step<E>(c.dim) : dim),
+        grad_step(paired<E> ? left_step<E>(c.value_dim) : wide),
+        scratch_(kTileRows * (kTileKeys * 5 + query_step + grad_step + dim + wide + 2) + 2 * kTileKeys +
+                 kTileKeys * (depth + value_depth + 2 * dim + wide) + Frame::size(c) * 2 + 512) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
     weights_ = scratch_.take(kTileRows * kTileKeys);
     extra_ = scratch_.take(kTileRows * kTileKeys);
     tops_ = scratch_.take(kTileRows);
     logits_ = scratch_.take(kTileKeys);
-    queries_ = scratch_.take(kTileRows * dim);
-    grads_ = scratch_.take(kTileRows * wide);
-    key_panels_ = scratch_.take(kTileKeys * c.dim);
-    value_panels_ = scratch_.take(kTileKeys * c.value_dim);
-    keys_ = scratch_.take(kTileKeys * dim);
+    queries_ = scratch_.template take<E>(kTileRows * query_step);
+    grads_ = scratch_.template take<E>(kTileRows * grad_step);
+    key_panels_ = scratch_.template take<E>(kTileKeys * depth);
+    value_panels_ = scratch_.template take<E>(kTileKeys * value_depth);
+    keys_ = scratch_.template take<E>(terms<E>(kTileKeys) * dim);
+    query_factors_ = scratch_.take(kTileRows);
+    key_factors_ = scratch_.take(kTileKeys);
+    if constexpr (paired<E>) {
+      const int64_t rows = terms<E>(kTileRows);
+      query_rows_ = scratch_.template take<E>(rows * dim);
+      grad_rows_ = scratch_.template take<E>(rows * wide);
+      weight_rows_ = scratch_.template take<E>(rows * kTileKeys);
+      dot_rows_ = scratch_.template take<E>(rows * kTileKeys);
+      left_dots_ = scratch_.template take<E>(kTileRows * terms<E>(kTileKeys));
+      left_rest_ = scratch_.template take<E>(c.half == kWhole ? kTileRows * terms<E>(kTileKeys) : 0);
+    }
     d_keys_ = scratch_.take(kTileKeys * dim);
     d_values_ = scratch_.take(kTileKeys * wide);
     frame_.columns = scratch_.take(Frame::size(c));
@@ -67,7 +90,8 @@ class BackwardTask {
   void run(int64_t b, int64_t kv, int64_t chunk, int64_t key, int64_t count) {
     pack_panels(keys_of<T>(c, b, kv, key), count, c.dim, key_panels_);
     pack_panels(values_of<T>(c, b, kv, key), count, c.value_dim, value_panels_);
-    copy_rows(keys_of<T>(c, b, kv, key), count, 0, c.dim, dim, keys_);
+    pack_rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, keys_);
+    factors_ = factors_of<E>(keys_of<T>(c, b, kv, key), count, key_factors_);
     std::fill_n(d_keys_, count * dim, 0.0f);
     std::fill_n(d_values_, count * wide, 0.0f);
     for (int64_t g = 0; g < c.group(); ++g) {
@@ -79,10 +103,10 @@ class BackwardTask {
         tile(b, h, chunk, row0, std::min(kTileRows, c.queries - row0), key, count);
       keep_columns(b, h, kv, g, key, count);
     }
-    T *to_key = static_cast<T*>(s.key), *to_value = static_cast<T*>(s.value);
+    T* to_value = static_cast<T*>(s.value);
     const int64_t start = (b * c.kv_heads + kv) * c.keys + key;
     for (int64_t j = 0; j < count; ++j) {
-      through_factor(keys_of<T>(c, b, kv, key), d_keys_ + j * dim, c.dim, j, to_key + (start + j) * s.width, s.width,
+      through_factor(keys_of<T>(c, b, kv, key), d_keys_ + j * dim, j, c, s, s.key, start + j,
                      s.key_factor ? s.key_factor + start + j : nullptr);
       for (int64_t e = 0; e < c.value_dim; ++e) put(to_value + (start + j) * c.value_dim + e, d_values_[j * wide + e]);
     }
@@ -94,23 +118,60 @@ class BackwardTask {
     const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
     const int64_t start = (b * c.heads + h) * c.queries + row0;
     const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
-    copy_rows(queries_of<T>(c, b, h, row0), rows, 0, c.dim, dim, queries_);
-    const float* grads = s.grad + start * c.value_dim;
-    if (c.value_dim != wide) {
-      copy_rows(Rows<float>{grads, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
-      grads = grads_;
+    const auto queries = queries_of<T>(c, b, h, row0);
+    const float* given = s.grad + start * c.value_dim;
+    const E* grads = grads_;
+    if constexpr (paired<E>) {
+      copy_left(queries, rows, c.dim, queries_, query_factors_);
+      pack_rows(queries, rows, c.dim, dim, query_rows_);
+      round_left(given, c.value_dim, rows, c.value_dim, nullptr, grads_, nullptr, grad_step);
+      round_rows(given, c.value_dim, rows, c.value_dim, nullptr, grad_rows_, nullptr, wide);
+      factors_.row = query_factors_;
+    } else {
+      copy_rows(queries, rows, 0, c.dim, dim, queries_);
+      if (c.value_dim == wide) grads = given;
+      else copy_rows(Rows<float>{given, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
     }
-    product_of_panels(queries_, dim, key_panels_, c.dim, dots_, kTileKeys, rows, low, high, seen);
-    product_of_panels(grads, wide, value_panels_, c.value_dim, weights_, kTileKeys, rows, low, high, seen);
+    product_of_panels(queries_, query_step, key_panels_, depth, dots_, kTileKeys, rows, low, high, seen, factors_);
+    product_of_panels(grads, grad_step, value_panels_, value_depth, weights_, kTileKeys, rows, low, high, seen);
     float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
-    product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values_ + low * wide, wide, high - low, wide, true);
-    product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys_ + low * dim, dim, high - low, dim, true);
+    multiply_back(grads, rows, low, high - low, sums);
+  }
+
+  // The products of weights and of the logits' gradients with vectors, added to the gradients of `count` keys from `low`
+  // on and of the queries.
+  void multiply_back(const E* grads, int64_t rows, int64_t low, int64_t count, float* sums) {
+    float *d_values = d_values_ + low * wide, *d_keys = d_keys_ + low * dim;
+    if constexpr (paired<E>) {
+      const float *weights = weights_ + low, *dots = dots_ + low;
+      round_rows(weights, kTileKeys, rows, count, nullptr, weight_rows_, nullptr, kTileKeys);
+      product(weight_rows_, 1, kTileKeys, grad_rows_, wide, terms<E>(rows), d_values, wide, count, wide, true);
+      // where gradients are wanted in float32, because a part by norms will cancel with them, what is lost by rounding
+      // is multiplied too
+      E *row_rest = c.half == kWhole ? weight_rows_ : nullptr, *left_rest = c.half == kWhole ? left_rest_ : nullptr;
+      round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, row_rest, kTileKeys);
+      round_left(dots, kTileKeys, rows, count, factors_.from(0, low).column, left_dots_, left_rest, terms<E>(kTileKeys));
+      for (const E* part : {static_cast<const E*>(dot_rows_), static_cast<const E*>(row_rest)})
+        if (part) product(part, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
+      add_to_queries(left_dots_, low, rows, sums);
+      if (left_rest) add_to_queries(left_rest, low, rows, sums);
+    } else {
+      product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values, wide, count, wide, true);
+      product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys, dim, count, dim, true);
+      add_to_queries(dots_, 0, rows, sums);
+    }
+  }
+
+  // Rows of gradients of logits, the columns of the tile from `start` on, times the keys.
+  void add_to_queries(const E* dots, int64_t start, int64_t rows, float* sums) {
     for (int64_t r = 0; r < rows; r += kRows) {
-      const auto [first, last] = seen(r);
-      product(dots_ + r * kTileKeys + first, kTileKeys, 1, keys_ + first * dim, dim, last - first, sums + r * dim, dim,
-              std::min<int64_t>(kRows, rows - r), dim, true);
+      const int64_t count = std::min<int64_t>(kRows, rows - r);
+      const auto [first, last] = frame_.seen(r, count);
+      const int64_t skipped = paired<E> ? first / 2 : first;  // pairs of keys
+      product(dots + r * terms<E>(kTileKeys) + skipped - terms<E>(start), terms<E>(kTileKeys), 1, keys_ + skipped * dim,
+              dim, terms<E>(last) - skipped, sums + r * dim, dim, count, dim, true);
     }
   }
 
@@ -123,8 +184,11 @@ class BackwardTask {
     t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
     t.extra = extra_of(c, b, h, row0, rows, key, count, kTileKeys, extra_);
     t.softcap = c.softcap, t.dot = dots_, t.weight = weights_, t.top = tops_, t.logits = logits_;
-    t.query = queries_, t.query_step = dim, t.keys = key_panels_, t.dim = c.dim;
-    t.key_rows = keys_, t.key_step = dim, t.d_query = sums, t.d_keys = d_keys_;
+    t.query = reinterpret_cast<const float*>(queries_), t.query_step = query_step;
+    t.keys = reinterpret_cast<const float*>(key_panels_), t.dim = c.dim, t.depth = depth;
+    t.row_factor = factors_.row, t.column_factor = factors_.column;
+    t.aligned = paired<E> && c.half == kWhole;
+    t.d_query = sums, t.d_keys = d_keys_, t.d_step = dim;
     t.largest = c.lse + start, t.inverse = c.lse + all * c.queries + start, t.delta = s.delta + start;
     float *d_row[2 * kMostNumbers + 1], *d_column[kMostNumbers];
     const int rows_of_numbers = c.score->rows + (c.score->heads ? 1 + c.score->heads : 0);
@@ -157,23 +221,25 @@ class BackwardTask {
 
   const Call& c;
   const Slots& s;
-  const int64_t wide, dim;
+  const int64_t wide, dim, depth, value_depth, query_step, grad_step;
   Scratch scratch_;
   Frame frame_;
-  float *dots_, *weights_, *extra_, *tops_, *logits_, *queries_, *grads_, *key_panels_, *value_panels_, *keys_, *d_keys_, *d_values_,
-      *d_columns_;
+  Factors factors_;
+  E *queries_, *grads_, *key_panels_, *value_panels_, *keys_;
+  E *query_rows_, *grad_rows_, *weight_rows_, *dot_rows_, *left_dots_, *left_rest_;  // of pairs: what products need rounded
+  float *dots_, *weights_, *extra_, *tops_, *logits_, *query_factors_, *key_factors_, *d_keys_, *d_values_, *d_columns_;
 };
 
 // delta = the sum of grad · out of each row, which every derivative of a softmax needs. Its terms are added up one after
 // another, as in the products: where a row sees one key alone, the two are the same number to the last digit, and no
 // steep score multiplies a difference.
-inline void deltas(const Call& c, const float* grad, float* delta) {
+template <typename T>
+void deltas(const Call& c, const float* grad, float* delta) {
   const int64_t rows = c.batch * c.heads * c.queries;
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
-    float sum = 0;
-    for (int64_t e = 0; e < c.value_dim; ++e) sum = in_turn(grad[r * c.value_dim + e], c.out[r * c.value_dim + e], sum);
-    delta[r] = sum;
+    const float *x = grad + r * c.value_dim, *y = c.out + r * c.value_dim;
+    delta[r] = sum_in_turn(x, y, c.value_dim, Operand<T>{});
   }
 }
 
@@ -187,8 +253,8 @@ void finish_queries(const Call& c, const Slots& s) {
     float* sums = s.query_sums + r * dim;
     for (int64_t chunk = 1; chunk < s.chunks; ++chunk)
       for (int64_t e = 0; e < dim; ++e) sums[e] += sums[chunk * rows * dim + e];
-    through_factor(queries_of<T>(c, h / c.heads, h % c.heads, 0), sums, c.dim, r % c.queries,
-                   static_cast<T*>(s.query) + r * s.width, s.width, s.query_factor ? s.query_factor + r : nullptr);
+    through_factor(queries_of<T>(c, h / c.heads, h % c.heads, 0), sums, r % c.queries, c, s, s.query, r,
+                   s.query_factor ? s.query_factor + r : nullptr);
   }
 }
 

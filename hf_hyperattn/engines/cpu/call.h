@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "product.h"
+#include "bf16.h"
 #include "tile.h"
 
 namespace hyper {
@@ -13,6 +13,8 @@ namespace hyper {
 constexpr int64_t kTileRows = 48;   // queries of a tile
 constexpr int64_t kTileKeys = 256;  // keys of a tile, whole panels
 constexpr int64_t kTaskRows = 480;  // queries that use a block of keys once it is packed
+
+constexpr int64_t kWhole = 2;       // see Call::half
 
 // A tensor's address and how far its batch elements, heads and rows lie apart.
 struct Matrix {
@@ -38,7 +40,7 @@ struct Call {
   const ScoreTable* score;
   int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
   Matrix query, key, value;           // float or, where `half`, bfloat16
-  int64_t half;
+  int64_t half;                       // kWhole: bfloat16, but gradients of queries and keys are wanted in float
   const float *query_factor, *key_factor;  // contiguous [B, H, N] and [B, Hkv, M], or null
   const Numbers *row, *column;
   const float* const* head;           // [H] each
@@ -95,10 +97,11 @@ inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to
 class Scratch {
  public:
   explicit Scratch(int64_t floats) : memory_(static_cast<float*>(std::aligned_alloc(64, padded(floats, 16) * 4))) {}
-  float* take(int64_t floats) {
+  template <class E = float>  // of the size of a float
+  E* take(int64_t count) {
     float* found = memory_.get() + used_;
-    used_ += padded(floats, 16);
-    return found;
+    used_ += padded(count, 16);
+    return reinterpret_cast<E*>(found);
   }
 
  private:

@@ -15,7 +15,9 @@ void hyper_decode(const Call* c, const hyper::Decode* d) {
   c->half ? hyper::decode<Bfloat>(*c, *d) : hyper::decode<float>(*c, *d);
 }
 
-void hyper_deltas(const Call* c, const float* grad, float* delta) { hyper::deltas(*c, grad, delta); }
+void hyper_deltas(const Call* c, const float* grad, float* delta) {
+  c->half ? hyper::deltas<Bfloat>(*c, grad, delta) : hyper::deltas<float>(*c, grad, delta);
+}
 
 void hyper_backward(const Call* c, const hyper::Slots* s) {
   c->half ? hyper::backward<Bfloat>(*c, *s) : hyper::backward<float>(*c, *s);

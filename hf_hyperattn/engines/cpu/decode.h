@@ -271,7 +271,7 @@ class DecodeTask {
         for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
       }
       for (int i = 0; i < c.score->sums; ++i) sums_[(slot + r) * kMostSums + i] *= factor;
-      sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top);
+      sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top, x);
       top_[slot + r] = top;
     }
   }

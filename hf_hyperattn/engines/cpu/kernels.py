@@ -32,6 +32,8 @@ CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 SLOTS = struct.Struct("2P q 5P 3P q 2P")
 DECODE = struct.Struct("P 2q 2P P q P q")
 NORMS = struct.Struct("P3q 8q 3P")
+#: `Call::half` of bfloat16 vectors whose gradients are wanted in float32, `kWhole`.
+WHOLE = 2
 
 #: A backward pass is cut into at least this many tasks a thread, where there are more threads than heads to share.
 TASKS = 4
@@ -61,7 +63,11 @@ def pack_call(
     (batch, heads, n, _), kv_heads, m = query.shape, key.shape[1], key.shape[2]
     alive: list = []
     matrices: list[int] = []
+    half = 0 if value.dtype == torch.float32 else WHOLE if query.dtype == torch.float32 else 1
     for t in vectors:
+        if t.dtype != value.dtype:  # see `serialize`
+            t = t.to(value.dtype)
+            alive.append(t)
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             t = t.contiguous()
             alive.append(t)
@@ -99,7 +105,7 @@ def pack_call(
     drop, mask_is_bool = options.dropout_p, mask is not None and mask.dtype == torch.bool
     call = CALL.pack(
         table, batch, heads, kv_heads, n, m, width, value.shape[-1],
-        *matrices, query.dtype == torch.bfloat16, *addresses[:2], *tables, *pairs,
+        *matrices, half, *addresses[:2], *tables, *pairs,
         mask_is_bool, options.is_causal, options.window or 0, options.offset, torch.get_num_threads(),
         addresses[2], scale, options.softcap or 0.0,
         min(int(drop * 2**32), 2**32 - 1), int(extras["seed"]) if drop else 0, 1 / (1 - drop),

@@ -19,12 +19,13 @@ from ..score import READERS, parse_score_key
 
 HERE = Path(__file__).parent
 SCORE = HERE / "score.h"
-SHARED = [HERE / name for name in ("vectors.h", "tile.h")]
+SHARED = [HERE / name for name in ("vectors.h", "weights.h", "tile.h")]
 CORE = [
     HERE / name
     for name in (
         "core.cpp",
         "product.h",
+        "bf16.h",
         "call.h",
         "forward.h",
         "backward.h",

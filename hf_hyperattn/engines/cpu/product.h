@@ -8,49 +8,91 @@
 
 namespace hyper {
 
+// Two bfloat16 numbers, neighbours in a sum: one instruction multiplies 16 such pairs and adds up in float32. Where the
+// CPU has it, bfloat16 inputs are multiplied as they are (bf16.h); elsewhere they become floats.
+struct [[gnu::may_alias]] Two {
+  uint32_t bits;
+};
+template <typename T>
+struct OperandOf {
+  using type = float;
+};
+inline Vec add_products(Vec sum, Vec a, Vec b) { return sum + a * b; }
+#if defined(__AVX512BF16__) && !defined(HYPER_PLAIN)
+template <>
+struct OperandOf<Bfloat> {
+  using type = Two;
+};
+inline __m512bh load(const Two* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+inline __m512bh splat(Two x) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(x.bits))); }
+inline Vec add_products(Vec sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+#endif
+
+// What products of vectors of T are made of, and how many of these a sum over `count` numbers has.
+template <typename T>
+using Operand = typename OperandOf<T>::type;
+template <class E>
+constexpr bool paired = std::is_same_v<E, Two>;
+template <class E>
+constexpr int64_t terms(int64_t count) {
+  return paired<E> ? (count + 1) / 2 : count;
+}
+
+// What products are multiplied with, rows and columns: pairs are kept as they came, without factors. Null: 1.
+struct Factors {
+  const float *row = nullptr, *column = nullptr;
+
+  Factors from(int64_t r, int64_t j) const { return {row ? row + r : nullptr, column ? column + j : nullptr}; }
+};
+
 // to[r][w] (+)= sum over k of left[r · left_row + k · left_sum] · right[k · right_step + w]
-template <int Rows, int Wide>
-inline void micro_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
-                          int64_t right_step, int64_t count, float* to, int64_t to_step, bool add) {
+template <int Rows, int Wide, class E>
+inline void micro_product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
+                          int64_t count, float* to, int64_t to_step, bool add, Factors by = {}) {
   Vec sum[Rows][Wide];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) sum[r][w] = add ? load(to + r * to_step + w * kLanes) : Vec{};
   for (int64_t k = 0; k < count; ++k) {
-    Vec b[Wide];
+    decltype(load(right)) b[Wide];
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) b[w] = load(right + k * right_step + w * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
-      const Vec a = splat(left[r * left_row + k * left_sum]);
+      const auto a = splat(left[r * left_row + k * left_sum]);
 #pragma GCC unroll 4
-      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
+      for (int w = 0; w < Wide; ++w) sum[r][w] = add_products(sum[r][w], a, b[w]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) store(to + r * to_step + w * kLanes, sum[r][w]);
+    for (int w = 0; w < Wide; ++w) {
+      if (paired<E> && by.row) sum[r][w] *= by.row[r];
+      if (paired<E> && by.column) sum[r][w] *= load(by.column + w * kLanes);
+      store(to + r * to_step + w * kLanes, sum[r][w]);
+    }
 }
 
-template <int Wide>
-inline void column_product(const float* left, int64_t left_row, int64_t left_sum, const float* right,
-                           int64_t right_step, int64_t count, float* to, int64_t to_step, int64_t rows, bool add) {
+template <int Wide, class E>
+inline void column_product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
+                           int64_t count, float* to, int64_t to_step, int64_t rows, bool add, Factors by = {}) {
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
     micro_product<kRows, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                               to_step, add);
+                               to_step, add, by.from(r, 0));
   for (; r + 2 <= rows; r += 2)
     micro_product<2, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add);
+                           to_step, add, by.from(r, 0));
   for (; r < rows; ++r)
     micro_product<1, Wide>(left + r * left_row, left_row, left_sum, right, right_step, count, to + r * to_step,
-                           to_step, add);
+                           to_step, add, by.from(r, 0));
 }
 
 // The same for a right side of `width` columns, a multiple of kLanes, in plain rows.
-inline void product(const float* left, int64_t left_row, int64_t left_sum, const float* right, int64_t right_step,
+template <class E>
+inline void product(const E* left, int64_t left_row, int64_t left_sum, const E* right, int64_t right_step,
                     int64_t count, float* to, int64_t to_step, int64_t rows, int64_t width, bool add) {
   int64_t w = 0;
   for (; w + kPanel <= width; w += kPanel)
@@ -62,26 +104,26 @@ inline void product(const float* left, int64_t left_row, int64_t left_sum, const
 }
 
 // A product with the first `registers` of a panel's registers.
-template <int Wide = kWide>
-inline void panel_product(int64_t registers, const float* left, int64_t left_row, const float* panel, int64_t count,
-                          float* to, int64_t to_step, int64_t rows) {
+template <int Wide = kWide, class E>
+inline void panel_product(int64_t registers, const E* left, int64_t left_row, const E* panel, int64_t count, float* to,
+                          int64_t to_step, int64_t rows, Factors by) {
   if (Wide == 1 || registers >= Wide)
-    column_product<Wide>(left, left_row, 1, panel, kPanel, count, to, to_step, rows, false);
+    column_product<Wide>(left, left_row, 1, panel, kPanel, count, to, to_step, rows, false, by);
   else
-    panel_product<std::max(1, Wide - 1)>(registers, left, left_row, panel, count, to, to_step, rows);
+    panel_product<std::max(1, Wide - 1)>(registers, left, left_row, panel, count, to, to_step, rows, by);
 }
 
 // to[r][j] = left row r · row j of what was packed in panels of kPanel rows, `count` numbers a row, for j in
 // [low, high); of each kRows rows from r on only j in seen(r) count, whole registers.
-template <class Seen>
-inline void product_of_panels(const float* left, int64_t left_row, const float* packed, int64_t count, float* to,
-                              int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen) {
+template <class E, class Seen>
+inline void product_of_panels(const E* left, int64_t left_row, const E* packed, int64_t count, float* to,
+                              int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen, Factors by = {}) {
   for (int64_t j = low / kPanel * kPanel; j < high; j += kPanel)
     for (int64_t r = 0; r < rows; r += kRows) {
       const auto [first, last] = seen(r);
       if (first < j + kPanel && j < last)
         panel_product((last - j + kLanes - 1) / kLanes, left + r * left_row, left_row, packed + j * count, count,
-                      to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r));
+                      to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r), by.from(r, j));
     }
 }
 
@@ -114,6 +156,11 @@ inline void transpose(Vec (&square)[kLanes]) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) square[i] = next[i];
   }
+}
+
+// Asks memory for what is read soon.
+inline void ask_for(const void* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
 }
 
 // Rows of a caller's matrix, each times a number of its own where there are such.

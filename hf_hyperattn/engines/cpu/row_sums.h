@@ -39,8 +39,4 @@ inline void sum_rows(const float* keys, int64_t step, int64_t count, int64_t dim
   else sum_known_rows<0>(keys, step, count, n, term, ahead, to);
 }
 
-inline void ask_for(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
-}
-
 }  // namespace hyper

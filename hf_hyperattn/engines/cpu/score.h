@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "tile.h"
+#include "weights.h"
 
 namespace hyper {
 
@@ -59,21 +60,32 @@ struct Pair {
   const Vec* column;
   const float* head;
   const Vec* gap = nullptr;  // the squared distance from differences, where that is known already
-  // where the features stand, for `exact_squared_distance`
-  const float* query = nullptr;
-  const float* keys = nullptr;
+  // where the pairs stand, for `exact_squared_distance` and `add_differences`
   int64_t dim = 0;
-  // where the pairs stand, for `add_differences`
   const Tile* tile = nullptr;
   int64_t at_row = 0, at_column = 0;
   bool exact = true;  // whether the functor is to take what the product form cancels in from differences at once
+
+  // Feature e of the query, and of the keys.
+  float query(int64_t e) const {
+    const float* row = tile->query + at_row * tile->query_step;
+    if (!tile->row_factor) return row[e];
+    return number(reinterpret_cast<const Bfloat*>(row)[e]) * tile->row_factor[at_row];
+  }
+  Vec key(int64_t e) const {
+    const float* lanes = tile->keys + at_column / kPanel * kPanel * tile->depth + at_column % kPanel;
+    if (!tile->row_factor) return load(lanes + e * kPanel);
+    const Ints two = as_bits(load(lanes + e / 2 * kPanel));
+    const Vec x = as_floats(e % 2 ? two & -65536 : two << 16);
+    return tile->column_factor ? x * load(tile->column_factor + at_column) : x;
+  }
 };
 
 // |query_factor · q - key_factor · k|² over the first `width` features; 0 for points that coincide but for rounding.
 inline Vec exact_squared_distance(const Pair& p, Vec query_factor, Vec key_factor, int64_t width) {
   Vec sum = {}, size = {};
   for (int64_t e = 0; e < width; ++e) {
-    const Vec x = p.query[e] * query_factor, apart = x - load(p.keys + e * kPanel) * key_factor;
+    const Vec x = p.query(e) * query_factor, apart = x - p.key(e) * key_factor;
     sum += apart * apart, size += x * x;
   }
   constexpr float kBlur = 4.0f * 1.1920929e-07f;
@@ -91,13 +103,13 @@ struct FactorGradients {
   FactorGradients to;
   for (int i = 0; i < kLanes; ++i) {
     if (grad[i] == 0) continue;
-    const int64_t start = (p.at_column + i) * p.tile->key_step;
-    const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i], *key = p.tile->key_rows + start;
-    float *d_q = p.tile->d_query + p.at_row * p.tile->query_step, *d_k = p.tile->d_keys + start;
+    const float q = query_factor[i], k = key_factor[i], twice = 2.0f * grad[i];
+    float *d_q = p.tile->d_query + p.at_row * p.tile->d_step;
+    float *d_k = p.tile->d_keys + (p.at_column + i) * p.tile->d_step;
     float by_query = 0, by_key = 0;
     for (int64_t e = 0; e < width; ++e) {
-      const float apart = q * p.query[e] - k * key[e];
-      by_query += apart * p.query[e], by_key += apart * key[e];
+      const float query = p.query(e), key = p.key(e)[i], apart = q * query - k * key;
+      by_query += apart * query, by_key += apart * key;
       d_q[e] += twice * q * apart, d_k[e] -= twice * k * apart;
     }
     to.query[i] = 2.0f * by_query, to.key[i] = -2.0f * by_key;
@@ -241,8 +253,7 @@ struct Reader {
   }
   Pair pair(int64_t j, Vec (&column)[S::columns + 1], const float* head) const {
     for (int i = 0; i < S::columns; ++i) column[i] = load(t.column[i] + j);
-    return {load(t.dot + r * t.step + j), row, column, head, nullptr, t.query + r * t.query_step,
-            t.keys + j / kPanel * kPanel * t.dim + j % kPanel, t.dim, &t, r, j};
+    return {load(t.dot + r * t.step + j), row, column, head, nullptr, t.dim, &t, r, j};
   }
 };
 
@@ -262,7 +273,7 @@ inline Ints forward_row(const Tile& t, int64_t r) {
     pair.exact = Exact || !S::measures;
     if constexpr (Exact) {  // where the products were there are logits by now
       pair.dot = Vec{};
-      for (int64_t e = 0; e < t.dim; ++e) pair.dot += pair.query[e] * load(pair.keys + e * kPanel);
+      for (int64_t e = 0; e < t.dim; ++e) pair.dot += pair.query(e) * pair.key(e);
     }
     Vec x = S::logit(pair, states, t.softcap);
     if constexpr (S::measures && !Gap && !Exact) {
@@ -318,7 +329,9 @@ void backward_rows(const Tile& t) {
     const Reader<S> reader(t, r);
     Vec d_row[S::rows + 1] = {}, d_head[S::heads + 1] = {}, mean[S::heads + 1] = {}, residue = {};
     float *dot = t.dot + r * t.step, *weight = t.weight + r * t.step;
-    const float largest = t.largest[r] == -kInf ? kInf : t.largest[r], inverse = t.inverse[r];
+    const float largest = t.largest[r] == -kInf ? kInf : t.largest[r];
+    const Base base(largest, t.aligned);
+    const float inverse = t.inverse[r] / base.of_top();
     const bool large = std::abs(largest) > kLarge;
     if (large) [[unlikely]] keep_logits<S, Extra>(t, r);
     over_columns(t.first[r], t.last[r], [&](int32_t j, auto edge) {
@@ -328,7 +341,9 @@ void backward_rows(const Tile& t) {
       Vec x = S::logit(pair, states, t.softcap);
       if constexpr (Extra) x = with_extra(x, load(t.extra + r * t.step + j));
       if (large) [[unlikely]] x = load(t.logits + j);
-      Vec p = exponential<true>(smaller(x - largest, Vec{})) * inverse, grad = load(weight + j);
+      Vec p = t.aligned ? base.rounded_weights(x) : exponential<true>(smaller(x - largest, Vec{}));
+      p *= inverse;
+      Vec grad = load(weight + j);
       if constexpr (edge) p = outside(j, t.first[r], t.last[r]) ? Vec{} : p;
       Vec kept = p;
       if constexpr (Drop) {

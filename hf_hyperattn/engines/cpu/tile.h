@@ -43,18 +43,21 @@ struct Tile {
   float* dot;                   // products in; logits out, in backward the gradient of the products
   float* top;                   // out: the largest logit of each row
   float* logits;                // backward: memory for a row
-  // for distances from differences of the features
+  // for distances from differences of the features, which have `dim` numbers
   const float* query;           // [rows, query_step]
   int64_t query_step;
-  const float* keys;            // panels
-  int64_t dim;
+  const float* keys;            // panels of `depth` numbers a row
+  int64_t dim, depth;
+  // where not null, of each row: what its features are multiplied with; `query` and `keys` are pairs of bfloat16 then
+  // (product.h: Two). The same of each column, or null
+  const float *row_factor, *column_factor;
   const float* gap;             // decoding: squared distances from differences, [rows, step]; or null
   // backward
-  const float* key_rows;        // the features of the keys, [columns, key_step]
-  int64_t key_step;
-  float *d_query, *d_keys;      // gradients of the features, added to; laid out as `query` and `key_rows`
+  float *d_query, *d_keys;      // gradients of the features, added to
+  int64_t d_step;               // numbers from one row to the next, of both
   float* weight;                // in: gradient of the weights, [rows, step]; out: the weights, as dropout leaves them
   const float *largest, *inverse, *delta;  // of the rows, see Call::lse
+  bool aligned;                 // the forward pass had rounded weights, see weights.h
   float* const* d_row;          // gradients of the statistics, added to
   float* const* d_column;
   // of the parameters, and for each row what these need to be exact (backward.h): the sum of its logits' gradients, and

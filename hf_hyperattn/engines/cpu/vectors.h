@@ -125,6 +125,12 @@ inline float in_turn(float a, float b, float sum) {
 #endif
 }
 
+// a / b, where -ffast-math makes a · (1 / b) of a division: exact where one number of bfloat16 is averaged alone.
+inline float quotient(float a, float b, float inverse) {
+  const float near = a * inverse;
+  return std::abs(near) < kInf ? in_turn(-in_turn(near, b, -a), inverse, near) : near;
+}
+
 // e^x, relative error about 1e-7; 0 below the smallest normal number. `Negative` says that no x is above 0; otherwise
 // x is cut at 88. NaN stays NaN.
 template <bool Negative = false>
@@ -211,7 +217,7 @@ inline Vec hyperbolic_tangent(Vec x) {
 }
 
 // A number of either dtype as a float and back, and whole registers of them.
-struct Bfloat {
+struct [[gnu::may_alias]] Bfloat {
   uint16_t bits;
 };
 inline float number(float x) { return x; }
