@@ -44,6 +44,22 @@ def _autoload(add: Callable) -> None:
     )
 
 
+def _card(add: Callable) -> None:
+    """print or write the card of a saved model, adapter or config
+
+    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a HyperAttnConfig.
+
+    What the folder does not say (licence, base model, measured numbers) comes from a JSON file with fields of
+    hub_cards.Facts. Exit code 1: with --write, a README.md that a person wrote or edited was kept.
+
+      hyperattn card out --facts facts.json --write
+    """
+    add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
+    add("--facts", metavar="FILE", help="JSON file with more facts: base_model, license, results, ...")
+    add("--write", action="store_true", help="write it to README.md beside the weights")
+    add("--json", action="store_true", help="print JSON in place of the card")
+
+
 def _demo(add: Callable) -> None:
     """measure a real model with stock, patched and replaced attention
 
@@ -127,6 +143,26 @@ def _inject(add: Callable) -> None:
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 
+def _push(add: Callable) -> None:
+    """upload a saved model, adapter or config that reloads exactly
+
+    Upload what save_pretrained wrote to the Hub, in one commit, with its card.
+
+    First it is loaded from its folder, saved again, and every tensor compared bit by bit; an adapter is loaded on the
+    base that it names. Only known files go along (weights as safetensors, configs, tokenizer, card, what `hyperattn
+    export` wrote); weights in the repository that are not part of it are deleted there. A README.md that a person
+    wrote stays, here and there.
+
+      hyperattn push out your-name/SmolLM2-135M-cone --private --dry-run
+    """
+    add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
+    add("repo", metavar="REPO", help="repository on the Hub, made where there is none: owner/name")
+    add("--private", action="store_true", help="make the repository private")
+    add("--dry-run", action="store_true", help="check, and say what would be uploaded; no network, nothing written")
+    add("--facts", metavar="FILE", help="JSON file with facts for the card: base_model, license, results, ...")
+    add("--json", action="store_true", help="print JSON in place of lines")
+
+
 def _recover(add: Callable) -> None:
     """bring interrupted saves into a folder to their end
 
@@ -139,7 +175,8 @@ def _recover(add: Callable) -> None:
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-COMMANDS = {f.__name__[1:]: f for f in (_autoload, _demo, _describe, _doctor, _export, _inject, _recover)}
+_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _push, _recover)
+COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
     "demo": {"length": 2, "tokens": 32, "generate": 1},
