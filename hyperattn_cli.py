@@ -99,19 +99,22 @@ def _doctor(add: Callable) -> None:
 
 
 def _export(add: Callable) -> None:
-    """write a patched checkpoint that loads without this package
+    """write a patched checkpoint, or attention by name, that runs without this package
 
-    Write a patched checkpoint that loads on machines without this package.
+    Write a patched checkpoint, or mechanisms by name, for machines without this package.
 
     The copy in OUT holds the checkpoint, modeling_hyperattn.py, and the modules that patching needs; it loads with
     trust_remote_code=True and computes the same. Only known files are copied, no code but ours, and no link is
     followed out of the checkpoint; hyperattn_manifest.json holds their SHA-256. What cannot be copied (the routing of
     some families) is imported from this package, and the command says so.
+
+    --kernel writes what the Hub's `kernels` package loads for attn_implementation="OWNER/REPO:cone"; MODEL is then what
+    it is to run: names such as cone,hype or "all".
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a saved patched model")
+    add("model", metavar="MODEL", help="directory or Hub id of a saved patched model; names with --kernel")
     add("out", metavar="OUT", help="directory to write, absent or empty")
-    remote = "as code for trust_remote_code=True (the one form)"
-    add("--remote-code", action="store_true", required=True, help=remote)
+    add("--remote-code", action="store_true", help="as code for trust_remote_code=True")
+    add("--kernel", action="store_true", help="as a kernel repository of the Hub, by name")
     add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
