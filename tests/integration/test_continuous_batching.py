@@ -34,7 +34,9 @@ def generated(model, prompts=PROMPTS) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
     small = ContinuousBatchingConfig(num_blocks=8, page_size=8, max_batch_tokens=16)
-    found = model.generate_batch(prompts, generation_config=options, continuous_batching_config=small, progress_bar=False)
+    found = model.generate_batch(
+        prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
+    )
     return [r.generated_tokens for _, r in sorted(found.items(), key=lambda item: int(item[0].split("_")[-1]))]
 
 
@@ -77,8 +79,12 @@ def test_eager_attention_beneath_gates_of_zero():
 @pytest.mark.parametrize(
     "config",
     [
-        ha.HypeConfig(), ha.HsaConfig(windows=(4,)), ha.TrilinearConfig(windows=(8, 4)),
-        ha.MklConfig(kind="conditional"), "hype", "hsa",
+        ha.HypeConfig(),
+        ha.HsaConfig(windows=(4,)),
+        ha.TrilinearConfig(windows=(8, 4)),
+        ha.MklConfig(kind="conditional"),
+        "hype",
+        "hsa",
     ],
 )
 def test_what_needs_places_is_refused(config):
