@@ -19,7 +19,6 @@ from .stock import OURS
 from .wrapping import wrap
 
 BATCHING = "transformers.generation.continuous_batching"
-ALLOWED = "generate(), or continuous batching of a model without it"
 
 
 def mechanisms_in(model: PreTrainedModel) -> Iterator[MechanismConfig]:
@@ -38,8 +37,9 @@ def _switch(original, self, model, *args, **kwargs):
     for config in mechanisms_in(model):
         if config.positional:
             raise ValueError(
-                f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own text, and "
-                f"Transformers hands to attention the keys of all requests without it; allowed: {ALLOWED}"
+                f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own "
+                "text, and Transformers hands to attention the keys of all requests without it; allowed: generate(), "
+                "or continuous batching of a model without it"
             )
     return None
 

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,14 @@ PARTS = {
     ),
 }
 MECHANISMS = ("cone", "hyperbolic", "hype", "hsa", "head_fusion", "talking_heads", "mkl", "trilinear")
+ABOUT = (
+    "Written by `make peers`. The common tests of Transformers, on tiny models of five families that patch "
+    "themselves as soon as they are built, and the common tests of PEFT, method by method on a patched Llama; "
+    "every added parameter is moved away from where it starts. A cell says how many of the tests that pass on "
+    "the stock model pass on the patched one. What does not is listed below with the reason; anything else "
+    "makes `make peers` fail. Transformers' archive has no tests of generation and of exporters: those run "
+    "where `TRANSFORMERS_SOURCE` names a checkout."
+)
 #: Test -> why it cannot pass on a patched model; a key may end in a mechanism or a part, after a space.
 EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
 
@@ -119,11 +128,7 @@ def page(mechanisms: list[str], rows: dict, notes: dict) -> str:
     lines = [
         "# The peers' own tests",
         "",
-        "Written by `make peers`. The common tests of Transformers, on tiny models of five families that patch themselves as",
-        "soon as they are built, and the common tests of PEFT, method by method on a patched Llama; every added parameter is",
-        "moved away from where it starts. A cell says how many of the tests that pass on the stock model pass on the patched",
-        "one. What does not is listed below with the reason; anything else makes `make peers` fail. Transformers' archive has",
-        "no tests of generation and of exporters: those run where `TRANSFORMERS_SOURCE` names a checkout.",
+        *textwrap.wrap(ABOUT, 120),
         "",
         ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")) + ".",
     ]
