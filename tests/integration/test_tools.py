@@ -48,6 +48,7 @@ dataset_kwargs:
   data_files: {data}
 test_split: train
 output_type: multiple_choice
+target_delimiter: ""
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: "{{{{answer}}}}"
