@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error
     files, left_out = files_to_push(folder)
     tensors = check_reload(folder, files)
-    report = {
+    report: dict[str, Any] = {
         "repo": args.repo,
         "private": args.private,
         "dry_run": args.dry_run,
@@ -139,7 +139,7 @@ def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
 
 def weights(folder: Path) -> dict[str, Path]:
     """Every tensor of the safetensors files in a folder, by name, with its file."""
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)
@@ -172,7 +172,7 @@ def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str,
     if not own and CARD in there and read_made(Path(api.hf_hub_download(repo, CARD))) is None:
         del files[CARD]
     deleted = sorted(name for name in there if WEIGHTS.fullmatch(name) and name not in files)
-    operations = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
-    operations += [CommitOperationDelete(name) for name in deleted]
+    added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+    operations = [*added, *map(CommitOperationDelete, deleted)]
     commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
     return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": str(commit.commit_url)}
