@@ -172,7 +172,7 @@ def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str,
     if not own and CARD in there and read_made(Path(api.hf_hub_download(repo, CARD))) is None:
         del files[CARD]
     deleted = sorted(name for name in there if WEIGHTS.fullmatch(name) and name not in files)
-    added = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
-    operations = [*added, *map(CommitOperationDelete, deleted)]
+    operations: list[Any] = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+    operations += [CommitOperationDelete(name) for name in deleted]
     commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
     return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": str(commit.commit_url)}
