@@ -46,8 +46,9 @@ ABOUT = (
     "themselves as soon as they are built, and the common tests of PEFT, method by method on a patched Llama; "
     "every added parameter is moved away from where it starts. A cell says how many of the tests that pass on "
     "the stock model pass on the patched one. What does not is listed below with the reason; anything else "
-    "makes `make peers` fail. Transformers' archive has no tests of generation and of exporters: those run "
-    "where `TRANSFORMERS_SOURCE` names a checkout."
+    "makes `make peers` fail. Columns and rows are those that were run. Transformers' archive has no tests of "
+    "exporters: those run where `TRANSFORMERS_SOURCE` names a checkout, which was not tried. Its tests of "
+    "generation are left out."
 )
 #: Test -> why it cannot pass on a patched model; a key may end in a mechanism or a part, after a space.
 EXPECTED: dict[str, str] = json.loads((Path(__file__).parent / "expected.json").read_text())
@@ -91,9 +92,15 @@ def outcomes(suite: str, part: str, mechanism: str, folder: Path) -> dict[str, s
     return found
 
 
+def short(test: str) -> str:
+    """The name of a test without its parameters; of PEFT's, of which it is one."""
+    name, _, parameter = test.partition("[")
+    return parameter.rstrip("]") if name == "test" else name
+
+
 def reason(test: str, part: str, mechanism: str) -> str | None:
     """Why a test must fail on a patched model; None where it should pass."""
-    name = test.partition("[")[0]
+    name = short(test)
     return next((EXPECTED[key] for key in (f"{name} {mechanism}", f"{name} {part}", name) if key in EXPECTED), None)
 
 
@@ -115,7 +122,7 @@ def main() -> int:
                 for test in failed:
                     why = reason(test, part, mechanism)
                     new += [] if why else [f"{suite}, {part}, {mechanism}: {test} {patched.get(test, 'is missing')}"]
-                    notes.setdefault(why or "**new**", set()).add(test.partition("[")[0])
+                    notes.setdefault(why or "**new**", set()).add(short(test))
                 passed = sum(o == "passed" for o in stock.values())
                 rows.setdefault(suite, {}).setdefault(part, []).append(f"{passed - len(failed)}/{passed}")
     options.report.write_text(page(mechanisms, rows, notes))
