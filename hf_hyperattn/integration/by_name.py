@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
@@ -12,6 +13,8 @@ from ..config import MechanismConfig, read_record
 from ..registry import MECHANISMS, get_mechanism
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function
+
+logger = logging.getLogger("hf_hyperattn")
 
 
 class NamedMechanism:
@@ -79,15 +82,27 @@ def _number(data: dict, default: MechanismConfig) -> int:
     """Where in `BY_NAME` the mechanism's parameters are."""
     mechanism = default.mechanism
     record = read_record(data)
-    if record.overrides:
-        raise ValueError(
-            f"config.hyperattn has overrides for single hosts, which {mechanism} used by name cannot honour; "
-            "allowed: patch_model with this config, or a config without overrides"
-        )
+    for name in ("layers", "heads", "overrides"):
+        if getattr(record, name) is not None:
+            raise ValueError(
+                f"config.hyperattn has {name}, which {mechanism} used by name cannot honour, as it runs everywhere; "
+                f"allowed: patch_model with this config, or a config without {name}"
+            )
+    others = [m.mechanism for m in record.mechanisms if m.mechanism != mechanism]
+    if others:
+        _warn_of_others(mechanism, " and ".join(others))
     config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
     if config not in BY_NAME:
         BY_NAME.append(config)
     return BY_NAME.index(config)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_others(mechanism: str, others: str) -> None:
+    logger.warning(
+        f"config.hyperattn holds parameters of {others}, which {mechanism} used by name does not run; to run several "
+        "mechanisms call patch_model with this config"
+    )
 
 
 @lru_cache(maxsize=64)

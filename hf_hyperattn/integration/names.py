@@ -2,20 +2,27 @@
 
 A mechanism's own names ("cone", ...) are the published operators, without anything to learn. `hf_hyperattn` is the
 name of patched models: its function looks for `host.hyper`; a host without one runs what the model ran before.
+`hyper_dot` is the plain dot product on the engine that is the fastest for it, whose last digits are not SDPA's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import model_patches
 
 from .. import mechanisms  # noqa: F401  fills the registry
+from ..engines import attention, dot_score
+from ..mechanisms.base import HostCall
 from ..registry import Mechanism, on_register
 from .by_name import NamedMechanism
 from .call import UNROUTED
 from .hyper import attention_function, family_mask, patched_forward
-from .stock import OURS, PATCHED
+from .stock import HYPER_DOT, OURS, PATCHED
 from .unsupported import refuse_unrouted
 
 
@@ -23,6 +30,8 @@ def register_names() -> None:
     """Register every name with Transformers, those of mechanisms that are registered later too."""
     UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
     _register(PATCHED, patched_forward)
+    AttentionInterface.register(HYPER_DOT, attention_function(PlainDot))
+    AttentionMaskInterface.register(HYPER_DOT, family_mask)
     on_register(register_names_of)
 
 
@@ -38,3 +47,19 @@ def _register(name: str, function) -> None:
     OURS.add(name)
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, family_mask)
+
+
+class PlainDot:
+    """What `hyper_dot` runs: no layer, with the same for all modules."""
+
+    @staticmethod
+    def layers(call: HostCall, weights: bool = False, stock: Callable | None = None) -> tuple[Tensor, Tensor | None]:
+        """The host's own attention; arguments and result as in `Layers.forward`."""
+        score, options = dot_score(call.query, call.key, call.scale), replace(call.options, any_rounding=True)
+        out, attention_weights = attention(score, call.value, options, backend=call.backend, weights=weights)
+        return out.to(call.query.dtype), attention_weights
+
+    @staticmethod
+    def of(_: nn.Module) -> Callable:
+        """See `attention_function`."""
+        return PlainDot.layers
