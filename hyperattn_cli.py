@@ -44,6 +44,22 @@ def _autoload(add: Callable) -> None:
     )
 
 
+def _card(add: Callable) -> None:
+    """print or write the card of a saved model, adapter or config
+
+    Print the card (README.md) of what save_pretrained wrote: a patched model, an adapter, or a HyperAttnConfig.
+
+    What the folder does not say (licence, base model, measured numbers) comes from a JSON file with fields of
+    hub_cards.Facts. Exit code 1: with --write, a README.md that a person wrote or edited was kept.
+
+      hyperattn card out --facts facts.json --write
+    """
+    add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
+    add("--facts", metavar="FILE", help="JSON file with more facts: base_model, license, results, ...")
+    add("--write", action="store_true", help="write it to README.md beside the weights")
+    add("--json", action="store_true", help="print JSON in place of the card")
+
+
 def _demo(add: Callable) -> None:
     """measure a real model with stock, patched and replaced attention
 
@@ -83,19 +99,22 @@ def _doctor(add: Callable) -> None:
 
 
 def _export(add: Callable) -> None:
-    """write a patched checkpoint that loads without this package
+    """write a patched checkpoint, or attention by name, that runs without this package
 
-    Write a patched checkpoint that loads on machines without this package.
+    Write a patched checkpoint, or mechanisms by name, for machines without this package.
 
     The copy in OUT holds the checkpoint, modeling_hyperattn.py, and the modules that patching needs; it loads with
     trust_remote_code=True and computes the same. Only known files are copied, no code but ours, and no link is
     followed out of the checkpoint; hyperattn_manifest.json holds their SHA-256. What cannot be copied (the routing of
     some families) is imported from this package, and the command says so.
+
+    --kernel writes what the Hub's `kernels` package loads for attn_implementation="OWNER/REPO:cone"; MODEL is then what
+    it is to run: names such as cone,hype or "all".
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a saved patched model")
+    add("model", metavar="MODEL", help="directory or Hub id of a saved patched model; names with --kernel")
     add("out", metavar="OUT", help="directory to write, absent or empty")
-    remote = "as code for trust_remote_code=True (the one form)"
-    add("--remote-code", action="store_true", required=True, help=remote)
+    add("--remote-code", action="store_true", help="as code for trust_remote_code=True")
+    add("--kernel", action="store_true", help="as a kernel repository of the Hub, by name")
     add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
@@ -127,6 +146,26 @@ def _inject(add: Callable) -> None:
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 
+def _push(add: Callable) -> None:
+    """upload a saved model, adapter or config that reloads exactly
+
+    Upload what save_pretrained wrote to the Hub, in one commit, with its card.
+
+    First it is loaded from its folder, saved again, and every tensor compared bit by bit; an adapter is loaded on the
+    base that it names. Only known files go along (weights as safetensors, configs, tokenizer, card, what `hyperattn
+    export` wrote); weights in the repository that are not part of it are deleted there. A README.md that a person
+    wrote stays, here and there.
+
+      hyperattn push out your-name/SmolLM2-135M-cone --private --dry-run
+    """
+    add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
+    add("repo", metavar="REPO", help="repository on the Hub, made where there is none: owner/name")
+    add("--private", action="store_true", help="make the repository private")
+    add("--dry-run", action="store_true", help="check, and say what would be uploaded; no network, nothing written")
+    add("--facts", metavar="FILE", help="JSON file with facts for the card: base_model, license, results, ...")
+    add("--json", action="store_true", help="print JSON in place of lines")
+
+
 def _recover(add: Callable) -> None:
     """bring interrupted saves into a folder to their end
 
@@ -139,7 +178,8 @@ def _recover(add: Callable) -> None:
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-COMMANDS = {f.__name__[1:]: f for f in (_autoload, _demo, _describe, _doctor, _export, _inject, _recover)}
+_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _push, _recover)
+COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
     "demo": {"length": 2, "tokens": 32, "generate": 1},

@@ -64,6 +64,11 @@ class MechanismConfig(KnownFields):
         return (get_mechanism(self.mechanism).stage,)
 
     @property
+    def positional(self) -> bool:
+        """Whether it asks where queries and keys stand in their text, beyond which pairs are visible."""
+        return not get_mechanism(self.mechanism).cross_attention
+
+    @property
     def breaks(self) -> frozenset[str]:
         """What others may count on that is not there beside it, out of `PROPERTIES`."""
         return frozenset({"linear_in_key"} if "score" in self.stages else ())

@@ -7,7 +7,7 @@ Plain data in, ``huggingface_hub`` card objects out; this package imports neithe
 """
 
 from .beside import own_card_kept, write_card
-from .directory import card_for_directory, hub_id_or_none
+from .directory import card_for_directory, config_folder, hub_id_or_none
 from .errors import explain_hub_error, explained
 from .facts import Facts
 from .published import patched_facts
@@ -20,6 +20,7 @@ __all__ = [
     "Result",
     "card_beside",
     "card_for_directory",
+    "config_folder",
     "explain_hub_error",
     "explained",
     "hook_uploads",

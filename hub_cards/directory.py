@@ -31,6 +31,24 @@ def hub_id_or_none(name: object) -> str | None:
     return None if path else str(name)
 
 
+def config_folder(base: str, mechanism: str) -> Path:
+    """The folder of a tested config that comes with this package, for ``HyperAttnConfig.from_pretrained``.
+
+    Args:
+        base: a model that it is made for, such as ``smollm2-135m``; ``configs/bases.json`` says which it is.
+        mechanism: the mechanism's name, such as ``cone``.
+
+    Raises:
+        ValueError: there is none; the message lists what there is.
+    """
+    configs = Path(__file__).parent / "configs"
+    for value, folder in ((base, configs), (mechanism, configs / str(base))):
+        known = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if value not in known:
+            raise ValueError(f"hub_cards: no config for {value!r}; allowed: {', '.join(known)}")
+    return configs / base / mechanism
+
+
 def _read_json(path: Path) -> dict:
     """The object in a JSON file, {} where the file is missing; ValueError where it is not an object."""
     if not path.is_file():

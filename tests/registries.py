@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hf_hyperattn import config
 from hf_hyperattn.engines import ENGINES, TERMS, dispatch
 from hf_hyperattn.engines.score import parse_score_key
-from hf_hyperattn.integration import names
+from hf_hyperattn.integration import by_name
 from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.registry import MECHANISMS
 
@@ -33,5 +33,5 @@ def restored() -> Iterator[None]:
 def clear() -> None:
     """Forget what was kept by name."""
     dispatch.RESOLVED.clear()
-    for cache in (parse_score_key, config._read_record, names._layers):
+    for cache in (parse_score_key, config._read_record, by_name._layers):
         cache.cache_clear()

@@ -111,7 +111,19 @@ def test_metadata(wheel):
     for line in ("Name: hf-hyperattn", "License-Expression: Apache-2.0", "Requires-Python: >=3.10"):
         assert line in metadata.splitlines()
     extras = {line.split()[1] for line in metadata.splitlines() if line.startswith("Provides-Extra")}
-    assert extras == {"cpu", "plots", "experiments", "recipes", "demo", "test", "roads", "typing", "dev"}
+    assert extras == {
+        "cpu",
+        "plots",
+        "experiments",
+        "recipes",
+        "demo",
+        "test",
+        "roads",
+        "tools",
+        "typing",
+        "docs",
+        "dev",
+    }
     assert "hyperattn = hyperattn_cli:main" in entries
     assert "torch.backends" not in entries  # what fails there makes `import torch` fail
 

@@ -1,17 +1,25 @@
-"""`hyperattn export`: a patched checkpoint that loads on machines without this package."""
+"""`hyperattn export`: a patched checkpoint, or mechanisms by name, for machines without this package."""
 
 from __future__ import annotations
 
 import argparse
 
 from ..address import install
-from ..integration.export import export_remote_code
+from ..integration.export import export_kernel, export_remote_code
 from .inputs import quiet
 
 
 def run(args: argparse.Namespace) -> None:
     """Export and say how to load it; raises ValueError or OSError for bad input."""
     quiet()
+    if args.remote_code == args.kernel:
+        raise ValueError("what to write is not clear; allowed: one of --remote-code and --kernel")
+    if args.kernel:
+        if args.force:
+            raise ValueError("--force replaces checkpoints only; with --kernel choose an absent or empty directory")
+        names = export_kernel(args.model.split(","), args.out)
+        print(f'{args.out}: a kernel repository; upload it, and load with attn_implementation="OWNER/REPO:{names[0]}"')
+        return
     packages, left_out = export_remote_code(args.model, args.out, args.force)
     print(f'{args.out}: load it with from_pretrained("{args.out}", trust_remote_code=True)')
     if left_out:

@@ -25,7 +25,6 @@ BACKEND = "_hyperattn_backend"
 REFUSED_KEYWORDS = {
     "head_mask": "Transformers 5 has no head masks; patch with heads=...",
     "layer_head_mask": "Transformers 5 has no head masks; patch with heads=...",
-    "cache": "paged caches (continuous batching) work with attn_implementation='sdpa' only; use generate()",
     "alibi": "pass it as position_bias",
     "attention_bias": "pass it as position_bias",
     "attn_bias": "pass it as position_bias",
@@ -121,6 +120,22 @@ def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Te
 def exporting_to_onnx() -> bool:
     """Whether `torch.onnx.export` is running."""
     return torch.onnx.is_in_onnx_export()
+
+
+def update_paged(module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, keywords: dict):
+    """Keys and values of all requests of a step of continuous batching, whose mask says which belong together.
+
+    Args:
+        keywords: of the call; the paged cache is taken out, for the host's own attention not to write to it again.
+    """
+    if mask is None:
+        raise ValueError(
+            f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "
+            "other; call model.generate_batch, or generate()"
+        )
+    return keywords.pop("cache").update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords
+    )
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:

@@ -22,7 +22,7 @@ from .checkpoint_config import is_recorded
 
 #: What a checkpoint may hold, by the names that Transformers reads and writes. No pickles: they can hold code.
 KNOWN = re.compile(
-    r"""model([.-][\w.-]+)?\.safetensors(\.index\.json)?
+    r"""model([.-][\w.-]+)?\.safetensors(\.index\.json)? | adapter_model\.safetensors | adapter_config\.json
     | (config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json
     | (preprocessor_config|processor_config|video_preprocessor_config|audio_tokenizer_config)\.json
     | (vocab|entity_vocab|vocab-src|vocab-tgt|target_vocab|normalizer|emoji|byte_maps)\.json

@@ -38,6 +38,7 @@ from .call import (
     heads_of_rank,
     refuse_keywords,
     scaling_already_applied,
+    update_paged,
     wants_weights,
     within_indices,
 )
@@ -187,6 +188,8 @@ def attention_function(named=None) -> Callable:
 
     def forward(module, query, key, value, attention_mask, **keywords):
         get, compiling, attributes = keywords.get, torch.compiler.is_compiling(), module.__dict__
+        if get("cache") is not None:
+            key, value = update_paged(module, key, value, attention_mask, keywords)
         weights, collector = (
             bool(get("output_attentions")),
             getattr(output_capturing, "_active_collector", None),

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+import hf_hyperattn as ha
 from hf_hyperattn.cli import build_parser, main
 
 from . import tiny
@@ -11,10 +12,12 @@ from . import tiny
 #: Of every command a line that is right but for what is done to it below; in a folder with these files.
 RIGHT = {
     "autoload": ["status"],
+    "card": ["patched"],
     "demo": ["--model", "model", "--text", "text.txt"],
     "describe": ["model"],
     "export": ["model", "out", "--remote-code"],
     "inject": ["model", "--mechanism", "hsa", "--text", "text.txt", "--length", "64", "--output", "out"],
+    "push": ["patched", "who/what", "--dry-run"],
 }
 COLLABORATIVE = ["model", "--mechanism", "collaborative", "--rank", "4"]
 WORDS = ("", "many", "4x", "0x4", "--4", "1 2", "four\nlines")
@@ -52,6 +55,8 @@ PLACES = [
             ["demo", "--model", "HERE", "--text", "text.txt"],
             ["describe", "HERE"],
             ["describe", "HERE", "--json"],
+            ["card", "HERE"],
+            ["push", "HERE", "who/what", "--dry-run"],
             ["export", "HERE", "out", "--remote-code"],
             ["inject", "HERE", "--mechanism", "hsa", "--length", "64", "--text", "text.txt"],
             ["inject", "HERE", *COLLABORATIVE[1:]],
@@ -63,6 +68,8 @@ PLACES = [
     ),
     (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
     (("yes", "ON", "", "on off"), (["autoload", "HERE"],)),
+    (("", "a/b/c", "a b", "../x", "a--b", "-x"), (["push", "patched", "HERE", "--dry-run"],)),
+    (("missing.txt", ".", "text.txt", "zeros.txt", ""), (["card", "patched", "--facts", "HERE"],)),
 ]
 #: Right lines, and what makes each wrong.
 BESIDES = [
@@ -80,6 +87,8 @@ BESIDES = [
         ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
     )),
     (["describe"], ([], ["model", "model"])),
+    (["card"], ([], ["model"], ["unpatched", "--write"])),
+    (["push"], (["patched"], ["unpatched", "who/what", "--dry-run"])),
     (["export"], (["model", "--remote-code"], ["unpatched", "out", "--remote-code"])),
 ]  # fmt: skip
 
@@ -123,6 +132,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lines")
     tiny.save(folder / "model")
     tiny.save(folder / "unpatched")
+    ha.HyperAttnConfig([ha.ConeConfig()]).save_pretrained(folder / "patched")
     (folder / "text.txt").write_text("some text that is long enough to be measured on. " * 100)
     (folder / "short.txt").write_text("too short")
     (folder / "zeros.txt").write_bytes(b"text\0text" * 100)

@@ -8,7 +8,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 import hub_cards
 from hub_cards import beside
-from hub_cards.__main__ import main
 
 from .samples import ADAPTER, SPEC
 
@@ -148,19 +147,3 @@ def test_own_card_kept_restores_a_persons_readme_even_after_an_error(tmp_path):
     with hub_cards.own_card_kept(tmp_path):
         path.write_text("new")
     assert path.read_text() == "new"
-
-
-def test_the_command(tmp_path, capsys):
-    facts = tmp_path / "facts.json"
-    facts.write_text(json.dumps({"license": "mit", "base_model": "org/base"}))
-    model = tmp_path / "model"
-    model.mkdir()
-    assert main([str(model), "--facts", str(facts)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "hyperattn" in error
-    assert main([str(saved_model(model)), "--facts", str(facts)]) == 0
-    (model / "README.md").write_text("mine")
-    assert main([str(model)]) == 1
-    assert "kept" in capsys.readouterr().out
-    facts.write_text("[]")
-    assert main([str(model), "--facts", str(facts)]) == 2

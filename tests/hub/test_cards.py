@@ -179,12 +179,12 @@ def test_a_malformed_config_is_refused_in_one_line(config):
 
 @pytest.mark.parametrize("example", sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")))
 def test_the_examples_are_what_the_command_writes(example, tmp_path):
-    from hub_cards.__main__ import main
+    from hf_hyperattn.cli import main
 
     for path in (EXAMPLES / example).iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert main([str(tmp_path), "--facts", str(tmp_path / "facts.json")]) == 0
+    assert main(["card", str(tmp_path), "--facts", str(tmp_path / "facts.json"), "--write"]) == 0
     assert (tmp_path / "README.md").read_text() == (EXAMPLES / example / "README.md").read_text()
     assert card_errors((tmp_path / "README.md").read_text()) == []
 

@@ -93,3 +93,10 @@ def test_saving_and_pushing_at_once_keeps_a_persons_readme(facts):
 def test_without_the_plugin_loading_fails_and_names_it(strangers):
     for refusal in strangers.values():
         assert "hf_hyperattn" in refusal["message"]
+
+
+def test_the_command_replaces_what_was_there_but_no_persons_card(facts):
+    assert facts["command_codes"] == [0, 0, 2]  # the last: --private, into a repository that is public
+    assert facts["command_gap"] == 0.0 and facts["command_theirs"].endswith("# Theirs\n")
+    assert set(facts["command_files"]) == set(facts["files"]), "the shards of an earlier push are gone"
+    assert "# tester/patched-command" in facts["command_card"] and "`cone`" in facts["command_card"]

@@ -342,9 +342,9 @@ def test_the_command(tmp_path, capsys):
     saved(tmp_path / "routed", "falcon")
     assert main(["export", "--remote-code", str(tmp_path / "routed"), str(out), "--force"]) == 0
     assert f"cannot be copied (hf_hyperattn): {install()}" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit:
-        main(["export", str(tmp_path / "source"), str(out)])
-    assert exit.value.code == 2 and "required: --remote-code" in capsys.readouterr().err
+    for more in ([], ["--remote-code", "--kernel"]):
+        assert main(["export", str(tmp_path / "source"), str(out), *more]) == 2
+        assert "allowed: one of --remote-code and --kernel" in capsys.readouterr().err
 
 
 def test_long_inputs_run_in_the_copied_blockwise_engine(tmp_path, monkeypatch):

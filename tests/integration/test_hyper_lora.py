@@ -628,7 +628,7 @@ def test_half_precision_trains_in_float32_and_merges_in_its_own(stock, tmp_path)
     assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
 
 
-# Trainers of others: `make roads` installs them
+# Trainers of others: `make test-more` installs them
 
 
 TRAINING = dict(
@@ -644,7 +644,7 @@ TRAINING = dict(
 )
 
 
-@pytest.mark.roads
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
 def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
@@ -678,7 +678,7 @@ def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
     assert gap(said(PeftModel.from_pretrained(base, tmp_path / "adapter")), trained) <= 1e-6
 
 
-@pytest.mark.roads
+@pytest.mark.extras
 def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp_path):
     st = pytest.importorskip("sentence_transformers")
     import datasets

@@ -10,7 +10,7 @@ from peft import get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli import main
-from hf_hyperattn.integration.names import _warn_of_others
+from hf_hyperattn.integration.by_name import _warn_of_others
 from hub_cards.spec import read_spec
 from tests.integration.models import FAMILIES, State, difference, llama, llava, perturb, run, text_inputs
 

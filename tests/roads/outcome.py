@@ -34,7 +34,6 @@ ADVICE = re.compile(
 )
 #: Errors of others that are a clear refusal: (road, words, why they will do).
 OTHERS = [
-    (r"^continuous batching", r"is not supported for continuous batching", "Transformers names the implementation"),
     (r"without the plugin", r"attn_implementation=.{0,9}(hf_hyperattn|cone|hype|hsa|hyperbolic)",
      "Transformers names the implementation that is missing"),
     (r"without the plugin", r"model type `?(hf_hyperattn|hyperattn|hat)\w*",

@@ -29,6 +29,11 @@ class MklConfig(MechanismConfig):
     )
 
     @property
+    def positional(self) -> bool:
+        """Conditional weights ask for a query's own value."""
+        return self.kind == "conditional"
+
+    @property
     def breaks(self) -> frozenset[str]:
         """Conditional weights act on keys, and combined logits are of the keys of all heads."""
         conditional = {"keys_as_they_are", "free_of_rows"} if self.kind == "conditional" else set()

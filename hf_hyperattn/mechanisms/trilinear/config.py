@@ -67,6 +67,11 @@ class TrilinearConfig(MechanismConfig):
         return ("score",) if self.form == "bidaf" else ("score", "structure", "aggregation")
 
     @property
+    def positional(self) -> bool:
+        """Windows are counted in tokens."""
+        return self.windows is not None
+
+    @property
     def breaks(self) -> frozenset[str]:
         """BiDAF's score is a product of features; the others' logits are of three tokens."""
         return frozenset() if self.form == "bidaf" else frozenset({"linear_in_key", "pairwise_logits"})

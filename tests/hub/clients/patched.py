@@ -1,12 +1,14 @@
 """Publish what the plugin makes: a patched model, a private one, a sharded one, an adapter, a config; and fail to."""
 
 from common import WORK, WRONG_TOKEN, arm, gap, refused, remote_text, report, state, tiny_llama
+from huggingface_hub import HfApi
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils.hub import PushToHubMixin
 
 import hf_hyperattn as ha
 import hub_cards
+import hyperattn_cli
 from hub_cards.uploads import HOOKED
 
 REPO = "tester/patched"
@@ -136,8 +138,38 @@ def saves(model) -> dict:
     }
 
 
+def commands(model) -> dict:
+    """`hyperattn push`: over a sharded copy, over a person's card, and into a public place although --private."""
+    repo, place = "tester/patched-command", WORK / "command"
+    model.push_to_hub(repo, private=True, max_shard_size="20KB")
+    model.save_pretrained(place)
+    tried = [hyperattn_cli.main(["push", str(place), repo, "--private"])]
+    files, back, card = state(repo)["files"], gap(model, load(repo)), remote_text(repo)
+    HfApi().upload_file(path_or_fileobj=b"---\nlicense: mit\n---\n# Theirs\n", path_in_repo="README.md", repo_id=repo)
+    tried += [
+        hyperattn_cli.main(["push", str(place), repo]),
+        hyperattn_cli.main(["push", str(place), REPO, "--private"]),
+    ]
+    return {
+        "command_codes": tried,
+        "command_files": sorted(files),
+        "command_gap": back,
+        "command_card": card,
+        "command_theirs": remote_text(repo),
+    }
+
+
 if __name__ == "__main__":
     hooked = hasattr(PushToHubMixin._upload_modified_files, HOOKED)
     hub_cards.hook_uploads(PushToHubMixin)
     tiny, first = patched()
-    report({"hooked": hooked} | first | models(tiny) | adapters() | configs(tiny) | faults(tiny) | saves(tiny))
+    report(
+        {"hooked": hooked}
+        | first
+        | models(tiny)
+        | adapters()
+        | configs(tiny)
+        | faults(tiny)
+        | saves(tiny)
+        | commands(tiny)
+    )

@@ -1,0 +1,45 @@
+"""`hyperattn card`: the card of a saved model, adapter or config, printed or written beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import hub_cards
+
+from ..files import read_json
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write the card; 1 where a README.md of a person's own was kept. Raises ValueError for bad input."""
+    folder, facts = saved_folder(args.model), read_facts(args.facts)
+    try:
+        text = str(hub_cards.card_for_directory(folder, **facts))
+    except TypeError as error:
+        raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error
+    written = hub_cards.write_card(folder, **facts) if args.write else None
+    if args.json:
+        print(json.dumps({"card": text, "written": written and str(written)}, indent=2))
+    elif not args.write:
+        print(text)
+    elif written:
+        print(f"wrote {written}")
+    else:
+        print(f"kept {folder / 'README.md'}: it was written or edited by hand")
+    return 1 if args.write and written is None else 0
+
+
+def saved_folder(path: str) -> Path:
+    """The folder of something saved; ValueError where it is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "no such folder"
+        raise ValueError(f"{path}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig")
+    return folder
+
+
+def read_facts(path: str | None) -> dict[str, Any]:
+    """What a JSON file says for the card; nothing without one."""
+    return read_json(Path(path)) if path is not None else {}

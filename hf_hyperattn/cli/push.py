@@ -1,0 +1,178 @@
+"""`hyperattn push`: uploads a saved model, adapter or config, once it has come back exactly from its folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor
+
+import hub_cards
+from hub_cards.beside import CARD, read_made
+from hub_cards.results import is_hub_id
+from hub_cards.tasks import adapter_task
+
+from ..address import NAME, VERSION
+from ..config import CONFIG_NAME, HyperAttnConfig
+from ..files import read_json
+from ..integration.checkpoint_files import check_weights, class_of, errors_as, files_of, load_config, regular_file
+from ..integration.export import MANIFEST, auto_classes
+from .card import read_facts, saved_folder
+from .inputs import quiet
+
+ADAPTER = "adapter_config.json"
+#: Weights in a repository; those that are not pushed now would be loaded in place of, or beside, the new ones.
+WEIGHTS = re.compile(r"(adapter_)?(model|pytorch_model)([.-][\w.-]+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check and upload; raises ValueError for bad input, for what does not reload, and where the Hub fails."""
+    quiet()
+    folder, facts = saved_folder(args.model), read_facts(args.facts)
+    if not is_hub_id(args.repo):
+        raise ValueError(f"{args.repo!r} is no repository of the Hub; allowed: a name of the form owner/name")
+    try:
+        hub_cards.card_for_directory(folder, **facts)  # before anything slow; raises for what is not of ours
+    except TypeError as error:
+        raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error
+    files, left_out = files_to_push(folder)
+    tensors = check_reload(folder, files)
+    report: dict[str, Any] = {
+        "repo": args.repo,
+        "private": args.private,
+        "dry_run": args.dry_run,
+        "tensors": tensors,
+        "files": sorted({*files, CARD}),
+        "left_out": left_out,
+        "deleted": [],
+        "url": None,
+    }
+    if not args.dry_run:
+        try:
+            report |= upload(args, folder, facts, files)
+        except Exception as error:
+            raise ValueError(hub_cards.explain_hub_error(error, f"push to {args.repo}")) from error
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    print(f"{folder}: comes back exactly ({tensors} tensors)")
+    print(f"{'would push' if args.dry_run else 'pushed'} to {args.repo}: {', '.join(report['files'])}")
+    for what, names in (("left out, as no part of it", left_out), ("deleted there", report["deleted"])):
+        if names:
+            print(f"{what}: {', '.join(map(repr, names))}")
+    if report["url"]:
+        print(report["url"])
+
+
+def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """What is uploaded, by name, and the names of all else in the folder.
+
+    Raises:
+        ValueError: a file of an export is not the one that was exported, or a link leads out of the folder.
+    """
+    files, others = files_of(folder)
+    exported = read_json(folder / MANIFEST).get("sha256", {}) if (folder / MANIFEST).is_file() else {}
+    for name, digest in exported.items():
+        files[name] = regular_file(folder, name)
+        if name != CARD and hashlib.sha256(files[name].read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{folder / name} was changed since `hyperattn export` wrote it; export it again")
+    if exported:
+        files[MANIFEST] = regular_file(folder, MANIFEST)
+    return files, sorted(name for name in others if name not in files and not name.startswith("."))
+
+
+def check_reload(folder: Path, files: dict[str, Path]) -> int:
+    """Load what the folder holds, save it again, and compare every tensor bit by bit; their number.
+
+    Raises:
+        ValueError: something does not load, or is another after it.
+    """
+    if ADAPTER not in files and "config.json" not in files:
+        config = HyperAttnConfig.from_pretrained(folder)
+        if HyperAttnConfig.from_dict(config.to_dict()) != config:
+            raise ValueError(f"{folder / CONFIG_NAME} does not come back as it is; save the config again")
+        return 0
+    with tempfile.TemporaryDirectory() as again, errors_as(f"{folder} does not reload exactly, and is not pushed"):
+        (load_adapter if ADAPTER in files else load_model)(folder, files).save_pretrained(again)
+        before, after = weights(folder), weights(Path(again))
+        kept = before.keys() & after.keys()
+        changed = [n for n in kept if not same(read_tensor(before[n], n), read_tensor(after[n], n))]
+        for what, names in (
+            ("is missing in the folder", after.keys() - before.keys()),
+            ("is not taken by the model", before.keys() - after.keys()),
+            ("comes back with other numbers", changed),
+        ):
+            if names:
+                raise ValueError(f"{min(names)} {what}; save it again with this version of the package")
+    return len(before)
+
+
+def load_model(folder: Path, files: dict[str, Path]) -> Any:
+    """The model in a folder, as the class that was saved."""
+    check_weights(folder, files)
+    config = load_config(folder, str(folder))
+    known = {cls.__name__: cls for cls in auto_classes(config).values()}
+    cls: Any = known.get((config.architectures or [""])[0]) or class_of(config)
+    return cls.from_pretrained(folder, dtype="auto")
+
+
+def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
+    """The adapter in a folder, on the base that it names."""
+    adapter = read_json(files[ADAPTER])
+    base = adapter.get("base_model_name_or_path")
+    auto = getattr(transformers, adapter_task(adapter)[0])
+    with errors_as(f"its base {base!r} cannot be loaded"):
+        model = auto.from_pretrained(base, dtype="auto")
+    return PeftModel.from_pretrained(model, folder)
+
+
+def weights(folder: Path) -> dict[str, Path]:
+    """Every tensor of the safetensors files in a folder, by name, with its file."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and every bit, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str, Path]) -> dict[str, Any]:
+    """One commit with the files and the card; a README.md that a person wrote, here or there, stays."""
+    api = huggingface_hub.HfApi()
+    repo = api.create_repo(args.repo, private=args.private or None, exist_ok=True).repo_id
+    if args.private and not api.repo_info(repo).private:
+        raise ValueError(f"{repo} exists and is public; make it private there, or leave --private out")
+    there = api.list_repo_files(repo)
+    own = (folder / CARD).exists() and read_made(folder / CARD) is None
+    hub_cards.write_card(folder, repo_id=repo, **facts)
+    files = files | {CARD: folder / CARD}
+    if not own and CARD in there and read_made(Path(api.hf_hub_download(repo, CARD))) is None:
+        del files[CARD]
+    deleted = sorted(name for name in there if WEIGHTS.fullmatch(name) and name not in files)
+    operations: list[Any] = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
+    operations += [CommitOperationDelete(name) for name in deleted]
+    commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
+    return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": str(commit.commit_url)}

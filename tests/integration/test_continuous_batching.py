@@ -1,0 +1,103 @@
+"""Continuous batching (`generate_batch`) writes what `generate` writes, or is refused with the reason."""
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import hf_hyperattn as ha
+
+from .models import FAMILIES
+
+PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [31, 32, 33, 34, 35]]
+SERVED = {
+    "cone": ha.ConeConfig(),
+    "hyperbolic": ha.HyperbolicConfig(),
+    "head_fusion": ha.HeadFusionConfig(),
+    "talking_heads": ha.TalkingHeadsConfig(),
+    "mkl": ha.MklConfig(),
+    "trilinear": ha.TrilinearConfig(windows=(None, None)),
+}
+
+
+def steep(family: str = "llama"):
+    """A random model whose attention and next tokens are no matter of rounding."""
+    torch.manual_seed(0)
+    model = FAMILIES[family][0]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def generated(model, prompts=PROMPTS) -> list[list[int]]:
+    """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    small = ContinuousBatchingConfig(num_blocks=8, page_size=8, max_batch_tokens=16)
+    found = model.generate_batch(
+        prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
+    )
+    return [r.generated_tokens for _, r in sorted(found.items(), key=lambda item: int(item[0].split("_")[-1]))]
+
+
+def alone(model) -> list[list[int]]:
+    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=-1)
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name, layers", [*((name, None) for name in SERVED), ("cone", [1])])
+def test_patched(name, layers):
+    stock = alone(steep())
+    model = ha.patch_model(steep(), SERVED[name], layers=layers)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".hyper." in parameter_name:
+                parameter.add_(torch.randn_like(parameter))
+    expected = alone(model)
+    assert generated(model) == expected and expected != stock
+    assert model.config._attn_implementation == "hf_hyperattn"
+
+
+def test_by_name():
+    model = steep()
+    stock = alone(model)
+    model.set_attn_implementation("cone")
+    expected = alone(model)
+    assert generated(model) == expected and expected != stock
+    assert model.config._attn_implementation == "cone"
+
+
+def test_eager_attention_beneath_gates_of_zero():
+    model = steep()
+    expected = alone(model)
+    ha.patch_model(model, ha.ConeConfig(), layers=[2])
+    model.set_attn_implementation("eager")
+    assert generated(model) == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ha.HypeConfig(),
+        ha.HsaConfig(windows=(4,)),
+        ha.TrilinearConfig(windows=(8, 4)),
+        ha.MklConfig(kind="conditional"),
+        "hype",
+        "hsa",
+    ],
+)
+def test_what_needs_places_is_refused(config):
+    model = steep()
+    if isinstance(config, str):
+        model.set_attn_implementation(config)
+    else:
+        ha.patch_model(model, config)
+    with pytest.raises(ValueError, match=r"is refused in continuous batching: .*allowed: generate\(\)") as raised:
+        generated(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_stock_models_are_as_they_were():
+    model = steep()
+    assert generated(model) == alone(model)
