@@ -219,7 +219,7 @@ class HyperbolicLayer(ScoreLayer):
         curvature = torch.as_tensor(curvature, dtype=dtype, device=plan.value.device).reshape(-1)
         columns = midpoint_columns(plan.value.to(dtype), curvature, scale)
         sinks, (heads, width) = plan.options.sinks is not None, (columns.shape[1], plan.value.shape[-1])
-        gate = self.weight(self.midpoint_gate, plan.call.query, dtype)
+        gate = self.weight(self.midpoint_gate, plan.call, dtype)
         if gate is not None:
             gate = gate[:, None, None]
             columns = torch.cat([repeat_heads(plan.value.to(dtype), heads), columns], dim=-1)

@@ -1,0 +1,133 @@
+"""A model on two ranks, in each layout, gives the numbers of one process, saves what any layout loads, or is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hf_hyperattn as ha
+
+from .collaborative import quiet
+from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, WORLD, batch, path, results_of
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def stock(family: str, **changes):
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.update(changes)
+    model = AUTO[family].from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:  # biases and norms
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def write(folder: Path) -> None:
+    """The checkpoints that the ranks load."""
+    for family in FAMILIES:
+        stock(family).save_pretrained(path(folder, "stock", (family,)))
+    for case in CASES:
+        model = ha.patch_model(stock(case[0]), PATCHES[case[1]](case[0]))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if ".hyper." in name:
+                    p.add_(0.5 * torch.randn_like(p))
+        model.save_pretrained(path(folder, "start", case))
+    odd = stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    ha.patch_model(odd, ha.ConeConfig()).save_pretrained(folder / "three_heads")
+    with quiet():
+        ha.convert(stock("bert"), ha.CollaborativeConfig(rank=16)).save_pretrained(folder / "converted")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[Path, dict]:
+    """The checkpoints, and what two ranks found."""
+    folder = tmp_path_factory.mktemp("parallel")
+    write(folder)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.parallel", str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=logs[rank].open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [process.wait(timeout=900) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
+    return folder, torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_two_ranks_give_the_numbers_of_one_process(family, name, shared):
+    folder, results = shared
+    alone = results_of(AUTO[family].from_pretrained(path(folder, "start", (family, name))), batch())
+    plain = results_of(AUTO[family].from_pretrained(path(folder, "stock", (family,))), batch())
+    assert (alone["logits"] - plain["logits"]).abs().max() > 1e-3
+    assert any(".hyper." in n and g.abs().max() > 1e-4 for n, g in alone["gradients"].items())
+    for layout in ("tp", "fsdp2", "ddp"):
+        together = results[layout, family, name]
+        rows = len(together["logits"])
+        assert (together["logits"] - alone["logits"][:rows]).abs().max() <= 1e-5, layout
+        assert together["gradients"].keys() == alone["gradients"].keys(), layout
+        for n, gradient in together["gradients"].items():
+            assert (gradient - alone["gradients"][n]).abs().max() <= 1e-5, (layout, n)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_a_checkpoint_of_one_layout_loads_under_another(family, name, shared):
+    folder, _ = shared
+    first = load_file(path(folder, "start", (family, name)) / "model.safetensors")
+    for layout in ("tp", "fsdp2"):  # the second was loaded from the first
+        saved = load_file(path(folder, layout, (family, name)) / "model.safetensors")
+        assert saved.keys() == first.keys()
+        assert all(torch.equal(saved[n], tensor) for n, tensor in first.items())
+    again = AUTO[family].from_pretrained(path(folder, "fsdp2", (family, name)))
+    assert again.config.hyperattn == json.loads((path(folder, "start", (family, name)) / "config.json").read_text())["hyperattn"]
+
+
+@pytest.mark.parametrize("family, name", AFTERWARDS)
+def test_a_model_that_is_cut_already_can_be_patched(family, name, shared):
+    folder, results = shared
+    with torch.no_grad():
+        alone = AUTO[family].from_pretrained(path(folder, "start", (family, name)))(**batch()).logits
+    assert (results["patched", family, name] - alone).abs().max() <= 1e-5
+
+
+REFUSED = {
+    "three heads": "model.layers.0.self_attn of LlamaForCausalLM has 3 query heads and 1 key heads",
+    "converted": "what collaborative converts has no plan",
+    "convert": "cut into 2 ranks by tensor parallelism",
+    "context parallel": "context parallelism",
+    "context parallel by name": "context parallelism",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
+    message = shared[1]["refused", what]
+    assert message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
+    assert "\n" not in message
+
+
+def test_after_context_parallelism_all_is_as_before(shared):
+    assert shared[1]["refused", "context parallel, afterwards"] == ""
