@@ -140,11 +140,23 @@ def check_combination(config: HyperAttnConfig, selected: list[Selected]) -> None
                 )
 
 
+def is_cut(model: PreTrainedModel, host: str) -> bool:
+    """Whether the plan for tensor parallelism cuts a projection of a host into parts that stay apart."""
+    given = getattr(getattr(model.config, "distributed_config", None), "tp_plan", None)
+    plans = [given] if isinstance(given, dict) else []
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            plans += [getattr(part, "_tp_plan", None) or {}, getattr(part.config, "base_model_tp_plan", None) or {}]
+    place = re.sub(r"\b\d+\b", "*", host).split(".")
+    cut = (name.split(".") for plan in plans for name, style in plan.items() if style == "colwise")
+    return any(place[-count:] == name[:count] for name in cut for count in range(1, len(name)))
+
+
 def check_ranks(model: PreTrainedModel, selected: list[Selected]) -> None:
     """Raise where ranks share the heads of a host that is patched, or loaded patched, in unequal parts."""
     ranks = ranks_of(model)
-    for _, host in selected:
-        if host.heads % ranks or host.kv_heads % ranks:
+    for _, host in selected if ranks > 1 else ():
+        if (host.heads % ranks or host.kv_heads % ranks) and is_cut(model, host.name):
             raise ValueError(
                 f"{host.name} of {type(model).__name__} has {host.heads} query heads and {host.kv_heads} key heads, "
                 f"and tensor parallelism cuts it into {ranks} ranks; allowed: a tp_size that divides both, FSDP2, or "

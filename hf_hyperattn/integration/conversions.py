@@ -115,8 +115,8 @@ def refuse_ranks(model: PreTrainedModel, mechanism: str | None) -> None:
     """Raise for a model that is converted by a mechanism, or is to be, where ranks share its heads."""
     if mechanism is not None and ranks_of(model) > 1:
         raise ValueError(
-            f"{type(model).__name__} is cut into {ranks_of(model)} ranks by tensor parallelism, for which what "
-            f"{mechanism} converts has no plan; allowed: DDP, FSDP2 or device_map"
+            f"{type(model).__name__} is cut into {ranks_of(model)} ranks by tensor parallelism, for which what a "
+            f"conversion by {mechanism} puts in it has no plan; allowed: DDP, FSDP2 or device_map"
         )
 
 
@@ -149,7 +149,7 @@ def convert(
     """
     conversion, config = _conversion(config)
     base = _checked(model)
-    refuse_ranks(base, "convert")
+    refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")
     if examples is None:

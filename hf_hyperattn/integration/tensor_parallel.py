@@ -38,8 +38,7 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
     """
     if not torch.compiler.is_compiling():
         refuse_context_parallel(module)
-    for child in module.children():
-        weight = getattr(child, "weight", None)
+    for weight in module.parameters():
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             mesh, total = weight.device_mesh, module.__dict__.get(HEADS)
             if total is None:

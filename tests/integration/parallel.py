@@ -33,7 +33,7 @@ AUTO = {
     "qwen3": hf.AutoModelForCausalLM,
     "bert": hf.AutoModelForMaskedLM,
 }
-SIZES = TEXT | dict(num_hidden_layers=2, hidden_size=32, max_position_embeddings=64, initializer_range=0.2)
+SIZES = TEXT | dict(num_hidden_layers=2, hidden_size=32, max_position_embeddings=64, initializer_range=0.1)
 #: family -> config. Two key heads for four query heads, but in BERT.
 FAMILIES = {
     "llama": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2),
@@ -45,7 +45,7 @@ BERT_TP = {f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in 
     "bert.encoder.layer.*.attention.output.dense": "rowwise"
 }
 BERT_FSDP = {"bert.encoder.layer.*": "free_full_weight"}
-HSA = ha.HsaConfig(windows=(2, 4), near=(2, 1, 3, 2), sinks=1, refine_top_k=(1, 0, 2, 1))
+HSA = ha.HsaConfig(windows=(2, 4), near=(1, 0, 2, 1), sinks=0, refine_top_k=(1, 0, 0, 1))
 BOTH = ha.HsaConfig(windows=(2, 4))
 some = dict(heads=(0, 2, 3))
 #: name -> the patch of a family; None where the family has no use for the mechanism
@@ -83,7 +83,7 @@ def path(folder: Path, layout: str, case) -> Path:
 
 def batch() -> dict:
     """Four rows without padding, so that the mean over two halves of the loss is that of the whole."""
-    ids = torch.randint(5, 90, (4, 9), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(5, 90, (4, 13), generator=torch.Generator().manual_seed(1))
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
 
 
