@@ -43,7 +43,7 @@ from .call import (
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .stock import stock_forward
-from .tensor_parallel import heads_of_rank, on_rank
+from .tensor_parallel import PARTITIONED, heads_of_rank, on_rank, refuse_partitioned
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -76,6 +76,8 @@ class Layers(nn.Module):
             warn_of_hierarchy(tuple(self._modules))
         if rank is not None:
             call, layers, everything = on_rank(tuple(layers), call, rank)
+        elif PARTITIONED in self.__dict__:
+            refuse_partitioned(self)
         query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
         plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)

@@ -26,6 +26,8 @@ CONTEXT_PARALLEL = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",
 )
+#: What DeepSpeed's ZeRO-3 sets on modules whose parameters it takes apart.
+PARTITIONED = "ds_id"
 #: Where a host keeps the number of its heads on all ranks together.
 HEADS = "_hyperattn_heads"
 
@@ -65,6 +67,14 @@ def refuse_context_parallel(module: nn.Module) -> None:
                 "gives every rank some of the tokens, while mechanisms of hf_hyperattn need all of them; allowed: "
                 "FSDP2 or tensor parallelism, or set_attn_implementation('sdpa') on a model that is not patched"
             )
+
+
+def refuse_partitioned(hyper: nn.Module) -> None:
+    """Raise under DeepSpeed's ZeRO-3, which empties parameters when their layer returns: plans read them later."""
+    raise ValueError(
+        f"attention patched with {' and '.join(hyper._modules)} was called under DeepSpeed ZeRO-3, which takes added "
+        "parameters away while attention still reads them; allowed: zero_optimization.stage 1 or 2, or FSDP2"
+    )
 
 
 def on_rank(

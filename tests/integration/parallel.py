@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -75,6 +76,29 @@ PATCHES = {
 }
 CASES = [(family, name) for name in PATCHES for family in FAMILIES if PATCHES[name](family) is not None]
 AFTERWARDS = [("llama", "cone"), ("llama", "talking_heads"), ("qwen3", "head_fusion")]
+
+
+def start(module: str, folder: Path) -> None:
+    """Run `python -m module RANK FOLDER` for every rank, and wait; an error of one is an AssertionError."""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(folder)],
+            cwd=root,
+            env=environment,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=1200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
 def path(folder: Path, layout: str, case) -> Path:

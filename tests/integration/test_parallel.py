@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,9 @@ from safetensors.torch import load_file
 import hf_hyperattn as ha
 
 from .collaborative import quiet
-from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, WORLD, batch, path, results_of
+from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, batch, path, results_of, start
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a pair of processes runs all cases
 
 
 def stock(family: str, **changes):
@@ -56,24 +52,7 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     """The checkpoints, and what two ranks found."""
     folder = tmp_path_factory.mktemp("parallel")
     write(folder)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(WORLD)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.parallel", str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=logs[rank].open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        codes = [process.wait(timeout=900) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert codes == [0] * WORLD, "\n".join(log.read_text()[-3000:] for log in logs)
+    start("tests.integration.parallel", folder)
     return folder, torch.load(folder / "results.pt")
 
 
