@@ -69,8 +69,7 @@ class Layers(nn.Module):
         heads = call.query.shape[1] if rank is None else rank.total
         if self.heads is not None and heads != self.heads:
             raise ValueError(
-                f"a host patched for {self.heads} heads was called with {heads}; patch it in "
-                "the form in which it runs"
+                f"a host patched for {self.heads} heads was called with {heads}; patch it in the form in which it runs"
             )
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))

@@ -51,9 +51,9 @@ def main(rank: int, folder: Path) -> None:
     for case in map(tuple, json.loads((folder / "cases.json").read_text())):
         for stage in (1, 2, 3):
             try:
-                results[stage, *case] = trained(stage, case, folder, rank)
+                results[(stage, *case)] = trained(stage, case, folder, rank)
             except Exception as error:
-                results[stage, *case] = f"{type(error).__name__}: {error}"
+                results[(stage, *case)] = f"{type(error).__name__}: {error}"
     if rank == 0:
         torch.save(results, folder / "results.pt")
     dist.barrier()

@@ -3,8 +3,8 @@
 FOLDER/start/CASE holds a patched checkpoint for every case of FOLDER/cases.json. The processes load it cut apart by
 tensor parallelism, save that to FOLDER/tp/CASE, load this under FSDP2, save that to FOLDER/fsdp2/CASE, and load this
 for DDP. Rank 0 writes FOLDER/results.pt: by (layout, case) the loss's gradients and, but for data that is shared out,
-the logits; by ("patched", case) the logits of a stock model that was patched after it was cut; by ("refused", what) the
-error.
+the logits; by ("patched", case) the logits of a stock model that was patched after it was cut; by ("other", what) those
+of other models; by ("refused", what) the error.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ PATCHES = {
     "trilinear, bidaf": lambda family: ha.HyperAttnConfig([ha.TrilinearConfig(form="bidaf")]),
     "collaborative": lambda family: ha.HyperAttnConfig([ha.CollaborativeConfig()]) if family == "bert" else None,
     "cone and hype, some heads": lambda family: ha.HyperAttnConfig([ha.ConeConfig(), ha.HypeConfig()], **some),
-    "hsa, some heads": lambda family: (
-        None if family == "bert" else ha.HyperAttnConfig([HSA], mode="replace", **some)
-    ),
+    "hsa, some heads": lambda family: None if family == "bert" else ha.HyperAttnConfig([HSA], mode="replace", **some),
     "hype and talking heads, some heads": lambda family: ha.HyperAttnConfig(
         [ha.HypeConfig(), ha.TalkingHeadsConfig()], **some
     ),
@@ -145,13 +143,13 @@ def one_case(case, folder: Path, rank: int) -> dict:
     results, source = {}, "start"
     for kind in ("tp", "fsdp2"):
         model = AUTO[case[0]].from_pretrained(path(folder, source, case), distributed_config=layout(kind, case[0]))
-        results[kind, *case] = results_of(model, batch() if kind == "tp" else half(rank))
+        results[(kind, *case)] = results_of(model, batch() if kind == "tp" else half(rank))
         model.zero_grad()
         model.save_pretrained(path(folder, kind, case))
         dist.barrier()
         source = kind
     model = AUTO[case[0]].from_pretrained(path(folder, source, case))
-    results["ddp", *case] = results_of(DistributedDataParallel(model), half(rank))
+    results[("ddp", *case)] = results_of(DistributedDataParallel(model), half(rank))
     return results
 
 
@@ -165,6 +163,20 @@ def patched_afterwards(case, folder: Path) -> Tensor:
             if ".hyper." in name:
                 parameter.copy_(values[name])
         return model(**batch()).logits
+
+
+@torch.no_grad()
+def others(folder: Path) -> dict:
+    """Heads that the plan gathers again, by name and by patch; and layers that ranks have in turn."""
+    load, shared, results = AUTO["llama"].from_pretrained, DistributedConfig(tp_size=WORLD), {}
+    for how, options in (("by name", {"attn_implementation": "hype"}), ("patched", {})):
+        model = load(folder / "gathered" / how, distributed_config=shared, **options)
+        results["other", f"gathered heads, {how}"] = model(**batch()).logits
+    if hasattr(DistributedConfig, "pp_size"):
+        model = load(path(folder, "start", ("llama", "cone")), distributed_config=DistributedConfig(pp_size=WORLD))
+        data = {name: tensor for name, tensor in batch().items() if name != "labels"}
+        results["other", "pipeline"] = model(**data).logits
+    return results
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -187,7 +199,9 @@ def refusals(folder: Path) -> dict[str, str]:
         ),
         "convert": error_of(
             lambda: ha.convert(
-                AUTO["bert"].from_pretrained(path(folder, "stock", ("bert",)), distributed_config=layout("tp", "bert")),
+                AUTO["bert"].from_pretrained(
+                    path(folder, "stock", ("bert",)), distributed_config=layout("tp", "bert")
+                ),
                 ha.CollaborativeConfig(rank=16),
             )
         ),
@@ -208,6 +222,7 @@ def main(rank: int, folder: Path) -> None:
     for case in map(tuple, json.loads((folder / "cases.json").read_text())):
         results |= one_case(case, folder, rank)
     results |= {("patched", *case): patched_afterwards(case, folder) for case in AFTERWARDS}
+    results |= others(folder)
     results |= {("refused", what): error for what, error in refusals(folder).items()}
     if rank == 0:
         torch.save(results, folder / "results.pt")

@@ -16,7 +16,9 @@ from .test_parallel import write
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.timeout(1500)]
-CASES = [("llama", name) for name in ("cone and hype, some heads", "hsa", "trilinear", "mkl")] + [("bert", "collaborative")]
+CASES = [("llama", name) for name in ("cone and hype, some heads", "hsa", "trilinear", "mkl")] + [
+    ("bert", "collaborative")
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,8 @@ def test_zero_trains_as_one_process_does_or_is_refused(case, together):
         model(**batch()).loss.backward()
         optimizer.step()
     for stage in (1, 2):
-        trained = results[stage, *case]
+        trained = results[(stage, *case)]
         assert len(trained) == len(dict(model.named_parameters()))
         assert all((trained[n] - p).abs().max() <= 1e-5 for n, p in model.named_parameters())
-    message = results[3, *case]
+    message = results[(3, *case)]
     assert message.startswith("ValueError: ") and "DeepSpeed ZeRO-3" in message and "allowed: " in message

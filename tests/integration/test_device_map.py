@@ -83,7 +83,12 @@ def inject(model, family: str) -> dict:
         made = CausalInjection(model, texts, hsa.candidates(length)[::40], length, 0.5, rows=16)
     report = made.run(Quiet())
     measured = made.costs if family == "bert" else made.measured[0].costs
-    return {"report": report["texts"], "pairs": report["pairs"], "measured": measured, "config": model.config.hyperattn}
+    return {
+        "report": report["texts"],
+        "pairs": report["pairs"],
+        "measured": measured,
+        "config": model.config.hyperattn,
+    }
 
 
 @pytest.mark.slow
@@ -129,7 +134,9 @@ def test_conversion_of_an_offloaded_model(family, how, keep, tmp_path):
             ha.unpatch_model(model)
             assert (model(ids)[0] - start).abs().max() <= 1e-5
         elif weights is not None:
-            assert sum(t.nbytes for t in weights.values()) < sum(t.nbytes for t in model_of(family).state_dict().values())
+            assert sum(t.nbytes for t in weights.values()) < sum(
+                t.nbytes for t in model_of(family).state_dict().values()
+            )
 
 
 def test_without_weights_nothing_is_converted():

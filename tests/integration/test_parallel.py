@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 
 from .collaborative import quiet
-from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, batch, path, results_of, start
+from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, SIZES, batch, path, results_of, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a pair of processes runs all cases
 
@@ -40,6 +41,11 @@ def write(folder: Path) -> None:
                 if ".hyper." in name:
                     p.add_(0.5 * torch.randn_like(p))
         model.save_pretrained(path(folder, "start", case))
+    gathered = hf.Olmo2Config(**SIZES | dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=8))
+    torch.manual_seed(0)
+    model = hf.Olmo2ForCausalLM(gathered).eval()  # of one head, which its plan does not cut
+    model.save_pretrained(folder / "gathered" / "by name")
+    ha.patch_model(model, ha.HypeConfig(), mode="replace").save_pretrained(folder / "gathered" / "patched")
     odd = stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
     ha.patch_model(odd, ha.ConeConfig()).save_pretrained(folder / "three_heads")
     with quiet():
@@ -91,6 +97,20 @@ def test_a_model_that_is_cut_already_can_be_patched(family, name, shared):
     with torch.no_grad():
         alone = AUTO[family].from_pretrained(path(folder, "start", (family, name)))(**batch()).logits
     assert (results["patched", family, name] - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("what", ["gathered heads, by name", "gathered heads, patched", "pipeline"])
+def test_other_ways_to_share_a_model(what, shared):
+    folder, results = shared
+    if ("other", what) not in results:
+        pytest.skip("this Transformers has no pipelines")
+    source = (
+        path(folder, "start", ("llama", "cone")) if what == "pipeline" else folder / "gathered" / what.split(", ")[1]
+    )
+    name = {"attn_implementation": "hype"} if what.endswith("by name") else {}
+    with torch.no_grad():
+        alone = AUTO["llama"].from_pretrained(source, **name)(**batch()).logits
+    assert (results["other", what] - alone).abs().max() <= 1e-5
 
 
 REFUSED = {
