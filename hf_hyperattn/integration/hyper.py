@@ -7,7 +7,7 @@ A call goes through few functions of few files: it is read here, changed by its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -65,7 +65,8 @@ class Layers(nn.Module):
         Raises:
             ValueError: the call has another number of heads than the host was patched for.
         """
-        rank, layers, everything = call.heads, self._modules.values(), False
+        rank, everything = call.heads, False
+        layers: Iterable[Callable] = self._modules.values()
         heads = call.query.shape[1] if rank is None else rank.total
         if self.heads is not None and heads != self.heads:
             raise ValueError(
@@ -74,7 +75,7 @@ class Layers(nn.Module):
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))
         if rank is not None:
-            call, layers, everything = on_rank(tuple(layers), call, rank)
+            call, layers, everything = on_rank(tuple(self._modules.values()), call, rank)
         elif PARTITIONED in self.__dict__:
             refuse_partitioned(self)
         query, key = call.query, call.key

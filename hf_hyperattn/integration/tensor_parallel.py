@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,11 @@ def heads_of_rank(module: nn.Module, count: int) -> RankHeads | None:
         refuse_context_parallel(module)
     for weight in module.parameters():
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
-            mesh, total = weight.device_mesh, module.__dict__.get(HEADS)
-            if total is None:
+            mesh: Any = weight.device_mesh
+            if HEADS not in module.__dict__:
                 dims = module_dims("a host", module, settings_of(getattr(module, "config", None)))
-                total = module.__dict__[HEADS] = dims["heads"]
+                module.__dict__[HEADS] = dims["heads"]
+            total: int = module.__dict__[HEADS]
             if count == total:  # a plan that gathers what the projections give
                 return None
             if count * mesh.size() != total:
@@ -95,9 +97,8 @@ def run_layer(layer: MechanismLayer, heads: RankHeads, everything: bool, plan: P
     """A layer with the parameters of its rank's heads, or with all where it computes all heads."""
     parameters = {}
     for name, parameter in layer.named_parameters():
-        parameter = with_summed_gradient(parameter, heads)
-        whole = everything or name in layer.for_all_heads
-        parameters[name] = parameter if whole else heads.rows(parameter)
+        tensor = with_summed_gradient(parameter, heads)
+        parameters[name] = tensor if everything or name in layer.for_all_heads else heads.rows(tensor)
     return functional_call(layer, parameters, (plan,)) if parameters else layer(plan)
 
 

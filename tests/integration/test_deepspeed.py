@@ -1,7 +1,7 @@
 """Patched models under DeepSpeed on two CPU processes: ZeRO-1 and 2 train as one process does, ZeRO-3 is refused.
 
-DeepSpeed is installed on CPUs by DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed; at its first start it compiles
-its operators, which takes minutes.
+DeepSpeed is installed on CPUs by DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed; at its first start it
+compiles its operators, which takes minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversion and injection on models whose weights are elsewhere: the same results, with one layer's weights at a time."""
+"""Conversion and injection of models whose weights are elsewhere: the same results, a layer's weights at a time."""
 
 from __future__ import annotations
 

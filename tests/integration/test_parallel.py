@@ -1,4 +1,4 @@
-"""A model on two ranks, in each layout, gives the numbers of one process, saves what any layout loads, or is refused."""
+"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused."""
 
 from __future__ import annotations
 

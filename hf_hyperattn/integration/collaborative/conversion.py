@@ -165,7 +165,7 @@ def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list
             with in_memory(part.projections.children.values()):
                 old: Any = projections(part.module)
                 query, key = (by_head(w, part.host.heads) for w in (old.query, old.key))
-                result = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
+                result: Any = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
                 modules = filled(part, old, result)
             for name, module in modules.items():
                 offload_like(module, old.children[name], f"{part.host.name}.{name}")
@@ -221,7 +221,7 @@ def install(
         keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
-def filled(part: SharedHost, old: Projections, result: Any) -> dict[str, nn.Module]:
+def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
     """The new modules of a host with the weights of a decomposition."""
     heads = part.host.heads
     modules = shared_modules(old, part.shape)
