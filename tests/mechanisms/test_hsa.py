@@ -1,8 +1,6 @@
 """`hierarchical_attention`: every argument against brute force, and what it refuses, in one line."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.cache.mean_cache import GrowingTensor
-from tests.integration.models import llama
 from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
 from tests.oracles.marks import first_always
@@ -324,16 +321,3 @@ def test_growing_keeps_what_it_should():
         assert torch.equal(held, all_of_it[:, :, places])
         assert {*range(min(4, grown.length)), *range(max(0, grown.length - 10), grown.length)} <= {*places.tolist()}
         assert grown.room.shape[2] <= 40
-
-
-# The page.
-
-
-def test_the_examples_of_the_page_run():
-    page = (Path(__file__).parents[2] / "docs" / "hsa.md").read_text(encoding="utf-8")
-    q, k, v = inputs(n=20, m=20, dtype=torch.float32)
-    model = llama()
-    names = {"query": q, "key": k, "value": v, "model": model, "ids": torch.arange(5, 25)[None]}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.S):
-        exec(compile(block, "docs/hsa.md", "exec"), names)
-    assert names["out"].shape == (2, 4, 20, 3) and names["new"].shape == (1, 25)

@@ -18,9 +18,9 @@ class HatEncoderConfig(PreTrainedConfig):
     """Configuration of `HatModel`: post-norm blocks within segments, and across the segments' CLS rows.
 
     Args:
-        vocab_size, hidden_size, num_attention_heads, intermediate_size, hidden_act, hidden_dropout_prob,
-            attention_probs_dropout_prob, classifier_dropout, initializer_range, layer_norm_eps, pad_token_id,
-            tie_word_embeddings: as in BERT.
+        vocab_size, hidden_size, num_attention_heads, intermediate_size, hidden_act: as in BERT.
+        hidden_dropout_prob, attention_probs_dropout_prob, classifier_dropout, initializer_range: as in BERT.
+        layer_norm_eps, pad_token_id, tie_word_embeddings: as in BERT.
         num_hidden_layers: number of segment-wise blocks.
         segment_length, layout, gated, pooling, cls_token_id: as in `HatConfig`.
         max_position_embeddings: the most tokens of a text.
