@@ -40,7 +40,8 @@ def recorded() -> dict[str, set[str]]:
             *itertools.product(["penumbral"], ["psi"], [True, False], [False]),
         )
     ]
-    distances = [ha.HyperbolicConfig(distance=name) for name in ("geodesic", "squared_lorentz")]
+    kinds = itertools.product(("geodesic", "squared_lorentz"), ("einstein", "mean"))
+    distances = [ha.HyperbolicConfig(distance=distance, aggregation=average) for distance, average in kinds]
     biases = [ha.HypeConfig(form=form, max_length=64) for form in ("sinh", "cosh")]
     mechanisms = [*cones, *distances, *biases]
     found: dict[str, set[str]] = {"dot": {""}, "shared_dot": {""}}  # by name alone; of collaborative heads

@@ -17,16 +17,18 @@ import hf_hyperattn
 from hf_hyperattn.files import write_atomically
 
 
-def interleaved(calls: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Callable], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of every call in every round; the calls take turns, so that a drift of the machine hits all alike."""
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

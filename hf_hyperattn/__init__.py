@@ -38,6 +38,7 @@ from .mechanisms.hype.config import HypeConfig
 from .mechanisms.hyperbolic.config import HyperbolicConfig
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .mechanisms.mkl.config import MklConfig
+from .mechanisms.scores import ScoreConfig, score
 from .mechanisms.talking_heads.config import TalkingHeadsConfig
 from .mechanisms.trilinear.config import TrilinearConfig
 from .registry import lookup
@@ -69,6 +70,7 @@ __all__ = [
     "LogGates",
     "MechanismConfig",
     "MklConfig",
+    "ScoreConfig",
     "TalkingHeadsConfig",
     "TrilinearConfig",
     "convert",
@@ -81,6 +83,7 @@ __all__ = [
     "lora_config",
     "parameter_groups",
     "patch_model",
+    "score",
     "set_backend",
     "testing",
     "unpatch_model",

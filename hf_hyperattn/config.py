@@ -87,12 +87,18 @@ class MechanismConfig(KnownFields):
         """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
         return self
 
+    @classmethod
+    def checked_record(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What of a record its fields are made of."""
+        return data
+
     @staticmethod
     def from_dict(data: dict[str, Any]) -> MechanismConfig:
         """The inverse of `to_dict`; unknown mechanisms, unknown fields and values out of range are refused."""
         if not isinstance(data, dict) or not isinstance(data.get("mechanism"), str):
             raise ValueError(f"a mechanism's config is {short(data)}; allowed: a dict with the key 'mechanism'")
-        cls: Any = get_mechanism(data["mechanism"]).config
+        cls: Any = get_mechanism(data["mechanism"], data.get("defined_in")).config
+        data = cls.checked_record(data)
         known = cls.__dataclass_fields__
         unknown = sorted(map(str, data.keys() - known.keys() - {"mechanism"}))
         if unknown:

@@ -12,6 +12,7 @@ from .mechanisms.hsa.functional import hierarchical_attention
 from .mechanisms.hype.functional import hype_attention, hype_bias
 from .mechanisms.hyperbolic.functional import hyperbolic_attention, hyperbolic_scores
 from .mechanisms.mkl.functional import mkl_attention
+from .mechanisms.scores import scored_attention
 from .mechanisms.talking_heads.functional import talking_heads_attention
 from .mechanisms.trilinear.functional import bidaf_scores, trilinear_attention
 from .registry import lookup
@@ -27,6 +28,7 @@ __all__ = [
     "hyperbolic_attention",
     "hyperbolic_scores",
     "mkl_attention",
+    "scored_attention",
     "talking_heads_attention",
     "trilinear_attention",
 ]

@@ -62,9 +62,16 @@ def on_register(listener: Callable[[Mechanism], None]) -> None:
     LISTENERS.append(listener)
 
 
-def get_mechanism(name: str) -> Mechanism:
-    """The mechanism of that name, or an error that lists the names there are."""
+def get_mechanism(name: str, defined_in: object = None) -> Mechanism:
+    """The mechanism of that name, or an error that lists the names there are, or says what defined it when saved."""
     if name not in MECHANISMS:
+        if isinstance(defined_in, str):
+            module = defined_in.partition(":")[0]
+            code = "run the script that" if module == "__main__" else f"import {short(module)}, which"
+            raise ValueError(
+                f"score {short(name)} is not registered; first {code} defined it ({short(defined_in)}) when this was "
+                "saved: code is never imported for you"
+            )
         raise ValueError(
             f"mechanism {short(name)} is unknown; allowed: {', '.join(sorted(MECHANISMS))}; for others, import the "
             f"package that registers them first; a newer hf_hyperattn may know it: {install('-U')}"

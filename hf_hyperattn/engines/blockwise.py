@@ -59,7 +59,7 @@ def gradients(
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for an extra that needs none."""
     call = Call.of(serialize.read(tensors, *settings))
-    shapes = _shapes(tensors, needs_grad, settings[1])
+    shapes = gradient_shapes(tensors, needs_grad, settings[1])
     buffers = [out.new_zeros(shape) for shape in shapes]
     grads = Call.of(serialize.read(buffers, *settings), gradients=True).tensors
     group = call.tensors.query.shape[1:3]
@@ -70,7 +70,8 @@ def gradients(
     return buffers
 
 
-def _shapes(tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
+def gradient_shapes(tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str) -> list[tuple[int, ...]]:
+    """Shapes of the gradients of an operator's tensors, empty for an extra that needs none."""
     names = extras.split()
     learned = dict(zip(names, needs_grad[len(tensors) - len(names) :], strict=True))
     return serialize.shapes(tensors, extras, learned.__getitem__)
@@ -78,7 +79,7 @@ def _shapes(tensors: Sequence[Tensor], needs_grad: Sequence[bool], extras: str) 
 
 @gradients.register_fake
 def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    return [out.new_empty(shape) for shape in _shapes(tensors, needs_grad, extras)]
+    return [out.new_empty(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
 
 
 serialize.differentiable(forward, gradients)

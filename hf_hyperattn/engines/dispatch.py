@@ -16,9 +16,10 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..readable import is_recorded
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
-from .score import DOT, PairScore, learns
+from .score import DOT, PairScore, learns, repeat_heads, working_dtype
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
 ENGINES: dict[str, Callable] = {}
@@ -38,15 +39,22 @@ def register_engine(name: str, attend: Callable) -> None:
     RESOLVED.clear()
 
 
+def attend_or_refuse(name: str, engine, score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
+    """One of the engines that cannot do everything; ValueError where a call asks for more, which it names."""
+    reason = engine.unsupported_reason(score, value, options)
+    if reason is not None:
+        raise ValueError(f"backend={name!r} cannot compute this call: {reason}; use backend='auto'")
+    return engine.attend(score, value, options)
+
+
 register_engine("reference", reference.attend)
 register_engine("blockwise", blockwise.attend)
-register_engine("sdpa", sdpa.attend)
+register_engine("sdpa", partial(attend_or_refuse, "sdpa", sdpa))
 register_engine("cpu", cpu.attend)
-register_engine("triton", triton.attend)
+register_engine("triton", partial(attend_or_refuse, "triton", triton))
 
-
-#: What those of them do that `auto` has asked already whether they can.
-COMPUTE = {"sdpa": sdpa.compute, "triton": triton.compute}
+#: Those of them that `auto` has asked already whether they can.
+UNCHECKED = {"sdpa": sdpa.attend, "triton": triton.attend}
 
 
 def available_engines() -> tuple[str, ...]:
@@ -99,6 +107,8 @@ def attention(
         n <= cpu.FEW and n < m,
         size <= dense.DECODED,
         size <= dense.COMPILED,
+        options.any_rounding,
+        size <= dense.PLAIN,
         max(width, value.shape[-1]),
         query.dtype,
         key.dtype,
@@ -112,6 +122,7 @@ def attention(
         os.environ.get(native.SETTING),
         score.width is None,
         score.make_features is None,
+        options.aggregation and (options.aggregation.name, options.aggregation.gate is None),
     ]
     for tensor in (options.mask, options.bias):
         kind.append(tensor is not None and tensor.requires_grad)
@@ -130,6 +141,14 @@ def attention(
 
 def resolve(score: PairScore, value: Tensor, options: Options, backend: str, weights: bool) -> Callable:
     """What computes calls of this kind, `run(score, value, options) -> (output, weights or None)`."""
+    if options.aggregation is not None:
+        fits = check_backend(backend) == "cpu" or (backend == "auto" and decodes(score, value, options))
+        layout = cpu.decodes(score, value, options) if fits and not weights else None
+        if layout is None:
+            return partial(average_columns, partial(attention, backend=backend, weights=weights))
+        return partial(cpu.kernels.decode, layout)
+    if options.any_rounding and backend == "auto" and not weights and tiles_pay(score, value, options):
+        return cpu.resolve(score, value, options)
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
@@ -137,8 +156,27 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
         return attend_by_choice
     if ENGINES[name] is cpu.attend:
         return cpu.resolve(score, value, options)
-    attend = COMPUTE.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
+    attend = UNCHECKED.get(name, ENGINES[name]) if backend == "auto" else ENGINES[name]
     return attend if weights else partial(without_weights, attend)
+
+
+def average_columns(
+    attend: Callable, score: PairScore, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """A call with an `Aggregation`, by `attend(score, value, options) -> (output, weights or None)` without one."""
+    aggregation, width = options.aggregation, value.shape[-1]
+    assert aggregation is not None
+    value = value.to(working_dtype(score.raw_query, score.raw_key, value))
+    columns = aggregation.columns(value)
+    if aggregation.gate is not None:
+        columns = torch.cat([repeat_heads(value, columns.shape[1]), columns], dim=-1)
+    score = score.with_repeated_keys(columns.shape[1])
+    out, weights = attend(score, columns, replace(options, aggregation=None))
+    if aggregation.gate is None:
+        return aggregation.finish(out, options.sinks is not None), weights
+    mean = out[..., :width]
+    found = aggregation.finish(out[..., width:], options.sinks is not None)
+    return mean + aggregation.gate.to(mean.dtype)[:, None, None] * (found - mean), weights
 
 
 def without_weights(attend: Callable, *call) -> tuple[Tensor, None]:
@@ -148,14 +186,13 @@ def without_weights(attend: Callable, *call) -> tuple[Tensor, None]:
 
 def depends_on_call(score: PairScore, name: str) -> bool:
     """Whether single calls of a kind go to different engines: by their lengths, or by what SDPA can do."""
-    plain = score.terms[0].term is DOT and score.terms[0].gate is None
-    return name == "blockwise" or name == "sdpa" or (name == "reference" or plain and len(score.terms) == 1)
+    return name in ("blockwise", "sdpa", "reference") or is_plain(score)
 
 
 def attend_by_choice(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
     """The call by the engine that is the fastest for it."""
     name = choose(score, value, options, False)
-    return COMPUTE.get(name, ENGINES[name])(score, value, options)[0], None
+    return UNCHECKED.get(name, ENGINES[name])(score, value, options)[0], None
 
 
 def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> str:
@@ -166,8 +203,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
         return "reference"
     compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
-    one_product = len(score.terms) == 1 and score.terms[0].reader is None
-    if size > dense.DECODED and not one_product and cpu.decodes(score, value, options):
+    if decodes(score, value, options):
         return "cpu"
     if not compiling and size <= dense.COMPILED:  # nothing is built for a toy
         return "reference"
@@ -181,6 +217,31 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     if tiles == "blockwise" and dense.pays(score.shape, learns(score, value, options), compiled=False):
         return "reference"
     return tiles
+
+
+def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether `auto` takes the kernel for a few queries."""
+    one_product = len(score.terms) == 1 and score.terms[0].reader is None
+    large = not is_recorded() and math.prod(score.shape) > dense.DECODED
+    return large and not one_product and cpu.decodes(score, value, options) is not None
+
+
+def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
+    """Whether compiled tiles compute a plain dot product faster than SDPA; its lengths are not asked while tracing."""
+    if not is_plain(score) or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    if not torch.compiler.is_compiling():
+        size = math.prod(score.shape)
+        if size > dense.DECODED and cpu.decodes(score, value, options) is not None:
+            return True
+        if size <= dense.PLAIN:
+            return False
+    return cpu.supports(score, value, options)
+
+
+def is_plain(score: PairScore) -> bool:
+    """Whether the score is the dot product and nothing else."""
+    return len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
 
 
 def checked(options: Options, score: PairScore) -> Options:

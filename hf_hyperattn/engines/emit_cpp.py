@@ -91,15 +91,15 @@ OPEN_WITH_DISTANCE = """  static State open(const Pair& p) {{
 READER = """
 namespace hyper {{
 namespace {{
-struct EmittedReader {{
-  static constexpr int columns = {columns}, left_out = {left_out};
-  static constexpr bool norms = {norms};
-  static Vec read(Vec last, Vec side, float dim, const float* head, Vec* statistic) {{
+struct {name} {{
+  static constexpr int inputs = {inputs}, statistics = {statistics}, left_out = {left_out};
+  static constexpr bool reads_norms = {norms};
+  static Vec read(const Vec* column, float dim, const float* head, Vec* statistic) {{
     const struct {{
       float row[1];
-      Vec column[2];
+      const Vec* column;
       const float* head;
-    }} p = {{{{dim}}, {{last, side}}, head}};
+    }} p = {{{{dim}}, column, head}};
 {body}
   }}
 }};
@@ -182,15 +182,18 @@ def emitted(term: Term) -> tuple[str, str | None]:
 
 
 @lru_cache(maxsize=256)
-def emitted_reader(reader: Reader) -> str:
-    """The text of a reader, `struct EmittedReader`."""
+def emitted_reader(reader: Reader, name: str) -> str:
+    """The text of a reader, a struct of that name."""
     factor, statistics = alone(trace_reader, reader)
     w = CppWriter(set(), set())
     for i, node in enumerate(statistics):
         w.add(f"statistic[{i}] = {w.vector(node)};")
     w.add(f"return {w.vector(factor)};")
     norms = any(node.op == "column" and node.value == 1 for node in ancestors([factor, *statistics]))
-    return READER.format(columns=len(statistics), left_out=reader.left_out, norms=str(norms).lower(), body=w.result())
+    return READER.format(
+        name=name, inputs=reader.columns, statistics=len(statistics), left_out=reader.left_out,
+        norms=str(norms).lower(), body=w.result(),
+    )  # fmt: skip
 
 
 def functor(term: Term) -> str:

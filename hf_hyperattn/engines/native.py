@@ -317,7 +317,7 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
         for text in (source for source in sources if isinstance(source, str)):
             files.append(Path(place) / f"text_{len(files)}.cpp")
             files[-1].write_text(text, encoding="utf-8")
-        with told(library):
+        with progress_line(library):
             compile_library(files, made)
         if not made.is_file():
             raise RuntimeError(f"{compiler()[0]} ended without an error and made no library")
@@ -331,7 +331,7 @@ def _build(sources: Sequence[Path | str], library: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(library: Path) -> Iterator[None]:
+def progress_line(library: Path) -> Iterator[None]:
     """One line on stderr while a library is being built; none where warnings of the package are turned off."""
     start, loud = time.perf_counter(), logger.isEnabledFor(logging.WARNING) and sys.stderr is not None
     if loud:

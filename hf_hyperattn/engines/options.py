@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregation:
+    """An average of values that is no plain mean: of columns that are made of them, of which the result is made.
+
+    Engines that read each key and value once make the columns on the way, as two readers (score.py) say. `<name> lift`
+    takes the sum of a value's squares; from it come what the value is multiplied with before it is averaged, and
+    numbers to average beside it. `<name> land` takes the sum of the squares of that average, the averaged numbers, and
+    the sum of the weights, which sinks leave below 1; from them comes what the average is multiplied with.
+
+    Args:
+        name: of the two readers.
+        columns: from values [B, Hkv, M, dv] in the working dtype to [B, Hkv or H, M, e].
+        finish: from the averaged columns [B, H, N, e], and whether there are sinks, to the result [B, H, N, dv].
+        parameters: what the readers take: numbers, or tensors [H] or [1].
+        gate: [H], how much of the result there is beside the mean, which gets 1 - gate; None for all.
+    """
+
+    name: str
+    columns: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor, bool], Tensor]
+    parameters: tuple[Tensor | float, ...] = ()
+    gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +47,9 @@ class Options:
         softcap: c · tanh(S / c) on the first piece of the score, and on those that take its place.
         sinks: one extra logit per query head [H] that takes part in the softmax and has no value.
         dropout_p: probability that a weight is dropped, in [0, 1).
+        aggregation: how values are averaged; None for their mean. Engines that do not know it never see it.
+        any_rounding: whether `auto` may compute a plain dot product by another kernel than SDPA where that is faster:
+            its last digits differ.
     """
 
     mask: Tensor | None = None
@@ -32,6 +60,8 @@ class Options:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
+    aggregation: Aggregation | None = None
+    any_rounding: bool = False
 
 
 def check_broadcast(name: str, tensor: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:

@@ -228,12 +228,14 @@ class Reader:
             (see `Term`). Distances are taken from differences then, so that what only `by_product` reads is left out.
         parameters: how many there are.
         left_out: numbers at a vector's end that its point has not.
+        columns: how many numbers it takes in place of the two, where it reads no vectors (`Aggregation`).
     """
 
     name: str
     read: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
     parameters: int
     left_out: int = 0
+    columns: int = 2
 
 
 #: All readers by name.
@@ -302,6 +304,21 @@ class ScoreTerm:
     def numbers(self) -> Numbers:
         """What it reads beside the product."""
         return Numbers(self.row, self.column, self.head) if self.statistics is None else self.statistics()
+
+    def with_repeated_keys(self, heads: int) -> ScoreTerm:
+        """See `PairScore.with_repeated_keys`."""
+
+        def numbers() -> Numbers:
+            row, column, head, factors = self.numbers()
+            if factors is not None:
+                factors = factors[0], repeat_heads(factors[1], heads)
+            return Numbers(row, [repeat_heads(t, heads) for t in column], head, factors)
+
+        def points() -> Points:
+            there = self.points()  # type: ignore[misc]  # there is one
+            return Points(there.query, repeat_heads(there.key, heads))
+
+        return replace(self, statistics=numbers, points=None if self.points is None else points)
 
 
 @dataclass(eq=False)
@@ -390,6 +407,16 @@ class PairScore:
         gated = (replace(t, gate=weight if t.gate is None else t.gate * weight) for t in self.terms)
         return replace(self, terms=tuple(gated))
 
+    def with_repeated_keys(self, heads: int) -> PairScore:
+        """The same score with so many heads of keys, each of them repeated for its group of queries."""
+        if heads == self.kv_heads:
+            return self
+        score = replace(self, raw_key=repeat_heads(self.raw_key, heads), terms=())
+        if self.make_features is not None:
+            score.make_features = lambda: (self.query, repeat_heads(self.key, heads))
+        score.terms = tuple(t.with_repeated_keys(heads) for t in self.terms)
+        return score
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)."""
@@ -425,6 +452,8 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
         return False
     tensors: list[Tensor | float | None]
     tensors = [score.raw_query, score.raw_key, value, options.mask, options.bias, options.sinks]
+    if options.aggregation is not None:
+        tensors += (*options.aggregation.parameters, options.aggregation.gate)
     for term in score.terms:
         tensors += (
             *term.row,

@@ -35,19 +35,7 @@ FEW = 16
 
 
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """softmax(S)·V; arguments as in `reference.attend`, weights are not returned.
-
-    Raises:
-        ValueError: the call asks for what these kernels cannot do; the message says what.
-    """
-    reason = unsupported_reason(score, value, options)
-    if reason is not None:
-        raise ValueError(f"backend='sdpa' cannot compute this call: {reason}; use backend='auto'")
-    return compute(score, value, options)
-
-
-def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """A call that `unsupported_reason` has nothing against."""
+    """softmax(S)·V of a call that `unsupported_reason` has nothing against; arguments as in `reference.attend`."""
     query, key, scale = vectors(score)
     dtype, width = working(query, key, value), value.shape[-1]
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -151,6 +151,21 @@ def shapes(tensors: Sequence[Tensor], extras: str, learned: Callable[[str], bool
     return full[:main] + [s if learned(n) else (0,) for n, s in zip(names, full[main:], strict=True)]
 
 
+def fake_output(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
+    """For the compiler, what kernels return: the output [B, H, N, dv] and two numbers a row, in float32."""
+    query, _, value = tensors[:3]
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    return out, out.new_empty(2, *query.shape[:3])
+
+
+def fake_gradients(
+    grad, out, lse, tensors: Sequence[Tensor], needs_grad, score_key, extras: str, *settings
+) -> list[Tensor]:
+    """For the compiler, the gradients that kernels return."""
+    sizes = shapes(tensors, extras, LEARNED.__contains__)
+    return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
+
+
 def differentiable(forward, backward, pairwise: bool = True) -> None:
     """Give an operator its gradient, and let FLOP counters know both.
 

@@ -18,6 +18,8 @@ from .serialize import OperatorCall
 
 #: Gathering the points of single pairs costs this many times as much a pair as the differences of a whole tile.
 FEW = 16
+#: Points coincide where they differ by less than this many units of rounding: those of equal vectors may.
+BLUR = 4.0
 
 
 @dataclass
@@ -148,15 +150,16 @@ class Tile:
 
     def squared_distance(self, pairs: Tensor | None) -> Tensor:
         """Squared distances from differences of these pairs, bool [hc, G, R, C], NaN elsewhere; of all of them where
-        many are chosen, or for None.
+        many are chosen, or for None. 0 for points that coincide but for rounding.
         """
-        chosen = self.few(pairs)
+        chosen, sizes = self.few(pairs), self.points[0].square().sum(-1, keepdim=True)
         if chosen is None or pairs is None:
-            return self.distances()[-1].view(*self.shape).square_()
-        difference = self.differences(chosen)
-        squares = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
-        squares[chosen] = difference.square().sum(-1)
-        return squares
+            squares = self.distances()[-1].view(*self.shape).square_()
+        else:
+            difference = self.differences(chosen)
+            squares = torch.full(pairs.shape, torch.nan, dtype=difference.dtype, device=pairs.device)
+            squares[chosen] = difference.square().sum(-1)
+        return squares.masked_fill_(squares <= (BLUR * torch.finfo(squares.dtype).eps) ** 2 * sizes, 0.0)
 
     def backward_distances(self, grads: Tensors, d_square: Tensor) -> None:
         """Add what the gradient of `squared_distance`, [hc, G, R, C], makes to those of the points."""

@@ -321,7 +321,7 @@ def alone(function: Callable, *arguments) -> Any:
 def trace_reader(reader) -> tuple[Node, list[Node]]:
     """What a `Reader` (score.py) reads: the factor, and statistics. Of rows d, of columns what it reads of vectors."""
     tracer = Tracer()
-    row, column, head = tracer.numbers(1, 2, reader.parameters)
+    row, column, head = tracer.numbers(1, reader.columns, reader.parameters)
     with tracer:
         factor, statistics = reader.read(row, column, head)
     return tracer.node(factor), [tracer.node(x) for x in statistics]

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
-from .checkpoint_config import patched_hosts, recorded_hosts, saved_name, tree
+from .checkpoint_config import patched_hosts, record_of, recorded_hosts, saved_name, tree
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
-from .hyper_adapter import base_hyper
+from .hyper_adapter import base_hyper, hyper_adapters
 from .stock import OURS, PATCHED, RUNNING
 from .wrapping import wrap
 
@@ -111,6 +111,16 @@ def describe_base(model: PreTrainedModel) -> dict | None:
     if conversion is not None and not CONVERSIONS[conversion].in_place:
         facts["model_type"] = model.config.model_type
     return facts or None
+
+
+def describe_adapters(model: PreTrainedModel) -> dict[str, HyperAttnConfig]:
+    """What each adapter with a patch of its own patches a model with, by the adapter's name."""
+    hypers: dict[str, dict[str, Hyper]] = {}
+    for host, _, adapter in hyper_adapters(model):
+        for name, hyper in adapter.lora_hyper.items():
+            hypers.setdefault(name, {})[host] = hyper
+    records = {name: record_of(of_adapter) for name, of_adapter in hypers.items()}
+    return {name: HyperAttnConfig.from_dict(record) for name, record in records.items() if record is not None}
 
 
 def base_difference(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft.helpers
 import peft.utils.hotswap
 import transformers
 from packaging.version import Version
@@ -28,7 +29,7 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
-from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers
+from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers, in_short
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
 from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
@@ -100,7 +101,7 @@ def _load(original, self, *args, **kwargs):
         check_tensors([str(error.args[0])])
         raise
     check_tensors([*missing_of(name, result), *result.unexpected_keys])
-    warn_of_other_patch(self.peft_config[name], name, arguments["model_id"], arguments.get("kwargs", {}))
+    warn_of_other_patch(self, name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
 
 
@@ -112,18 +113,18 @@ def missing_of(name: str, result) -> list[str]:
     return [key for key in result.missing_keys if any(place in key for place in places)]
 
 
-def warn_of_other_patch(config, name: str, where: str, options: dict[str, Any]) -> None:
+def warn_of_other_patch(model: PeftModel, name: str, where: str, options: dict[str, Any]) -> None:
     """Where an adapter is read into one that was there, PEFT does not compare their configs: warn of other mechanisms.
 
     Args:
-        config: of the adapter that was there, `name`. where, options: as in `PeftModel.load_adapter`.
+        name: of the adapter that was there. where, options: as in `PeftModel.load_adapter`.
     """
+    config, prefix = model.peft_config[name], getattr(model.get_base_model(), "base_model_prefix", "")
     if not isinstance(config, HyperLoraConfig):
         return
-    there = config.hyperattn.to_dict()
     read: Any = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)})
-    saved = read.hyperattn
-    differ = [key for key in ("mode", "mechanisms") if there[key] != saved.to_dict()[key]]
+    there, saved = (in_short(c.hyperattn, prefix) for c in (config, read))
+    differ = [key for key in there if there[key] != saved[key]]
     if differ:
         logger.warning(
             f"adapter {name!r} has other {' and '.join(differ)} than {where}, whose parameters it was given: it "
@@ -304,6 +305,24 @@ def refuse_hyper(model: nn.Module, names, what: str) -> None:
 def _add_weighted(original, self, adapters, *args, **kwargs):
     refuse_hyper(self.model, adapters, "add_weighted_adapter")
     return original(self, adapters, *args, **kwargs)
+
+
+@wrap("rescale_adapter_scale", peft.helpers)
+def _rescale(original, model, multiplier):
+    paths = [f"{host}.hyper" for host, _, _ in hyper_adapters(model)] + [path for path, _ in hyper_wrappers(model)]
+    if paths:
+        raise ValueError(
+            f"rescale_adapter_scale does not reach the added parameters ({paths[0]}); allowed: adapters without some, "
+            "or add_weighted_adapter([name], [multiplier], new_name) of a HyperLoraConfig"
+        )
+    return original(model, multiplier)
+
+
+@wrap("subtract_mutated_init", LoraModel)
+def _convert_to_lora(original, self, output_state_dict, *args, **kwargs):
+    """PEFT gives back LoRA's matrices alone."""
+    added = {name: tensor for name, tensor in output_state_dict.items() if "hyper" in name.split(".")}
+    return original(self, output_state_dict, *args, **kwargs) | added
 
 
 @wrap("hotswap_adapter_from_state_dict", peft.utils.hotswap)

@@ -82,21 +82,27 @@ def write_records(model: PreTrainedModel) -> None:
 
 def _write(part: PreTrainedModel) -> set[int]:
     """The record of one part; returns the ids of the hosts that it speaks of."""
-    hosts, hypers = dict(patched_hosts(part)), []
-    for host in hosts.values():
-        hypers.append(getattr(host.hyper, "original_module", host.hyper))
-    configs = list(map(attrgetter("config"), hypers))
-    if not configs or configs.count(configs[0]) < len(configs):
+    hosts = dict(patched_hosts(part))
+    record = record_of({name: inner(host.hyper) for name, host in hosts.items()})
+    if record is None:
         if recorded_hosts(part.config) is not None:
             delattr(part.config, "hyperattn")
         return set()
+    part.config.hyperattn = record
+    return set(map(id, hosts.values()))
+
+
+def record_of(hypers: dict[str, Hyper]) -> dict | None:
+    """The record of what hosts, by their names, are patched with; None for none, or where it cannot be said."""
+    configs = list(map(attrgetter("config"), hypers.values()))
+    if not configs or configs.count(configs[0]) < len(configs):
+        return None
     overrides = {}
-    for name, hyper in zip(hosts, hypers, strict=True):
+    for name, hyper in hypers.items():
         if hyper.overrides:
             overrides[name] = [mechanism.to_dict() for mechanism in hyper.overrides]
-    record = hypers[0].config.to_dict() | {"hosts": list(hosts)}
-    part.config.hyperattn = record | ({"overrides": overrides} if overrides else {})
-    return set(map(id, hosts.values()))
+    record = configs[0].to_dict() | {"hosts": list(hypers)}
+    return record | ({"overrides": overrides} if overrides else {})
 
 
 def erase_records(model: PreTrainedModel) -> None:

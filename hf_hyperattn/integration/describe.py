@@ -16,7 +16,7 @@ from .attach import all_hosts
 from .checkpoint_config import inner, patched_hosts
 from .hyper_adapter import active_hyper
 from .patching import base_model, route
-from .stock import OURS, PATCHED, RUNNING
+from .stock import HYPER_DOT, OURS, PATCHED, RUNNING, stock_name
 
 
 class Description(dict):
@@ -42,7 +42,9 @@ class Description(dict):
         off = sorted({h["attn_implementation"] for h in self["hosts"] if h["mechanisms"] and not h["active"]})
         if off:
             lines.append(f"not active: the patched hosts run attn_implementation={off[0]!r}, without what was added")
-        by_name = sorted({h["attn_implementation"] for h in self["hosts"]} & (OURS - {PATCHED, RUNNING}))
+        beneath = sorted({h["beneath"] for h in self["hosts"] if h["beneath"]} - {"sdpa"})
+        lines += [f"beneath: what is not changed is computed by {name!r}" for name in beneath]
+        by_name = sorted({h["attn_implementation"] for h in self["hosts"]} & (OURS - {PATCHED, RUNNING} | {HYPER_DOT}))
         lines += [f"by name: attention is {name!r}" for name in by_name]
         return "\n".join(lines)
 
@@ -54,8 +56,9 @@ def describe(model: nn.Module) -> Description:
 
     Returns:
         A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
-        and hosts, each with name, family, heads, kv_heads, kind, attn_implementation, mechanisms, active (whether a
-        call runs them), parameters_added and gates (lowest and highest value of each; None where they cannot be read).
+        and hosts, each with name, family, heads, kv_heads, kind, attn_implementation, beneath (of a patched one, the
+        implementation that computes what is not changed, else None), mechanisms, active (whether a call runs them),
+        parameters_added and gates (lowest and highest value of each; None where they cannot be read).
     """
     base = base_model(model)
     hypers = [inner(host.hyper) for _, host in patched_hosts(base)]
@@ -90,6 +93,7 @@ def _host(module: nn.Module, host: Host) -> dict[str, Any]:
         "kv_heads": host.kv_heads,
         "kind": "cross" if host.is_cross else "causal" if host.is_causal else "bidirectional",
         "attn_implementation": implementation,
+        "beneath": stock_name(host.config) if hyper and host.config is not None else None,
         "mechanisms": [n for n, _ in hyper.named_children()] if hyper else [],
         "active": hyper is not None and implementation == RUNNING,
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,

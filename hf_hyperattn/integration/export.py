@@ -185,8 +185,9 @@ def build_on_meta(config: PreTrainedConfig, data: dict) -> torch.nn.Module:
 
 def needed_packages(model: torch.nn.Module, record: HyperAttnConfig) -> list[str]:
     """What has to be installed because it cannot be copied."""
-    homes = {type(mechanism).__module__.split(".")[0] for mechanism in record.mechanisms}
-    return [PACKAGE, *sorted(homes - {PACKAGE})] if any(model_patches.hosts(model)) or homes != {PACKAGE} else []
+    homes = {type(mechanism).__module__ for mechanism in record.mechanisms}
+    others = sorted(home for home in homes if home.split(".")[0] != PACKAGE)
+    return [PACKAGE, *others] if any(model_patches.hosts(model)) or others else []
 
 
 def rooms(record: HyperAttnConfig) -> list[str]:

@@ -42,7 +42,7 @@ from .call import (
 )
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
-from .stock import stock_forward
+from .stock import HYPER_DOT, STOCK, stock_forward
 from .tensor_parallel import PARTITIONED, heads_of_rank, on_rank, refuse_partitioned
 
 logger = logging.getLogger("hf_hyperattn")
@@ -249,6 +249,7 @@ def attention_function(named=None) -> Callable:
                 get("softcap"),
                 None if sinks is None else sinks.reshape(-1),
                 float(get("dropout") or 0.0),
+                any_rounding=getattr(getattr(module, "config", None), STOCK, None) == HYPER_DOT,
             ),
             {**keywords, "hierarchy": hierarchy},
             first,

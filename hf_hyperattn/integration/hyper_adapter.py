@@ -9,7 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..mechanisms.base import HostCall
+from ..mechanisms.base import HostCall, MechanismLayer
 from .hyper import Hyper
 
 
@@ -76,6 +76,12 @@ class HyperAdapter(nn.Module, BaseTunerLayer):
             out[rows] = result[rows].to(out.dtype)
         assert out is not None
         return out, None
+
+    def layers(self, names: Sequence[str] = ()) -> list[MechanismLayer]:
+        """The layers that run in a batch whose rows have these adapters; without names, those of `original_module`."""
+        hypers = [self.base_layer, *(self.lora_hyper[n] for n in dict.fromkeys(names) if n in self.lora_hyper)]
+        hypers = hypers if names else [self.original_module]
+        return [layer for hyper in hypers if hyper is not None for layer in hyper.layers()]
 
     def holding(self, names: Sequence[str], what: str) -> list[str]:
         """Those of the adapters that have parameters here; ValueError where there are two, which `what` would join."""

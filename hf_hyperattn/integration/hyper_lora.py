@@ -8,6 +8,7 @@ adapter that is active. On disk `peft_type` is "HF_HYPERATTN", a type that PEFT 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
@@ -27,16 +28,20 @@ from transformers.pytorch_utils import Conv1D
 import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
+from ..mechanisms.base import MechanismLayer
+from ..registry import get_mechanism
 from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hidden import add_hooks, remove_hooks
-from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names, structured_hosts
+from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
 from .patching import base_model, gather, resolve, rollback_on_error
 from .wrapping import wrap
+
+logger = logging.getLogger("hf_hyperattn")
 
 NAME = "HF_HYPERATTN"
 #: How `add_weighted_adapter` may combine; the others prune LoRA's matrices.
@@ -70,7 +75,8 @@ class HyperLoraConfig(LoraConfig):
     All else is `peft.LoraConfig`'s: `lora_alpha`, `use_dora`, `modules_to_save`, `task_type`, ...
 
     Raises:
-        ValueError: `mechanisms` and `hyperattn` are both given, or what they say is refused by `patch_model`.
+        ValueError: `mechanisms` and `hyperattn` are both given, what they say is refused by `patch_model`, or
+            `layer_replication` is set.
     """
 
     hyperattn: Any = field(default=None, metadata={"help": "what is done to attention, a HyperAttnConfig"})
@@ -83,6 +89,11 @@ class HyperLoraConfig(LoraConfig):
     def __post_init__(self, mechanisms, layers, heads, mode, include_cross_attention):
         super().__post_init__()
         self.peft_type = getattr(PeftType, NAME)
+        if self.layer_replication:
+            raise ValueError(
+                f"HyperLoraConfig got layer_replication={self.layer_replication}, which makes layers anew that the "
+                "patch would not be in; allowed: None, and a model that has these layers already"
+            )
         if mechanisms or (layers, heads, mode, include_cross_attention) != (None, None, "blend", False):
             if self.hyperattn is not None:
                 raise ValueError(
@@ -142,7 +153,14 @@ class HyperLoraModel(LoraModel):
                 super().set_adapter(self.active_adapter)
 
     def merge_adapter(self, adapter_names=None, safe_merge: bool = False) -> None:
-        check_one(self.model, adapter_names or self.active_adapters, "merge_adapter", safe_merge)
+        names = adapter_names or self.active_adapters
+        check_one(self.model, names, "merge_adapter", safe_merge)
+        for _, _, adapter in hyper_adapters(self.model):
+            if adapter.holding(names, "merge_adapter") != adapter.holding(self.active_adapters, "merge_adapter"):
+                raise ValueError(
+                    f"merge_adapter({list(names)}) would leave the patch of {self.active_adapters} in place; first "
+                    "call set_adapter with the adapters to merge"
+                )
         super().merge_adapter(adapter_names, safe_merge)
 
     def _unload_and_optionally_merge(self, merge=True, progressbar=False, safe_merge=False, adapter_names=None):
@@ -173,17 +191,26 @@ class HyperLoraModel(LoraModel):
         kwargs["adapter_names"] = ["__base__" if name in without_lora else name for name in names]
         encoder = self.model.get_encoder() if getattr(self.model.config, "is_encoder_decoder", False) else None
         inside = set() if encoder is None else set(encoder.modules())
-        handles = []
+        adapters = [(host, adapter) for _, host, adapter in hyper_adapters(self.model)]
+        handles, error = [], None
         try:
             with super()._enable_peft_forward_hooks(*args, **kwargs):
-                for _, _, adapter in hyper_adapters(self.model):
+                connect(self.model, [(host, adapter.layers(names)) for host, adapter in adapters])
+                for _, adapter in adapters:
                     rows = names if adapter in inside else [name for name in names for _ in range(beams)]
                     hook = partial(_add_names, rows)
                     handles.append(adapter.register_forward_pre_hook(hook, with_kwargs=True))
-                yield
+                try:
+                    yield
+                except BaseException as raised:  # PEFT would leave its own hooks
+                    error = raised
+            if error is not None:
+                raise error
         finally:
             for handle in handles:
                 handle.remove()
+            connect(self.model, [(host, adapter.layers()) for host, adapter in adapters])
+            resolve_names(self.model)
 
     def add_weighted_adapter(
         self, adapters, weights, adapter_name, combination_type: Any = "svd", *args, **options
@@ -215,6 +242,26 @@ class HyperLoraModel(LoraModel):
             return tensors
         own = f".lora_hyper.{adapter_name}."  # PEFT took out what has another adapter's name, also of a mechanism
         return tensors | {name: tensor for name, tensor in model.state_dict().items() if own in name}
+
+    @classmethod
+    def _convert_state_dict_for_initial_model(cls, model, config, where, *args):
+        config.init_lora_weights = True  # as PEFT does for its own type
+        config.save_pretrained(where)
+        return super()._convert_state_dict_for_initial_model(model, config, where, *args)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        own = {name for name in model.state_dict() if f".lora_hyper.{adapter_name}." in name}
+        prefix = "base_model.model."
+        missing = sorted(own - {form for name in tensors for form in (name, name.removeprefix(prefix))})
+        if missing:
+            logger.warning(
+                f"the tensors for adapter {adapter_name!r} lack {len(missing)} added parameters, such as "
+                f"{missing[0]!r}, which stay as they are; take them with get_peft_model_state_dict from a model that "
+                "has this adapter"
+            )
+        return tensors
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -343,19 +390,25 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
             if adapter.base_layer is not None:
                 host.hyper = adapter.base_layer
     patched = {id(host): host for _, host in patched_hosts(base)}
-    for key, host in hosts.items():
-        remove_hooks(host)
-        if key in patched:
-            add_hooks([(host, inner(host.hyper))])
+    connect(base, [(host, inner(host.hyper).layers() if key in patched else []) for key, host in hosts.items()])
     write_records(base)
-    structured = structured_hosts(base)
+    resolve_names(base)  # parts that run a structure by name
+    if routed and not patched and not any(hypers_of_adapters(base)):
+        model_patches.unserve(base)
+
+
+def connect(base: PreTrainedModel, hosts: list[tuple[nn.Module, list[MechanismLayer]]]) -> None:
+    """Give hosts the hooks, and the model the signature, that these layers of theirs need, and no others."""
+    structured = []
+    for host, layers in hosts:
+        remove_hooks(host)
+        add_hooks([(host, nn.ModuleList(layers))])
+        if any(get_mechanism(layer.config.mechanism).stage == "structure" for layer in layers):
+            structured.append(host)
     if structured:
         accept_hierarchy(base, structured)
     else:
         ignore_hierarchy(base)
-    resolve_names(base)  # parts that run a structure by name
-    if routed and not patched and not any(hypers_of_adapters(base)):
-        model_patches.unserve(base)
 
 
 # Transformers' own methods for adapters

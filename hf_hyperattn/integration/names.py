@@ -2,32 +2,42 @@
 
 A mechanism's own names ("cone", ...) are the published operators, without anything to learn. `hf_hyperattn` is the
 name of patched models: its function looks for `host.hyper`; a host without one runs what the model ran before.
+`hyper_dot` is the plain dot product on the engine that is the fastest for it, whose last digits are not SDPA's.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import model_patches
 
 from .. import mechanisms  # noqa: F401  fills the registry
 from ..config import MechanismConfig, read_record
+from ..engines import attention, dot_score
+from ..mechanisms.base import HostCall
 from ..registry import Mechanism, get_mechanism, on_register
 from .call import UNROUTED
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function, family_mask, patched_forward
-from .stock import OURS, PATCHED
+from .stock import HYPER_DOT, OURS, PATCHED
 from .unsupported import refuse_unrouted
+
+logger = logging.getLogger("hf_hyperattn")
 
 
 def register_names() -> None:
     """Register every name with Transformers, those of mechanisms that are registered later too."""
     UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
     _register(PATCHED, patched_forward)
+    AttentionInterface.register(HYPER_DOT, attention_function(PlainDot))
+    AttentionMaskInterface.register(HYPER_DOT, family_mask)
     on_register(register_names_of)
 
 
@@ -43,6 +53,22 @@ def _register(name: str, function) -> None:
     OURS.add(name)
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, family_mask)
+
+
+class PlainDot:
+    """What `hyper_dot` runs: no layer, with the same for all modules."""
+
+    @staticmethod
+    def layers(call: HostCall, weights: bool = False, stock: Callable | None = None) -> tuple[Tensor, Tensor | None]:
+        """The host's own attention; arguments and result as in `Layers.forward`."""
+        score, options = dot_score(call.query, call.key, call.scale), replace(call.options, any_rounding=True)
+        out, attention_weights = attention(score, call.value, options, backend=call.backend, weights=weights)
+        return out.to(call.query.dtype), attention_weights
+
+    @staticmethod
+    def of(_: nn.Module) -> Callable:
+        """See `attention_function`."""
+        return PlainDot.layers
 
 
 class NamedMechanism:
@@ -110,15 +136,27 @@ def _number(data: dict, default: MechanismConfig) -> int:
     """Where in `BY_NAME` the mechanism's parameters are."""
     mechanism = default.mechanism
     record = read_record(data)
-    if record.overrides:
-        raise ValueError(
-            f"config.hyperattn has overrides for single hosts, which {mechanism} used by name cannot honour; "
-            "allowed: patch_model with this config, or a config without overrides"
-        )
+    for name in ("layers", "heads", "overrides"):
+        if getattr(record, name) is not None:
+            raise ValueError(
+                f"config.hyperattn has {name}, which {mechanism} used by name cannot honour, as it runs everywhere; "
+                f"allowed: patch_model with this config, or a config without {name}"
+            )
+    others = [m.mechanism for m in record.mechanisms if m.mechanism != mechanism]
+    if others:
+        _warn_of_others(mechanism, " and ".join(others))
     config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
     if config not in BY_NAME:
         BY_NAME.append(config)
     return BY_NAME.index(config)
+
+
+@lru_cache(maxsize=64)
+def _warn_of_others(mechanism: str, others: str) -> None:
+    logger.warning(
+        f"config.hyperattn holds parameters of {others}, which {mechanism} used by name does not run; to run several "
+        "mechanisms call patch_model with this config"
+    )
 
 
 @lru_cache(maxsize=64)

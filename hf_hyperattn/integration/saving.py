@@ -25,9 +25,10 @@ from transformers.utils.hub import PushToHubMixin
 
 import hub_cards
 
+from ..config import HyperAttnConfig
 from ..folders import is_interrupted, replace_folder
 from ..registry import MECHANISMS
-from .adapter_config import BASE, describe_base, hyper_wrappers, write_config_beside
+from .adapter_config import BASE, describe_adapters, describe_base, hyper_wrappers, in_short, write_config_beside
 from .checkpoint_config import (
     LOADING,
     all_configs,
@@ -57,7 +58,12 @@ def card_facts(published: object) -> dict | None:
     facts = hub_cards.patched_facts(published)
     if facts is not None:
         facts["about"] = {
-            m.name: {"stage": m.stage, "papers": [m.paper] if m.paper else []} for m in MECHANISMS.values()
+            m.name: {
+                "stage": m.stage,
+                "what": (m.config.__doc__ or "").partition("\n")[0],
+                "papers": [m.paper] if m.paper else [],
+            }
+            for m in MECHANISMS.values()
         }
     return facts
 
@@ -212,9 +218,13 @@ def gathers_elsewhere(model: torch.nn.Module) -> bool:
 
 
 def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str]) -> None:
-    """Let adapters say what their base is, and warn of added parameters that were trained and are in none of them."""
+    """Let adapters say what their base is and what they patch it with, and warn of added parameters that were trained
+    and are in none of them.
+    """
     for config in configs.values():
         setattr(config, BASE, describe_base(base))
+    for name in set(names) & set(configs):
+        say_what_runs(base, name, configs[name])
     for name in names:
         left_out = next((host for host, hyper in not_in_adapter(base, name) if is_trained(hyper)), None)
         key = f"_hyperattn_warned_of_{name}"
@@ -225,6 +235,20 @@ def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str
                 "that is saved now; train them in an adapter made with hf_hyperattn.lora_config(model) "
                 "(modules_to_save=['hyper']), or save the whole model after merge_and_unload()"
             )
+
+
+def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
+    """Let an adapter's config say what it patches its base with; a warning where it was changed to say otherwise."""
+    running = describe_adapters(base).get(name)
+    if running is None:
+        return
+    there, prefix = config.hyperattn, base.base_model_prefix
+    if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(running, prefix):
+        logger.warning(
+            f"peft_config[{name!r}].hyperattn was changed after the adapter was put on the model, which still computes "
+            "what it said before, and so it is saved; to change it, add an adapter with a HyperLoraConfig of its own"
+        )
+        config.hyperattn = running
 
 
 def not_in_adapter(base: PreTrainedModel, name: str) -> Iterator[tuple[str, Hyper]]:

@@ -30,7 +30,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .adapter_config import base_difference, describe_base
+from ..config import HyperAttnConfig
+from .adapter_config import base_difference, describe_adapters, describe_base, in_short
 from .checkpoint_config import LOADING, RECORD, patched_hosts
 from .record_check import FRESH, added_tensors, tensors_of_hosts
 from .stock import OURS
@@ -51,8 +52,10 @@ def _state_dict(original, self, *args, **kwargs):
     result = original(self, *args, **kwargs)
     description = None if LOADING.get() else describe_base(self)
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-    if description is not None and hasattr(result, "_metadata"):  # a name has no tensor that would tell of it
-        result._metadata.setdefault(prefix[:-1], {})[NOTED] = copy.deepcopy(description)
+    adapters = {} if LOADING.get() else describe_adapters(self)
+    if (adapters or description is not None) and hasattr(result, "_metadata"):  # a name has no tensor to tell of it
+        noted = {**copy.deepcopy(description or {}), "adapters": {n: c.to_dict() for n, c in adapters.items()}}
+        result._metadata.setdefault(prefix[:-1], {})[NOTED] = noted
     return result
 
 
@@ -202,9 +205,20 @@ def warn_of_config(model: nn.Module, source: str | os.PathLike, **hub) -> None:
 
 def warn_of_noted(model: nn.Module, state_dict: dict | None) -> None:
     """Warn where a state dict's model ran another attention of ours than the model that took the tensors."""
-    saved = getattr(state_dict, "_metadata", {}).get("", {}).get(NOTED)
-    if saved is not None:
-        warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
+    metadata = getattr(state_dict, "_metadata", {})
+    saved = next((facts[NOTED] for facts in metadata.values() if NOTED in facts), None)  # the outermost model's
+    if saved is None:
+        return
+    warn_of_saved(model, saved, "the model of this state dict", "patch it as that one was")
+    base: Any = model
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    there, prefix = saved.get("adapters", {}), getattr(base, "base_model_prefix", "")
+    for name, config in describe_adapters(base).items():
+        if name in there and in_short(HyperAttnConfig.from_dict(there[name]), prefix) != in_short(config, prefix):
+            logger.warning(
+                f"adapter {name!r} of {type(base).__name__} took the parameters of one with another patch: it computes "
+                "something else; make it with the HyperLoraConfig that the state dict's model has"
+            )
 
 
 def warn_of_saved(model: nn.Module, saved: dict, what: str, remedy: str) -> None:

@@ -24,6 +24,10 @@ if __name__.partition(".")[0] != PATCHED:
 #: All names of ours that are registered; filled by names.py.
 OURS: set[str] = {PATCHED, RUNNING}
 
+#: The plain dot product on our engine. For Transformers and for patches it is an implementation as others are: it can
+#: be asked for by name, and run beneath a mechanism.
+HYPER_DOT = "hyper_dot"
+
 #: Key in the config of patched hosts: the name of the implementation from before.
 STOCK = "hyperattn_stock"
 

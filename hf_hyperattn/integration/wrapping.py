@@ -33,6 +33,7 @@ RELIED_ON = (
     ("peft", "LoraModel", "_unload_and_optionally_merge", ("merge", "progressbar", "safe_merge", "adapter_names")),
     ("peft", "LoraModel", "_enable_peft_forward_hooks", ()),
     ("peft", "LoraModel", "_get_adapter_state_dict", ("model", "config", "adapter_name", "state_dict")),
+    ("peft", "LoraModel", "_remap_adapter_state_dict_for_load", ("model", "config", "adapter_name", "state_dict")),
     ("peft", "LoraModel", "_remove_adapter_name_from_key", ("key", "adapter_name")),
 )
 #: Sentences about what has changed.

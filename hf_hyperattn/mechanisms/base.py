@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..engines import Options, PairScore, attention, dot_score
+from ..engines.dispatch import average_columns
 from ..engines.options import full_precision
 from ..readable import can_read
 
@@ -156,10 +157,11 @@ class Plan:
             backend: the engine; None for the one that the call names.
         """
         backend = self.call.backend if backend is None else backend
+        attend: Callable = partial(self.attend, backend=backend, weights=weights)
+        if self.options.aggregation is not None and self.attend is not attention:
+            attend = partial(average_columns, attend)
         with full_precision(self.value.device):
-            out, attention_weights = self.attend(
-                self.score, self.value, self.options, backend=backend, weights=weights
-            )
+            out, attention_weights = attend(self.score, self.value, self.options)
         for step in self.after:
             out = step(out)
         return out.to(self.call.query.dtype), attention_weights

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..engines.score import working_dtype
 from .checks import check_call, check_tensor
 
 
@@ -28,7 +29,7 @@ def edge_attention(
         **options: further arguments of `scores`.
 
     Returns:
-        [targets, H, dv]; 0 at nodes that no edge leads to.
+        [targets, H, dv] in the dtype of `value`, summed in float32 at least; 0 at nodes that no edge leads to.
 
     Raises:
         ValueError: a shape or dtype is not as above, or an edge names a node that is not there.
@@ -38,18 +39,21 @@ def edge_attention(
         if rows.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(rows.shape)}; allowed: 3 axes, [nodes, heads, dim]")
     _check_edges(edges, len(query), len(key), len(value))
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    check_call(q, k, v, enable_gqa=False)
     source, target = edges.long()
+    # sums over many edges, and those of the gradients, lose in half precision what they add
+    dtype, out_dtype = working_dtype(query, key, value), value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     pairs = query[target][:, :, None], key[source][:, :, None]  # an edge is a call with one query and one key
-    check_call(*pairs, value[source][:, :, None], enable_gqa=False)
-    logits = (_dot_product if scores is None else scores)(*pairs, **options)[..., 0, 0]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = (_dot_product if scores is None else scores)(*pairs, **options)[..., 0, 0].to(dtype)
     nodes = target[:, None].expand_as(logits)
     most = logits.detach().new_full((len(query), logits.shape[1]), -torch.inf)
     most = most.scatter_reduce(0, nodes, logits.detach(), "amax")
     weights = (logits - most[target]).exp()
     weights = weights / torch.zeros_like(most).index_add(0, target, weights)[target]
-    rows = weights[..., None].to(value.dtype) * value[source]
-    return rows.new_zeros(len(query), *rows.shape[1:]).index_add(0, target, rows)
+    rows = weights[..., None] * value[source]
+    return rows.new_zeros(len(query), *rows.shape[1:]).index_add(0, target, rows).to(out_dtype)
 
 
 def _dot_product(query: Tensor, key: Tensor) -> Tensor:

@@ -32,8 +32,11 @@ class ScoreLayer(MechanismLayer):
     learned: tuple[str, ...] = ()
     #: The parameters that all are zero where the layer changes nothing.
     gates: tuple[str, ...] = ("gate",)
+    #: Whether `space_of(call, dtype)` gives what `space` gives, for a score that reads more of the call than vectors.
+    reads_call = False
 
     space: Callable
+    space_of: Callable
     gate: nn.Parameter | None
 
     def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
@@ -60,7 +63,7 @@ class ScoreLayer(MechanismLayer):
         for name in self.learned:
             start, log = getattr(self.config, name), getattr(self, f"log_{name}")
             numbers.append(start if log is None else start * torch.exp(log.to(dtype)))
-        space = self.space(*numbers)
+        space = self.space_of(call, dtype) if self.reads_call else self.space(*numbers)
         if gate is None and self.heads is None:
             return replace(plan, score=space.score(query, key))
         whole = gate is not None and self.heads is None

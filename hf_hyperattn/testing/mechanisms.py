@@ -8,6 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -17,7 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from ..config import MechanismConfig, Mode
-from ..integration import describe, lora_config, patch_model, unpatch_model
+from ..integration import describe, lora_config, patch_model, set_backend, unpatch_model
 from ..registry import get_mechanism
 from .checks import Expectation, Refused, run_all, with_refusals
 
@@ -61,6 +62,13 @@ PROJECTION = {
 }
 #: One mechanism of each kind beside which every other one is patched, where that is not refused.
 BESIDE = ("cone", "hype", "hsa", "head_fusion", "talking_heads")
+
+#: Tensors by what they are.
+Numbers = dict[str, Tensor]
+#: How many times as far from float64 as rounding takes numbers in float32 those of another way may be.
+ROUNDINGS = 8
+#: What two numbers may differ by, however small they are.
+SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,27 @@ class Check(Expectation):
         apart = (first.double() - second.double()).abs().max().item()
         if not apart <= most:
             self.fail(f"{what} changes the output by {apart:.1e}, allowed: {most:g}")
+
+    def equal_but_rounding(
+        self, found: Numbers, model: nn.Module, way: Callable[[Any], Numbers], least: float, what: str
+    ) -> None:
+        """Refuse numbers, by name, that differ from those of the plain way by more than rounding explains.
+
+        Args:
+            found: what `what` gives, in float32.
+            model: in float32.
+            way: gives the numbers of a model the plain way.
+            least: a difference that is always allowed, relative to the largest number where that is below 1.
+        """
+        plain = way(model)
+        limits = {name: max(least * min(1.0, number.abs().max().item()), SMALLEST) for name, number in plain.items()}
+        if all(distance(found[name], number) <= limits[name] for name, number in plain.items()):
+            return
+        exact, rounding = in_float64(model, way)
+        for name, number in exact.items():
+            apart, most = distance(found[name], number), max(ROUNDINGS * rounding[name], limits[name])
+            if not apart <= most:
+                self.fail(f"{what} changes {name} by {apart:.1e} from what float64 gives, allowed: {most:.1e}")
 
 
 def check_mechanism(
@@ -213,7 +242,8 @@ def inputs_of(family: str) -> dict[str, Tensor]:
 
 def output_of(model: Callable[..., Any], family: str, **call) -> Tensor:
     """The logits of a call, of tokens that are no padding."""
-    inputs = inputs_of(family) | call
+    dtype = getattr(model, "dtype", torch.float32)
+    inputs = {n: t.to(dtype) if n == "pixel_values" else t for n, t in (inputs_of(family) | call).items()}
     logits = model(**inputs).logits
     mask = inputs.get("attention_mask")
     return logits if mask is None or family in TWO_STACKS else logits[mask.bool()]
@@ -232,6 +262,35 @@ def move(model: nn.Module, amount: float = 0.3) -> nn.Module:
     for _, parameter in added(model):
         parameter.add_((torch.randn(parameter.shape, generator=generator) * amount).to(parameter.dtype))
     return model
+
+
+def in_float64(model: nn.Module, way: Callable[[Any], Numbers]) -> tuple[Numbers, dict[str, float]]:
+    """Numbers of a model in float64, and how far from these rounding takes float32's: by their own distance, which may
+    be small by luck, or by that of numbers in float64 of which every weight has moved by up to two units in float32's
+    last place.
+    """
+    exact, near = way(_double(model)), [way(model)]
+    for seed in range(3):
+        moved, generator = _double(model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in moved.parameters():
+                step = 4 * torch.rand(weight.shape, generator=generator) - 2
+                weight.mul_(1 + torch.finfo(torch.float32).eps * step)
+        near.append(way(moved))
+    return exact, {name: max(distance(numbers[name], number) for numbers in near) for name, number in exact.items()}
+
+
+def _double(model: Any) -> Any:
+    """A copy of a model in float64."""
+    model = copy.deepcopy(model).double()
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    return model
+
+
+def distance(first: Tensor, second: Tensor) -> float:
+    """The largest difference of two tensors' numbers."""
+    return (first.double() - second.double()).abs().max().item()
 
 
 def added(model: nn.Module) -> list[tuple[str, Any]]:
@@ -279,9 +338,12 @@ def contract(*families: str, about_learning: bool = False) -> Callable:
 def identity(check: Check) -> None:
     """A patched model starts as the model it was: skipped, computed, and with gradients."""
     stock = run(check.stock(), check.family)
-    check.equal(run(check.patched(0.0), check.family), stock, 1e-5, "patching")
-    check.equal(output_of(check.patched(0.0), check.family), stock, 1e-5, "patching for training")
-    check.equal(run(check.patched(1e-12), check.family), stock, 1e-5, "a mechanism that is computed at its start")
+    most = 1e-5 * max(1.0, stock.abs().max().item())  # another order of sums rounds by the numbers' size
+    check.equal(run(check.patched(0.0), check.family), stock, most, "patching")
+    check.equal(output_of(check.patched(0.0), check.family), stock, most, "patching for training")
+    computed = {"the output": run(check.patched(1e-12), check.family)}
+    plain = lambda model: {"the output": run(model, check.family)}
+    check.equal_but_rounding(computed, check.stock(), plain, most, "a mechanism that is computed at its start")
 
 
 @contract()
@@ -300,7 +362,7 @@ def reversal(check: Check) -> None:
     check.equal(run(model, check.family), output, 0, "patching and unpatching")
 
 
-def _slopes(model: Any, family: str, **call) -> dict[str, Any]:
+def gradients_of(model: Any, family: str, **call) -> dict[str, Any]:
     """Gradients of the added parameters, by name."""
     model.zero_grad()
     output_of(model, family, **call).float().square().mean().backward()
@@ -314,7 +376,7 @@ def learning(check: Check) -> None:
     start = {n: p.detach().clone() for n, p in added(model)}
     optimizer = torch.optim.Adam([p for _, p in added(model)], lr=0.01)
     for _ in range(3):
-        for name, slope in _slopes(model, check.family).items():
+        for name, slope in gradients_of(model, check.family).items():
             if slope is None or not slope.isfinite().all():
                 check.fail(f"{name} gets {'no' if slope is None else 'an infinite'} gradient")
         optimizer.step()
@@ -328,7 +390,7 @@ def gradients(check: Check) -> None:
     """Gradients of added parameters are differences of the loss, in float64, along a direction of all entries."""
     model = check.patched(0.2).double()
     generator = torch.Generator().manual_seed(3)
-    slopes = _slopes(model, check.family)
+    slopes = gradients_of(model, check.family)
     for name, parameter in added(model):
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         losses = []
@@ -436,10 +498,10 @@ def cached(check: Check) -> None:
         padded, whole = inputs, {"input_ids": inputs["input_ids"][1:]}
         for call in (padded, whole):
             past = cache_class(config=model.config)
-            chunks, real = _by_chunks(model, call, past), call.get("attention_mask", torch.ones(1, 11)).bool()
-            with torch.no_grad():
-                expected = model(**call).logits
-            check.equal(chunks[real], expected[real], 1e-4, f"reading by {type(past).__name__}")
+            real = call.get("attention_mask", torch.ones(1, 11)).bool()
+            chunks = {"the output": _by_chunks(model, call, past)[real]}
+            at_once = torch.no_grad()(lambda model, call=call, real=real: {"the output": model(**call).logits[real]})
+            check.equal_but_rounding(chunks, model, at_once, 1e-4, f"reading by {type(past).__name__}")
 
 
 @torch.no_grad()
@@ -487,6 +549,25 @@ def _refused_together(check: Check, config: MechanismConfig) -> None:
         check.fail(f"it is patched beside {other}, with which it is declared to clash")
 
 
+@contract("llama", "bert")
+def engines(check: Check) -> None:
+    """Every engine gives what `reference` gives, and its gradients, or says that it does not serve the mechanism."""
+    model = set_backend(check.patched(), "reference")
+    output, slopes = run(model, check.family), gradients_of(model, check.family) if added(model) else {}
+    for backend in ("blockwise", "cpu"):
+        set_backend(model, backend)
+        try:
+            found = run(model, check.family)
+        except ValueError as error:
+            if f"backend={backend!r}" not in str(error):
+                raise
+            continue
+        check.equal(found, output, 5e-4, f"backend={backend!r}")
+        for name, slope in (gradients_of(model, check.family) if slopes else {}).items():
+            most = 5e-3 * max(slopes[name].abs().max().item(), 1e-2)
+            check.equal(slope, slopes[name], most, f"backend={backend!r}, the gradient of {name},")
+
+
 @contract("llama", "bert", about_learning=True)
 def compiled(check: Check) -> None:
     """`torch.compile(fullgraph=True)` gives the same numbers, forward and backward."""
@@ -495,22 +576,23 @@ def compiled(check: Check) -> None:
     once = torch.compile(model, fullgraph=True, backend="aot_eager")
     call = {"use_cache": False} if check.family in CAUSAL else {}
     check.equal(run(once, check.family, **call), run(model, check.family, **call), 1e-4, "torch.compile")
-    slopes = _slopes(once, check.family, **call)
-    for name, slope in _slopes(model, check.family, **call).items():
-        check.equal(slopes[name], slope, 1e-4 * min(1.0, slope.abs().max().item()) + 1e-6, f"torch.compile of {name}")
+    way = partial(gradients_of, family=check.family, **call)
+    check.equal_but_rounding(way(once), model, way, 1e-5, "torch.compile")
 
 
 @contract("llama", "bert")
 def half(check: Check) -> None:
-    """Half precision moves the output a few times as far as the stock model's, on average; gradients are finite."""
-    for dtype, most in ((torch.bfloat16, 6), (torch.float16, 15)):
-        distances = []
-        for model in (check.stock(), check.patched(0.1)):
-            exact = run(model, check.family)
-            distances.append((run(model.to(dtype), check.family).double() - exact).square().mean().sqrt().item())
+    """Half precision moves the output a few times as far as only rounding the parameters to it, on average; gradients
+    are finite.
+    """
+    for dtype, most in ((torch.bfloat16, 8), (torch.float16, 15)):
+        model, distances = check.patched(0.1), []
+        exact = run(model, check.family)
+        for other in (copy.deepcopy(model).to(dtype).float(), model.to(dtype)):
+            distances.append((run(other, check.family).double() - exact).square().mean().sqrt().item())
         if not distances[1] <= most * distances[0]:
-            check.fail(f"{dtype} moves the output by {distances[1]:.1e}, and the stock model's by {distances[0]:.1e}")
-        _slopes(model, check.family)
+            check.fail(f"{dtype} moves the output by {distances[1]:.1e}, rounded parameters by {distances[0]:.1e}")
+        gradients_of(model, check.family)
         if not all(p.grad is None or p.grad.isfinite().all() for p in model.parameters()):
             check.fail(f"gradients are not finite in {dtype}")
 
@@ -520,11 +602,11 @@ def checkpointing(check: Check) -> None:
     """Gradient checkpointing changes no gradient; the reentrant one, which adds in another order, by rounding alone."""
     call = {"use_cache": False} if check.family in CAUSAL else {}
     expected = check.patched().train()
-    _slopes(expected, check.family, **call)
+    gradients_of(expected, check.family, **call)
     for reentrant, most in ((False, 0.0), (True, 1e-5)):
         model = check.patched().train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        _slopes(model, check.family, **call)
+        gradients_of(model, check.family, **call)
         for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
             first, second = (torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other))
             check.equal(first, second, most, f"checkpointing (use_reentrant={reentrant}) of {name}")

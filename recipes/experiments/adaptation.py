@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import hf_hyperattn as ha
 from hf_hyperattn.registry import get_mechanism
 
-from .fitting import fit
+from .fitting import best_of, fit, key_of, key_of_search
 from .head_pruning import pretrained, tokenizer
 from .store import Experiment
 
@@ -68,20 +68,10 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
             yield key_of(name, seed), functools.partial(train_at_best, settings, found, name, seed)
 
 
-def key_of(name: str, seed: int) -> str:
-    """The name of a run."""
-    return f"{name}, seed {seed}"
-
-
-def key_of_search(name: str, rate: float) -> str:
-    """The name of a run of the search for a learning rate."""
-    return f"search, {name}, learning rate {rate:g}"
-
-
 def best_rate(settings: dict, found: dict, name: str) -> float:
     """The learning rate with the least loss in the search: LoRA's for LoRA alone, else that of what was added."""
     rates = settings["search"]["rates" if name == ALONE else "added_rates"]
-    return min(rates, key=lambda rate: found[key_of_search(name, rate)]["held_out"])
+    return best_of(rates, found, name, "held_out")
 
 
 def searched(settings: dict, found: dict, name: str, rate: float) -> dict:

@@ -8,15 +8,14 @@ from pathlib import Path
 from .adaptation import ALONE, key_of, key_of_search
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
 
 
 def seeds(results: dict, name: str) -> list[dict]:
     """The runs of a row that are done, by seed."""
-    keys = (key_of(name, seed) for seed in results["settings"]["seeds"])
-    return [results["runs"][key] for key in keys if key in results["runs"]]
+    return done(results, (key_of(name, seed) for seed in results["settings"]["seeds"]))
 
 
 def whole(results: dict) -> list[str]:
@@ -94,4 +93,4 @@ def plot(results: dict):
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     """Write the plot, and every table between its two marks on the page."""
-    draw_page("adaptation", TABLES, plot, folder, page, plots)
+    draw_page("adaptation", TABLES, folder, page, plot, plots)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_hyperattn.files import write_atomically
-
 from .ball import BALL, FLAT, best_rate, key_of
-from .draw import ROOT, put
-from .store import FOLDER, load
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .draw import ROOT, draw_page
+from .store import FOLDER
+from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "hyperbolicity.md"
 MEASURES = {"precision": 100, "rank": 1, "norm and level": 1}
@@ -17,8 +15,7 @@ MEASURES = {"precision": 100, "rank": 1, "norm and level": 1}
 
 def seeds(results: dict, space: str, dim: int) -> list[dict]:
     """The runs of all seeds; none where one is missing."""
-    keys = [key_of(space, dim, seed) for seed in results["settings"]["seeds"]]
-    return [results["runs"][key] for key in keys] if set(keys) <= set(results["runs"]) else []
+    return all_done(results, (key_of(space, dim, seed) for seed in results["settings"]["seeds"]))
 
 
 def precisions(results: dict, space: str, dim: int) -> list[float]:
@@ -55,9 +52,4 @@ TABLES = {"ball": ball, "ball-paired": pairs, "ball-made": circumstances}
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:
     """Write the tables between their marks; nothing where no run is done."""
-    if not (folder / "ball.json").exists():
-        return
-    results, text = load("ball", folder), page.read_text()
-    for name, make in TABLES.items():
-        text = put(text, name, make(results))
-    write_atomically(page, text)
+    draw_page("ball", TABLES, folder, page)

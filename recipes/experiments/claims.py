@@ -56,6 +56,12 @@ def missing(key: str, said: str, why: str, command: str = "") -> Claim:
     return Claim(key, said, "", why, NOT_RUN, command)
 
 
+def in_minilm(key: str, said: str, rules: str, layers: str, more: str = "") -> Claim:
+    """Rules put into three of MiniLM's layers, without training."""
+    test = "three of MiniLM's six layers, a cosine of at least 0.97" + more
+    return Claim(key, said, test, of(f.minilm_cosines, rules, layers, 0.97), command=MINILM)
+
+
 DEPTH, LENGTH, HAT = (f"python recipes/experiments {name}" for name in ("depth", "length", "hat_imdb"))
 PRUNING, TRANSLATION, ADAPTATION = (
     f"python recipes/experiments {name}" for name in ("head_pruning", "translation", "adaptation")
@@ -302,20 +308,14 @@ CLAIMS = (
         of(f.of_models, "hsa_joined", "joined, tree", {"joined, flat": "joined, flat"}),
         command="python recipes/experiments hsa_joined",
     ),
-    Claim(
+    in_minilm(
         "C8",
         "injected into an encoder without training it keeps what the model does",
-        "three of MiniLM's six layers, a cosine of at least 0.97; the paper's tying in its own layers",
-        of(f.minilm_cosines, "both, 2-8-64-1024, diagonal masked", "interleaved", 0.97),
-        command=MINILM,
+        "both, 2-8-64-1024, diagonal masked",
+        "interleaved",
+        "; the paper's tying in its own layers",
     ),
-    Claim(
-        "C8a",
-        "the same with tied keys (ours)",
-        "three of MiniLM's six layers, a cosine of at least 0.97",
-        of(f.minilm_cosines, "key, 8, near 16, top 4", "chosen", 0.97),
-        command=MINILM,
-    ),
+    in_minilm("C8a", "the same with tied keys (ours)", "key, 8, near 16, top 4", "chosen"),
     Claim(
         "C9",
         "cheaper models without training",

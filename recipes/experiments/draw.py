@@ -38,27 +38,35 @@ def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     write_atomically(page, text)
 
 
-def draw_page(name: str, tables: dict[str, Callable], plot: Callable, folder: Path, page: Path, plots: Path) -> None:
-    """The tables and the one plot of an experiment with a page of its own; nothing where no run is done.
+def draw_page(
+    name: str,
+    tables: dict[str, Callable],
+    folder: Path,
+    page: Path,
+    plot: Callable | None = None,
+    plots: Path = PLOTS,
+) -> None:
+    """The tables of an experiment with a page of its own, and its plot if it has one; nothing where no run is done.
 
     Args:
         name: of the experiment and its plot.
         tables: what makes each table of the results, by the mark on the page.
-        plot: what makes the figure.
         folder: of the results.
         page: has a mark for every table.
+        plot: what makes the figure; None for none.
         plots: where the plot goes.
 
     Raises:
         ValueError: the page lacks a mark.
         ImportError: matplotlib is missing.
     """
-    from . import figures
-
     if not (folder / f"{name}.json").exists():
         return
     results, text = load(name, folder), page.read_text()
-    figures.save(plot(results), plots / f"{name}.svg")
+    if plot is not None:
+        from . import figures
+
+        figures.save(plot(results), plots / f"{name}.svg")
     for mark, table in tables.items():
         text = put(text, mark, table(results))
     write_atomically(page, text)

@@ -1,9 +1,9 @@
-"""The training loop that the experiments share."""
+"""The training loop that the experiments share, the names of its runs, and which rate a search found."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,21 @@ from .pausing import wait_while_paused
 WARM_UP = 0.1
 #: The loss that is reported is a mean over this many steps at the end.
 LAST = 50
+
+
+def key_of(row: str, seed: int) -> str:
+    """The name of a run of a row."""
+    return f"{row}, seed {seed}"
+
+
+def key_of_search(row: str, rate: float) -> str:
+    """The name of a row's run of the search for a learning rate."""
+    return f"search, {row}, learning rate {rate:g}"
+
+
+def best_of(rates: Sequence[float], found: dict, row: str, measure: str, best: Callable = min) -> float:
+    """The learning rate with the least `measure` in the search; the largest by `best=max`."""
+    return best(rates, key=lambda rate: found[key_of_search(row, rate)][measure])
 
 
 def fit(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hf_hyperattn import functional as ha
 
-from .fitting import fit, size_of
+from .fitting import best_of, fit, key_of, key_of_search, size_of
 from .store import Experiment
 
 
@@ -98,19 +98,9 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
             yield key_of(kind, seed), functools.partial(train_at_best, settings, found, kind, seed)
 
 
-def key_of(kind: str, seed: int) -> str:
-    """The name of a run."""
-    return f"{kind}, seed {seed}"
-
-
-def key_of_search(kind: str, rate: float) -> str:
-    """The name of a run of the search for a learning rate."""
-    return f"search, {kind}, learning rate {rate:g}"
-
-
 def best_rate(settings: dict, found: dict, kind: str) -> float:
     """The learning rate with the best accuracy in the search."""
-    return max(settings["search"]["rates"], key=lambda rate: found[key_of_search(kind, rate)]["accuracy"])
+    return best_of(settings["search"]["rates"], found, kind, "accuracy", max)
 
 
 def train_at_best(settings: dict, found: dict, kind: str, seed: int) -> dict:

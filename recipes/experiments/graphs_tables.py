@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_hyperattn.files import write_atomically
-
-from .draw import ROOT, put
+from .draw import ROOT, draw_page
 from .graphs import best_rate, key_of
-from .store import FOLDER, load
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .store import FOLDER
+from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "graphs.md"
 CONTROLS = ("mean of neighbours", "dot product", "Euclidean distance")
@@ -17,8 +15,8 @@ CONTROLS = ("mean of neighbours", "dot product", "Euclidean distance")
 
 def accuracies(results: dict, kind: str) -> list[float]:
     """Of all seeds, in percent; empty where one is missing."""
-    keys = [key_of(kind, seed) for seed in results["settings"]["seeds"]]
-    return [100 * results["runs"][key]["accuracy"] for key in keys] if set(keys) <= set(results["runs"]) else []
+    runs = all_done(results, (key_of(kind, seed) for seed in results["settings"]["seeds"]))
+    return [100 * run["accuracy"] for run in runs]
 
 
 def whole(results: dict) -> dict[str, list[float]]:
@@ -63,9 +61,4 @@ TABLES = {"graphs-graph": graph, "graphs": scores, "graphs-paired": pairs, "grap
 
 def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:
     """Write every table between its two marks; nothing where no run is done."""
-    if not (folder / "graphs.json").exists():
-        return
-    results, text = load("graphs", folder), page.read_text()
-    for name, make in TABLES.items():
-        text = put(text, name, make(results))
-    write_atomically(page, text)
+    draw_page("graphs", TABLES, folder, page)

@@ -12,15 +12,14 @@ from hf_hyperattn.files import write_atomically
 from .draw import PLOTS, ROOT, put
 from .head_pruning import BETA_PER_TOKEN, EXPERIMENT, RANDOM_PER_TOKEN, key_of
 from .store import FOLDER, load
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "head_fusion.md"
 
 
 def seeds(results: dict, way: str, what: str) -> list[dict]:
     """The runs of a way that are done, by seed."""
-    keys = (key_of(way, seed, what) for seed in results["settings"]["seeds"])
-    return [results["runs"][key] for key in keys if key in results["runs"]]
+    return done(results, (key_of(way, seed, what) for seed in results["settings"]["seeds"]))
 
 
 def losses(perplexities: dict[str, float]) -> float:

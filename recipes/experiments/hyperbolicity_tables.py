@@ -9,7 +9,7 @@ from pathlib import Path
 from .draw import PLOTS, ROOT, draw_page
 from .hyperbolicity import key_of
 from .store import FOLDER
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "hyperbolicity.md"
 HYPERBOLIC, EUCLIDEAN = "hyperbolic distance", "Euclidean distance"
@@ -110,8 +110,7 @@ def groups(results: dict) -> list[tuple[int, str]]:
 
 def seeds(results: dict, level: int, kind: str) -> list[dict]:
     """The runs of a depth and a score that are done."""
-    keys = (key_of(level, kind, seed) for seed in results["settings"]["seeds"])
-    return [results["runs"][key] for key in keys if key in results["runs"]]
+    return done(results, (key_of(level, kind, seed) for seed in results["settings"]["seeds"]))
 
 
 TABLES = {
@@ -146,4 +145,4 @@ def plot(results: dict):
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     """Write the plot, and every table between its two marks on the page."""
-    draw_page("hyperbolicity", TABLES, plot, folder, page, plots)
+    draw_page("hyperbolicity", TABLES, folder, page, plot, plots)

@@ -17,7 +17,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.analysis import perplexity
 
 from .debian import bible_text
-from .fitting import fit, size_of
+from .fitting import fit, key_of, size_of
 from .store import Experiment
 
 SETTINGS = {
@@ -51,11 +51,6 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for name in settings["positions"]:
         for seed in settings["seeds"]:
             yield key_of(name, seed), functools.partial(train, settings, name, seed)
-
-
-def key_of(name: str, seed: int) -> str:
-    """The name of a run."""
-    return f"{name}, seed {seed}"
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from hf_hyperattn.files import write_atomically
 from .draw import ROOT, put
 from .starts import USUAL, key_of
 from .store import FOLDER, load
-from .tables import circumstances, depth_accuracies, detectable, mean_and_deviation, paired, table
+from .tables import circumstances, depth_accuracies, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "hyperbolicity.md"
 
@@ -20,7 +20,7 @@ def accuracies(results: dict, kind: str, start: str, folder: Path = FOLDER) -> l
     if start == USUAL:
         return depth_accuracies(load("depth", folder), kind, settings["depth"], "full")[: len(settings["seeds"])]
     keys = (key_of(kind, start, seed) for seed in settings["seeds"])
-    return [100 * results["runs"][key]["accuracy"] for key in keys if key in results["runs"]]
+    return [100 * run["accuracy"] for run in done(results, keys)]
 
 
 def starts(results: dict, folder: Path = FOLDER) -> str:

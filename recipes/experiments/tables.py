@@ -55,6 +55,18 @@ def detectable(mine: list[float], others: list[float]) -> float:
     return (t.ppf(0.975, free) + t.ppf(0.8, free)) * statistics.stdev(differences) / len(mine) ** 0.5
 
 
+def done(results: dict, keys: Iterable[str]) -> list[dict]:
+    """The runs of these names that are done."""
+    return [results["runs"][key] for key in keys if key in results["runs"]]
+
+
+def all_done(results: dict, keys: Iterable[str]) -> list[dict]:
+    """The runs of these names; none where one is missing."""
+    keys = list(keys)
+    found = done(results, keys)
+    return found if len(found) == len(keys) else []
+
+
 def alibi(results: dict) -> str:
     """Bias errors, a row for each length."""
     settings, runs = results["settings"], results["runs"]

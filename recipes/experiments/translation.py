@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .fitting import fit, size_of
+from . import fitting
+from .fitting import best_of, fit, size_of
 from .help_texts import Pair, pairs, pairs_in, parts
 from .store import Experiment
 from .translation_model import BEGIN, END, PAD, SPECIAL, Translator
@@ -83,20 +84,24 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
             )
 
 
+def row_of(kind: str, width: int) -> str:
+    """The name of a row."""
+    return f"{kind}, width {width}"
+
+
 def key_of(kind: str, width: int, seed: int) -> str:
     """The name of a run."""
-    return f"{kind}, width {width}, seed {seed}"
+    return fitting.key_of(row_of(kind, width), seed)
 
 
 def key_of_search(kind: str, width: int, rate: float) -> str:
     """The name of a run of the search for a learning rate."""
-    return f"search, {kind}, width {width}, learning rate {rate:g}"
+    return fitting.key_of_search(row_of(kind, width), rate)
 
 
 def best_rate(settings: dict, found: dict, kind: str, width: int) -> float:
     """The learning rate with the least loss in the search."""
-    rates = settings["search"]["rates"]
-    return min(rates, key=lambda rate: found[key_of_search(kind, width, rate)]["held_out"])
+    return best_of(settings["search"]["rates"], found, row_of(kind, width), "held_out")
 
 
 def train_at_best(settings: dict, found: dict, kind: str, width: int, seed: int) -> dict:

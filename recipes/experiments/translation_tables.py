@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER
-from .tables import circumstances, detectable, mean_and_deviation, paired, table
+from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 from .translation import best_rate, key_of, key_of_search
 
 PAGE = ROOT / "docs" / "translation.md"
@@ -18,8 +18,7 @@ MEASURES = {"held_out": 3, "bleu": 2, "chrf": 2}
 
 def seeds(results: dict, kind: str, width: int) -> list[dict]:
     """The runs of a row that are done, by seed."""
-    keys = (key_of(kind, width, seed) for seed in results["settings"]["seeds"])
-    return [results["runs"][key] for key in keys if key in results["runs"]]
+    return done(results, (key_of(kind, width, seed) for seed in results["settings"]["seeds"]))
 
 
 def whole(results: dict) -> list[tuple[str, int]]:
@@ -104,4 +103,4 @@ def plot(results: dict):
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
     """Write the plot, and every table between its two marks on the page."""
-    draw_page("translation", TABLES, plot, folder, page, plots)
+    draw_page("translation", TABLES, folder, page, plot, plots)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from .fitting import fit, size_of
+from .fitting import fit, key_of, size_of
 from .store import Experiment
 from .three_way_model import Reader
 
@@ -43,11 +43,6 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     for seed in settings["seeds"]:
         for kind in settings["kinds"]:
             yield key_of(kind, seed), functools.partial(train, settings, kind, seed)
-
-
-def key_of(kind: str, seed: int) -> str:
-    """The name of a run."""
-    return f"{kind}, seed {seed}"
 
 
 def batch(settings: dict, rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -157,7 +157,7 @@ def test_a_terminal_without_the_letters(model, tmp_path):
     arguments = ["demo", "--model", model, "--text", text, "--generate", "2", "--tokens", "40"]
     ascii_only = {"PYTHONIOENCODING": "ascii"}
     process = start(*arguments, stdout=subprocess.PIPE, encoding="ascii", environment=ascii_only)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert r"max |\u0394 logit|" in out
 
@@ -181,7 +181,7 @@ def test_interrupted(model, tmp_path):
     process = start("demo", "--model", model, "--text", text, stdout=subprocess.PIPE)
     with open(text, "w"):  # opens when the command does, which then waits for text that does not come
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
@@ -192,6 +192,6 @@ def test_a_reader_that_goes_away(model, files):
     os.close(read)
     process = start("demo", "--model", model, "--text", files / "good.txt", "--generate", "2", stdout=write)
     os.close(write)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert "Traceback" not in err and "BrokenPipe" not in err
     assert process.returncode == 1

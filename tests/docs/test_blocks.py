@@ -2,7 +2,8 @@
 
 It runs in a folder in which the Hub's models are tiny random ones of the same names, which `from_pretrained` prefers
 to the Hub's; what a page publishes is saved into such a folder. No code of a page is changed. Blocks of
-CONTRIBUTING.md are files of one package and have tests of their own (tests/test_contributing.py).
+CONTRIBUTING.md and of docs/your_own_score.md are files of one package and have tests of their own
+(tests/test_contributing.py, test_your_own_score.py).
 """
 
 import re
@@ -18,7 +19,7 @@ import hf_hyperattn as ha
 from tests.cli import tiny
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "your_own_score.md"})]
 BLOCKS = [
     (f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 2}", block[1])
     for page in PAGES

@@ -11,6 +11,8 @@ from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, n
 from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
 from hf_hyperattn.engines.cpu.kernels import chunks_of, forward
 from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
+from hf_hyperattn.mechanisms.hyperbolic.midpoint import einstein
+from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace
 from tests.engines.test_native import needs_compiler
 from tests.oracles.cases import assert_close, assert_gradients, qkv
 
@@ -25,6 +27,10 @@ CALLS = {
     "geodesic": lambda q, k, v, **more: F.hyperbolic_attention(q, k, v, enable_gqa=True, aggregation="mean", **more),
     "lorentz": lambda q, k, v, **more: F.hyperbolic_attention(
         q, k, v, enable_gqa=True, aggregation="mean", distance="squared_lorentz", **more
+    ),
+    "midpoint": lambda q, k, v, **more: F.hyperbolic_attention(q, k, v, enable_gqa=True, **more),
+    "midpoint per head": lambda q, k, v, **more: F.hyperbolic_attention(
+        q, k, v, enable_gqa=True, distance="squared_lorentz", curvature=torch.linspace(0.5, 2, q.shape[1]), **more
     ),
     "hype": lambda q, k, v, **more: F.hype_attention(
         q, k, v, enable_gqa=True, mu=0.01, tau=1.5, form="cosh", **more
@@ -105,6 +111,59 @@ def test_decoding_with_the_same_numbers_for_all_heads(more, backend, watched):
     F.cone_attention(q, k, v.transpose(2, 3).contiguous().transpose(2, 3), backend=backend, **more)
     F.cone_attention(q, k, v.requires_grad_(), backend=backend, **more)  # learns
     assert watched == ["decode"] * 3 + ["operator"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("far", [0.02, 1.0, 60.0])  # the last are as far out as points can be
+@pytest.mark.parametrize("gate", [None, torch.tensor([0.0, 0.3, 1.0, -0.5])], ids=["whole", "gated"])
+def test_decoding_midpoints(gate, far, watched, threads):
+    """In the kernel as by columns in float64: sinks, rows that see nothing, values that are all the same."""
+    q, k, v = qkv(batch=2, heads=4, kv_heads=2, lq=2, lk=700, d=24, dv=20, dtype=torch.float32)
+    v = v * far
+    v[:, 1] = v[:, 1, :1]
+    mask = torch.rand(2, 1, 2, 700, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask[1, :, 0] = False
+    sinks, curvature = torch.linspace(-1, 1, 4), torch.linspace(0.5, 2, 4)
+    for more, number in (({}, curvature), ({"sinks": sinks}, 1.0)):
+        outputs = []
+        for dtype, backend in ((torch.float64, "reference"), (torch.float32, "cpu"), (torch.float32, "auto")):
+            c = number.to(dtype) if isinstance(number, torch.Tensor) else number
+            average = einstein(c, 0.5, gate if gate is None else gate.to(dtype))
+            options = Options(mask, aggregation=average, **{name: x.to(dtype) for name, x in more.items()})
+            score = HyperbolicSpace("geodesic", 0.5, c, 1.0).score(q.to(dtype), k.to(dtype))
+            outputs.append(attention(score, v.to(dtype), options, backend=backend)[0])
+        allowed = 6e-5 * max(1.0, outputs[0].abs().max().item())
+        assert_close(outputs[1], outputs[0], allowed, "output")
+        assert torch.equal(outputs[1], outputs[2])
+        assert more or not outputs[1][1, :, 0].any()
+    threads(1)
+    dispatch.RESOLVED.clear()
+    assert_close(attention(score, v, options, backend="cpu")[0], outputs[0], allowed, "on one thread")
+    assert watched == ["decode"] * 5
+
+
+@needs_compiler
+def test_averages_of_calls_that_learn_come_from_columns(watched):
+    q, k, v = qkv(batch=1, heads=4, kv_heads=2, lq=1, lk=300, d=16, dtype=torch.float32)
+    curvature = torch.full((4,), 0.7, requires_grad=True)
+    F.hyperbolic_attention(q, k, v, enable_gqa=True, curvature=curvature, backend="cpu").sum().backward()
+    exact = torch.full((4,), 0.7, dtype=torch.float64, requires_grad=True)
+    wide = (t.double() for t in (q, k, v))
+    F.hyperbolic_attention(*wide, enable_gqa=True, curvature=exact, backend="reference").sum().backward()
+    assert watched == ["operator"]
+    assert_close(curvature.grad, exact.grad, 1e-4, "gradient")
+
+
+@needs_compiler
+def test_a_plain_dot_product_leaves_sdpa_only_where_rounding_may_differ(watched):
+    q, k, v = qkv(batch=1, heads=2, lq=400, lk=400, d=16, dtype=torch.float32)
+    few = q[:, :, :1]
+    for options, taken in ((Options(), []), (Options(any_rounding=True), ["operator", "decode"])):
+        for query in (q, few):
+            out = attention(dot_score(query, k), v, options)[0]
+            assert_close(out, run(*(t.double() for t in (query, k, v)), "reference"), 1e-5, "output")
+        attention(dot_score(q[:, :, :8], k[:, :, :8]), v[:, :, :8], options)  # too small to pay
+        assert watched == taken
 
 
 @needs_compiler

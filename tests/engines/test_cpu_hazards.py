@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import library
+from hf_hyperattn.functional import hyperbolic_attention
 from hf_hyperattn.mechanisms.hype.score import with_hype
 from tests.engines.test_cpu import CALLS, every_call, run, threads
 from tests.engines.test_native import needs_compiler
@@ -65,7 +67,7 @@ def test_functions_are_exact_to_the_last_digits_and_keep_nan(more, tmp_path, mon
         compute(which, *(ctypes.c_void_p(t.ctypes.data) for t in (x, y)), ctypes.c_long(len(x)))
         want = exact(x.astype(np.float64))
         assert np.isnan(y[-64:]).all(), exact
-        assert (np.abs(y - want) <= 3e-7 * np.abs(want))[:-64].all(), exact
+        assert (np.abs(y - want) <= 4e-7 * np.abs(want))[:-64].all(), exact
 
 
 # NaN in, NaN out.
@@ -290,3 +292,34 @@ def test_parameters_of_steep_scores(backend, mu, tau, sink):
         # blocks of whole rows do what the whole matrix does in float32, which is as far off
         share = 3e-4 if backend == "cpu" else 1e-2
         assert_close(got, want, share * float(want.abs().max()), what)
+
+
+def test_rows_of_one_key_have_no_gradient_of_rounding():
+    """Logits of thousands leave each row one key: slopes as large must not meet what rounding leaves of a zero. Without
+    FMA that was 10 % of the largest gradient, since two sums that are to be the same were added up in two orders.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 4, 11, 8, generator=draw) for _ in range(4)]
+    found = []
+    for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+        *leaves, pull = [t.to(dtype).requires_grad_() for t in (*tensors[:3], torch.linspace(0.7, 1.4, 4), tensors[3])]
+        more = dict(scale=1.0, distance="squared_lorentz", aggregation="mean", curvature=leaves[3])
+        out = hyperbolic_attention(*leaves[:3], **more, backend=backend)
+        found.append(torch.autograd.grad((out * pull).sum(), leaves))
+    for got, want, what in zip(*found, ("query", "key", "value", "curvature"), strict=True):
+        assert_close(got, want, 2e-3 * float(want.abs().max()), what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in ("v2", "v3") if level in native.levels()])
+def test_every_score_is_as_exact_with_the_instructions_of_older_cpus(level):
+    """Outputs and gradients against float64, of all scores that are written in C++, in a process of that level."""
+    tests = ["test_trace.py", "test_engine_kit.py", "test_cpu_hazards.py", "test_fuzz_gradients.py"]
+    which = "own_scores_are_as_exact or (test_contract and cpu) or rows_of_one_key or only_near_points"
+    environment = {n: x for n, x in os.environ.items() if not n.startswith("PYTEST")} | {native.SETTING: level}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which]
+        + [str(Path(__file__).parent / name) for name in tests],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

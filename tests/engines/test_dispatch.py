@@ -1,10 +1,13 @@
 """Which engine `auto` takes: by shape, by what is available, never by a clock."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hf_hyperattn.engines import DOT, ENGINES, Options, PairScore, ScoreTerm, attention, dense, dispatch, dot_score
-from hf_hyperattn.engines.score import learns
+from hf_hyperattn.engines.score import TERMS, learns
 from hf_hyperattn.functional import cone_attention
 from hf_hyperattn.mechanisms.cone.functional import cone_space
 from hf_hyperattn.mechanisms.hype.score import with_hype
@@ -120,3 +123,65 @@ def test_numbers_of_any_kind_can_be_learned(place):
     shape = {"row": (1, 2, 1), "column": (1, 2, 8), "head": (2,)}[place]
     term = ScoreTerm(DOT, lambda: q @ k.mT, **{place: (torch.zeros(shape, requires_grad=True),)})
     assert learns(PairScore(q, k, (term,)), v, Options())
+
+
+def call_of(n=8, m=16, **changes):
+    """A score, values and options; `changes` are of the term, of the score, and of the call."""
+    q, k, v = qkv(batch=1, heads=2, lq=n, lk=m, d=4, dtype=torch.float32)
+    term = {name: changes.pop(name) for name in TERM if name in changes}
+    score = {name: changes.pop(name) for name in ("width", "make_features") if name in changes}
+    name = changes.pop("term", "dot")
+    v = changes.pop("value", lambda v: v)(v)
+    q.requires_grad_(changes.pop("learned", False))
+    terms = (ScoreTerm(TERMS[name], lambda: q @ k.mT, **term),)
+    return replace(PairScore(q, k, terms), **score), v, Options(**changes)
+
+
+TERM = ("gate", "capped", "reader", "low_rank_factors", "statistics")
+FLOATS = torch.zeros(1, 1, 8, 16)
+#: What an engine resolves otherwise, one at a time.
+OTHERWISE = {
+    "one query": dict(n=1),
+    "more pairs": dict(n=16, m=64),
+    "many pairs": dict(n=64, m=64),
+    "wide values": dict(value=lambda v: v.repeat(1, 1, 1, 40)),
+    "values in half precision": dict(value=torch.Tensor.bfloat16),
+    "learned": dict(learned=True),
+    "softcap": dict(softcap=5.0),
+    "dropout": dict(dropout_p=0.1),
+    "a mask that is learned": dict(mask=FLOATS.clone().requires_grad_()),
+    "a bias that is learned": dict(bias=FLOATS.clone().requires_grad_()),
+    "products of a part": dict(width=3),
+    "features": dict(make_features=lambda: None),
+    "term": dict(term="umbral"),
+    "gate": dict(gate=torch.ones(2)),
+    "capped": dict(capped=True),
+    "reader": dict(reader=SimpleNamespace(name="one", parameters=())),
+    "another reader": dict(reader=SimpleNamespace(name="two", parameters=())),
+    "low rank": dict(low_rank_factors=lambda: None),
+    "statistics": dict(statistics=lambda: None),
+}
+
+
+def test_calls_that_differ_in_one_thing_are_resolved_apart(monkeypatch):
+    resolved = []
+
+    def resolve(score, value, options, backend, weights):
+        resolved.append(backend)
+        return lambda *_: (value, None)
+
+    monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
+    monkeypatch.setattr(dispatch, "resolve", resolve)
+    monkeypatch.setattr(dispatch, "RESOLVED", {})
+    calls = {"plain": {}, **OTHERWISE}
+    for again in (False, True):
+        for name, changes in calls.items():
+            before = len(resolved)
+            attention(*call_of(**changes))
+            assert len(resolved) == before + (not again), name
+    attention(*call_of(), backend="blockwise")
+    monkeypatch.setenv("HF_HYPERATTN_NATIVE", "0")
+    attention(*call_of())
+    with torch.no_grad():
+        attention(*call_of(learned=True))  # as the plain one
+    assert resolved[len(calls) :] == ["blockwise", "auto"]

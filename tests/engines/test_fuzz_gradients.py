@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from hf_hyperattn import functional
+from hf_hyperattn.engines.graph_torch import graph_of, vjp
+from hf_hyperattn.engines.score import TERMS
 from hf_hyperattn.functional import (
     cone_attention,
     cone_scores,
@@ -221,7 +223,43 @@ def test_near_points_lose_no_more_than_by_the_definition(name):
             )
             for backend in ENGINES
         }
-        assert max(off.values()) <= max(TOLERANCE[torch.float32], 2 * off["reference"]), (width, noise, off)
+        assert max(off.values()) <= max(TOLERANCE[torch.float32], 4 * off["reference"]), (width, noise, off)
+
+
+@pytest.mark.parametrize(
+    "name, base, apart", [("squared_lorentz mean", 1.0, 2e-4), ("penumbral psi heights", 0.0, 1e-8)]
+)
+def test_queries_and_keys_have_their_gradients_where_only_near_points_are(name, base, apart):
+    """Small beside those of values, they were noise: off by 18 % of the largest, and by 100 % near 0."""
+    case = Case(name, 2)
+    case.causal = False
+    draw = lambda *shape: torch.randn(shape, generator=case.generator, dtype=torch.float64)
+    base = base * draw(1, 1, 1, 16)
+    query, key, value = base + apart * draw(1, 2, 16, 16), base + apart * draw(1, 1, 70, 16), draw(1, 1, 70, 16)
+    case.inputs[:3], case.pull = [t.float().double() for t in (query, key, value)], draw(1, 2, 16, 16)
+    exact = case.run("reference", torch.float64)
+    for backend in ("blockwise", "cpu"):
+        found = case.run(backend, torch.float32)
+        off = [float((a - b).abs().max() / b.abs().max()) for a, b in list(zip(found, exact, strict=True))[1:3]]
+        assert max(off) <= 2e-3, (backend, off)
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "as compiled"])
+@pytest.mark.parametrize("name", ["umbral", "penumbral", "penumbral_squared"])
+def test_heights_that_differ_by_rounding_are_a_tie(name, by_hand):
+    """Equal vectors may get heights of other last digits; neither of the two is the higher one then."""
+    term, one = TERMS[name], torch.ones(1, 1)
+    for other in (1 + 2.0**-23, 1 - 2.0**-23, 1 - 2.0**-21):
+        row = (0.3 * one, *(one * 0.7,) * (term.rows - 2), one)
+        column = (0.3 * other * one, *(one * 0.7 / other,) * (term.rows - 2), one)
+        call = one, row, column, (one,) * term.heads
+        near = torch.ones(1, 1, dtype=torch.bool)
+        if by_hand:
+            _, pull = term.vjp(*call, lambda chosen: torch.zeros(1, 1))
+        else:
+            _, pull = vjp(graph_of(term), *call, 0 * one, near)
+        _, d_row, d_column, *_ = pull(one)
+        torch.testing.assert_close(d_row[0], d_column[0])
 
 
 @pytest.mark.slow

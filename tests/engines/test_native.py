@@ -1,6 +1,7 @@
 """Building kernels: once, by one process at a time, and with a plain way where it cannot be done."""
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -326,6 +327,26 @@ def test_the_directory_is_the_users_alone(place):
 
 
 # what a wheel carries
+
+V2, V3, V4 = (native.LEVELS[name][0] for name in ("v2", "v3", "v4"))
+
+
+@pytest.mark.parametrize(
+    "flags, levels", [("fpu", []), (V2, ["v2"]), (f"{V2} {V3} {V4}", ["v2", "v3", "v4"]), (f"{V2} {V4}", ["v2"])]
+)
+def test_a_level_needs_those_before_it(flags, levels, monkeypatch):
+    lines = f"processor : 0\nflags : {flags}\n\nprocessor : 1\nflags : {flags}\n"
+    monkeypatch.setattr(native, "open", lambda *_: io.StringIO(lines), raising=False)
+    assert native.levels.__wrapped__() == levels
+
+
+def test_the_best_level_of_the_wheel_is_taken(monkeypatch):
+    monkeypatch.delenv("HF_HYPERATTN_NATIVE", raising=False)
+    monkeypatch.setattr(native, "levels", lambda: ["v2", "v3", "v4"])
+    for carried, taken in (("v2 v3", "v3"), ("v2 v3 v4 v4_bf16", "v4"), ("v4_bf16", None)):
+        libraries = dict.fromkeys(carried.split(), "")
+        monkeypatch.setattr(native, "manifest", lambda libraries=libraries: {"libraries": libraries})
+        assert native.level() == taken
 
 
 @pytest.fixture

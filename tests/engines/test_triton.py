@@ -10,14 +10,17 @@ from functools import partial
 import pytest
 import torch
 
+import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, PairScore, ScoreTerm, Term, attention, dot_score
 from hf_hyperattn.engines.score import TERMS
 from hf_hyperattn.mechanisms.hype.score import with_hype
+from hf_hyperattn.mechanisms.pair_score import PairSpace
 from tests.engines.test_trace import DIVIDED, EVERY, SAFE, every_inputs, every_score, outcome
 from tests.engines.test_trace import check as compare
 from tests.engines.triton_scores import SCALE, SCORES, exact, learned
 from tests.integration import toy_score
 from tests.oracles.cases import assert_close, assert_gradients, tensor
+from tests.registries import restored
 
 pytest.importorskip("triton", reason="needs Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -335,17 +338,30 @@ def test_a_term_with_every_operator(device):
 
 
 @devices
-def test_a_score_from_outside(device, monkeypatch):
-    """With a gate and a softcap, which acts on it, and without."""
-    monkeypatch.setitem(TERMS, toy_score.TERM.name, toy_score.TERM)
+def test_a_score_from_outside(device):
+    """With a gate and a softcap, which acts on it, and without; and one that reads distances and constants."""
     q, k, v = inputs(device, heads=4, kv_heads=2, n=20)
+    with torch.no_grad():
+        k[:, :, 3] = q[:, ::2, 5]  # a pair that coincides
+    with restored():
+        toy_score.define()
 
-    def score(q, k, t):
-        made = toy_score.ToyScore(t["gamma"]).score(q, k, SCALE, t["gate"], capped=True)
-        return dot_score(q, k, SCALE).plus(*made.terms)
+        @ha.score("far_for_test", statistics={"last": lambda x: x[..., -1]})
+        def far_for_test(squared_distance, query_last, key_last, gamma=1.0, *, power=0.5):
+            return -gamma * (squared_distance.sqrt() + power * (query_last - key_last).abs())
 
-    check(score, q, k, v, Options(is_causal=True, softcap=0.7))
-    check(lambda q, k, t: toy_score.ToyScore(t["gamma"]).score(q, k), q, k, v)
+        def score(q, k, t):
+            made = space("toy_score", weight=t["gamma"]).score(q, k, gate=t["gate"], capped=True)
+            return dot_score(q, k, SCALE).plus(*made.terms)
+
+        check(score, q, k, v, Options(is_causal=True, softcap=0.7))
+        check(lambda q, k, t: space("toy_score", weight=t["gamma"]).score(q, k), q, k, v)
+        check(lambda q, k, t: space("far_for_test", gamma=t["gamma"], power=0.25).score(q, k), q, k, v)
+
+
+def space(name, **values):
+    """A score from outside with its numbers."""
+    return PairSpace(ha.ScoreConfig(name).definition, values, SCALE)
 
 
 @devices
@@ -373,9 +389,11 @@ class Steep(Term):
 
 
 @devices
-@pytest.mark.parametrize("sink", [None, 1877.0])
-def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
-    """In a row the gradients of the logits add up to 0, but for rounding, which the slope must not multiply."""
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_parameter_with_a_steep_slope(device, sinks, monkeypatch):
+    """In a row the gradients of the logits add up to 0, but for rounding, which the slope must not multiply; and but
+    for the sink's, which it must. What values have in common is rounded alike for a whole row.
+    """
     monkeypatch.setitem(TERMS, Steep.name, Steep())
 
     def score(q, k, row, column, head):
@@ -385,15 +403,15 @@ def test_a_parameter_with_a_steep_slope(device, sink, monkeypatch):
         return PairScore(q, k, (ScoreTerm(TERMS[Steep.name], logits, (row,), (column,), (head,)),))
 
     q, k, v = (t.detach() for t in inputs(device, n=20, scale=1.0))
-    row, column = 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
+    v, row, column = v + 10, 30000.0 + torch.arange(20.0), (torch.arange(40.0) % 9).expand(1, 2, 40)
     numbers, grads = [row.expand(1, 2, 20), column, torch.tensor([1 / 16, 1 / 8])], []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
-        leaves = [t.to(device, dtype) for t in (q, k, v, *numbers)]
-        sinks = None if sink is None else torch.full((2,), sink, device=device, dtype=dtype, requires_grad=True)
+        leaves = [t.detach().to(device, dtype) for t in (q, k, v, *numbers)]
+        beside = (30000 * leaves[-1] - 9).requires_grad_() if sinks else None
         head = leaves[-1].requires_grad_()
-        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=sinks), backend=backend)
+        out, _ = attention(score(*leaves[:2], *leaves[3:]), leaves[2], Options(sinks=beside), backend=backend)
         grads.append(torch.autograd.grad((out * tensor(*out.shape, seed=45).to(device, dtype)).sum(), [head])[0])
-    assert_close(*grads, 1e-3 * float(grads[1].abs().max()), "gradient of the parameter")
+    assert_close(*grads, 5e-3 * float(grads[1].abs().max()), "gradient of the parameter")
 
 
 @devices

@@ -1,6 +1,6 @@
 """One of two processes that hold a model together by tensor parallelism, and save it together, twice.
 
-python -m tests.faults.parallel FOLDER     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+python -m tests.faults.parallel FOLDER     (RANK, LOCAL_RANK, WORLD_SIZE in the environment)
 """
 
 import os
@@ -16,7 +16,8 @@ from hf_hyperattn.files import PREFIX
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", **ranks)
 model = LlamaForCausalLM.from_pretrained(folder / "before", tp_plan="auto")
 assert model._tp_size == 2 and any(type(p).__name__ == "DTensor" for p in model.parameters())
 assert model.config._attn_implementation == "cone"

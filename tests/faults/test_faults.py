@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,10 +52,7 @@ def test_processes_that_hold_a_model_together_save_it_together(tmp_path):
     made = llama()
     made.set_attn_implementation("cone")
     made.save_pretrained(tmp_path / "before")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.faults.parallel", str(tmp_path)],

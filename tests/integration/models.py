@@ -182,6 +182,11 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return max((left[n].double() - right[n].double()).abs().max().item() for n in left)
 
 
+def rounding(values: dict[str, torch.Tensor]) -> float:
+    """How far another order of sums may move outputs: 1e-5 of their largest number, which counts as 1 at least."""
+    return 1e-5 * max(1.0, *(t.abs().max().item() for t in values.values()))
+
+
 def perturb(model: nn.Module, amount: float = 0.3) -> None:
     """Give every added parameter a random value, the same in every run."""
     generator = torch.Generator().manual_seed(5)

@@ -29,6 +29,7 @@ def test_a_patched_model_host_by_host():
         "kv_heads": 2,
         "kind": "causal",
         "attn_implementation": "hf_hyperattn",
+        "beneath": "sdpa",
         "mechanisms": ["cone"],
         "active": True,
         "parameters_added": 12,
@@ -149,3 +150,8 @@ def test_it_says_what_runs():
     found = ha.describe(model)
     assert found["patched"] == 0 and {h["attn_implementation"] for h in found["hosts"]} == {"cone"}
     assert str(found).endswith("by name: attention is 'cone'")
+    model.set_attn_implementation("hyper_dot")
+    assert str(ha.describe(model)).endswith("by name: attention is 'hyper_dot'")
+    ha.patch_model(model, CONE, layers=[1])
+    assert [h["beneath"] for h in ha.describe(model)["hosts"]] == [None, "hyper_dot", None, None]
+    assert str(ha.describe(model)).endswith("beneath: what is not changed is computed by 'hyper_dot'")

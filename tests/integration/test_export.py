@@ -162,13 +162,13 @@ def test_a_mechanism_of_another_package_is_imported_from_there(tmp_path):
         model.save_pretrained(tmp_path / "source")
         assert export_remote_code(tmp_path / "source", tmp_path / "export").packages == [
             "hf_hyperattn",
-            "tests",
+            "tests.integration.toy_rooms",
         ]
     finally:
         for name in set(MECHANISMS) - known:
             del MECHANISMS[name]
     text = (tmp_path / "export" / "modeling_hyperattn.py").read_text()
-    assert "\n    import hf_hyperattn" in text and "\n    import tests" in text
+    assert "\n    import hf_hyperattn" in text and "\n    import tests.integration.toy_rooms" in text
     assert not list((tmp_path / "export").glob("hyperattn_*.py"))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 
+import peft.helpers
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -239,6 +241,7 @@ def test_a_config_is_checked_and_can_be_put_on_several_models(stock):
     for wrong, words in (
         (lambda: get_peft_model(stock(), ha.HyperLoraConfig()), r"names no mechanism, and LlamaForCausalLM is not"),
         (lambda: config("cone", layers="middle"), "layers='middle' is not allowed"),
+        (lambda: config("cone", layer_replication=[(0, 2), (1, 2)]), "which makes layers anew that the patch would"),
         (lambda: config("cone", hyperattn=ha.HyperAttnConfig()), "give one of both"),
         (lambda: get_peft_model(stock(), config("cone", layers=[7])), "layers names layer 7"),
         (lambda: get_peft_model(ha.patch_model(stock(), ha.ConeConfig()), config("hype")), "is patched otherwise"),
@@ -279,6 +282,10 @@ def test_on_a_patched_base_the_adapter_starts_from_what_is_there(stock, tmp_path
     trained = said(train(model))
     with model.disable_adapter():
         assert torch.equal(said(model), patched)
+    with torch.no_grad():
+        rows = model(LESSONS["llama"][1]()["input_ids"], adapter_names=["__base__", "default"] * 2).logits
+    for row, alone in enumerate((patched, trained) * 2):
+        assert gap(rows[row], alone[row]) <= 1e-5
     model.save_pretrained(tmp_path)
     assert gap(said(PeftModel.from_pretrained(stock(), tmp_path)), trained) <= 1e-6
     assert gap(said(PeftModel.from_pretrained(ha.patch_model(stock(), ha.ConeConfig()), tmp_path)), trained) <= 1e-6
@@ -367,6 +374,61 @@ def test_an_adapter_read_into_one_of_other_mechanisms_is_warned_of(stock, tmp_pa
     other.load_adapter(tmp_path, "default")
     (record,) = caplog.records
     assert record.getMessage().startswith("adapter 'default' has other mechanisms than ")
+    some = get_peft_model(stock(), config("cone", heads=[0, 1]))
+    some.load_adapter(tmp_path, "default")
+    assert caplog.records[-1].getMessage().startswith("adapter 'default' has other heads than ")
+
+
+def test_a_config_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, caplog):
+    model = adapted(stock(), "cone")
+    model.save_pretrained(tmp_path / "before")
+    assert not caplog.records
+    for wrong in (ha.HyperAttnConfig([ha.ConeConfig(gamma=3.0)]), None):
+        model.peft_config["default"].hyperattn = wrong
+        caplog.clear()
+        model.save_pretrained(tmp_path / "after")
+        (record,) = caplog.records
+        assert record.getMessage().startswith("peft_config['default'].hyperattn was changed after")
+        for name in ("adapter_config.json", "hyperattn_config.json"):
+            assert (tmp_path / "after" / name).read_text() == (tmp_path / "before" / name).read_text()
+    native = stock()
+    native.load_adapter(tmp_path / "before")
+    native.peft_config["default"].hyperattn = ha.HyperAttnConfig([ha.HypeConfig()])
+    caplog.clear()
+    native.save_pretrained(tmp_path / "native")
+    assert "was changed after" in caplog.text
+    assert gap(said(PeftModel.from_pretrained(stock(), tmp_path / "native")), said(model)) <= 1e-6
+
+
+def test_a_state_dict_of_another_patch_is_warned_of(stock, caplog):
+    tensors = adapted(stock(), "cone").state_dict()
+    same, other = (get_peft_model(stock(), config(mechanisms=[ha.ConeConfig(gamma=g)])) for g in (1.0, 3.0))
+    same.load_state_dict(tensors)
+    assert not caplog.records
+    other.load_state_dict(tensors)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("adapter 'default' of LlamaForCausalLM took the parameters of one with")
+
+
+@pytest.mark.parametrize("make", [ha.lora_config, lambda model: LoraConfig(modules_to_save=["hyper"], r=2)])
+def test_a_state_dict_of_another_patched_base_is_warned_of(make, stock, caplog):
+    models = [ha.patch_model(stock(), ha.ConeConfig(gamma=gamma)) for gamma in (1.0, 3.0)]
+    one, other = (get_peft_model(model, make(model)) for model in models)
+    other.load_state_dict(one.state_dict())
+    assert "the model of this state dict had cone in 2 attention modules" in caplog.text
+
+
+def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(stock, caplog):
+    for model in (adapted(stock(), "cone"), stock()):
+        if not isinstance(model, PeftModel):
+            model.add_adapter(config("cone"))
+        tensors = get_peft_model_state_dict(model)
+        set_peft_model_state_dict(model, tensors)
+        assert not caplog.records
+        set_peft_model_state_dict(model, {name: t for name, t in tensors.items() if "hyper" not in name})
+        (record,) = caplog.records
+        assert record.getMessage().startswith("the tensors for adapter 'default' lack ")
+        caplog.clear()
 
 
 def test_native_adapters_are_switched_and_deleted(several, stock, tmp_path):
@@ -410,6 +472,60 @@ def test_rows_of_a_batch_have_adapters_of_their_own(several):
     ):
         with pytest.raises(ValueError, match=words):
             model(input_ids=ids, **wrong)
+
+
+def test_rows_whose_adapters_need_more_than_the_active_one_and_a_call_that_fails():
+    """Hidden states, and hierarchy=."""
+    torch.manual_seed(0)
+    model, answers = adapted(LESSONS["llama"][0](initializer_range=0.3), "cone", layers=[0]), {}
+    for name, mechanism in (
+        ("head_fusion", ha.HeadFusionConfig()),
+        ("hsa", ha.HsaConfig(windows=(2, 4), near=0, sinks=0, refine_top_k=0)),
+    ):
+        model.add_adapter(name, config(mechanisms=[mechanism], layers=[1]))
+        model.set_adapter(name)
+        answers[name] = said(train(model, seed=len(answers)))
+    ids = LESSONS["llama"][1]()["input_ids"]
+    groups = torch.arange(ids.shape[1]).expand(ids.shape)[..., None] // 3
+    with torch.no_grad():
+        tree = model.eval()(input_ids=ids, hierarchy=groups).logits
+    model.set_adapter("default")
+    answers["default"] = said(model)
+    kind, names = type(model.get_base_model()), ["default", "head_fusion", "hsa", "default"]
+    with torch.no_grad():
+        mixed = model(input_ids=ids, adapter_names=names).logits
+        over_groups = model(input_ids=ids, adapter_names=names, hierarchy=groups).logits
+    for row, name in enumerate(names):
+        assert gap(mixed[row], answers[name][row]) <= 1e-5, name
+        assert gap(over_groups[row], (tree if name == "hsa" else answers[name])[row]) <= 1e-5, name
+    assert gap(tree, answers["hsa"]) > 1e-3
+    with pytest.raises(ValueError, match="attention weights are asked for"):
+        model(input_ids=ids, adapter_names=names, output_attentions=True)
+    assert torch.equal(said(model), answers["default"]) and type(model.get_base_model()) is kind
+
+
+def test_scaling_an_adapter_for_a_while_is_refused(stock):
+    with pytest.raises(ValueError, match=r"^rescale_adapter_scale does not reach [^\n]*layers.0.self_attn.hyper"):
+        with peft.helpers.rescale_adapter_scale(get_peft_model(stock(), config("cone")), 0.5):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["HyperLoraConfig", "LoraConfig"])
+def test_pissa_is_converted_to_lora_with_what_the_patch_added(kind, stock, tmp_path):
+    def base():
+        return stock() if kind == "HyperLoraConfig" else ha.patch_model(stock(), ha.ConeConfig())
+
+    pissa = dict(init_lora_weights="pissa", r=4, target_modules=["q_proj"])
+    plain = LoraConfig(**pissa, modules_to_save=["hyper"])
+    model = get_peft_model(base(), config("cone", **pissa) if kind == "HyperLoraConfig" else plain)
+    model.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+            parameter += 0.1
+    trained = said(model)
+    model.save_pretrained(tmp_path / "lora", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    assert torch.equal(said(model), trained)
+    assert gap(said(PeftModel.from_pretrained(base(), tmp_path / "lora")), trained) <= 1e-5
 
 
 @pytest.mark.parametrize("r", [0, 4])
@@ -462,11 +578,14 @@ def test_hotswap(stock, tmp_path):
 
 def test_merging_and_unmerging(several, stock):
     model, answers = several
-    model.merge_adapter(adapter_names=["default"])
+    with pytest.raises(ValueError, match=r"^merge_adapter\(\['default'\]\) would leave the patch of \['tree'\]"):
+        model.merge_adapter(adapter_names=["default"])
+    model.set_adapter("default")
+    model.merge_adapter()
     assert gap(said(model), answers["default"]) <= 1e-6
     with model.disable_adapter():
         assert gap(said(model), answers["__base__"]) <= 1e-6
-    assert gap(said(model), answers["tree"]) <= 1e-6  # PEFT unmerges what is disabled
+    assert gap(said(model), answers["default"]) <= 1e-6  # PEFT unmerges what is disabled
     for call in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ValueError, match=r"^merge_[^\n]*\['default', 'tree'\]"):
             call(adapter_names=["default", "tree"])
@@ -474,6 +593,7 @@ def test_merging_and_unmerging(several, stock):
         for name, parameter in model.named_parameters():
             if ".lora_hyper.tree.hsa.gate" in name:
                 parameter.fill_(float("nan"))
+    model.set_adapter("tree")
     with pytest.raises(ValueError, match="numbers that are not finite"):
         model.merge_and_unload(safe_merge=True)
 

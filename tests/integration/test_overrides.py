@@ -10,6 +10,7 @@ from peft import get_peft_model
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli import main
+from hf_hyperattn.integration.names import _warn_of_others
 from hub_cards.spec import read_spec
 from tests.integration.models import FAMILIES, State, difference, llama, llava, perturb, run, text_inputs
 
@@ -189,9 +190,21 @@ def test_hostile_json_is_refused_in_one_short_line(overrides):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_mechanism_used_by_name_cannot_honour_them():
+@pytest.mark.parametrize("name, value", [("overrides", {ONE: [OWN]}), ("heads", [0]), ("layers", "last-half")])
+def test_a_mechanism_used_by_name_cannot_honour_what_is_for_some_hosts(name, value):
     config = FAMILIES["llama"][0]().config
-    config.hyperattn = ha.HyperAttnConfig([CONE], overrides={ONE: [OWN]}).to_dict()
+    config.hyperattn = ha.HyperAttnConfig([CONE], **{name: value}).to_dict()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="cone")
-    with pytest.raises(ValueError, match="overrides for single hosts"):
+    with pytest.raises(ValueError, match=f"^config.hyperattn has {name}, which cone used by name cannot honour"):
         model(**text_inputs())
+
+
+def test_parameters_of_mechanisms_that_a_name_does_not_run_are_warned_of_once(caplog):
+    _warn_of_others.cache_clear()
+    config = FAMILIES["llama"][0]().config
+    config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.7), ha.HeadFusionConfig()]).to_dict()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="cone_penumbral")
+    for _ in range(2):
+        model(**text_inputs())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("config.hyperattn holds parameters of head_fusion, which cone used by name")

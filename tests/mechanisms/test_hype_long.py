@@ -21,8 +21,8 @@ LENGTH = 8192
 ROWS = torch.tensor([0, 1, 31, 32, 500, 2047, 4095, 4096, 4097, 6000, 8000, 8160, 8190, 8191])
 STRETCH = {"sinh": 1.0, "cosh": 2.0}  # tau over slope · length
 COLUMNS = {
-    ("sinh", torch.float32): 2e-3,
-    ("cosh", torch.float32): 4e-3,
+    ("sinh", torch.float32): 4e-3,
+    ("cosh", torch.float32): 8e-3,
     ("sinh", torch.bfloat16): 5e-3,
     ("cosh", torch.bfloat16): 1e-2,
     ("sinh", torch.float16): 5e-3,

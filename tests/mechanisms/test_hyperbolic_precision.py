@@ -18,7 +18,7 @@ from .hyperbolic_cases import NAMES, SETTINGS, at_radius, attend, every_setting
 @pytest.mark.parametrize("apart", [1e-4, 1e-2, 1.0, None])
 @pytest.mark.parametrize("lk", [24, 600])
 def test_float32_out_to_radius_eight(backend, radius, apart, lk):
-    """Logits within 1e-3 of the exact ones of the same numbers, read off the weights of single keys against the rest.
+    """Logits within 1.5e-3 of the exact ones of the same numbers, read off the weights of single keys against the rest.
 
     `apart` is about the distance between points; None scatters them over the sphere. With 24 keys, `reference` computes
     what "auto" would; with 600, a few pairs among many need differences.
@@ -31,7 +31,7 @@ def test_float32_out_to_radius_eight(backend, radius, apart, lk):
     exact = -oracle.dense_scores(x[:, :, :20].double(), x.double(), scale=1.0)
     # the Lorentz form in float64 keeps sqrt(1e-16 cosh² r) of a distance; the 60 digits are for the nearest
     exact[..., :20] = torch.tensor(-oracle.scores(x[:, :, :20], x[:, :, :20], scale=1.0))
-    assert_close(logits, -exact, 1e-3, "logits")
+    assert_close(logits, -exact, 1.5e-3, "logits")
 
 
 def logits_by(backend, q, k, distance="geodesic"):

@@ -1,6 +1,7 @@
 """The kit finds what is broken: mechanisms as somebody else would write them, each with one mistake."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.integration.stock import OURS
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from hf_hyperattn.testing import CONTRACTS, ContractError, check_mechanism, mechanism_checks
+from hf_hyperattn.testing.mechanisms import gradients_of
 from tests.integration.toy_rooms import ToySlopeConfig, ToySlopeLayer, register_toys
 
 
@@ -76,6 +78,20 @@ def test_the_limit_does_not_grow_with_the_numbers():
     ):
         with pytest.raises(ContractError):
             check.equal(first, second, 1e-5, "something")
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_wrong_gradient_is_no_rounding(family):
+    """Where logits are thousands, and rounding is a thousandth of a gradient, one that is 1 % off is found."""
+    config = ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")
+    (check, _) = mechanism_checks("hyperbolic", config, contracts=["compiled"], families=[family])
+    model = check.patched(num_hidden_layers=1)
+    right = gradients_of(model, family)
+    check.equal_but_rounding(right, model, partial(gradients_of, family=family), 1e-5, "nothing")
+    for name in right:
+        wrong = right | {name: 1.01 * right[name]}
+        with pytest.raises(ContractError, match=rf"a factor changes \S*{name} by .* from what float64 gives, allowed"):
+            check.equal_but_rounding(wrong, model, partial(gradients_of, family=family), 1e-5, "a factor")
 
 
 class StartsElsewhere(ToySlopeLayer):

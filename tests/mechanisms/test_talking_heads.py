@@ -248,7 +248,8 @@ def test_many_tiles_agree_with_the_definition():
         )
         found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for a, b in zip(*found, strict=True):
-        assert_close(b, a.double(), 1e-5 * max(1.0, a.abs().max().item()))
+        # two sums of half a million float32 products each, in two orders
+        assert_close(b, a.double(), 3e-5 * max(1.0, a.abs().max().item()))
 
 
 def test_it_is_one_node_for_the_compiler():

@@ -84,9 +84,8 @@ def test_a_finished_run_is_not_done_again(straight, capsys):
     changed["trainer"]["learning_rate"] = 0.5
     with pytest.raises(ValueError, match=r"holds a run with trainer.learning_rate=0.01, now it is 0.5; [^\n]*$"):
         do(folder, changed)
-    started = time.perf_counter()
-    assert do(folder, data) == results
-    assert time.perf_counter() - started < 5 and "Finished already" in capsys.readouterr().out
+    assert do(folder, data) == results  # with the seconds that it took
+    assert "Finished already" in capsys.readouterr().out
 
 
 @pytest.mark.slow

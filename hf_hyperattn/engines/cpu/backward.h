@@ -92,22 +92,26 @@ class BackwardTask {
   void tile(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count) {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
-    const int64_t panels = (high - low + kPanel - 1) / kPanel, start = (b * c.heads + h) * c.queries + row0;
+    const int64_t start = (b * c.heads + h) * c.queries + row0;
+    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
     copy_rows(queries_of<T>(c, b, h, row0), rows, 0, c.dim, dim, queries_);
     const float* grads = s.grad + start * c.value_dim;
     if (c.value_dim != wide) {
       copy_rows(Rows<float>{grads, c.value_dim, nullptr, 0}, rows, 0, c.value_dim, wide, grads_);
       grads = grads_;
     }
-    product_of_panels(queries_, dim, key_panels_ + low * c.dim, c.dim, dots_ + low, kTileKeys, rows, panels);
-    product_of_panels(grads, wide, value_panels_ + low * c.value_dim, c.value_dim, weights_ + low, kTileKeys, rows,
-                      panels);
+    product_of_panels(queries_, dim, key_panels_, c.dim, dots_, kTileKeys, rows, low, high, seen);
+    product_of_panels(grads, wide, value_panels_, c.value_dim, weights_, kTileKeys, rows, low, high, seen);
     float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
     product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values_ + low * wide, wide, high - low, wide, true);
     product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys_ + low * dim, dim, high - low, dim, true);
-    product(dots_ + low, kTileKeys, 1, keys_ + low * dim, dim, high - low, sums, dim, rows, dim, true);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto [first, last] = seen(r);
+      product(dots_ + r * kTileKeys + first, kTileKeys, 1, keys_ + first * dim, dim, last - first, sums + r * dim, dim,
+              std::min<int64_t>(kRows, rows - r), dim, true);
+    }
   }
 
   void score(int64_t b, int64_t h, int64_t chunk, int64_t row0, int64_t rows, int64_t key, int64_t count,

@@ -12,7 +12,7 @@ namespace hyper {
 
 constexpr int64_t kTileRows = 48;   // queries of a tile
 constexpr int64_t kTileKeys = 256;  // keys of a tile, whole panels
-constexpr int64_t kTaskRows = 240;  // queries that use a block of keys once it is packed
+constexpr int64_t kTaskRows = 480;  // queries that use a block of keys once it is packed
 
 // A tensor's address and how far its batch elements, heads and rows lie apart.
 struct Matrix {
@@ -130,6 +130,14 @@ struct Frame {
       if (a < b) lowest = std::min(lowest, a), highest = std::max(highest, b);
     }
     return lowest < highest;
+  }
+
+  // The columns that some of the rows [r, r + rows) see.
+  std::pair<int64_t, int64_t> seen(int64_t r, int64_t rows) const {
+    int64_t low = highest, high = lowest;
+    for (int64_t i = r; i < r + rows; ++i)
+      if (first[i] < last[i]) low = std::min<int64_t>(low, first[i]), high = std::max<int64_t>(high, last[i]);
+    return {low, std::max(low, high)};
   }
 
   void load_head(const Call& c, int64_t h) {

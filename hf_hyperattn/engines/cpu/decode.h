@@ -1,6 +1,7 @@
 // A few queries against many keys, as in generation: every key is read once, where it lies. Statistics of keys are made
-// of it on the way, and distances are taken from differences. A task is a chunk of the keys of one key head; what the
-// chunks find is joined at the end.
+// of it on the way, and distances are taken from differences; so are the factors with which values are averaged, where
+// that is no plain mean (`lift` and `land`, see tile.h). A task is a chunk of the keys of one key head; what the chunks
+// find is joined at the end.
 #pragma once
 
 #include <vector>
@@ -21,18 +22,40 @@ struct Decode {
   int64_t heads;                // how many of them
   int64_t needs_dot;
   const int64_t *row, *column;  // for each statistic of the score, its place in Call, or -1 where it is read
+  const Parameter* average;     // what `lift` and `land` take
+  int64_t averages;             // how many of them
+  Parameter gate;               // of what they make, beside 1 - gate of the mean; null: all of it
+
+  int64_t parts(const Call& c) const { return c.score->lift && gate.at ? 2 : 1; }  // rows of weights for a query
 };
+
+// What a chunk has found for one query: sums of values, with one or two weights, of numbers beside them, the largest
+// logit, and the sum of the weights.
+struct Found {
+  int64_t wide, parts, sums;
+
+  Found(const Call& c, const Decode& d)
+      : wide(padded(c.value_dim)), parts(d.parts(c)), sums(wide * parts) {}
+  int64_t top() const { return sums + kMostSums; }
+  int64_t total() const { return sums + kMostSums + 1; }
+  int64_t size() const { return sums + kMostSums + 2; }
+};
+
+inline void read_parameters(const Parameter* from, int64_t count, int64_t h, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i].at[h * from[i].step];
+}
 
 template <typename T>
 class DecodeTask {
  public:
   DecodeTask(const Call& call, const Decode& decode)
-      : c(call), d(decode), wide(padded(c.value_dim)), dim(padded(c.dim)), rows_(c.group() * c.queries),
-        scratch_(rows_ * (2 * dim + wide + 3) + kTileKeys * (copies() + 3) + 3 * kTileKeys * c.queries + dim +
-                 Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
+      : c(call), d(decode), to_(call, decode), wide(to_.wide), dim(padded(c.dim)), rows_(c.group() * c.queries),
+        scratch_(rows_ * (2 * dim + wide * to_.parts + kMostSums + 3) + kTileKeys * (copies() + 7 + kMostSums) +
+                 4 * kTileKeys * c.queries + dim + Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
     queries_ = scratch_.take(rows_ * dim);
     points_ = scratch_.take(rows_ * dim);
-    out_ = scratch_.take(rows_ * wide);
+    out_ = scratch_.take(rows_ * wide * to_.parts);
+    sums_ = scratch_.take(rows_ * kMostSums);
     top_ = scratch_.take(rows_);
     sum_ = scratch_.take(rows_);
     tops_ = scratch_.take(rows_);
@@ -41,13 +64,18 @@ class DecodeTask {
     last_ = scratch_.take(kTileKeys);
     side_ = scratch_.take(kTileKeys);
     factor_ = scratch_.take(kTileKeys);
-    dots_ = scratch_.take(kTileKeys * c.queries);
+    value_side_ = scratch_.take(kTileKeys);
+    value_factor_ = scratch_.take(kTileKeys);
+    value_statistics_ = scratch_.take(kTileKeys * kMostSums);
+    dots_ = scratch_.take(kTileKeys * c.queries * 2);
     gaps_ = scratch_.take(kTileKeys * c.queries);
     extra_ = scratch_.take(kTileKeys * c.queries);
     counts_ = scratch_.take(dim);
     frame_.columns = scratch_.take(Frame::size(c));
     row_numbers_ = scratch_.take(padded(c.queries) * (kMostNumbers + 3));
     for (int64_t e = 0; e < dim; ++e) counts_[e] = e < c.dim - c.score->left_out ? 1.0f : 0.0f;
+    std::fill_n(frame_.columns, Frame::size(c), 0.0f);  // what no reader makes is not used, but is read
+    std::fill_n(row_numbers_, padded(c.queries) * (kMostNumbers + 3), 0.0f);
   }
 
   // Keys [start, stop) against all queries of their heads; leaves sums, maxima and totals in `found`.
@@ -56,13 +84,17 @@ class DecodeTask {
       const int64_t h = kv * c.group() + g;
       copy_rows(queries_of<T>(c, b, h, 0), c.queries, 0, c.dim, dim, queries_ + g * c.queries * dim);
     }
-    std::fill_n(out_, rows_ * wide, 0.0f);
+    std::fill_n(out_, rows_ * wide * to_.parts, 0.0f);
+    std::fill_n(sums_, rows_ * kMostSums, 0.0f);
     std::fill_n(top_, rows_, -kInf);
     std::fill_n(sum_, rows_, 0.0f);
     for (int64_t key = start; key < stop; key += kTileKeys) tile(b, kv, key, std::min(kTileKeys, stop - key));
-    for (int64_t r = 0; r < rows_; ++r, found += wide + 2) {
-      std::copy_n(out_ + r * wide, wide, found);
-      found[wide] = top_[r], found[wide + 1] = sum_[r];
+    for (int64_t r = 0; r < rows_; ++r, found += to_.size()) {
+      const int64_t g = r / c.queries, q = r % c.queries;
+      for (int64_t part = 0; part < to_.parts; ++part)
+        std::copy_n(out_ + ((g * to_.parts + part) * c.queries + q) * wide, wide, found + part * wide);
+      std::copy_n(sums_ + r * kMostSums, kMostSums, found + to_.sums);
+      found[to_.top()] = top_[r], found[to_.total()] = sum_[r];
     }
   }
 
@@ -77,7 +109,13 @@ class DecodeTask {
       load_statistics(b, h, slot, key, count);
       for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
-      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * wide, wide, c.queries, wide, true);
+      if (c.score->lift && g == 0) {
+        const auto square = [](const float* v, int64_t, int64_t e, bool) { return load(v + e) * load(v + e); };
+        sum_rows(values, value_step, count, wide, square, [&](int64_t j) { ask_ahead(b, kv, key + j, 2); }, value_side_);
+      }
+      if (c.score->lift) lift(b, kv, key, h, count, slot, g == 0);
+      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * to_.parts * wide, wide,
+              c.queries * to_.parts, wide, true);
     }
   }
 
@@ -113,27 +151,65 @@ class DecodeTask {
 
   void read(int64_t h, int64_t count, const float* last, const float* side, float* const* statistic, float* factor) {
     float parameters[kMostNumbers];
-    for (int64_t i = 0; i < d.heads; ++i) parameters[i] = d.head[i].at[h * d.head[i].step];
-    const VectorTile t = {count, static_cast<float>(c.dim), last, side, parameters, statistic, factor};
+    read_parameters(d.head, d.heads, h, parameters);
+    const float* const column[] = {last, side};
+    const VectorTile t = {count, static_cast<float>(c.dim), column, parameters, statistic + c.score->first_read, factor};
     c.score->read(&t);
+  }
+
+  // Sums of the numbers beside the values of one head, and its values' weights times their factors: in place of the
+  // weights, or after them. Heads that share values and parameters share the factors too.
+  void lift(int64_t b, int64_t kv, int64_t key, int64_t h, int64_t count, int64_t slot, bool first) {
+    bool shared = !first;
+    for (int64_t i = 0; i < d.averages; ++i) shared &= d.average[i].step == 0;
+    float* statistic[kMostSums];
+    for (int i = 0; i < kMostSums; ++i) statistic[i] = value_statistics_ + i * kTileKeys;
+    if (!shared) {
+      float parameters[kMostNumbers];
+      read_parameters(d.average, d.averages, h, parameters);
+      const float* const column[] = {value_side_, value_side_};
+      const VectorTile t = {padded(count), static_cast<float>(c.value_dim), column, parameters, statistic, value_factor_};
+      c.score->lift(&t);
+    }
+    for (int64_t r = 0; r < c.queries; ++r) {
+      const float* weights = dots_ + r * kTileKeys;
+      float* lifted = dots_ + ((to_.parts - 1) * c.queries + r) * kTileKeys;
+      Vec sums[kMostSums] = {};
+      for (int64_t j = 0; j < count; j += kLanes) {
+        const Vec weight = load(weights + j);
+        for (int64_t i = 0; first && r == 0 && i < kLanes; ++i)
+          ask_ahead(b, kv, key + std::min(j + i, count - 1), 3);
+        for (int i = 0; i < c.score->sums; ++i) sums[i] += weight * load(statistic[i] + j);
+        store(lifted + j, weight * load(value_factor_ + j));
+      }
+      for (int i = 0; i < c.score->sums; ++i) sums_[(slot + r) * kMostSums + i] += sum_of(sums[i]);
+    }
   }
 
   // Of each key the last number, and where they are needed the sum of the squares of the first ones.
   void measure(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count) {
+    if (c.score->reads_norms) {
+      const float* there = counts_;
+      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
+        const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
+        return x * x;
+      }, [&](int64_t j) { ask_ahead(b, kv, key + j, 0); }, side_);
+    }
     for (int64_t j = 0; j < count; ++j) last_[j] = keys[j * step + c.dim - 1];
     std::fill(last_ + count, last_ + padded(count), 0.0f);
-    if (!c.score->reads_norms) return;
-    const float* there = counts_;
-    sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
-      const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
-      return x * x;
-    }, [&](int64_t j) { ask_ahead(b, kv, key + j); }, side_);
   }
 
-  // The value of this key, and the key that is as far on in the next tile.
-  void ask_ahead(int64_t b, int64_t kv, int64_t j) const {
-    ask_for(at<T>(c.value, b, kv, j), c.value_dim * sizeof(T));
-    if (j + kTileKeys < c.keys) ask_for(at<T>(c.key, b, kv, j + kTileKeys), c.dim * sizeof(T));
+  // Asks for the value of this key, and for the key that is as far on in the next tile. Where values are lifted, there
+  // are four passes over rows, of which each asks for a half of one, so that memory is never idle.
+  void ask_ahead(int64_t b, int64_t kv, int64_t j, int pass) const {
+    const T *value = at<T>(c.value, b, kv, j), *key = at<T>(c.key, b, kv, std::min(j + kTileKeys, c.keys - 1));
+    if (!c.score->lift) {
+      ask_for(value, c.value_dim * sizeof(T));
+      ask_for(key, c.dim * sizeof(T));
+    } else {
+      const int64_t width = pass < 2 ? c.value_dim : c.dim, half = width / 2;
+      ask_for((pass < 2 ? value : key) + (pass % 2) * half, (pass % 2 ? width - half : half) * sizeof(T));
+    }
   }
 
   // All statistics of a head, given or read. The queries' are read anew, which is nothing beside a tile of keys.
@@ -158,18 +234,19 @@ class DecodeTask {
   // The products and the gaps of one query.
   void compare(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count, int64_t slot,
                int64_t r) {
-    const bool first = slot == 0 && !c.score->reads_norms;
+    const bool first = slot == 0 && (!c.score->reads_norms || c.score->lift);
+    const int pass = c.score->reads_norms;
     if (d.needs_dot) {
       const float* q = queries_ + slot * dim;
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool) { return load(q + e) * load(k + e); },
-               [&](int64_t j) { if (first) ask_ahead(b, kv, key + j); }, dots_ + r * kTileKeys);
+               [&](int64_t j) { if (first) ask_ahead(b, kv, key + j, pass); }, dots_ + r * kTileKeys);
     }
     if (c.score->read) {  // beyond the point's width, in the last register, x is 0, and so must the key be
       const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
       sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e, bool last) {
         const Vec point = last ? load(k + e) * load(there + e) : load(k + e), apart = load(x + e) - point * factor[j];
         return apart * apart;
-      }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j); }, gaps_ + r * kTileKeys);
+      }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j, pass); }, gaps_ + r * kTileKeys);
     }
   }
 
@@ -182,14 +259,18 @@ class DecodeTask {
     t.query = queries_ + slot * dim, t.query_step = dim, t.keys = key_rows_, t.dim = 0;
     c.score->decode(&t);
     for (int64_t r = 0; r < c.queries; ++r) {
-      float *x = dots_ + r * kTileKeys, *out = out_ + (slot + r) * wide;
+      float* x = dots_ + r * kTileKeys;
       const float old = top_[slot + r], top = std::max(old, tops_[r]);
       if (tops_[r] == -kInf && !holds_nan(x, frame_.first[r], frame_.last[r])) {  // maxima pass over NaN
-        std::fill_n(x, count, 0.0f);
+        std::fill_n(x, padded(count), 0.0f);
         continue;
       }
       const float factor = old == -kInf ? 0.0f : std::exp(old - top);
-      for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
+      for (int64_t part = 0; part < to_.parts; ++part) {
+        float* out = out_ + (slot * to_.parts + part * c.queries + r) * wide;
+        for (int64_t e = 0; e < wide; e += kLanes) store(out + e, load(out + e) * factor);
+      }
+      for (int i = 0; i < c.score->sums; ++i) sums_[(slot + r) * kMostSums + i] *= factor;
       sum_[slot + r] = sum_[slot + r] * factor + exponentials(x, frame_.first[r], frame_.last[r], 0, count, top);
       top_[slot + r] = top;
     }
@@ -197,28 +278,53 @@ class DecodeTask {
 
   const Call& c;
   const Decode& d;
+  const Found to_;
   const int64_t wide, dim, rows_;
   Scratch scratch_;
   Frame frame_;
   float *queries_, *points_, *out_, *top_, *sum_, *tops_, *key_rows_, *value_rows_, *last_, *side_, *factor_, *dots_,
-      *gaps_, *extra_, *counts_, *row_numbers_;
+      *gaps_, *extra_, *counts_, *row_numbers_, *sums_, *value_side_, *value_factor_, *value_statistics_;
 };
 
-// Joins what the chunks found for one row.
-inline void join(const Call& c, const float* found, int64_t chunks, int64_t step, int64_t row, float sink) {
-  const int64_t wide = padded(c.value_dim);
-  float top = sink, sum = sink == -kInf ? 0.0f : 1.0f;
-  for (int64_t i = 0; i < chunks; ++i) top = std::max(top, found[i * step + wide]);
-  if (sum > 0) sum = std::exp(sink - top);
-  float* to = c.out + row * c.value_dim;
-  std::fill_n(to, c.value_dim, 0.0f);
+// The average as `land` makes it, beside the mean where there is a gate; in the memory of the sums.
+inline const float* landed(const Call& c, const Decode& d, const Found& at, float* found, int64_t h, float total) {
+  alignas(64) float numbers[(kMostSums + 3) * kLanes] = {};
+  const float* column[kMostSums + 2];
+  float *factor = numbers + (kMostSums + 2) * kLanes, *lifted = found + (at.parts - 1) * at.wide;
+  float parameters[kMostNumbers], square = 0;
+  for (int64_t e = 0; e < at.wide; ++e) square += lifted[e] * lifted[e];
+  for (int i = 0; i < c.score->sums + 2; ++i) {
+    column[i] = numbers + i * kLanes;
+    numbers[i * kLanes] = i == 0 ? square : i <= c.score->sums ? found[at.sums + i - 1] : total;
+  }
+  read_parameters(d.average, d.averages, h, parameters);
+  const VectorTile t = {kLanes, static_cast<float>(c.value_dim), column, parameters, nullptr, factor};
+  c.score->land(&t);
+  for (int64_t e = 0; e < at.wide; ++e) lifted[e] *= *factor;
+  if (!d.gate.at) return lifted;
+  const float gate = d.gate.at[h * d.gate.step];
+  for (int64_t e = 0; e < at.wide; ++e) found[e] += gate * (lifted[e] - found[e]);
+  return found;
+}
+
+// Joins what the chunks found for one row of head h, in the memory of the first of them.
+inline void join(const Call& c, const Decode& d, const Found& at, float* found, int64_t chunks, int64_t step, int64_t h,
+                 int64_t row) {
+  const float sink = c.sinks ? c.sinks[h] : -kInf;
+  float top = sink, total = 0;
+  for (int64_t i = 0; i < chunks; ++i) top = std::max(top, found[i * step + at.top()]);
   for (int64_t i = 0; i < chunks; ++i) {
     const float* from = found + i * step;
-    const float factor = from[wide] == -kInf ? 0.0f : std::exp(from[wide] - top);
-    sum += factor * from[wide + 1];
-    for (int64_t e = 0; e < c.value_dim; ++e) to[e] += factor * from[e];
+    const float factor = from[at.top()] == -kInf ? 0.0f : std::exp(from[at.top()] - top);
+    total += factor * from[at.total()];
+    for (int64_t e = 0; e < at.top(); ++e) found[e] = i ? found[e] + factor * from[e] : factor * from[e];
   }
-  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum == 0 ? 0.0f : to[e] / sum;
+  const float sum = total + (sink == -kInf ? 0.0f : std::exp(sink - top));
+  const float inverse = 1.0f / sum;
+  for (int64_t e = 0; e < at.top(); ++e) found[e] *= inverse;
+  const float* out = c.score->lift ? landed(c, d, at, found, h, total / sum) : found;
+  float* to = c.out + row * c.value_dim;
+  for (int64_t e = 0; e < c.value_dim; ++e) to[e] = sum == 0 ? 0.0f : out[e];
   c.lse[row] = sum == 0 ? -kInf : top + std::log(sum);
 }
 
@@ -228,7 +334,8 @@ void decode(const Call& c, const Decode& d) {
   const int64_t blocks = (stop - start + kTileKeys - 1) / kTileKeys, heads = c.batch * c.kv_heads;
   const int64_t wanted = c.threads == 1 ? 1 : (4 * c.threads + heads - 1) / heads;
   const int64_t chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, blocks));
-  const int64_t rows = c.group() * c.queries, wide = padded(c.value_dim), step = rows * (wide + 2);
+  const Found at(c, d);
+  const int64_t rows = c.group() * c.queries, step = rows * at.size();
   std::vector<float> found(heads * chunks * step);
   const int64_t work = (stop - start) * heads * c.dim;
 #pragma omp parallel num_threads(std::min(heads * chunks, c.threads)) if (work > 32768)
@@ -244,8 +351,8 @@ void decode(const Call& c, const Decode& d) {
   for (int64_t head = 0; head < heads; ++head)
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = head % c.kv_heads * c.group() + r / c.queries;
-      join(c, found.data() + head * chunks * step + r * (wide + 2), chunks, step,
-           (head / c.kv_heads * c.heads + h) * c.queries + r % c.queries, c.sinks ? c.sinks[h] : -kInf);
+      join(c, d, at, found.data() + head * chunks * step + r * at.size(), chunks, step, h,
+           (head / c.kv_heads * c.heads + h) * c.queries + r % c.queries);
     }
 }
 

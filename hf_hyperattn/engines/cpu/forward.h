@@ -6,25 +6,19 @@
 
 namespace hyper {
 
-// The weights of one row of logits in place, e^(x - top), 0 outside [first, last); returns their sum.
+// The weights of one row of logits in place, e^(x - top), 0 outside [first, last) in the registers that hold
+// [lowest, highest); returns their sum.
 inline float exponentials(float* x, int32_t first, int32_t last, int64_t lowest, int64_t highest, float top) {
-  std::fill(x + lowest, x + first, 0.0f);
-  if (first < last) std::fill(x + last, x + highest, 0.0f);
-  else std::fill(x + lowest, x + highest, 0.0f);
   Vec sum = {};
-  int32_t j = first;
-  for (; j + kLanes <= last; j += kLanes) {
-    const Vec e = exponential<true>(load(x + j) - top);
+  for (int64_t j = lowest / kLanes * kLanes; j < highest; j += kLanes) {
+    Vec e = {};
+    if (j >= first && j + kLanes <= last) e = exponential<true>(load(x + j) - top);
+    else if (j < last && j + kLanes > first)  // beyond the row's end x may be above top
+      e = outside(j, first, last) ? Vec{} : exponential<true>(smaller(load(x + j) - top, Vec{}));
     store(x + j, e);
     sum += e;
   }
-  float total = sum_of(sum);
-  if (j < last) {
-    float rest[kLanes];
-    store(rest, exponential<true>(smaller(load(x + j) - top, Vec{})));  // beyond the row's end x may be above top
-    for (int i = 0; j + i < last; ++i) x[j + i] = rest[i], total += rest[i];
-  }
-  return total;
+  return sum_of(sum);
 }
 
 inline bool holds_nan(const float* x, int32_t first, int32_t last) {
@@ -33,9 +27,10 @@ inline bool holds_nan(const float* x, int32_t first, int32_t last) {
   return found;
 }
 
-// Queries of a task: so many that packing the keys hardly counts.
+// Queries of a task: so many that packing the keys hardly counts, but no more than leave each thread some tasks.
 inline int64_t span_of(const Call& c) {
-  return std::max(kTileRows, kTaskRows / c.group() / kTileRows * kTileRows);
+  const int64_t rows = c.queries * c.heads * c.batch < 4 * c.threads * kTaskRows ? kTaskRows / 2 : kTaskRows;
+  return std::max(kTileRows, rows / c.group() / kTileRows * kTileRows);
 }
 
 template <typename T>
@@ -95,9 +90,8 @@ class ForwardTask {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const int64_t low = frame_.lowest, high = frame_.highest;
     const float* queries = queries_ + slot * c.dim;
-    const int64_t panel = low / kPanel, panels = (high + kPanel - 1) / kPanel - panel;
-    product_of_panels(queries, c.dim, keys_ + panel * kPanel * c.dim, c.dim, dots_ + panel * kPanel, kTileKeys, rows,
-                      panels);
+    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
+    product_of_panels(queries, c.dim, keys_, c.dim, dots_, kTileKeys, rows, low, high, seen);
     frame_.load_rows(c, b, h, row0);
     Tile t = {};
     t.rows = rows, t.columns = count, t.step = kTileKeys, t.first_row = row0, t.first_column = key;
@@ -108,8 +102,11 @@ class ForwardTask {
     c.score->forward(&t);
     for (int64_t r = 0; r < rows; ++r) weigh(r, slot + r);
     if (c.drop_below) drop(b, h, row0, rows, key);
-    product(dots_ + low, kTileKeys, 1, values + low * value_step, value_step, high - low, out_ + slot * wide, wide, rows,
-            wide, true);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto [first, last] = seen(r);
+      product(dots_ + r * kTileKeys + first, kTileKeys, 1, values + first * value_step, value_step, last - first,
+              out_ + (slot + r) * wide, wide, std::min<int64_t>(kRows, rows - r), wide, true);
+    }
   }
 
   // One row of logits becomes weights; what was summed before is brought to the new maximum.

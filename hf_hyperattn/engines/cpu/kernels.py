@@ -30,7 +30,7 @@ from . import library
 CALL = struct.Struct("P7q P3q P3q P3q q 5P P4q P4q 5q P 2f 2I f 2P")
 #: `struct Slots`, `struct Decode` and `struct NormCall`.
 SLOTS = struct.Struct("2P q 5P 3P q 2P")
-DECODE = struct.Struct("P 2q 2P")
+DECODE = struct.Struct("P 2q 2P P q P q")
 NORMS = struct.Struct("P3q 8q 3P")
 
 #: A backward pass is cut into at least this many tasks a thread, where there are more threads than heads to share.
@@ -123,13 +123,6 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-@forward.register_fake
-def _(tensors, *_):
-    query, _, value = tensors[:3]
-    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    return out, out.new_empty(2, *query.shape[:3])
-
-
 @torch.library.custom_op("hf_hyperattn::cpu_backward", mutates_args=(), schema=serialize.BACKWARD)
 def gradients(
     grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
@@ -144,12 +137,8 @@ def gradients(
     return all_gradients
 
 
-@gradients.register_fake
-def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    sizes = serialize.shapes(tensors, extras, serialize.LEARNED.__contains__)
-    return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
-
-
+forward.register_fake(serialize.fake_output)
+gradients.register_fake(serialize.fake_gradients)
 serialize.differentiable(forward, gradients)
 
 
@@ -243,6 +232,10 @@ def decode_layout(score: PairScore, options: Options) -> DecodeLayout | None:
     terms = score.terms
     readers = [(i, t.reader.name) for i, t in enumerate(terms) if t.reader is not None]
     reader, name = readers[0] if readers else (None, "")
+    if options.aggregation is not None:
+        if reader is None:
+            return None
+        name += f" > {options.aggregation.name}"
     unread = [t for i, t in enumerate(terms) if i != reader]
     if any(t.statistics is not None or isinstance(t.term, DistanceTerm) for t in unread):
         return None  # they would be made of all keys; and distances are taken from differences where they are read
@@ -271,6 +264,7 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
     numbers: list = []
     alive: list[Tensor] = []
     parameters: Sequence[Tensor | float] = ()
+    averages: Sequence[Tensor | float] = ()
     for i, term in enumerate(score.terms):
         head: Sequence[Tensor | float]
         if i == layout.reader and term.reader is not None:
@@ -284,8 +278,11 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
             numbers.append(number)
         if term.gate is not None:
             numbers.append(term.gate)
+    gate = None
+    if options.aggregation is not None:
+        averages, gate = options.aggregation.parameters, options.aggregation.gate
     steps: list[int] = []
-    for number in parameters:  # a number for each head, or one for all of them
+    for number in (*parameters, *averages, 0.0 if gate is None else gate):  # a number for each head, or one for all
         if isinstance(number, Tensor):
             number = number.float().contiguous()
             alive.append(number)
@@ -301,9 +298,9 @@ def decode(layout: DecodeLayout, score: PairScore, value: Tensor, options: Optio
         layout.loaded.table, vectors, statistics, extras, options, query.shape[-1], score.scale, out, lse
     )
     places = ctypes.addressof(layout.rows), ctypes.addressof(layout.columns)
-    layout.loaded.core.hyper_decode(
-        call, DECODE.pack(ctypes.addressof(flat), len(parameters), layout.needs_dot, *places)
-    )
+    at, count = ctypes.addressof(flat), len(parameters)
+    average = at + 16 * count, len(averages), 0 if gate is None else steps[-2], steps[-1]
+    layout.loaded.core.hyper_decode(call, DECODE.pack(at, count, layout.needs_dot, *places, *average))
     del kept, alive
     return out, None
 

@@ -34,6 +34,9 @@ CORE = [
     )
 ]
 
+#: The readers that an `Aggregation` has under its name.
+PARTS = ("lift", "land")
+
 TEXT = """// {score_key}
 #include "{header}"
 {functors}
@@ -83,7 +86,8 @@ def load(score_key: str, capped: bool, reader: str = "") -> Loaded | None:
     Args:
         score_key: `PairScore.score_key`.
         capped: whether there is a softcap.
-        reader: for decoding, the index of the term that reads its statistics from keys, and its reader's name.
+        reader: for decoding, the index of the term that reads its statistics from keys, and its reader's name; then,
+            after " > ", the name of the `Aggregation` of values, where there is one.
     """
     kind = score_key, capped, reader
     if kind in TABLES and native.enabled():
@@ -142,11 +146,14 @@ def text_of(score_key: str, capped: bool, *readers: str) -> str:
         functors += emitted(term)[0].replace("struct Emitted ", f"struct Emitted{i} ")
         pieces.append(f"hyper::Piece<hyper::Emitted{i}, {boolean(gated)}, {boolean(caps and capped)}>")
     for i, reader in enumerate(readers or ("",)):
-        index, _, name = reader.partition(" ")
-        if reader:
-            functors += emitted_reader(READERS[name]).replace("struct EmittedReader ", f"struct EmittedReader{i} ")
-        read = f", hyper::ReadBy<{index}, hyper::EmittedReader{i}>" if reader else ""
-        tables.append(f"&hyper::Passes<Score{read}>::table")
+        index, _, names = reader.partition(" ")
+        name, _, average = names.partition(" > ")
+        structs = {f"Reader{i}": name} | {f"{part.title()}{i}": f"{average} {part}" for part in PARTS if average}
+        functors += "".join(emitted_reader(READERS[of], struct) for struct, of in structs.items() if reader)
+        read = f"hyper::ReadBy<{index}, hyper::Reader{i}>"
+        if average:
+            read = f"hyper::Averaging<{read}, hyper::Lift{i}, hyper::Land{i}>"
+        tables.append(f"&hyper::Passes<Score{', ' + read if reader else ''}>::table")
     return TEXT.format(
         score_key=score_key,
         header=SCORE.relative_to(native.PACKAGE).as_posix(),  # the same wherever the package is

@@ -61,12 +61,28 @@ inline void product(const float* left, int64_t left_row, int64_t left_sum, const
     column_product<1>(left, left_row, left_sum, right + w, right_step, count, to + w, to_step, rows, add);
 }
 
-// to[r][j] = left row r · row j of what was packed in panels: `panels` of kPanel rows each, `count` numbers a row.
+// A product with the first `registers` of a panel's registers.
+template <int Wide = kWide>
+inline void panel_product(int64_t registers, const float* left, int64_t left_row, const float* panel, int64_t count,
+                          float* to, int64_t to_step, int64_t rows) {
+  if (Wide == 1 || registers >= Wide)
+    column_product<Wide>(left, left_row, 1, panel, kPanel, count, to, to_step, rows, false);
+  else
+    panel_product<std::max(1, Wide - 1)>(registers, left, left_row, panel, count, to, to_step, rows);
+}
+
+// to[r][j] = left row r · row j of what was packed in panels of kPanel rows, `count` numbers a row, for j in
+// [low, high); of each kRows rows from r on only j in seen(r) count, whole registers.
+template <class Seen>
 inline void product_of_panels(const float* left, int64_t left_row, const float* packed, int64_t count, float* to,
-                              int64_t to_step, int64_t rows, int64_t panels) {
-  for (int64_t p = 0; p < panels; ++p)
-    column_product<kWide>(left, left_row, 1, packed + p * count * kPanel, kPanel, count, to + p * kPanel, to_step,
-                          rows, false);
+                              int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen) {
+  for (int64_t j = low / kPanel * kPanel; j < high; j += kPanel)
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto [first, last] = seen(r);
+      if (first < j + kPanel && j < last)
+        panel_product((last - j + kLanes - 1) / kLanes, left + r * left_row, left_row, packed + j * count, count,
+                      to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r));
+    }
 }
 
 // Lanes of a and b in turn, the lower halves or the upper ones.

@@ -227,11 +227,6 @@ inline void over_columns(int32_t first, int32_t last, Body body) {
   if (j < last) body(j, std::true_type{});
 }
 
-inline Ints outside(int32_t j, int32_t first, int32_t last) {
-  const Ints at = lane_numbers() + j;
-  return (at < first) | (at >= last);
-}
-
 // Logits with mask and bias added; a hidden pair is hidden whatever its logit is.
 inline Vec with_extra(Vec x, Vec extra) { return extra == splat(-kInf) ? extra : x + extra; }
 
@@ -359,23 +354,40 @@ void backward_rows(const Tile& t) {
   for (int i = 0; i < S::heads; ++i) t.d_head[i] += sums[i];
 }
 
-// Reads the statistics of piece I from keys or queries. A reader R (engines/emit_cpp.py) has
-//   columns, norms, left_out     how many there are, others are not read; whether it reads `side`; see ScoreTable
-//   read(last, side, dim, head, statistic) -> factor       for one register of vectors
+// What a reader R (engines/emit_cpp.py) makes of vectors, one register of them after another; it has
+//   inputs, statistics         how many numbers of a vector it reads and makes, at most those of VectorTile
+//   reads_norms, left_out      whether it reads the second input, others are not filled then; see ScoreTable
+//   read(column, dim, head, statistic) -> factor
+template <class R>
+void read_vectors(const VectorTile* t) {
+  for (int64_t j = 0; j < t->count; j += kLanes) {
+    Vec column[R::inputs], found[R::statistics + 1] = {};
+    for (int i = 0; i < R::inputs; ++i) column[i] = load(t->column[i] + j);
+    store(t->factor + j, R::read(column, t->dim, t->head, found));
+    for (int i = 0; i < R::statistics; ++i) store(t->statistic[i] + j, found[i]);
+  }
+}
+
+// Piece I's statistics are read by R from keys and queries.
 template <int I, class R>
 struct ReadBy {
-  static constexpr bool norms = R::norms;
-  static constexpr int left_out = R::left_out;
-
   template <class S>
-  static void read(const VectorTile* t) {
-    constexpr int start = S::template column0<I>;
-    static_assert(start == S::template row0<I>, "queries and keys have the same statistics");
-    for (int64_t j = 0; j < t->count; j += kLanes) {
-      Vec found[S::template At<I>::columns] = {};
-      store(t->factor + j, R::read(load(t->last + j), load(t->side + j), t->dim, t->head, found));
-      for (int i = 0; i < S::template At<I>::columns; ++i) store(t->statistic[start + i] + j, found[i]);
-    }
+  static constexpr void fill(ScoreTable& t) {
+    static_assert(S::template column0<I> == S::template row0<I>, "queries and keys have the same statistics");
+    static_assert(R::statistics <= S::template At<I>::columns);
+    t.read = read_vectors<R>, t.first_read = S::template column0<I>;
+    t.reads_norms = R::reads_norms, t.left_out = R::left_out;
+  }
+};
+
+// The same, and values are averaged as the readers Lift and Land say.
+template <class Read, class Lift, class Land>
+struct Averaging {
+  template <class S>
+  static constexpr void fill(ScoreTable& t) {
+    Read::template fill<S>(t);
+    static_assert(Lift::statistics <= kMostSums && Land::inputs == Lift::statistics + 2);
+    t.lift = read_vectors<Lift>, t.land = read_vectors<Land>, t.sums = Lift::statistics;
   }
 };
 
@@ -397,11 +409,10 @@ struct Passes {
       t->extra ? forward_rows<S, true, true>(*t) : forward_rows<S, false, true>(*t);
   }
   static constexpr ScoreTable make() {
-    ScoreTable t = {S::rows, S::columns, S::heads, forward, backward, decode, nullptr, 0, 0};
-    if constexpr (!std::is_void_v<Read>) {
-      t.read = &Read::template read<S>;
-      t.reads_norms = Read::norms, t.left_out = Read::left_out;
-    }
+    ScoreTable t = {};
+    t.rows = S::rows, t.columns = S::columns, t.heads = S::heads;
+    t.forward = forward, t.backward = backward, t.decode = decode;
+    if constexpr (!std::is_void_v<Read>) Read::template fill<S>(t);
     return t;
   }
   static constexpr ScoreTable table = make();

@@ -65,14 +65,24 @@ struct Tile {
   Dropout dropout;
 };
 
-// Decoding: from numbers of keys, or of queries, to the statistics that a score reads; `count` of each, whole registers.
+constexpr int kMostSums = 4;  // numbers beside a value that may be averaged with it
+
+// Decoding: from numbers of vectors to what is made of them; `count` vectors, whole registers.
+//
+//            column                                              statistic, factor
+//   read     of keys or queries: the last number, the sum of     a term's statistics, and what the vector is multiplied
+//            the squares of those that points have               with to be a point
+//   lift     of values: the same                                 numbers that are averaged beside the value, and what
+//                                                                it is multiplied with before
+//   land     of averages: the sum of the squares, the averaged   none, and what the average is multiplied with
+//            numbers, the sum of the weights
 struct VectorTile {
   int64_t count;
   float dim;                    // of the vectors
-  const float *last, *side;     // the last number of each, and the sum of the squares of those that points have
-  const float* head;            // what the reader takes of this head
+  const float* const* column;
+  const float* head;            // parameters of this head
   float* const* statistic;      // out
-  float* factor;                // out: what a vector is multiplied with to be a point
+  float* factor;                // out
 };
 
 typedef void (*ScorePass)(const Tile*);
@@ -83,8 +93,11 @@ struct ScoreTable {
   int32_t rows, columns, heads;
   ScorePass forward, backward, decode;
   ReadPass read;                // null where no statistic is read from vectors
-  int32_t reads_norms;          // whether it needs VectorTile::side
+  int32_t first_read;           // the first of the statistics that it makes
+  int32_t reads_norms;          // whether it needs the sum of squares
   int32_t left_out;             // numbers at a vector's end that its point has not
+  ReadPass lift, land;          // null where values are averaged as they are
+  int32_t sums;                 // statistics of `lift`
 };
 
 }  // namespace hyper

@@ -52,15 +52,30 @@ inline Ints lane_numbers() {
 }
 
 inline float sum_of(Vec v) {
+#if defined(__AVX512F__) && !defined(HYPER_PLAIN)
+  return _mm512_reduce_add_ps(v);
+#else
   float s = 0;
   for (int i = 0; i < kLanes; ++i) s += v[i];
   return s;
+#endif
 }
 
+// Of numbers that are no NaN.
 inline float largest_of(Vec v) {
+#if defined(__AVX512F__) && !defined(HYPER_PLAIN)
+  return _mm512_reduce_max_ps(v);
+#else
   float s = v[0];
   for (int i = 1; i < kLanes; ++i) s = v[i] > s ? v[i] : s;
   return s;
+#endif
+}
+
+// The lanes from column j on that are not in [first, last).
+inline Ints outside(int32_t j, int32_t first, int32_t last) {
+  const Ints at = lane_numbers() + j;
+  return (at < first) | (at >= last);
 }
 
 inline bool any(Ints mask) {
@@ -101,12 +116,12 @@ inline Vec as_it_is(Vec x) {
   return x;
 }
 
-// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone.
+// a · b + sum, rounded once where the CPU can, in sums whose order -ffast-math is to leave alone: it would add up lanes.
 inline float in_turn(float a, float b, float sum) {
 #ifdef __FP_FAST_FMAF
   return std::fma(a, b, sum);
 #else
-  return a * b + sum;
+  return as_it_is(splat(a * b))[0] + sum;
 #endif
 }
 
@@ -115,6 +130,19 @@ inline float in_turn(float a, float b, float sum) {
 template <bool Negative = false>
 inline Vec exponential(Vec x) {
   const Vec low = splat(-87.3f);
+#if defined(__AVX512F__) && !defined(HYPER_PLAIN)
+  if constexpr (Negative) {  // 2^(n + r), r from -1/2 to 1/2, exactly 1 at 0
+    const Vec base = splat(1.44269504f), n = _mm512_roundscale_ps(x * base, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec r = _mm512_fmadd_ps(x, splat(1.92596299e-8f), _mm512_fmsub_ps(x, base, n));
+    Vec p = splat(1.3264727e-3f);
+    p = p * r + 9.671513e-3f;
+    p = p * r + 5.55073358e-2f;
+    p = p * r + 2.40222424e-1f;
+    p = p * r + 6.93147004e-1f;
+    p = p * r + 1.0f;
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, n);
+  }
+#endif
   Vec y = larger(x, low), half = splat(-0.5f);
   if (!Negative) {
     y = smaller(y, splat(88.0f));

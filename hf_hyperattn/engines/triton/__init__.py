@@ -23,7 +23,7 @@ from ..options import Options
 from ..score import PairScore
 from . import operator
 
-__all__ = ["attend", "compute", "supports", "unsupported_reason"]
+__all__ = ["attend", "supports", "unsupported_reason"]
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -32,22 +32,11 @@ WIDEST = 256
 
 
 def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """softmax(S)·V; arguments as in `reference.attend`, weights are not returned.
+    """softmax(S)·V of a call that `unsupported_reason` has nothing against; arguments as in `reference.attend`.
 
     Products are of half precision where the caller's tensors are, all else is float32. Gradients are the same from run
     to run.
-
-    Raises:
-        ValueError: the call asks for what the kernels cannot do; the message says what.
     """
-    reason = unsupported_reason(score, value, options)
-    if reason is not None:
-        raise ValueError(f"backend='triton' cannot compute this call: {reason}; use backend='auto'")
-    return compute(score, value, options)
-
-
-def compute(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, None]:
-    """A call that `unsupported_reason` has nothing against."""
     return serialize.call(
         operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes, with_points=True
     )

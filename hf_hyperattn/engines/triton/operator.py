@@ -21,13 +21,6 @@ def forward(tensors: Sequence[Tensor], *settings) -> tuple[Tensor, Tensor]:
     return launch.forward(launch.TritonCall(serialize.read(tensors, *settings)))
 
 
-@forward.register_fake
-def _(tensors, *_):
-    query, _, value = tensors[:3]
-    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
-    return out, out.new_empty(2, *query.shape[:3])
-
-
 @torch.library.custom_op("hf_hyperattn::triton_backward", mutates_args=(), schema=serialize.BACKWARD)
 def gradients(
     grad: Tensor, out: Tensor, lse: Tensor, tensors: Sequence[Tensor], needs_grad: Sequence[bool], *settings
@@ -39,10 +32,6 @@ def gradients(
     return launch.backward(launch.TritonCall(serialize.read(tensors, *settings)), grad, out, lse, needs)
 
 
-@gradients.register_fake
-def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    sizes = serialize.shapes(tensors, extras, serialize.LEARNED.__contains__)
-    return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
-
-
+forward.register_fake(serialize.fake_output)
+gradients.register_fake(serialize.fake_gradients)
 serialize.differentiable(forward, gradients)

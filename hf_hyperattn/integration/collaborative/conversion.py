@@ -167,8 +167,8 @@ def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list
                 query, key = (by_head(w, part.host.heads) for w in (old.query, old.key))
                 result: Any = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
                 modules = filled(part, old, result)
-            for name, module in modules.items():
-                offload_like(module, old.children[name], f"{part.host.name}.{name}")
+            for name, child in old.children.items():
+                offload_like(modules[name], child, f"{part.host.name}.{name}")
             result = replace(result, query=None, key=None)  # they are in the modules
             solved.append(replace(part, result=result, modules=modules))
             bar.update(1)

@@ -30,7 +30,7 @@ from ...engines.score import DerivedDistanceTerm, register_term
 SMALLEST = 1e-15  # of a distance that is divided by
 LOWEST = 1e-6  # of a height
 NEAR, NEAREST, EXACT = 1e-3, 1 / 16, 1.42e-6  # EXACT: (2 eps / 2e-4)² of float32
-BLUR = 4.0  # from differences D² means nothing below (BLUR · eps)² w|X|²
+TIE = 8.0  # two heights are equal where they differ by less than TIE · eps of them, as those of equal vectors may
 
 
 class ConeTerm(DerivedDistanceTerm):
@@ -61,13 +61,21 @@ class ConeTerm(DerivedDistanceTerm):
     def factors(self, row, column, head):
         return (row[self.before + 1], column[self.before + 1]) if self.on_product else (1.0, 1.0)
 
+    def score(self, dot, row, column, head, squared_distance):
+        u = row[0] - column[0]
+        # what rounding leaves must not steer a gradient
+        u = torch.where(tied(u * u, row[0], column[0]), u.detach(), u)
+        heights = row[: self.before], column[: self.before]
+        return self.height(squared_distance * head[-1], u, *heights, head)[0]
+
     def logits(self, dot, row, column, head, squared_distance=None):
         squared, _ = self.squared_distances(dot, row, column, head, squared_distance)
-        return self.height(squared.mul_(head[-1]), row[: self.before], column[: self.before], head)[0]  # in its place
+        heights = row[: self.before], column[: self.before]
+        return self.height(squared.mul_(head[-1]), row[0] - column[0], *heights, head)[0]  # in its place
 
     def derive(self, row, column, head, squared_distance):
-        weight = head[-1]
-        logits, pull = self.height(squared_distance * weight, row[: self.before], column[: self.before], head)
+        weight, heights = head[-1], (row[: self.before], column[: self.before])
+        logits, pull = self.height(squared_distance * weight, row[0] - column[0], *heights, head)
 
         def pullback(grad):
             d_square, d_row, d_column, d_head = pull(grad)
@@ -89,17 +97,23 @@ class ConeTerm(DerivedDistanceTerm):
         columns = (by_column, stretch_q.mT @ inner, -(last_q.mT @ d_dot))
         return d_dot, rows, columns
 
-    def height(self, gap, row, column, head):
-        """Logits from D² and the score's own statistics, and the pullback; `gap` is left as it is."""
+    def height(self, gap, u, row, column, head):
+        """Logits from D², the difference of the first statistics, and the score's own statistics; and the pullback.
+        `gap` is left as it is.
+        """
         raise NotImplementedError
 
 
-class Umbral(ConeTerm):
-    """S = -(h_q + h_k + sqrt(max(D², u²))), u = h_q - h_k; sign(0) = 0 at ties."""
+def tied(square, row, column):
+    """Whether two heights, or their squares, are equal but for rounding, from their squared difference."""
+    return square <= (TIE * torch.finfo(row.dtype).eps) ** 2 * row * column
 
-    def height(self, gap, row, column, head):
+
+class Umbral(ConeTerm):
+    """S = -(h_q + h_k + sqrt(max(D², u²))), u = h_q - h_k, whose sign is 0 at ties."""
+
+    def height(self, gap, u, row, column, head):
         (hq,), (hk,) = row, column
-        u = hq - hk
         square = u * u
         level = gap <= square  # NaN is not
         w = torch.where(level, square, gap).sqrt_()
@@ -107,7 +121,7 @@ class Umbral(ConeTerm):
 
         def pullback(grad):
             d_gap = torch.where(level, 0.0, grad / w.clamp_min(SMALLEST)).mul_(-0.5)
-            d_u = torch.where(level, grad, 0.0).mul_(u.sign()).neg_()
+            d_u = torch.where(level & ~tied(square, hq, hk), grad, 0.0).mul_(u.sign()).neg_()
             return d_gap, ((d_u - grad).sum(-1, keepdim=True),), (-(d_u + grad).sum(-2, keepdim=True),), ()
 
         return logits, pullback
@@ -123,18 +137,21 @@ class Penumbral(ConeTerm):
         super().__init__(name, on_product)
         self.squared = squared
 
-    def height(self, gap, row, column, head):
+    def height(self, gap, u, row, column, head):
         (pq, a), (pk, b), r2 = row, column, head[0]
         tie, gap = gap <= 0, gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
-        difference = pk - pq
-        half = (a + b - distance.masked_fill(tie, 0.0)).mul_(0.5)
+        widths = a + b
+        half = (widths - distance).mul_(0.5)
         outside = half < 0
-        inside = (half >= a) | (half >= b)  # one cone holds the other point; NaN is not
-        ratio = difference / gap
+        # one cone holds the other point, NaN is not; `half` has lost a distance that is small beside the widths, and of
+        # one as small as their rounding nothing tells
+        told = distance > widths.mul_(torch.finfo(a.dtype).eps)
+        inside = tie | (told & (distance <= (a - b).abs_()))
+        ratio = u / gap
         mean = (pq + pk).mul_(0.5)
-        larger = difference.abs().mul_(0.5).add_(mean)  # of the two: ties share its slope evenly
-        apart = mean.add_(torch.addcmul(gap, difference, ratio).mul_(0.25))
+        larger = u.abs().mul_(0.5).add_(mean)  # of the two: ties share its slope evenly
+        apart = mean.add_(torch.addcmul(gap, u, ratio).mul_(0.25))
         height2 = torch.where(inside, larger, torch.addcmul(r2, half, half, value=-1))
         height2 = torch.where(outside, apart, height2)
         root: Any = None if self.squared else height2.clamp_min(LOWEST**2).sqrt()
@@ -143,12 +160,12 @@ class Penumbral(ConeTerm):
             d_h2 = -grad if self.squared else grad / (-2 * root)
             out, both = torch.where(outside, d_h2, 0.0), torch.where(inside | outside, 0.0, d_h2)
             higher = d_h2 - out - both
-            by_q = higher * (0.5 * (1 - difference.sign()))  # equal heights share it evenly
+            by_q = higher * (0.5 * (1 + u.sign().masked_fill_(tied(u * u, pq, pk), 0.0)))  # equal heights share it
             d_half = -both * half  # of each half width; the distance counts as much, less
             ratio.clamp_(-1, 1)  # it is between where it counts, outside
             d_gap = 0.25 * out * (1 - ratio.square()) - d_half * (0.5 / distance)
-            d_row = 0.5 * out * (1 - ratio) + by_q, d_half
-            d_column = 0.5 * out * (1 + ratio) + higher - by_q, d_half
+            d_row = 0.5 * out * (1 + ratio) + by_q, d_half
+            d_column = 0.5 * out * (1 - ratio) + higher - by_q, d_half
             return d_gap, d_row, d_column, (both,)
 
         return -(height2 if self.squared else root), pullback

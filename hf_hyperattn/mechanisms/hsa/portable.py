@@ -35,8 +35,8 @@ def supports(query: Tensor, key: Tensor, options: Options, request: Any) -> bool
 def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Any) -> tuple[Tensor, Tensor]:
     """`request.tied` of a call that `supports` allows: the output [B, H, N, dv] and the weights [B, H, N, M].
 
-    What the mask hides from every query is padding. With tying="both" a mask that hides more, which is an error
-    elsewhere, gives NaN: a program cannot raise errors.
+    What the mask hides from every query is padding. With tying="both" a mask that hides more is an error of the program
+    too (RuntimeError); ONNX and ExecuTorch know none, and there its rows are NaN.
     """
     heads, n = query.shape[1], query.shape[2]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -49,6 +49,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request:
         single = torch.eye(n, dtype=torch.bool, device=query.device) & pairs
         weights = both_weights(query, key, [single, *blocks, pairs], options.bias, request.rule.keep_diagonal)
         more = (~mask & pairs[:, None]).flatten(1).any(1)
+        if torch.compiler.is_exporting():
+            torch._assert_async(~more.any(), "hsa with tying='both' got a mask that hides more than padding")
         weights = weights.masked_fill(more[:, None, None, None], float("nan"))
         return weights @ value, weights
     visible, by_position = mask & pairs[:, None], position_mask(options, (0, n), (0, n), query.device)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...engines import Options, attention
-from ...engines.score import repeat_heads, upcast_for_grad
+from ...engines.score import upcast_for_grad
 from ...fields import SMALLEST
 from ..checks import check_call, check_choice, check_number, check_number_of_heads
 from .config import AGGREGATIONS, DISTANCES, Aggregation, Distance
-from .midpoint import midpoint, midpoint_columns
+from .midpoint import einstein
 from .score import HyperbolicSpace
 
 
@@ -59,17 +58,10 @@ def hyperbolic_attention(
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     space = hyperbolic_space(query, scale, curvature, temperature, distance)
-    if aggregation == "einstein":
-        curvature = torch.as_tensor(space.curvature, dtype=torch.float64, device=query.device).reshape(-1)
-        value = midpoint_columns(value, curvature, space.scale_of(query))
-        key = repeat_heads(key, value.shape[1])
     score = space.score(upcast_for_grad(query), upcast_for_grad(key))
-    options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p)
-    out, _ = attention(score, value, options, backend=backend)
-    if aggregation == "einstein":
-        assert isinstance(curvature, Tensor)
-        out = midpoint(out, curvature, space.scale_of(query))
-    return out.to(query.dtype)
+    average = einstein(space.curvature, space.scale_of(query)) if aggregation == "einstein" else None
+    options = Options(mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, aggregation=average)
+    return attention(score, value, options, backend=backend)[0].to(query.dtype)
 
 
 def hyperbolic_scores(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...engines.cpu import norms
-from ...engines.score import repeat_heads, working_dtype
+from ...engines.options import Aggregation
+from ...engines.score import READERS, Reader, repeat_heads, working_dtype
 from .reference import direction_and_norm, half_radius, shortest
 
 #: Columns beside the d of the value itself.
@@ -86,3 +87,41 @@ def midpoint(sums: Tensor, curvature: Tensor, scale: float, sinks: bool = False)
     half = torch.log1p(2 * length / rest) / 4  # half of artanh(|X| / T)
     c = curvature.to(x.dtype)[:, None, None]
     return x * (half / length) / (c.sqrt() * scale)
+
+
+def einstein(curvature: Tensor | float, scale: float, gate: Tensor | None = None) -> Aggregation:
+    """The midpoint as engines see it; curvature is a number, or a tensor [H] or [1]."""
+
+    def numbers(like: Tensor) -> Tensor:
+        return torch.as_tensor(curvature, dtype=like.dtype, device=like.device).reshape(-1)
+
+    def columns(value: Tensor) -> Tensor:
+        return midpoint_columns(value, numbers(value), scale)
+
+    def finish(sums: Tensor, sinks: bool) -> Tensor:
+        return midpoint(sums, numbers(sums), scale, sinks)
+
+    return Aggregation("midpoint", columns, finish, (curvature, scale), gate)
+
+
+def lift(row, column, head):
+    """See `Aggregation`: sinh(2a) and exp(-2a). Parameters: the curvature, and what values are scaled with."""
+    (_, square), (curvature, scale) = column, head
+    norm = (scale * square.sqrt()).clamp_min(shortest(torch.float32))
+    r = 2 * half_radius(norm, curvature)
+    sinh = torch.sinh(r)
+    return scale * sinh / norm, (sinh, torch.exp(-r))
+
+
+def land(row, column, head):
+    """See `Aggregation` and `midpoint`."""
+    (square, sinh, decay, total), (curvature, scale) = column, head
+    length = square.sqrt().clamp_min(shortest(torch.float32))
+    rounding = SLACK * torch.finfo(torch.float32).eps * sinh
+    rest = decay + (1 - total).clamp_min(0) + (sinh - length - rounding).clamp_min(0)
+    half = torch.log1p(2 * length / torch.where(total > 0, rest, 1.0)) / 4
+    return half / length / (curvature.sqrt() * scale), ()
+
+
+READERS["midpoint lift"] = Reader("midpoint lift", lift, 2)
+READERS["midpoint land"] = Reader("midpoint land", land, 2, columns=4)

@@ -20,14 +20,13 @@ from ...engines.score import (
     Reader,
     ScoreTerm,
     VectorReader,
-    dot_score,
     repeat_heads,
     working_dtype,
 )
 from ..base import Host, Plan
 from ..score_layer import ScoreLayer
 from .config import HyperbolicConfig
-from .midpoint import midpoint, midpoint_columns
+from .midpoint import einstein
 from .reference import definition, direction_and_norm, half_radius, shortest
 
 
@@ -208,26 +207,8 @@ class HyperbolicLayer(ScoreLayer):
             return super().forward(plan)
         if self.idle():
             return plan
-        host_call, heads = plan.call, plan.call.query.shape[1]
-        if self.log_curvature is not None and host_call.key.shape[1] != heads:
-            # values will differ by query head
-            call = replace(host_call, key=repeat_heads(host_call.key, heads))
-            plan = replace(plan, call=call, score=dot_score(call.query, call.key, call.scale))
-        changed = super().forward(plan)
-        dtype = working_dtype(plan.call.query, plan.call.key)
-        (curvature, _), scale = self.numbers(dtype), float(plan.call.query.shape[-1]) ** -0.5
-        curvature = torch.as_tensor(curvature, dtype=dtype, device=plan.value.device).reshape(-1)
-        columns = midpoint_columns(plan.value.to(dtype), curvature, scale)
-        sinks, (heads, width) = plan.options.sinks is not None, (columns.shape[1], plan.value.shape[-1])
+        changed, query = super().forward(plan), plan.call.query
+        dtype = working_dtype(query, plan.call.key)
         gate = self.weight(self.midpoint_gate, plan.call, dtype)
-        if gate is not None:
-            gate = gate[:, None, None]
-            columns = torch.cat([repeat_heads(plan.value.to(dtype), heads), columns], dim=-1)
-
-        def after(out: Tensor) -> Tensor:
-            if gate is None:
-                return midpoint(out, curvature, scale, sinks)
-            mean = out[..., :width]
-            return mean + gate * (midpoint(out[..., width:], curvature, scale, sinks) - mean)
-
-        return replace(changed, call=host_call, value=columns, after=(*changed.after, after))
+        aggregation = einstein(self.numbers(dtype)[0], float(query.shape[-1]) ** -0.5, gate)
+        return replace(changed, options=replace(changed.options, aggregation=aggregation))

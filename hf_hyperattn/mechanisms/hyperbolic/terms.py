@@ -140,7 +140,7 @@ class SquaredLorentz(HyperbolicTerm):
         return w * -head[0], lambda grad: (grad * -head[0], (-(grad * w),))
 
     def uncertain(self, w, noise, head):
-        return (head[0] * noise > EXACT) & (noise > RELATIVE * w)
+        return (w < STEEP * noise) | ((head[0] * noise > EXACT) & (noise > RELATIVE * w))
 
 
 def _over(extreme, x):

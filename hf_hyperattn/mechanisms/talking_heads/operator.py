@@ -196,7 +196,7 @@ def _(tensors, score_key, extras, *_):
 def backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_key: str, extras: str, *rest):
     """Gradients of all tensors; empty for an extra that needs none."""
     talk = Talk(tensors, score_key, extras, *rest)
-    buffers = [grad.new_zeros(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
+    buffers = [grad.new_zeros(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)]
     into = Talk(buffers, score_key, extras, *rest, gradients=True)
     group, heads = talk.call.tensors.query.shape[1:3], grad.shape[1]
     grad = grad.unflatten(1, group if heads == tensors[0].shape[1] else (heads, 1))
@@ -208,7 +208,7 @@ def backward(grad: Tensor, out: Tensor, lse: Tensor, tensors, needs_grad, score_
 
 @backward.register_fake
 def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
-    return [grad.new_empty(shape) for shape in blockwise._shapes(tensors, needs_grad, extras)]
+    return [grad.new_empty(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)]
 
 
 serialize.differentiable(forward, backward)

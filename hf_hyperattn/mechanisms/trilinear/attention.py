@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ...engines.blockwise import _shapes
+from ...engines.blockwise import gradient_shapes
 from ...engines.dispatch import checked
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
@@ -148,7 +148,7 @@ def simplicial_backward(
 ) -> list[Tensor]:
     """Gradients of all tensors; empty for an extra that needs none."""
     call = read_call(tensors, extras, ints, softcap, dropout_p)
-    buffers = [out.new_zeros(shape) for shape in _shapes(tensors, needs_grad, extras)]
+    buffers = [out.new_zeros(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
     learned = [(n, b) for n, b in zip(extras.split(), buffers[MAIN:]) if n in ("bias", "sinks")]
     grads = grouped(buffers, {name: b for name, b in learned if b.shape != (0,)})
     group = call.tensors.query.shape[1:3]
@@ -164,7 +164,7 @@ def simplicial_backward(
 
 @simplicial_backward.register_fake
 def _(grad, out, sums, tensors, needs_grad, extras, *_):
-    return [out.new_empty(shape) for shape in _shapes(tensors, needs_grad, extras)]
+    return [out.new_empty(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
 
 
 differentiable(simplicial_forward, simplicial_backward, pairwise=False)

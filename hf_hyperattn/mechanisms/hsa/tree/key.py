@@ -81,13 +81,13 @@ def attend(
     for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
         tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
-        for start in range(0, n, step):
+        for start in reversed(range(0, n, step)):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
             block = slice(start, min(start + step, n))
             inputs: Any = (query[rows, :, block], *tables, tree, call, rows, block)
             learning = torch.is_grad_enabled()
             parts.append(checkpoint(_block, *inputs, use_reentrant=False) if learning else _block(*inputs))
     count = -(-n // step)  # blocks of a row
-    join = lambda parts: torch.cat([torch.cat(parts[i : i + count], 2) for i in range(0, len(parts), count)])
+    join = lambda parts: torch.cat([torch.cat(parts[i : i + count][::-1], 2) for i in range(0, len(parts), count)])
     out, lse, weights = zip(*parts, strict=True)
     return join(out), join(lse), join(weights) if call.weights else None
 

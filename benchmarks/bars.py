@@ -1,0 +1,257 @@
+"""What single tokens, whole models and the forward pass cost: the figures that changes of the kernels are held to.
+
+    python benchmarks/bars.py decode                 the decode operator, 8,192 keys, every score, beside SDPA
+    python benchmarks/bars.py model --kinds decode   a model of SmolLM2's shape, by name and patched, beside itself
+    python benchmarks/bars.py peak                   forward in GF/s, as a share of this core's multiplications
+
+Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
+other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from common import environment, write_json
+from speed.cases import Case
+from speed.measure import base, call, inputs
+from speed.operations import OPERATIONS, plain
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_hyperattn as ha
+from hf_hyperattn.engines import native
+
+#: Multiplications and additions that do not wait for each other: what a core can do at most.
+PEAK = """
+#include "engines/cpu/vectors.h"
+extern "C" float hyper_peak(long n) {
+  using namespace hyper;
+  constexpr int chains = kRows * kWide;
+  Vec sum[chains] = {}, a = splat(n * 1e-30f + 0.5f), b = splat(n * 1e-30f + 0.25f);
+  for (long i = 0; i < n; ++i)
+#pragma GCC unroll 32
+    for (int k = 0; k < chains; ++k) sum[k] = as_it_is(sum[k] * a + b);
+  Vec all = {};
+  for (int k = 0; k < chains; ++k) all += sum[k];
+  return all[0];
+}
+extern "C" long hyper_peak_flops(long n) { return 2 * n * hyper::kRows * hyper::kWide * hyper::kLanes; }
+"""
+
+#: Patches by what the bars call them; gates of the open ones are off zero, so that the mechanism is computed.
+PATCHES: dict[str, Callable] = {
+    "cone": ha.ConeConfig,
+    "penumbral": partial(ha.ConeConfig, variant="penumbral"),
+    "hyperbolic": ha.HyperbolicConfig,
+    "hyperbolic mean": partial(ha.HyperbolicConfig, aggregation="mean"),
+    "hype": ha.HypeConfig,
+    "talking_heads": ha.TalkingHeadsConfig,
+    "head_fusion": ha.HeadFusionConfig,
+    "mkl": ha.MklConfig,
+    "hsa": ha.HsaConfig,
+}
+
+
+def lowest(calls: dict[str, Callable], seconds: float, threads: int) -> dict[str, float]:
+    """The lowest time of each call, in rounds that take turns for so many seconds; at least three rounds."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    found = dict.fromkeys(calls, float("inf"))
+    for run in calls.values():
+        run()
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 3 or time.perf_counter() < end:
+        for name, run in calls.items():
+            start = clock()
+            run()
+            found[name] = min(found[name], clock() - start)
+        rounds += 1
+    return found
+
+
+def decode(args) -> Iterator[dict]:
+    """One query against many keys, each score over SDPA."""
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for dtype in args.dtypes:
+            case = Case("decode", args.keys, dtype=dtype, threads=threads)
+            tensors = inputs(case)
+            for name, operation in OPERATIONS.items():
+                if "cpu" not in operation.engines or not re.search(args.only, name):
+                    continue
+                run = lambda q, k, v, attend=operation.attend: attend(q, k, v, backend="auto")
+                if name == "dot":
+                    run = lambda q, k, v: plain(q, k, v, backend="cpu")
+                seconds = lowest(
+                    {"sdpa": call(case, base(case), tensors), "way": call(case, run, tensors)}, args.seconds, threads
+                )
+                yield {
+                    "what": f"decode {name} {dtype} {threads}t",
+                    "ratio": seconds["way"] / seconds["sdpa"],
+                } | seconds
+
+
+def smollm2(layers: int) -> torch.nn.Module:
+    """A model of SmolLM2-135M's shape with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def ways(layers: int, only: str) -> dict[str, torch.nn.Module]:
+    """The model as it is, by the names of mechanisms, and patched with gates closed and open; they share weights."""
+    stock = smollm2(layers)
+    weights, models = stock.state_dict(), {"stock": stock}
+
+    def another() -> torch.nn.Module:
+        with torch.device("meta"):
+            made = type(stock)(stock.config.__class__.from_dict(stock.config.to_dict()))
+        made.load_state_dict(weights, assign=True)
+        made.tie_weights()
+        made.model.rotary_emb = stock.model.rotary_emb
+        return made.eval()
+
+    for name in ("cone", "hyperbolic", "hype", "hyper_dot"):
+        if re.search(only, f"by name {name}") and name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            models[f"by name {name}"] = another()
+            models[f"by name {name}"].set_attn_implementation(name)
+    for name, config in PATCHES.items():
+        for state in ("closed", "open"):
+            if not re.search(only, f"patched {name} {state}"):
+                continue
+            model = models[f"patched {name} {state}"] = ha.patch_model(another(), config())
+            for host in (module.hyper for module in model.modules() if hasattr(module, "hyper")):
+                for parameter in host.parameters():
+                    parameter.data.fill_(0.3 if state == "open" else 0.0)
+    return models
+
+
+def model(args) -> Iterator[dict]:
+    """Whole models over the stock one: decoding, prefill, a training step."""
+    models = ways(args.layers, args.only)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for kind in args.kinds:
+            calls = {name: STEPS[kind](m, args) for name, m in models.items()}
+            seconds = lowest(calls, args.seconds * len(calls), threads)
+            for name in list(models)[1:]:
+                what = f"{kind} {name} batch {args.batch} {threads}t"
+                yield {"what": what, "ratio": seconds[name] / seconds["stock"],
+                       "sdpa": seconds["stock"], "way": seconds[name]}  # fmt: skip
+
+
+def tokens(args, length: int) -> torch.Tensor:
+    """Random tokens."""
+    return torch.randint(0, 49152, (args.batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def decode_step(made, args) -> Callable:
+    """A few new tokens after a context; the cache is random, since making it takes longer than all else."""
+    from transformers import DynamicCache
+
+    config, cache = made.config, DynamicCache()
+    size = args.batch, config.num_key_value_heads, args.context, 64
+    for layer in range(config.num_hidden_layers):
+        cache.update(torch.randn(size), torch.randn(size), layer)
+    token = tokens(args, 1)
+
+    @torch.inference_mode()
+    def run():
+        made(token, past_key_values=cache)
+        cache.crop(-1)
+
+    return run
+
+
+def prefill_step(made, args) -> Callable:
+    """All tokens of a context at once."""
+    ids = tokens(args, args.context)
+
+    @torch.inference_mode()
+    def run():
+        made(ids, use_cache=False, logits_to_keep=1)
+
+    return run
+
+
+def training_step(made, args) -> Callable:
+    """Loss and gradients of 512 tokens."""
+    ids = tokens(args, 512)
+
+    def run():
+        made(ids, labels=ids, use_cache=False).loss.backward()
+        made.zero_grad(set_to_none=True)
+
+    return run
+
+
+STEPS = {"decode": decode_step, "prefill": prefill_step, "training": training_step}
+
+
+def peak(args) -> Iterator[dict]:
+    """The forward pass, causal and full, in GF/s and as a share of what a core can multiply; one thread."""
+    torch.set_num_threads(1)
+    library = native.load("cpu_peak", PEAK, native.PACKAGE / "engines" / "cpu" / "vectors.h")
+    if library is None:
+        raise SystemExit("no compiler: nothing says what this core can multiply")
+    library.hyper_peak.restype, library.hyper_peak_flops.restype = ctypes.c_float, ctypes.c_long
+    count = 2_000_000
+    flops = library.hyper_peak_flops(ctypes.c_long(count))
+    for name in args.scores:
+        for causal in (True, False):
+            for width in args.dims:
+                case = Case("forward", 2048, 1, 4, width, causal)
+                tensors = inputs(case)
+                run = partial(OPERATIONS[name].run, "cpu", causal=causal)
+                seconds = lowest(
+                    {
+                        "peak": lambda: library.hyper_peak(ctypes.c_long(count)),
+                        "sdpa": call(case, base(case), tensors),
+                        "way": call(case, run, tensors),
+                    }, args.seconds, 1,
+                )  # fmt: skip
+                rate = 4 * width * case.pairs * (0.5 if causal else 1.0) / seconds["way"] / 1e9
+                most = flops / seconds["peak"] / 1e9
+                what = f"forward {name} {'causal' if causal else 'full'} d {width}: {rate:.0f} of {most:.0f} GF/s"
+                yield {"what": what, "ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("decode", "model", "peak"))
+    parser.add_argument("--only", default="", help="a regular expression of what to measure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each row")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--keys", type=int, default=8192, help="decode: how many")
+    parser.add_argument("--kinds", nargs="+", choices=STEPS, default=["decode"], help="model: what is measured")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--context", type=int, default=2048, help="model: tokens before the new one, or of the prefill"
+    )
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--scores", nargs="+", default=["dot", "umbral"], choices=OPERATIONS)
+    parser.add_argument("--dims", type=int, nargs="+", default=[64])
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    rows = []
+    for row in {"decode": decode, "model": model, "peak": peak}[args.what](args):
+        rows.append(row)
+        share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
+        print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
