@@ -52,7 +52,12 @@ def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient) 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """What the model's head reads, [N, e]."""
-    return model.base_model(ids[None], use_cache=False).last_hidden_state[0]
+    return model.base_model(to_model(ids, model)[None], use_cache=False).last_hidden_state[0]
+
+
+def to_model(ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """The ids where the model takes them; offloaded models fetch them."""
+    return ids if model.device.type == "meta" else ids.to(model.device)
 
 
 def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
@@ -64,7 +69,7 @@ def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
     embedding: Any = model.get_output_embeddings()
     some = ids[:8]
     with torch.no_grad():
-        logits = model(some[None], use_cache=False).logits[0].float()
+        logits = model(to_model(some, model)[None], use_cache=False).logits[0].float()
         plain = embedding(final_hidden(model, some)).float()
     ratio = (logits @ plain.mT).trace() / (plain**2).sum()
     if not torch.allclose(logits, ratio * plain, atol=1e-3, rtol=1e-3):
@@ -80,7 +85,8 @@ def loss_of(head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True) -> t
     leaf, total = hidden.detach().requires_grad_(gradient), 0.0
     for start in range(0, len(ids) - 1, PIECE):
         stop = min(start + PIECE, len(ids) - 1)
-        loss = F.cross_entropy(head(leaf[start:stop]).float(), ids[start + 1 : stop + 1], reduction="sum")
+        logits = head(leaf[start:stop]).float()
+        loss = F.cross_entropy(logits, ids[start + 1 : stop + 1].to(logits.device), reduction="sum")
         if gradient:
             loss.backward()
         total += loss.item()
@@ -107,16 +113,16 @@ def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
     """No parameter gets a gradient, and the output of the embedding does."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     ask = lambda _, __, out: out.requires_grad_()
     with model.get_input_embeddings().register_forward_hook(ask), torch.enable_grad():
-        for parameter in trained:
-            parameter.requires_grad_(False)
+        for name in trained:
+            model.get_parameter(name).requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
+            for name in trained:  # by name: offload puts new ones in their place
+                model.get_parameter(name).requires_grad_(True)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..analysis.cost import PeakMemory, attention_times
 from ..integration import patch_model, unpatch_model
 from ..integration.hosts import find_hosts
 from .allocate import Allocation, choose, predicted_losses
-from .gradients import final_hidden, head_of, loss_of
+from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
 from .rules import SparseRule
 
@@ -257,7 +257,7 @@ class EncoderInjection(Injection):
 
 def embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Mean-pooled last hidden states [B, e] of passages [B, N]."""
-    return model.base_model(ids).last_hidden_state.float().mean(1)
+    return model.base_model(to_model(ids, model)).last_hidden_state.float().mean(1)
 
 
 def distance(before: Tensor, after: Tensor) -> float:

@@ -75,7 +75,8 @@ def measure(
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
         if is_plain(call, len(ids)):
-            slopes, result.kl[name] = compare(call, out, gradient, result.rules, starts)
+            slopes, kl = compare(call, out, gradient, result.rules, starts)
+            result.kl[name], slopes = kl.cpu(), slopes.cpu()  # layers may be on different devices
             result.costs[name] = 0.5 * slopes.double().square().mean(0)
             if keep_slopes:
                 result.slopes[name] = slopes

@@ -17,7 +17,7 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
-from .checkpoint_config import all_configs, parts, write_records
+from .checkpoint_config import all_configs, parts, ranks_of, write_records
 from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
@@ -140,17 +140,28 @@ def check_combination(config: HyperAttnConfig, selected: list[Selected]) -> None
                 )
 
 
-def refuse_tensor_parallel(model: PreTrainedModel, config: HyperAttnConfig) -> None:
-    """Raise where ranks share the heads of a model that is patched, or loaded patched."""
-    ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
-    ranks = ranks or getattr(model, "_tp_size", None) or 1
-    if ranks > 1:
-        mechanisms = " and ".join(mechanism.mechanism for mechanism in config.mechanisms)
-        raise ValueError(
-            f"{type(model).__name__} is cut into {ranks} ranks by tensor parallelism, which a patch with "
-            f"{mechanisms} does not follow; allowed: DDP, FSDP2 or device_map, or the mechanism by name, "
-            "attn_implementation=..."
-        )
+def is_cut(model: PreTrainedModel, host: str) -> bool:
+    """Whether the plan for tensor parallelism cuts a projection of a host into parts that stay apart."""
+    given = getattr(getattr(model.config, "distributed_config", None), "tp_plan", None)
+    plans = [given] if isinstance(given, dict) else []
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            plans += [getattr(part, "_tp_plan", None) or {}, getattr(part.config, "base_model_tp_plan", None) or {}]
+    place = re.sub(r"\b\d+\b", "*", host).split(".")
+    cut = (name.split(".") for plan in plans for name, style in plan.items() if style == "colwise")
+    return any(place[-count:] == name[:count] for name in cut for count in range(1, len(name)))
+
+
+def check_ranks(model: PreTrainedModel, selected: list[Selected]) -> None:
+    """Raise where ranks share the heads of a host that is patched, or loaded patched, in unequal parts."""
+    ranks = ranks_of(model)
+    for _, host in selected if ranks > 1 else ():
+        if (host.heads % ranks or host.kv_heads % ranks) and is_cut(model, host.name):
+            raise ValueError(
+                f"{host.name} of {type(model).__name__} has {host.heads} query heads and {host.kv_heads} key heads, "
+                f"and tensor parallelism cuts it into {ranks} ranks; allowed: a tp_size that divides both, FSDP2, or "
+                "a patch without that layer"
+            )
 
 
 def attach(
@@ -169,7 +180,7 @@ def attach(
 
 def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
     """A new `Hyper` for each host, where the host is, and none of them in place."""
-    refuse_tensor_parallel(base, config)
+    check_ranks(base, selected)
     find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
     hypers = [placed(Hyper(config, host), base, module) for module, host in selected]
     warned: set[str] = set()

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
@@ -85,18 +83,6 @@ def check_onnx(module: nn.Module, backend: str) -> None:
             f"{type(module).__name__} runs on the engine {backend!r}, which ONNX cannot hold; use set_backend(model, "
             "'auto') before the export"
         )
-
-
-def heads_of_rank(module: nn.Module, heads: int) -> tuple[int, int] | None:
-    """`HostCall.heads`, told from a projection that tensor parallelism has cut by rows; None where none is."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    for child in module.children():
-        weight = getattr(child, "weight", None)
-        if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
-            mesh = weight.device_mesh
-            return heads * mesh.size(), heads * mesh.get_local_rank()
-    return None
 
 
 def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:

@@ -191,3 +191,9 @@ def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
         if isinstance(module, PreTrainedModel):
             models.setdefault(id(module.config), module)
     return list(models.values())
+
+
+def ranks_of(model: PreTrainedModel) -> int:
+    """How many ranks share the heads of a model, or will when it is loaded; 1 where none do."""
+    ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
+    return ranks or getattr(model, "_tp_size", None) or 1

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import refuse, short
-from .checkpoint_config import patched_hosts, recorded_hosts
+from .checkpoint_config import patched_hosts, ranks_of, recorded_hosts
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
 ORIGINAL = "_hyperattn_original"
@@ -108,6 +108,16 @@ def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
     for mechanism in config.mechanisms:
         if mechanism.mechanism in REBUILDERS:
             REBUILDERS[mechanism.mechanism](model)
+    refuse_ranks(model, conversion_of(model))
+
+
+def refuse_ranks(model: PreTrainedModel, mechanism: str | None) -> None:
+    """Raise for a model that is converted by a mechanism, or is to be, where ranks share its heads."""
+    if mechanism is not None and ranks_of(model) > 1:
+        raise ValueError(
+            f"{type(model).__name__} is cut into {ranks_of(model)} ranks by tensor parallelism, for which what a "
+            f"conversion by {mechanism} puts in it has no plan; allowed: DDP, FSDP2 or device_map"
+        )
 
 
 def convert(
@@ -139,6 +149,7 @@ def convert(
     """
     conversion, config = _conversion(config)
     base = _checked(model)
+    refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")
     if examples is None:

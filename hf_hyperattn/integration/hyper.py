@@ -7,7 +7,7 @@ A call goes through few functions of few files: it is read here, changed by its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -35,7 +35,6 @@ from .call import (
     check_onnx,
     exporting_to_onnx,
     first_key,
-    heads_of_rank,
     refuse_keywords,
     scaling_already_applied,
     update_paged,
@@ -45,6 +44,7 @@ from .call import (
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .stock import HYPER_DOT, STOCK, stock_forward
+from .tensor_parallel import PARTITIONED, heads_of_rank, on_rank, refuse_partitioned
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -66,17 +66,23 @@ class Layers(nn.Module):
         Raises:
             ValueError: the call has another number of heads than the host was patched for.
         """
-        query, key = call.query, call.key
-        if self.heads is not None and query.shape[1] != self.heads:
+        rank, everything = call.heads, False
+        layers: Iterable[Callable] = self._modules.values()
+        heads = call.query.shape[1] if rank is None else rank.total
+        if self.heads is not None and heads != self.heads:
             raise ValueError(
-                f"a host patched for {self.heads} heads was called with {query.shape[1]}; patch it in "
-                "the form in which it runs"
+                f"a host patched for {self.heads} heads was called with {heads}; patch it in the form in which it runs"
             )
         if call.keywords.get("hierarchy") is not None:
             warn_of_hierarchy(tuple(self._modules))
+        if rank is not None:
+            call, layers, everything = on_rank(tuple(self._modules.values()), call, rank)
+        elif PARTITIONED in self.__dict__:
+            refuse_partitioned(self)
+        query, key = call.query, call.key
         terms = (ScoreTerm(DOT, partial(dot_logits, query, key, call.scale)),)
         plan = host_plan = Plan(call, PairScore(query, key, terms, call.scale), call.value, call.options)
-        for layer in self._modules.values():
+        for layer in layers:
             plan = layer(plan)
         if plan is host_plan and self.heads is not None:
             return None
@@ -87,6 +93,9 @@ class Layers(nn.Module):
             out = out.to(query.dtype)
         else:
             out, attention_weights = plan.run(weights=weights)
+        if rank is not None and everything:
+            out = rank.rows(out, 1)
+            attention_weights = None if attention_weights is None else rank.rows(attention_weights, 1)
         if torch.is_grad_enabled() and self.heads is not None and stock is not None and self.starts(call):
             with torch.no_grad():
                 exact = stock().to(out.dtype)

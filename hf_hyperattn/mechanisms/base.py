@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,31 @@ START = FirstKey()
 
 
 @dataclass(frozen=True)
+class RankHeads:
+    """Which query heads of a host a rank computes under tensor parallelism, where each has as many.
+
+    Args:
+        total: the query heads of the host.
+        first: the first one that is the rank's.
+        mesh: torch's device mesh of the ranks.
+    """
+
+    total: int
+    first: int
+    mesh: Any
+
+    @property
+    def count(self) -> int:
+        """How many the rank has."""
+        return self.total // self.mesh.size()
+
+    def rows(self, by_head: Tensor, axis: int = 0) -> Tensor:
+        """The part of the rank's heads, or key heads, of what is ordered by them along an axis."""
+        rows = by_head.shape[axis] // self.mesh.size()
+        return by_head.narrow(axis, self.mesh.get_local_rank() * rows, rows)
+
+
+@dataclass(frozen=True)
 class HostCall:
     """One call of a host's attention.
 
@@ -87,8 +113,7 @@ class HostCall:
         keywords: further keywords of the call (`position_ids`, `hierarchy`, ...).
         first: where the keys begin.
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
-        heads: the number of query heads of the whole host, and the first one that is in `query`: under tensor
-            parallelism a rank has some of them. None where all are there.
+        heads: which of the host's query heads are in `query`, under tensor parallelism; None where all are.
         backend: the engine that the model was set to, see `set_backend`.
     """
 
@@ -101,7 +126,7 @@ class HostCall:
     keywords: dict = field(default_factory=dict)
     first: FirstKey = field(default_factory=FirstKey)
     hidden: Tensor | None = None
-    heads: tuple[int, int] | None = None
+    heads: RankHeads | None = None
     backend: str = "auto"
 
 
@@ -162,6 +187,13 @@ class MechanismLayer(nn.Module):
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
 
+    #: Whether a head's result depends on other heads. Where none does, a layer under tensor parallelism is called with
+    #: the queries, keys and values of its rank's heads (`HostCall.heads`), and with the rows of its parameters that
+    #: belong to them; else with those of all heads, on every rank.
+    mixes_heads = True
+    #: The parameters that a layer which mixes no heads needs for all heads all the same.
+    for_all_heads: tuple[str, ...] = ()
+
     def __init__(self, config, host: Host | None, mode: str = "replace", heads: tuple[int, ...] | None = None):
         super().__init__()
         self.config, self.mode, self.heads = config, mode, heads
@@ -195,10 +227,11 @@ class MechanismLayer(nn.Module):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    def head_mask(self, like: Tensor) -> Tensor | None:
-        """[H] with 1 at the heads that are changed and 0 elsewhere; None if all are."""
+    def head_mask(self, call: HostCall) -> Tensor | None:
+        """[H] with 1 at the call's heads that are changed and 0 elsewhere; None if all are."""
         if self.heads is None:
             return None
-        mask = torch.zeros(like.shape[1], device=like.device, dtype=torch.float32)
+        total = call.query.shape[1] if call.heads is None else call.heads.total
+        mask = torch.zeros(total, device=call.query.device, dtype=torch.float32)
         mask[list(self.heads)] = 1.0
-        return mask
+        return mask if call.heads is None else call.heads.rows(mask)

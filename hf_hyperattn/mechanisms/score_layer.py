@@ -11,7 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ..engines.score import dot_score, upcast_for_grad
 from ..readable import can_read
-from .base import Host, MechanismLayer, Plan
+from .base import Host, HostCall, MechanismLayer, Plan
 
 
 class ScoreLayer(MechanismLayer):
@@ -26,6 +26,7 @@ class ScoreLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_heads = False
 
     #: Numbers of the config of which every query head learns its own.
     learned: tuple[str, ...] = ()
@@ -66,18 +67,18 @@ class ScoreLayer(MechanismLayer):
         if gate is None and self.heads is None:
             return replace(plan, score=space.score(query, key))
         whole = gate is not None and self.heads is None
-        weight = gate.to(dtype) if whole else self.weight(gate, call.query, dtype)  # type: ignore[union-attr]
+        weight = gate.to(dtype) if whole else self.weight(gate, call, dtype)  # type: ignore[union-attr]
         assert weight is not None
         added = space.score(query, key, call.scale, weight, self.mode == "replace")
         if self.mode == "replace":
             score = score.weighted(1 - weight)
         return replace(plan, score=replace(score, terms=(*score.terms, *added.terms)))
 
-    def weight(self, gate: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def weight(self, gate: Tensor | None, call: HostCall, dtype: torch.dtype) -> Tensor | None:
         """How much of the mechanism each head gets, [H]: its gate, if it has one, at the heads that are changed; None
         for all of it.
         """
-        chosen = self.head_mask(like)
+        chosen = self.head_mask(call)
         weight = chosen if gate is None else gate if chosen is None else gate * chosen
         return None if weight is None else weight.to(dtype)
 

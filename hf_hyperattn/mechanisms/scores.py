@@ -83,8 +83,8 @@ class PairLayer(ScoreLayer):
 
     def space_of(self, call: HostCall, dtype: torch.dtype) -> PairSpace:
         """The score with its numbers as they stand, for one call."""
-        config, heads = self.config, call.query.shape[1]
-        d, values, (total, first) = config.definition, {}, call.heads or (heads, 0)
+        config, rank, values = self.config, call.heads, {}
+        d, total = config.definition, call.query.shape[1] if rank is None else rank.total
         if not call.scale > 0:
             raise ValueError(
                 f"{config.mechanism} is a score of scaled vectors, and {self.host} has scale {call.scale}"
@@ -93,7 +93,8 @@ class PairLayer(ScoreLayer):
             value: Any = getattr(config, name)
             if isinstance(value, tuple):
                 check_count(config, name, total)
-                value = torch.tensor(value, dtype=dtype, device=call.query.device)[first : first + heads]
+                value = torch.tensor(value, dtype=dtype, device=call.query.device)
+                value = value if rank is None else rank.rows(value)
             moved = getattr(self, config.parameter_name(name)) if name in d.learned else None
             if moved is not None:
                 zero = config.starts_at_zero(name)

@@ -1,8 +1,7 @@
 """One of two processes that share the heads of a model: python -m tests.integration.tensor_parallel RANK FOLDER.
 
-FOLDER/stock and FOLDER/patched hold checkpoints. Rank 0 writes FOLDER/results.pt: by name of an attention
-implementation, the logits of stock under tensor parallelism; under "patched", the error of loading that; under "parts",
-what saves with distributed_checkpoint=True into FOLDER/parts left.
+FOLDER/stock holds a checkpoint. Rank 0 writes FOLDER/results.pt: by name of an attention implementation, the logits of
+that under tensor parallelism; under "parts", what saves with distributed_checkpoint=True into FOLDER/parts left.
 """
 
 from __future__ import annotations
@@ -58,10 +57,6 @@ def main(rank: int, folder: Path) -> None:
     results = {}
     for name in NAMES:
         results[name] = logits(load(folder / "stock", attn_implementation=name, distributed_config=shared))
-    try:
-        load(folder / "patched", distributed_config=shared)
-    except ValueError as error:
-        results["patched"] = str(error)
     results |= save_in_parts(folder, load, shared)
     if rank == 0:
         torch.save(results, folder / "results.pt")

@@ -179,7 +179,7 @@ def test_a_conversion_that_ends_early_leaves_the_model_as_it_was(monkeypatch, mo
         monkeypatch.setattr(conversion, "attach", attached_and_out)
     else:
         filled = conversion.filled
-        monkeypatch.setattr(conversion, "filled", lambda part: Breaks(filled(part)))
+        monkeypatch.setattr(conversion, "filled", lambda *args: Breaks(filled(*args)))
     with quiet(), pytest.raises(error):
         convert(model, ha.CollaborativeConfig(rank=12, steps=3), keep_original=True)
     assert not state.differences(State(model)) and difference(before, run(model, inputs)) == 0.0

@@ -1,4 +1,4 @@
-"""Two ranks that share the heads of a model give the numbers of one process, or are refused when it is loaded."""
+"""Two ranks that share the heads of a model by name give the numbers of one process, and save in parts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def shared(tmp_path_factory) -> tuple[Path, dict]:
     """The checkpoints, and what two ranks found."""
     folder = tmp_path_factory.mktemp("shared")
     model = llama(num_hidden_layers=2)
-    ha.patch_model(model, ha.ConeConfig(), ha.HypeConfig()).save_pretrained(folder / "patched")
     hsa = ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)  # of which a short text sees something
-    ha.unpatch_model(model).config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
+    model.config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
     model.save_pretrained(folder / "stock")
     model.save_pretrained(folder / "parts")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -59,12 +58,6 @@ def test_names_give_the_numbers_of_one_process(name, shared):
     assert (results[name] - alone)[seen].abs().max() <= 1e-5
     if name != "sdpa":
         assert (results["sdpa"] - alone)[seen].abs().max() > 1e-3
-
-
-def test_a_patched_model_is_refused_when_it_is_loaded(shared):
-    message = shared[1]["patched"]
-    assert "cut into 2 ranks by tensor parallelism" in message and "cone and hype" in message
-    assert "\n" not in message
 
 
 def test_a_checkpoint_that_every_rank_writes_a_part_of_takes_the_old_one_s_place_as_a_whole(shared):

@@ -15,13 +15,8 @@ def begin_with_fsdp(self, *args, **kwargs):
     begin(self, *args, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.FSDP
-        self.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=True,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="FULL_STATE_DICT",
-            cpu_ram_efficient_loading=False,
-        )
+        self.fsdp_plugin = FullyShardedDataParallelPlugin()  # as the launcher's config says
+        assert self.fsdp_plugin.fsdp_version == 2
 
 
 accelerate.state.AcceleratorState.__init__ = begin_with_fsdp

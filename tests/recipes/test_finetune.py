@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import socket
 import sys
 import time
 
@@ -163,11 +165,16 @@ def test_two_processes_share_a_run(model, tmp_path):
     assert results["after"]["perplexity"] < results["before"]["perplexity"]
 
 
+def launched(config: str) -> tuple[str, ...]:
+    """A launcher by one of the committed configs, at a port that the system chooses."""
+    file = f"recipes/accelerate_configs/{config}.yaml"
+    return (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, "--main_process_port", "0")
+
+
 @pytest.mark.slow
 def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
     adapters = {}
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    launchers = {"ddp": torchrun, "fsdp": (*torchrun, "-m", "tests.recipes.fsdp_on_cpu")}
+    launchers = {"ddp": launched("ddp"), "fsdp": (*launched("fsdp2"), "--module", "tests.recipes.fsdp_on_cpu")}
     for way, launcher in launchers.items():
         out = tmp_path / way
         data = recipe(model, out, peft={"dropout": 0.0}, trainer={"batch_size": 1})
@@ -186,6 +193,44 @@ def test_fsdp2_ends_where_ddp_ends_and_resumes_exactly(model, tmp_path):
         assert all(torch.equal(first[n], again[n]) for n in first)
     for name, value in adapters["ddp"][0].items():
         assert (value - adapters["fsdp"][0][name]).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_two_machines_of_slurm_share_a_run(model, tmp_path):
+    """Both are this one, behind a stand-in for Slurm's commands."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    commands = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": 'SLURM_NODEID=0 "$@" & first=$!; SLURM_NODEID=1 "$@"; wait $first',
+        "accelerate": f'shift; exec {sys.executable} -m accelerate.commands.launch "$@"',
+    }
+    for name, body in commands.items():
+        (bin_ / name).write_text(f"#!/bin/bash\nset -e\n{body}\n")
+        (bin_ / name).chmod(0o755)
+    path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out", trainer={"steps": 2, "batch_size": 1}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "here[0-1]", "GPUS": "1", "PORT": str(port)}
+    environment = slurm | {"PATH": f"{bin_}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    process = start("recipes/slurm.sh", "--config", path, launcher=("bash",), script=False, **environment)
+    code, said, errors = finish(process)
+    assert code == 0, errors[-3000:]
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["distributed"] == "MULTI_CPU" and results["recipe"]["launch"] == {"processes": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+def test_deepspeed_launches_it(model, tmp_path):
+    pytest.importorskip("deepspeed")
+    path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out", trainer={"steps": 2, "batch_size": 1}))
+    environment = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    process = start("--config", path, launcher=launched("deepspeed_zero2"), **environment)
+    code, said, errors = finish(process)
+    assert code == 0, errors[-3000:]
+    assert json.loads((tmp_path / "out/results.json").read_text())["distributed"] == "DEEPSPEED"
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from ..attach import Selected, attach, resolve_overrides
 from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
+from ..offloaded import drop_weights, in_memory, is_offloaded, offload_like, without_weights
 from ..patching import check_own_attention, rollback_on_error, route, select_hosts, take_off
 from ..stock import PATCHED
 from ..unsupported import check_parts
@@ -57,6 +58,7 @@ class SharedHost:
     shape: SharedShape
     config: CollaborativeConfig
     result: Any = None  # a `Decomposition`, once it is solved
+    modules: Any = None  # what takes the projections' place, by name, once it is solved
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -140,8 +142,8 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
             f"collaborative finds no plain projections of queries and keys of one width in {host.name} "
             f"({type(module).__name__}); allowed: linear maps, neither quantised nor with adapters (merge these first)"
         )
-    if old.query.is_meta:
-        raise ValueError(f"the weights of {host.name} are offloaded; allowed: a model that is in memory")
+    if without_weights(old.children.values()):
+        raise ValueError(f"{host.name} is on the meta device, without weights; allowed: a model that is loaded")
     check_rank(config.rank, host)
     shape = old.shared(config.rank or 0, host.heads)
     if shape.content and shape.rank + host.heads > shape.width:
@@ -153,14 +155,22 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
 
 
 def solve(parts: list[SharedHost], moments: list[Moments] | None = None) -> list[SharedHost]:
-    """Every part with its decomposition, under a progress bar."""
+    """Every part with its decomposition and its new modules, under a progress bar; one layer's weights at a time where
+    they are offloaded.
+    """
     solved = []
     with logging.tqdm(total=len(parts), desc="Sharing heads", leave=False) as bar:
         for part, moment in zip(parts, repeat(None) if moments is None else moments):
             bar.set_postfix_str(f"{part.host.name}, rank {part.config.rank}")
-            query, key = (by_head(w, part.host.heads) for w in (part.projections.query, part.projections.key))
-            result = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
-            solved.append(replace(part, result=result))
+            with in_memory(part.projections.children.values()):
+                old: Any = projections(part.module)
+                query, key = (by_head(w, part.host.heads) for w in (old.query, old.key))
+                result: Any = decompose(query, key, part.shape.rank, part.config.steps, part.config.seed, moment)
+                modules = filled(part, old, result)
+            for name, child in old.children.items():
+                offload_like(modules[name], child, f"{part.host.name}.{name}")
+            result = replace(result, query=None, key=None)  # they are in the modules
+            solved.append(replace(part, result=result, modules=modules))
             bar.update(1)
     return solved
 
@@ -198,29 +208,29 @@ def install(
     newly_routed: bool,
 ) -> None:
     """Put the shared projections in place, and with them a `hyper`."""
-    built = [filled(part) for part in parts]
     attach(model, resolve_overrides(config, chosen, model), chosen, newly_routed)
-    for part, modules in zip(parts, built, strict=True):
+    for part in parts:
         hyper: Any = inner(part.module.hyper)
         with torch.no_grad():
             hyper.collaborative.mixing.copy_(part.result.mixing)
-        for name, module in modules.items():
+        for name, module in part.modules.items():
             setattr(part.module, name, module)
+            if not keep_original:
+                drop_weights(part.projections.children[name], f"{part.host.name}.{name}")
     if keep_original:
         keep(model, bring_back_original, {p.host.name: p.projections.children for p in parts})
 
 
-def filled(part: SharedHost) -> dict[str, nn.Module]:
-    """The new modules of a host with their weights."""
-    old: Any = part.projections
+def filled(part: SharedHost, old: Any, result: Any) -> dict[str, nn.Module]:
+    """The new modules of a host with the weights of a decomposition."""
     heads = part.host.heads
     modules = shared_modules(old, part.shape)
     fused: Any = modules.get(FUSED)
     shared: Any = modules.values() if fused is None else (fused.query, fused.key)
     query, key = shared
     with torch.no_grad():
-        query.shared.weight.copy_(part.result.query)
-        key.shared.weight.copy_(part.result.key)
+        query.shared.weight.copy_(result.query)
+        key.shared.weight.copy_(result.key)
         if part.shape.bias:
             query.shared.bias.copy_(old.query_bias)
         if part.shape.content:
@@ -239,7 +249,9 @@ def bring_back_original(model: PreTrainedModel, kept: dict[str, dict[str, nn.Mod
         host = modules[name]
         for child, module in children.items():
             like = next(host.get_submodule(child).parameters())
-            setattr(host, child, module.to(like.device, like.dtype).train(host.training))
+            if not is_offloaded(module):
+                module.to(like.device, like.dtype)
+            setattr(host, child, module.train(host.training))
     take_off(model)
     return model
 

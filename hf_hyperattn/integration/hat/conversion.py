@@ -161,8 +161,8 @@ def _checked(model: PreTrainedModel) -> tuple[EncoderFamily, str]:
         )
     if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
         raise ValueError(f"{name} is a decoder; allowed: encoders, with config.is_decoder=False")
-    if getattr(model, "is_quantized", False) or model.device.type == "meta":
-        raise ValueError(f"{name} is quantised or on the meta device; allowed: the model as it was trained, loaded")
+    if getattr(model, "is_quantized", False) or any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"{name} is quantised, offloaded or on the meta device; allowed: a model that is in memory")
     return FAMILIES[kind], ends[0]
 
 

@@ -42,7 +42,7 @@ class FullLayer(MechanismLayer):
         self.mixing = nn.Parameter(torch.zeros(known.heads, known.heads * known.head_dim))
 
     def change(self, plan: Plan) -> Plan:
-        mixing, mask = self.mixing.to(plan_dtype(plan)), self.head_mask(plan.call.query)
+        mixing, mask = self.mixing.to(plan_dtype(plan)), self.head_mask(plan.call)
         change = mixing if mask is None else mixing * mask[:, None]
         return with_shared_score(plan, own_dimensions(mixing) + change)
 

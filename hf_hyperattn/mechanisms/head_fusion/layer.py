@@ -30,6 +30,8 @@ class HeadFusionLayer(MechanismLayer):
 
     honours_heads = True
     reads_hidden = True
+    mixes_heads = False  # all that it reads of others are hidden states
+    for_all_heads = ("query_map", "kappa", "bias")
 
     def __init__(self, config: HeadFusionConfig, host: Host, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
@@ -56,7 +58,7 @@ class HeadFusionLayer(MechanismLayer):
         init.zeros_(self.bias)
 
     def change(self, plan: Plan) -> Plan:
-        hidden = plan.call.hidden
+        hidden, rank = plan.call.hidden, plan.call.heads
         if hidden is None:
             raise ValueError(
                 "head_fusion reads the hidden states that enter its host, and this call brought none; patch the model "
@@ -69,8 +71,11 @@ class HeadFusionLayer(MechanismLayer):
         if self.keep is not None:
             factors = factors * self.keep(beta)
         if self.heads is not None:  # 1 for heads that are not chosen
-            ones = factors.new_ones(*factors.shape[:-1], plan.call.query.shape[1])
+            total = plan.call.query.shape[1] if rank is None else rank.total
+            ones = factors.new_ones(*factors.shape[:-1], total)
             factors = ones.index_copy(-1, torch.tensor(self.heads, device=factors.device), factors)
+        if rank is not None:
+            factors = rank.rows(factors, -1)
         by_head = factors.transpose(1, 2)[..., None]
         return plan.change(after=(*plan.after, lambda out: weigh(out, by_head)))
 

@@ -37,6 +37,7 @@ class HsaLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_heads = False
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
@@ -68,9 +69,9 @@ class HsaLayer(MechanismLayer):
         """
         self.check_length(call)
         learned, block_bias = parameters
-        gate, rule = self.weight(learned, call.query), self.rule(call, score.query, block_bias)
+        gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
-            gate, rule = None, self.exact_elsewhere(rule, call.query.shape[1])
+            gate, rule = None, self.exact_elsewhere(rule, call)
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
         request = Request(
@@ -112,23 +113,28 @@ class HsaLayer(MechanismLayer):
             )
         return new
 
-    def weight(self, gate: Tensor | None, query: Tensor) -> Tensor | None:
+    def weight(self, gate: Tensor | None, call: HostCall) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""
-        heads = self.head_mask(query)
+        heads = self.head_mask(call)
         return heads if gate is None else gate if heads is None else gate * heads
 
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
-        rule = self.config.rule(call.is_causal, call.query.shape[1], "this call")
+        rank = call.heads
+        rule = self.config.rule(call.is_causal, call.query.shape[1] if rank is None else rank.total, "this call")
+        if rank is not None:
+            by_head = {name: x for name, x in vars(rule).items() if isinstance(x, tuple)}
+            rule = replace(rule, **{name: x[rank.first : rank.first + rank.count] for name, x in by_head.items()})
         if block_bias is None:
             return rule
         start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
         return replace(rule, block_bias=start + block_bias.to(features.dtype))
 
-    def exact_elsewhere(self, rule: Rule, heads: int) -> Rule:
+    def exact_elsewhere(self, rule: Rule, call: HostCall) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""
-        near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * heads
-        near = tuple(n if h in (self.heads or ()) else EVERYTHING for h, n in enumerate(near))
+        near = rule.near if isinstance(rule.near, tuple) else (rule.near,) * call.query.shape[1]
+        first = 0 if call.heads is None else call.heads.first
+        near = tuple(n if h in (self.heads or ()) else EVERYTHING for h, n in enumerate(near, first))
         return replace(rule, near=near)
 
     def identical(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...engines.score import PairScore, ScoreTerm
 from ...readable import can_read
-from ..base import Host, Plan
+from ..base import Host, HostCall, Plan
 from ..score_layer import ScoreLayer
 from .columns import factors, fits
 from .config import HypeConfig
@@ -83,16 +83,18 @@ class HypeLayer(ScoreLayer):
         call, score = plan.call, plan.score
         form = self.config.form or ("sinh" if call.is_causal else "cosh")
         dtype = score.dtype
-        total, first = call.heads or (call.query.shape[1], 0)
-        mu, tau = self.start(form, total, dtype, call.query.device)
-        mu, tau = (x if len(x) == 1 else x[first : first + call.query.shape[1]] for x in (mu, tau))
-        gate = self.weight(self.gate, call.query, dtype)
+        mu, tau = self.start(form, call, dtype)
+        gate = self.weight(self.gate, call, dtype)
         score = with_hype(score, of_call(call, self.host), mu, tau, form, reach=call.key.shape[2], gate=gate)
         return replace(plan, score=score)
 
-    def start(self, form: str, heads: int, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
+    def start(self, form: str, call: HostCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """mu and tau as they stand, [H] or, where they are one number and not learned, [1]."""
-        starts = (torch.tensor(x, dtype=dtype, device=device) for x in self.config.start(form, heads))
+        rank, device = call.heads, call.query.device
+        starts = self.config.start(form, call.query.shape[1] if rank is None else rank.total)
+        if rank is not None:
+            starts = tuple(x if len(x) == 1 else x[rank.first : rank.first + rank.count] for x in starts)
+        starts = (torch.tensor(x, dtype=dtype, device=device) for x in starts)
         logs: tuple[Any, Any] = self.log_mu, self.log_tau
         mu, tau = (x if log is None else x * torch.exp(log.to(dtype)) for x, log in zip(starts, logs, strict=True))
         return mu, tau

@@ -35,6 +35,7 @@ class MklLayer(MechanismLayer):
     """
 
     honours_heads = True
+    for_all_heads = ("beta",)
 
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
@@ -49,6 +50,7 @@ class MklLayer(MechanismLayer):
         score, options, column = plan.score, plan.options, None
         if self.config.kind == "global":
             row = head_weights(self.beta.to(score.dtype), self.heads)
+            row = row if plan.call.heads is None else plan.call.heads.rows(row)
             score = scaled_score(score, row, options)
         else:
             row, column = weights_of(plan.call, self.value_map, score.dtype, self.heads, self.host)
@@ -62,6 +64,11 @@ class MklLayer(MechanismLayer):
             return plan.change(attend=partial(combined_attention, plan.attend))
         heads = score.kv_heads  # keys of their own for every query head, where keys are weighted
         return plan if plan.value.shape[1] == heads else plan.change(value=repeat_heads(plan.value, heads))
+
+    @property
+    def mixes_heads(self) -> bool:  # type: ignore[override]  # nobody sets it
+        """Conditional weights are made of the values of all heads."""
+        return self.config.combine or self.config.kind != "global"
 
     def identical(self) -> bool:
         return not self.config.combine and not any(bool(p.any()) for p in self.parameters())

@@ -40,6 +40,7 @@ class BidafLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_heads = False
 
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
@@ -47,7 +48,7 @@ class BidafLayer(MechanismLayer):
         self.w1, self.w2, self.w3 = (nn.Parameter(torch.zeros(known.heads, known.head_dim)) for _ in range(3))
 
     def change(self, plan: Plan) -> Plan:
-        call, mask = plan.call, self.head_mask(plan.call.query)
+        call, mask = plan.call, self.head_mask(plan.call)
         dtype = working_dtype(call.query, call.key)
         w1, w2, w3 = ((w if mask is None else w * mask[:, None]).to(dtype) for w in (self.w1, self.w2, self.w3))
         with_row = plan.options.sinks is not None or plan.options.softcap is not None
@@ -94,6 +95,7 @@ class SimplicialLayer(MechanismLayer):
     """
 
     honours_heads = True
+    mixes_heads = False
 
     def __init__(self, config: TrilinearConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
@@ -148,7 +150,7 @@ class SimplicialLayer(MechanismLayer):
         simplicial_options = with_bias(score, options)
         start = first_query(call, "trilinear", self.host) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
-        self.check_shapes(score.key, value)
+        self.check_shapes(score.key, value, p)
         query, keys = self.features(score.query, score.key, p)
         outputs = attend(
             query,
@@ -171,7 +173,7 @@ class SimplicialLayer(MechanismLayer):
 
     def share(self, call: HostCall, start: int | Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """How much of three-way attention every output has, [B|1, H, N, 1]; None for all of it."""
-        mask, w1, gated = self.head_mask(call.query), self.windows.first, None
+        mask, w1, gated = self.head_mask(call), self.windows.first, None
         if gate is not None and self.rank < self.width:
             gated = torch.ones((), dtype=torch.bool, device=call.query.device)
         elif gate is not None and w1 is not None and call.key.shape[2] > w1:
@@ -196,10 +198,10 @@ class SimplicialLayer(MechanismLayer):
             query, key, key2 = (x[..., : self.rank] + x @ p[f"{n}_factor"].mT for n, x in parts)
         return query, (key, key2)
 
-    def check_shapes(self, key: Tensor, value: Tensor) -> None:
+    def check_shapes(self, key: Tensor, value: Tensor, p: dict[str, Tensor]) -> None:
         """Raise where keys or values are not of the shape that the host was patched for."""
         shapes = (key.shape[1], key.shape[-1], value.shape[-1])
-        built = (len(self.key_map), self.width, self.value_map.shape[-1])
+        built = (len(p["key_map"]), self.width, p["value_map"].shape[-1])
         if shapes != built:
             raise ValueError(
                 f"trilinear was built for {built[0]} key heads of {built[1]} and values of {built[2]} numbers in "

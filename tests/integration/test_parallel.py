@@ -1,0 +1,133 @@
+"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+import hf_hyperattn as ha
+
+from .collaborative import quiet
+from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, SIZES, batch, path, results_of, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a pair of processes runs all cases
+
+
+def stock(family: str, **changes):
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.update(changes)
+    model = AUTO[family].from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:  # biases and norms
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def write(folder: Path) -> None:
+    """The checkpoints that the ranks load."""
+    for family in FAMILIES:
+        stock(family).save_pretrained(path(folder, "stock", (family,)))
+    for case in CASES:
+        model = ha.patch_model(stock(case[0]), PATCHES[case[1]](case[0]))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if ".hyper." in name:
+                    p.add_(0.5 * torch.randn_like(p))
+        model.save_pretrained(path(folder, "start", case))
+    gathered = hf.Olmo2Config(**SIZES | dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=8))
+    torch.manual_seed(0)
+    model = hf.Olmo2ForCausalLM(gathered).eval()  # of one head, which its plan does not cut
+    model.save_pretrained(folder / "gathered" / "by name")
+    ha.patch_model(model, ha.HypeConfig(), mode="replace").save_pretrained(folder / "gathered" / "patched")
+    odd = stock("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    ha.patch_model(odd, ha.ConeConfig()).save_pretrained(folder / "three_heads")
+    with quiet():
+        ha.convert(stock("bert"), ha.CollaborativeConfig(rank=16)).save_pretrained(folder / "converted")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[Path, dict]:
+    """The checkpoints, and what two ranks found."""
+    folder = tmp_path_factory.mktemp("parallel")
+    write(folder)
+    start("tests.integration.parallel", folder)
+    return folder, torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_two_ranks_give_the_numbers_of_one_process(family, name, shared):
+    folder, results = shared
+    alone = results_of(AUTO[family].from_pretrained(path(folder, "start", (family, name))), batch())
+    plain = results_of(AUTO[family].from_pretrained(path(folder, "stock", (family,))), batch())
+    assert (alone["logits"] - plain["logits"]).abs().max() > 1e-3
+    assert any(".hyper." in n and g.abs().max() > 1e-4 for n, g in alone["gradients"].items())
+    for layout in ("tp", "fsdp2", "ddp"):
+        together = results[layout, family, name]
+        rows = len(together["logits"])
+        assert (together["logits"] - alone["logits"][:rows]).abs().max() <= 1e-5, layout
+        assert together["gradients"].keys() == alone["gradients"].keys(), layout
+        for n, gradient in together["gradients"].items():
+            assert (gradient - alone["gradients"][n]).abs().max() <= 1e-5, (layout, n)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_a_checkpoint_of_one_layout_loads_under_another(family, name, shared):
+    folder, _ = shared
+    first = load_file(path(folder, "start", (family, name)) / "model.safetensors")
+    for layout in ("tp", "fsdp2"):  # the second was loaded from the first
+        saved = load_file(path(folder, layout, (family, name)) / "model.safetensors")
+        assert not [n for n in saved.keys() - first.keys() if ".hyper." in n]  # tied weights are written twice
+        assert all(torch.equal(saved[n], tensor) for n, tensor in first.items())
+    again = AUTO[family].from_pretrained(path(folder, "fsdp2", (family, name)))
+    config = json.loads((path(folder, "start", (family, name)) / "config.json").read_text())
+    assert again.config.hyperattn == config["hyperattn"]
+
+
+@pytest.mark.parametrize("family, name", AFTERWARDS)
+def test_a_model_that_is_cut_already_can_be_patched(family, name, shared):
+    folder, results = shared
+    with torch.no_grad():
+        alone = AUTO[family].from_pretrained(path(folder, "start", (family, name)))(**batch()).logits
+    assert (results["patched", family, name] - alone).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("what", ["gathered heads, by name", "gathered heads, patched", "pipeline"])
+def test_other_ways_to_share_a_model(what, shared):
+    folder, results = shared
+    if ("other", what) not in results:
+        pytest.skip("this Transformers has no pipelines")
+    source = (
+        path(folder, "start", ("llama", "cone")) if what == "pipeline" else folder / "gathered" / what.split(", ")[1]
+    )
+    name = {"attn_implementation": "hype"} if what.endswith("by name") else {}
+    with torch.no_grad():
+        alone = AUTO["llama"].from_pretrained(source, **name)(**batch()).logits
+    assert (results["other", what] - alone).abs().max() <= 1e-5
+
+
+REFUSED = {
+    "three heads": "model.layers.0.self_attn of LlamaForCausalLM has 3 query heads and 1 key heads",
+    "converted": "cut into 2 ranks by tensor parallelism, for which what a conversion by collaborative puts in it",
+    "convert": "cut into 2 ranks by tensor parallelism, for which what a conversion by collaborative puts in it",
+    "context parallel": "context parallelism",
+    "context parallel by name": "context parallelism",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
+    message = shared[1]["refused", what]
+    assert message.startswith("ValueError: ") and REFUSED[what] in message and "allowed: " in message
+    assert "\n" not in message
+
+
+def test_after_context_parallelism_all_is_as_before(shared):
+    assert shared[1]["refused", "context parallel, afterwards"] == ""
