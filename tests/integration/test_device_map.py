@@ -142,5 +142,5 @@ def test_conversion_of_an_offloaded_model(family, how, keep, tmp_path):
 def test_without_weights_nothing_is_converted():
     with torch.device("meta"):
         model = model_of("bert")
-    with pytest.raises(ValueError, match="on the meta device, without weights; allowed: a model that is loaded"):
+    with pytest.raises(ValueError, match="on the meta device, without weights; allowed: a model in memory"):
         ha.convert(model, ha.CollaborativeConfig(rank=12))

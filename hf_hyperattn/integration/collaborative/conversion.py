@@ -143,7 +143,9 @@ def check_part(module: nn.Module, host: Host, config: CollaborativeConfig, heads
             f"({type(module).__name__}); allowed: linear maps, neither quantised nor with adapters (merge these first)"
         )
     if without_weights(old.children.values()):
-        raise ValueError(f"{host.name} is on the meta device, without weights; allowed: a model that is loaded")
+        raise ValueError(
+            f"{host.name} is on the meta device, without weights; allowed: a model in memory, or offloaded"
+        )
     check_rank(config.rank, host)
     shape = old.shared(config.rank or 0, host.heads)
     if shape.content and shape.rank + host.heads > shape.width:
