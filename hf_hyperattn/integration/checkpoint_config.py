@@ -83,7 +83,8 @@ def write_records(model: PreTrainedModel) -> None:
 def _write(part: PreTrainedModel) -> set[int]:
     """The record of one part; returns the ids of the hosts that it speaks of."""
     hosts = dict(patched_hosts(part))
-    record = record_of({name: inner(host.hyper) for name, host in hosts.items()})
+    hypers = map(attrgetter("hyper"), hosts.values())
+    record = record_of({name: getattr(hyper, "original_module", hyper) for name, hyper in zip(hosts, hypers)})
     if record is None:
         if recorded_hosts(part.config) is not None:
             delattr(part.config, "hyperattn")

@@ -108,7 +108,8 @@ def rebuild(model: PreTrainedModel, config: HyperAttnConfig) -> None:
     for mechanism in config.mechanisms:
         if mechanism.mechanism in REBUILDERS:
             REBUILDERS[mechanism.mechanism](model)
-    refuse_ranks(model, conversion_of(model))
+    if ranks_of(model) > 1:
+        refuse_ranks(model, conversion_of(model))
 
 
 def refuse_ranks(model: PreTrainedModel, mechanism: str | None) -> None:

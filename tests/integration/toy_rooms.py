@@ -86,7 +86,7 @@ class ToySlopeLayer(MechanismLayer):
         keys = torch.arange(plan.call.key.shape[2], device=plan.call.query.device)
         bias = self.config.slope * (keys - keys[-1]).to(plan.score.query.dtype)
         bias = bias.expand(1, plan.call.query.shape[1], 1, -1)
-        for factor in (self.gate, self.head_mask(plan.call.query)):
+        for factor in (self.gate, self.head_mask(plan.call)):
             bias = bias if factor is None else bias * factor.to(bias.dtype)[:, None, None]
         old = plan.options.bias
         return plan.change(options=replace(plan.options, bias=bias if old is None else old + bias))
