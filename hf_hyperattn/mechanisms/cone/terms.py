@@ -141,14 +141,9 @@ class Penumbral(ConeTerm):
         (pq, a), (pk, b), r2 = row, column, head[0]
         tie, gap = gap <= 0, gap.clamp_min(SMALLEST**2)  # a copy: the caller still reads the distance as it was
         distance = gap.sqrt()
-        widths = a + b
-        half = (widths - distance).mul_(0.5)
+        half = (a + b).sub_(distance).mul_(0.5)
         outside = half < 0
-        # one cone holds the other point, NaN is not; `half` has lost a distance that is small beside the widths, and of
-        # one as small as their rounding nothing tells
-        measurable = distance > widths.mul_(torch.finfo(a.dtype).eps)
-        del widths  # one tile less in the peak of memory
-        inside = tie | (measurable & (distance <= (a - b).abs_()))
+        inside = tie | (distance <= (a - b).abs_())  # one cone holds the other point; NaN is not
         ratio = u / gap
         mean = (pq + pk).mul_(0.5)
         larger = u.abs().mul_(0.5).add_(mean)  # of the two: ties share its slope evenly
