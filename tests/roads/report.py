@@ -26,10 +26,11 @@ know: files, copies, other dtypes and devices, compilers, exporters, quantisers,
 At its end it computes what it did before (the number is the largest difference of logits, as a share of the largest
 logit where that is above 1), or we refuse, or we warn. No cell may be anything else.
 
-The models are tiny (3 layers, 4 heads, random weights), patched in layers 1 and 2; all added parameters are moved away
-from where they start. The tolerance is 1e-5 (1e-4 where weights are put together anew, as in a merge; 5e-4 for the
-midpoint, whose float32 gradients are 3e-4 from those of float64; 1e-2 in float16), or {factor} times what the stock model loses on the same road. Of
-PEFT's methods one of each kind is tried with every case, the others with three; what takes long with six.
+The models are tiny (3 layers, 4 heads, random weights), patched in layers 1 and 2; all added parameters are moved
+away from where they start. The tolerance is 1e-5 (1e-4 where weights are put together anew, as in a merge; 5e-4 for
+the midpoint, whose float32 gradients are 3e-4 from those of float64; 1e-2 in float16), or {factor} times what the
+stock model loses on the same road. Of PEFT's methods one of each kind is tried with every case, the others with
+three; what takes long with six.
 
 {versions}
 {left_out}
