@@ -222,18 +222,6 @@ def test_two_machines_of_slurm_share_a_run(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.extras
-def test_deepspeed_launches_it(model, tmp_path):
-    pytest.importorskip("deepspeed")
-    path = write(tmp_path / "recipe.yaml", recipe(model, tmp_path / "out", trainer={"steps": 2, "batch_size": 1}))
-    environment = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    process = start("--config", path, launcher=launched("deepspeed_zero2"), **environment)
-    code, said, errors = finish(process)
-    assert code == 0, errors[-3000:]
-    assert json.loads((tmp_path / "out/results.json").read_text())["distributed"] == "DEEPSPEED"
-
-
-@pytest.mark.slow
 def test_accelerate_launches_it(model, tmp_path):
     launcher = (
         sys.executable,
