@@ -144,6 +144,8 @@ def _inject(add: Callable) -> None:
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
     add("--rows", type=int, metavar="N", help="queries measured a text, of causal models (default: 384)")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
+    add("--device-map", metavar="MAP",
+        help="spread the model over devices, memory and disk: auto, or a JSON file of modules and devices")  # fmt: skip
 
 
 def _push(add: Callable) -> None:

@@ -15,6 +15,7 @@ from ..folders import check_replaceable
 from ..inject import Allocation, hsa
 from ..inject.injection import CausalInjection, EncoderInjection, Losses
 from ..integration.checkpoint_files import errors_as
+from . import device_map
 from .console import progress, table
 from .inject_collaborative import inject_collaborative
 from .inject_task import dtype_of, prepare, results, write
@@ -43,6 +44,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
+    device_map.read_device_map(args.device_map)
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
         above = Path(args.output).absolute().parent
@@ -67,7 +69,7 @@ def inject_hsa(args: argparse.Namespace) -> int:
           flush=True)  # fmt: skip
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
-        model = kind.from_pretrained(args.model, dtype=torch.float32).eval()
+        model = device_map.load(kind, args)
     options = (task.length, args.budget, args.pairs)
     injection: CausalInjection | EncoderInjection
     if task.is_encoder:

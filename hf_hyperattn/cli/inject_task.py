@@ -22,6 +22,7 @@ import hub_cards
 
 from ..folders import replace_folder
 from ..integration.checkpoint_files import errors_as, load_config
+from . import device_map
 from .inputs import encode, read_text, read_tokenizer, window_of
 
 REPORT = "hyperattn_inject.json"
@@ -123,7 +124,7 @@ def write(
         print("\nnothing is written: no --output")
         return
     with replace_folder(Path(args.output), keep_others=False) as stage:
-        model.to(dtype).save_pretrained(stage)
+        device_map.save(model, dtype, stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -149,7 +150,7 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
 
 def public_command(args: argparse.Namespace) -> str:
     """The command as it was run; of paths on this machine the last part alone."""
-    paths = (args.model, args.output, *(args.text or ()))
+    paths = (args.model, args.output, args.device_map, *(args.text or ()))
     local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
     words = []
     for word in args.argv:
