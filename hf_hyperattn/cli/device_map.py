@@ -32,7 +32,7 @@ def read_device_map(value: str | None) -> str | dict[str, int | str] | None:
     """
     if value is None or value in NAMES:
         return value
-    allowed = f"allowed: {', '.join(NAMES)}, or a JSON file such as {{\"model\": \"disk\", \"lm_head\": \"cpu\"}}"
+    allowed = f'allowed: {", ".join(NAMES)}, or a JSON file such as {{"model": "disk", "lm_head": "cpu"}}'
     try:
         places = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
