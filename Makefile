@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools faults zoo roads peers lint docs wheel \
+.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs faults zoo roads peers lint docs wheel \
 	plain-wheel clean
 
 help:  ## show this list
@@ -50,6 +50,9 @@ test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and th
 
 test-tools: $(VENV)/.tools  ## run patched models under lm-eval and `transformers serve`
 	$(BIN)/python -m pytest -m tools $(ARGS)
+
+test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks (a minute or two)
+	$(BIN)/python -m pytest -m docs tests/docs/test_notebooks.py $(ARGS)
 
 faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
 	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
