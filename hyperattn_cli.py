@@ -75,6 +75,8 @@ def _demo(add: Callable) -> None:
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
     add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+    add("--output", metavar="DIR", help="save the model there, with cone attention patched in (default: not saved)")
+    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
 
 
 def _describe(add: Callable) -> None:
