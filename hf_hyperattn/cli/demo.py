@@ -95,9 +95,16 @@ def run(args: argparse.Namespace) -> None:
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model or "")
     demo = prepare(args)
-    print(demo.title(), flush=True)
+    if not args.json:
+        print(demo.title(), flush=True)
     with progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
         rows = measure(demo, bar)
+    if args.json:
+        cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
+        print(
+            json.dumps({"measured": demo.title(), "prompt": args.prompt, "rows": cells}, indent=2, ensure_ascii=False)
+        )
+        return
     print()
     table(HEADER, [row.cells for row in rows])
     print(f'\n"{args.prompt}" goes on, greedily:')
