@@ -298,7 +298,7 @@ def _demo(add: Callable) -> None:
     ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
 
     Examples:
-      hyperattn demo
+      hyperattn demo --output smollm2-cone
       hyperattn demo --model HuggingFaceTB/SmolLM2-135M --text book.txt --length 2048
     """
     add("--model", metavar="HUB_ID_OR_DIR", help="any causal LM (default: SmolLM2-135M-Instruct)")

@@ -99,23 +99,27 @@ def run(args: argparse.Namespace) -> None:
         print(demo.title(), flush=True)
     with progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
         rows = measure(demo, bar)
+    engine = cone_engine() if demo.device.type == "cpu" else f"the engine for {demo.device}"
+    if args.output is not None:
+        save(demo, Path(args.output), hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
     if args.json:
         cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
-        print(
-            json.dumps({"measured": demo.title(), "prompt": args.prompt, "rows": cells}, indent=2, ensure_ascii=False)
-        )
-        return
+        report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        show(args, rows, engine)
+
+
+def show(args: argparse.Namespace, rows: list[Row], engine: str) -> None:
+    """The table, the texts that go on, advice, the engine, and what was saved."""
     print()
     table(HEADER, [row.cells for row in rows])
     print(f'\n"{args.prompt}" goes on, greedily:')
     width = max(len(row.cells[0]) for row in rows)
     for row in rows:
         print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
-    print(f"\n{ADVICE}")
-    if demo.device.type == "cpu":
-        print(f"\ncone attention ran on {cone_engine()}")
+    print(f"\n{ADVICE}\n\ncone attention ran on {engine}")
     if args.output is not None:
-        save(demo, Path(args.output), hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
         print(f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further")
 
 

@@ -78,8 +78,6 @@ def test_generation_is_shown_and_the_patched_model_saved(capsys, model, text, tm
     assert '"the fox" goes on, greedily:' in out
     for label in ("stock (sdpa)    ", "cone, patched in"):
         assert f"  {label}  {expected}\n" in out
-
-
     assert re.search(r"^cone attention ran on (plain torch|the fused engine, cpu)", out, re.MULTILINE)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     with torch.no_grad():
