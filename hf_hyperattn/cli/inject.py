@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hyperattn_cli import MECHANISMS
+from hyperattn_cli import MECHANISMS, nearest
 
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa
@@ -30,14 +33,24 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
     quiet()
-    return inject_hsa(args) if args.mechanism == "hsa" else inject_collaborative(args)
+    inject = inject_hsa if args.mechanism == "hsa" else inject_collaborative
+    if not args.json:
+        return inject(args)
+    args.report = None
+    with contextlib.redirect_stdout(sys.stderr):
+        code = inject(args)
+    print(json.dumps({"written": args.output if code == 0 else None, "report": args.report}, indent=2))
+    return code
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.mechanism not in MECHANISMS:
         allowed = ", ".join(MECHANISMS)
-        raise ValueError(f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}")
+        close = nearest(args.mechanism, MECHANISMS)
+        raise ValueError(
+            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}{close}"
+        )
     if args.budget is not None and not 0 < args.budget < 1:
         raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
     if args.pairs is not None and not 0 < args.pairs <= 1:
@@ -84,6 +97,7 @@ def inject_hsa(args: argparse.Namespace) -> int:
         show_certificate(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
+    args.report = report
     losses = {name: text["loss"] for name, text in report["texts"].items()}
     worst = max(losses, key=lambda name: losses[name])
     if args.pairs is None and losses[worst] > args.budget:

@@ -120,6 +120,7 @@ def write(
         tokenizer: None where the model has none.
         results: what the card says was measured.
     """
+    args.report = report
     if args.output is None:
         print("\nnothing is written: no --output")
         return
@@ -150,7 +151,8 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
 
 def public_command(args: argparse.Namespace) -> str:
     """The command as it was run; of paths on this machine the last part alone."""
-    paths = (args.model, args.output, args.device_map, *(args.text or ()))
+    options = (getattr(args, name, None) for name in ("output", "out", "device_map"))
+    paths = (args.model, *options, *(args.text or ()))
     local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
     words = []
     for word in args.argv:

@@ -12,6 +12,13 @@ from . import tiny
 #: Of every command a line that is right but for what is done to it below; in a folder with these files.
 RIGHT = {
     "autoload": ["status"],
+    "bench": ["model", "--mechanism", "cone", "--length", "32"],
+    "compare": ["model", "--text", "text.txt", "--mechanisms", "cone,none", "--length", "16", "--steps", "2"],
+    "completion": ["bash"],
+    "convert": ["encoder", "out", "--to", "hat", "--set", "segment_length=16"],
+    "eval": ["model", "--text", "text.txt"],
+    "hyperbolicity": ["model"],
+    "list": ["cone"],
     "card": ["patched"],
     "demo": ["--model", "model", "--text", "text.txt"],
     "describe": ["model"],
@@ -30,7 +37,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 #: Wrong without any command, and what makes a right line of any command wrong.
-NO_COMMAND = ([], ["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
+NO_COMMAND = (["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
 TOO_MUCH = (
     ["--unknown"], ["--unknown=3"], ["-z"], ["--", "one", "more", "x"], ["--traceback=yes"], ["--TRACEBACK"],
     ["more words", "than\nthere may be", "x"],

@@ -69,8 +69,8 @@ BAD = [
     (["--generate", "0"], "--generate 0 is not allowed"),
     (["--prompt", " "], "--prompt is empty"),
     (["--device", "abacus"], "--device abacus: not usable here"),
-    (["--length", "many"], "invalid int value: 'many'"),
-    (["--unknown"], "unrecognized arguments: --unknown"),
+    (["--length", "many"], "--length 'many' is no whole number"),
+    (["--unknown"], "no option '--unknown'; leave it out"),
 ]
 
 
