@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_hyperattn as ha
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
+from hf_hyperattn.analysis.paired import paired
 from hf_hyperattn.cli import build_parser, compare, main
 from hf_hyperattn.cli.compare_training import NONE, Trial, ranks, survey, trainable
 from hf_hyperattn.cli.models import mechanism_configs
@@ -113,6 +114,11 @@ def test_every_help_has_an_example_that_parses(name, capsys):
     for line in lines:
         words = line.partition(" > ")[0].replace('eval "$(', "").replace(')"', "").split()
         assert build_parser().parse_args(words[1:]).command == name
+
+
+def test_every_command_has_its_part_of_the_page():
+    page = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
+    assert {line[3:] for line in page.splitlines() if line.startswith("## ")} == {*COMMANDS, "What holds for all"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -273,12 +279,33 @@ def test_texts_are_cut_in_two(place):
     assert (request["trained_on"], request["read"], request["mechanisms"]) == (cut, 48, ["none", "cone"])
 
 
+COMPARE = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone,none", "--steps", "2", "--length", "16"]
+COMPARE += ["--held-out", "2", "--rank", "2", "--layers", "last-1"]
+
+
+def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    out = tmp_path / "out"
+    measured = report(*COMPARE, "--out", str(out), capsys=capsys)
+    row = measured["rows"]["cone"]
+    assert row["against_none"] == vars(paired(row["losses"], measured["rows"]["none"]["losses"]))
+    assert row["verdict"] in ("better", "worse", "undecided") and measured["seeds"] == len(row["losses"]) == 3
+    card = (out / "README.md").read_text()
+    assert "| cone |" in card and "paired t test" in card and str(tmp_path) not in card
+    (fact,) = json.loads((out / "facts-cone.json").read_text())["results"]
+    assert math.isfinite(Result(**fact).value) and str(tmp_path) not in fact["command"]
+    (out / "README.md").write_text("mine")
+    assert main([*COMPARE, "--out", str(out)]) == 0
+    assert (out / "README.md").read_text() == "mine" and "less none (95 %)" in capsys.readouterr().out
+    assert main([*COMPARE, "--seeds", "4", "--out", str(out)]) == 2
+    assert "of another comparison (seeds differ)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    out = str(tmp_path / "out")
-    line = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone,none", "--steps", "2", "--length", "16"]
-    line += ["--held-out", "2", "--rank", "2", "--layers", "last-1"]
-    whole = report(*line, capsys=capsys)
+    out = tmp_path / "out"
+    whole = report(*COMPARE, capsys=capsys)
     train, count = compare.train, []
 
     def stopped(*parts):
@@ -288,22 +315,13 @@ def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, 
         return train(*parts)
 
     monkeypatch.setattr(compare, "train", stopped)
-    assert main([*line, "--out", out]) == 130
-    state = json.loads((tmp_path / "out" / compare.STATE).read_text())
-    assert len(state["runs"]) == 3 and [p.name for p in (tmp_path / "out").iterdir()] == [compare.STATE]
+    assert main([*COMPARE, "--out", str(out)]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    state = json.loads((out / compare.STATE).read_text())
+    assert len(state["runs"]) == 3 and [p.name for p in out.iterdir()] == [compare.STATE]
     monkeypatch.setattr(compare, "train", train)
-    resumed = report(*line, "--out", out, capsys=capsys)
+    resumed = report(*COMPARE, "--out", str(out), capsys=capsys)
     assert resumed["rows"]["cone"]["losses"] == pytest.approx(whole["rows"]["cone"]["losses"], abs=1e-5)
-    assert set(resumed["rows"]["cone"]) >= {"verdict", "against_none", "p_corrected"} and resumed["seeds"] == 3
-    assert main([*line, "--seeds", "4", "--out", out]) == 2
-    assert "of another comparison (seeds differ)" in capsys.readouterr().err
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| cone |" in card and "paired t test" in card and str(place) not in card
-    (fact,) = json.loads((tmp_path / "out" / "facts-cone.json").read_text())["results"]
-    assert math.isfinite(Result(**fact).value)
-    (tmp_path / "out" / "README.md").write_text("mine")
-    assert main([*line, "--out", out]) == 0
-    assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
 @pytest.mark.slow
