@@ -85,6 +85,7 @@ def _describe(add: Callable) -> None:
     Of a model that is not patched only config.json is read.
     """
     add("model", metavar="MODEL", help="directory or Hub id of a model")
+    add("--heads", action="store_true", help="also the values of every head")
     add("--json", action="store_true", help="print JSON in place of a table")
 
 
@@ -146,6 +147,26 @@ def _inject(add: Callable) -> None:
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 
+def _look(add: Callable) -> None:
+    """write a page that shows what a model's attention does on a text
+
+    Write one HTML page, and JSON beside it, that shows what attention does on a text and what a patch changed.
+
+    Attention of every head, own and patched, entropy, attention to the first token, how tree-like the hidden states
+    are; and of what the model is patched with: gates, cones, the Poincaré disk, blocks that HSA opens. The page needs
+    no network. It ends in what to try next.
+
+      hyperattn look out --text text.txt --out seen --layers last-4
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a decoder or an encoder, patched or not")
+    add("--text", metavar="FILE", required=True, help="UTF-8 text to look at")
+    add("--out", metavar="DIR", required=True, help="where to write look.html and look.json")
+    add("--length", type=int, metavar="N", help="tokens of the text (default: 256, or the model's limit)")
+    add("--layers", metavar="LAYERS", help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)")
+    add("--query", type=int, metavar="N", help="one more token whose attention is shown in detail, by its position")
+    add("--json", action="store_true", help="print JSON in place of lines")
+
+
 def _push(add: Callable) -> None:
     """upload a saved model, adapter or config that reloads exactly
 
@@ -178,12 +199,13 @@ def _recover(add: Callable) -> None:
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _push, _recover)
+_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _look, _push, _recover)
 COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
     "demo": {"length": 2, "tokens": 32, "generate": 1},
     "inject": {"length": 64, "rows": 16, "rank": 1},
+    "look": {"length": 32, "query": 0},
 }
 
 
