@@ -324,6 +324,7 @@ def _describe(add: Callable) -> None:
       hyperattn describe out --json
     """
     add("model", metavar="MODEL", help="directory or Hub id of a model")
+    add("--heads", action="store_true", help="also the values of every head")
 
 
 def _doctor(add: Callable) -> None:
@@ -450,6 +451,26 @@ def _list(add: Callable) -> None:
     add("mechanism", nargs="?", metavar="MECHANISM", help="show this one alone, with its settings")
 
 
+def _look(add: Callable) -> None:
+    """write a page that shows what a model's attention does on a text
+
+    Write one HTML page, and JSON beside it, that shows what attention does on a text and what a patch changed.
+
+    Attention of every head, own and patched, entropy, attention to the first token, how tree-like the hidden states
+    are; and of what the model is patched with: gates, cones, the Poincaré disk, blocks that HSA opens. The page needs
+    no network. It ends in what to try next.
+
+    Examples:
+      hyperattn look out --text text.txt --out seen --layers last-4
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a decoder or an encoder, patched or not")
+    add("--text", metavar="FILE", required=True, help="UTF-8 text to look at")
+    add("--out", metavar="DIR", required=True, help="where to write look.html and look.json")
+    add("--length", type=int, metavar="N", help="tokens of the text (default: 256, or the model's limit)")
+    add("--layers", metavar="LAYERS", help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)")
+    add("--query", type=int, metavar="N", help="one more token whose attention is shown in detail, by its position")
+
+
 def _push(add: Callable) -> None:
     """upload a saved model, adapter or config that reloads exactly
 
@@ -510,6 +531,7 @@ _ALL = (
     _hyperbolicity,
     _inject,
     _list,
+    _look,
     _push,
     _recover,
 )
@@ -522,6 +544,7 @@ LEAST = {
     "eval": {"length": 2, "tokens": 32},
     "hyperbolicity": {"tokens": 32, "points": 8, "size": 4, "draws": 1, "seed": 0},
     "inject": {"length": 64, "rows": 16, "rank": 1},
+    "look": {"length": 32, "query": 0},
 }
 
 

@@ -25,6 +25,7 @@ RIGHT = {
     "describe": ["model"],
     "export": ["model", "out", "--remote-code"],
     "inject": ["model", "--mechanism", "hsa", "--text", "text.txt", "--length", "64", "--output", "out"],
+    "look": ["model", "--text", "text.txt", "--out", "out"],
     "push": ["patched", "who/what", "--dry-run"],
 }
 COLLABORATIVE = ["model", "--mechanism", "collaborative", "--rank", "4"]
@@ -47,6 +48,7 @@ TOO_MUCH = (
 OF_TYPE = {int: ("1.5",), float: ("nan", "inf", "-inf", "0")}
 PROGRESS = ("loading", "reading", "looking at cone")
 INJECT = ["inject", *RIGHT["inject"]]
+LOOK = ["look", "model", "--text", "text.txt"]
 HSA = ["inject", "model", "--mechanism", "hsa", "--length", "64"]
 #: Wrong files and folders, and the lines in which they stand where it says HERE.
 PLACES = [
@@ -56,6 +58,7 @@ PLACES = [
             ["demo", "--model", "model", "--text", "HERE"],
             [*HSA, "--text", "HERE"],
             ["inject", *COLLABORATIVE, "--length", "64", "--text", "HERE"],
+            ["look", "model", "--out", "out", "--text", "HERE"],
         ),
     ),
     (
@@ -69,6 +72,7 @@ PLACES = [
             ["export", "HERE", "out", "--remote-code"],
             ["inject", "HERE", "--mechanism", "hsa", "--length", "64", "--text", "text.txt"],
             ["inject", "HERE", *COLLABORATIVE[1:]],
+            ["look", "HERE", "--out", "out", "--text", "text.txt"],
         ),
     ),
     (
@@ -76,6 +80,7 @@ PLACES = [
         ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"]),
     ),
     (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
+    (("text.txt", "missing/out", "text.txt/out"), ([*LOOK, "--out", "HERE"],)),
     (("yes", "ON", "", "on off"), (["autoload", "HERE"],)),
     (("", "a/b/c", "a b", "../x", "a--b", "-x"), (["push", "patched", "HERE", "--dry-run"],)),
     (
@@ -113,6 +118,10 @@ BESIDES = [
     (["demo", *RIGHT["demo"]], (
         ["--prompt", ""], ["--prompt", "\n"], ["--device", "abacus"], ["--device", ""], ["--device", "cuda:99"],
         ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
+    )),
+    ([*LOOK, "--out", "out"], (
+        ["--length", "97"], ["--length", "31"], ["--query", "96"], ["--query", "-1"], ["--layers", "2"],
+        ["--layers", "some"], ["--layers", ""], ["--layers", "0,9"], ["--layers", "1-2"],
     )),
     (["describe"], ([], ["model", "model"])),
     (["card"], ([], ["model"], ["unpatched", "--write"])),
