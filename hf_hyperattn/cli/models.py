@@ -74,7 +74,7 @@ def load(args: argparse.Namespace) -> Any:
     return model.to(device).eval()
 
 
-def patch(model: Any, recipe: str, mode: str, layers: Any = None) -> Any:
+def patch(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
     """Patch a model by a recipe; raises ValueError in one line for what cannot be."""
     with errors_as(f"--mechanism {recipe}"):
         return ha.patch_model(model, *mechanism_configs(recipe), mode=mode, layers=layers)
