@@ -28,6 +28,7 @@ def test_every_notebook_is_named_in_the_docs():
 
 
 @pytest.mark.docs
+@pytest.mark.timeout(1800)  # of a minute of processor time, where other work shares the cores
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
     lend_models(tmp_path)
