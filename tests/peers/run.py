@@ -121,7 +121,7 @@ def main() -> int:
     mechanisms = options.mechanisms.split(",")
     for suite in options.suites.split(","):
         for part in [p for p in PARTS[suite] if not options.parts or p in options.parts.split(",")]:
-            if options.cached and not is_cached(suite, part, "stock", folder):
+            if options.cached and not any(is_cached(suite, part, mechanism, folder) for mechanism in mechanisms):
                 continue
             stock = outcomes(suite, part, "stock", folder)
             for mechanism in mechanisms:
