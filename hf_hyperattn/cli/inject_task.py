@@ -150,7 +150,7 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
 
 def public_command(args: argparse.Namespace) -> str:
     """The command as it was run; of paths on this machine the last part alone."""
-    paths = (args.model, args.output, args.device_map, *(args.text or ()))
+    paths = (args.model, args.output, getattr(args, "device_map", None), *(args.text or ()))
     local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
     words = []
     for word in args.argv:
