@@ -18,8 +18,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest faults zoo roads peers lint \
-	types docs wheel plain-wheel release release-notes clean
+.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest faults zoo roads peers \
+	adapters lint types docs wheel plain-wheel release release-notes clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -49,7 +49,7 @@ test: $(VENV)/.dev  ## run the tests
 test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or extras) and not (slow and extras)" $(ARGS)
 
-test-tools: $(VENV)/.tools  ## run patched models under lm-eval and `transformers serve`
+test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers serve` and `chat`, ExecuTorch, quantised caches
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
 test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own
@@ -69,6 +69,9 @@ roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes 
 
 peers: $(VENV)/.tools  ## Transformers' and PEFT's own tests on patched models, resumable (hours); writes docs/peers.md
 	$(BIN)/python -m tests.peers.run $(ARGS)
+
+adapters: $(VENV)/.dev  ## take twelve PEFT methods from training to the merged model; writes docs/adapters.md
+	$(BIN)/python -m tests.peers.adapters $(ARGS)
 
 docs: $(VENV)/.docs  ## build/docs/: the site of the documentation; any warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
