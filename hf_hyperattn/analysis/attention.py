@@ -214,7 +214,7 @@ def summary(layers: Sequence[Layer], own: Sequence[Tensor | None], measure) -> d
 
 def tree_likeness(state: Tensor) -> dict[str, float]:
     """How near hidden states [N, width] are to a tree: 0 at best; and their control."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for name, points in (("", state), ("control_", shuffled(state))):
         measured = hyperbolicity(points, size=4, draws=1, quadruples=QUADRUPLES)
         numbers |= {f"{name}mean": round(measured.mean, 4), f"{name}error": round(measured.mean_error, 5)}

@@ -9,8 +9,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from .. import address
 from ..analysis.attention import attention_report
 from ..folders import replace_folder
@@ -92,7 +90,7 @@ def load(path: str, config: Any) -> Any:
         return class_of(config).from_pretrained(path, dtype="float32", **settings)
 
 
-def report(args: argparse.Namespace, model: Any, tokenizer: AutoTokenizer, ids: list[int], text: str, layers) -> dict:
+def report(args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int], text: str, layers) -> dict:
     """What the page shows."""
     with errors_as(f"{args.model}: cannot look at it"):
         data = attention_report(model, ids, layers=layers, queries=queries_of(args.query, len(ids)))
