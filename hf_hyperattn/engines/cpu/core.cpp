@@ -3,6 +3,7 @@
 #include "decode.h"
 #include "forward.h"
 #include "norms.h"
+#include "selected.h"
 
 using hyper::Bfloat;
 using hyper::Call;
@@ -27,6 +28,10 @@ void hyper_norms(const hyper::NormCall* c) { c->half ? hyper::norms<Bfloat>(*c) 
 
 void hyper_norms_backward(const hyper::NormCall* c) {
   c->half ? hyper::norms_backward<Bfloat>(*c) : hyper::norms_backward<float>(*c);
+}
+
+void hyper_selected_forward(const hyper::Selected* c) {
+  c->half ? hyper::selected_forward<Bfloat>(*c) : hyper::selected_forward<float>(*c);
 }
 
 // The block of keys in which a backward pass can be cut, and the width to which rows are filled.

@@ -32,6 +32,7 @@ CORE = [
         "row_sums.h",
         "decode.h",
         "norms.h",
+        "selected.h",
     )
 ]
 

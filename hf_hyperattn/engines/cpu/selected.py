@@ -1,0 +1,129 @@
+"""Attention by rules of the heads (selected.h): first keys, nearest keys, pages that chunks of queries chose."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...readable import can_read
+from . import library
+
+#: `struct Selected` of selected.h.
+SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
+
+
+class HeadRule(NamedTuple):
+    """What keys j <= p a query at position p sees: j < sinks, j > p - near, and pages chosen for its chunk.
+
+    Args:
+        near: the nearest keys; a number not below the length makes the head exact.
+        sinks: the first keys.
+        page: keys of a page; 0: no pages are chosen.
+        chunk: queries that share a choice; ignored without pages.
+    """
+
+    near: int
+    sinks: int = 0
+    page: int = 0
+    chunk: int = 1
+
+
+def serves(query: Tensor) -> bool:
+    """Whether the compiled kernel can compute a call with this query."""
+    suitable = query.dtype in (torch.float32, torch.bfloat16) and query.device.type == "cpu" and can_read(query)
+    return suitable and library.core_is_ready()
+
+
+def _flat(rules: Sequence[HeadRule]) -> list[int]:
+    return [number for rule in rules for number in rule]
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _longs(values: Sequence[int]):
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+
+def pack(
+    tensors: Sequence[Tensor], chosen: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
+    out: Tensor, lse: Tensor,
+) -> tuple[bytes, list]:  # fmt: skip
+    """`struct Selected`, and what must live as long as it."""
+    query, key, value = tensors
+    batch, matrices = query.shape[0], [n for t in tensors for n in (t.data_ptr(), *t.stride()[:3])]
+    arrays = _longs(rules), _longs(spans[:batch]), _longs(spans[batch:])
+    rules_at, starts, stops = map(ctypes.addressof, arrays)
+    call = SELECTED.pack(
+        *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
+        query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), *chosen.shape[2:],
+        starts, stops, scale, out.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return call, [arrays, tensors, chosen]
+
+
+@torch.library.custom_op("hf_hyperattn::selected", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, rules: Sequence[int], spans: Sequence[int],
+    offset: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [B, H, N, dv] in float32; of each row the largest logit and 1 over its sum of weights, [2, B, H, N]."""
+    tensors = [_rows(t) for t in (query, key, value)]
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    lse = out.new_empty(2, *query.shape[:3])
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    library.core().hyper_selected_forward(call)
+    del alive
+    return out, lse
+
+
+@forward.register_fake
+def _(query, key, value, chosen, rules, spans, offset, scale):
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    return out, out.new_empty(2, *query.shape[:3])
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rules: Sequence[HeadRule],
+    chosen: Tensor | None = None,
+    *,
+    spans: tuple[Sequence[int], Sequence[int]] | None = None,
+    offset: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention with a rule for every head.
+
+    Args:
+        query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
+        key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
+        rules: one for each query head.
+        chosen: [B, H, chunks, most], int32: the pages of each chunk, in any order, -1 for none; the first chunk is that
+            of the first query that is no padding. None: no head has pages.
+        spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
+            count from the first. None: all are keys.
+        scale: of the logits; None: 1 / sqrt(d).
+
+    Returns:
+        [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
+
+    Raises:
+        ValueError: the rules do not fit the heads.
+    """
+    batch, heads, _, d = query.shape
+    if len(rules) != heads:
+        raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
+    if chosen is None:
+        chosen = query.new_full((batch, heads, 1, 0), -1, dtype=torch.int32)
+    starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
+    scale = d**-0.5 if scale is None else scale
+    out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
+    return out.to(query.dtype)

@@ -1,0 +1,133 @@
+"""Attention by rules of the heads against its definition: a mask, and softmax in float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_hyperattn.engines import native
+from hf_hyperattn.engines.cpu.selected import HeadRule, forward, selected_attention
+from tests.engines.test_native import needs_compiler
+
+pytestmark = needs_compiler
+EXACT = 10**6
+#: A head for each kind: exact, window, pages with windows of several sizes and chunks, nothing but pages.
+RULES = [
+    HeadRule(EXACT),
+    HeadRule(20, 3),
+    HeadRule(7, 2, page=16, chunk=16),
+    HeadRule(16, 4, page=8, chunk=4),
+    HeadRule(16, 0, page=10, chunk=1),
+    HeadRule(1, 0, page=16, chunk=64),
+]
+#: Queries, keys, place of the first query, widths, and what is no padding.
+SHAPES = {
+    "square": (100, 100, 0, 64, 64, None),
+    "later": (37, 90, 53, 20, 31, None),
+    "padded": (75, 75, 0, 16, 48, ([5, 0], [75, 70])),
+    "short padded cache": (9, 80, 71, 33, 16, ([76, 17], [80, 80])),
+    "one query": (1, 200, 199, 64, 80, ([0, 41], [200, 200])),
+}
+
+
+def visible(rules, chosen, queries, keys, offset, start, stop):
+    """[H, N, M], from the sentence of the definition, for one batch element; `chosen` is [H, chunks, most]."""
+    place = torch.arange(queries)[:, None] + offset - start
+    key = torch.arange(keys)[None] - start
+    real = (key >= 0) & (key < stop - start) & (key <= place)
+    seen = []
+    for rule, pages in zip(rules, chosen, strict=True):
+        mask = (key < rule.sinks) | (key > place - rule.near)
+        if rule.page:
+            first = max(0, offset - start) // rule.chunk
+            of = pages[(place.clamp(min=0) // rule.chunk - first).squeeze(1)]
+            mask = mask | (of[:, None] == (key // rule.page)[..., None]).any(-1)
+        seen.append(mask & real)
+    return torch.stack(seen)
+
+
+def defined(q, k, v, rules, chosen, offset, spans):
+    """The definition in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    lengths = q.shape[2], k.shape[2], offset
+    mask = torch.stack(
+        [visible(rules, c, *lengths, *s) for c, s in zip(chosen, zip(*spans, strict=True), strict=True)]
+    )
+    logits = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    some = mask.any(-1, keepdim=True)
+    return torch.where(some, logits, 0.0).softmax(-1).where(some, torch.zeros(())) @ v
+
+
+def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
+    queries, keys, offset, d, dv, spans = SHAPES[name]
+    heads, batch = len(rules), 2
+    shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
+    q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
+    chosen = torch.randint(-1, keys // 8, (batch, heads, queries + 1, 3), dtype=torch.int32)
+    return q, k, v, rules, chosen, offset, spans or ([0] * batch, [keys] * batch)
+
+
+@pytest.mark.parametrize("round_numbers", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_forward_is_the_definition(name, round_numbers):
+    q, k, v, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers)
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    expected = defined(q, k, v, rules, chosen, offset, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["square", "padded"])
+def test_bfloat16(name):
+    q, k, v, *rest = inputs(name)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    out = selected_attention(q, k, v, *rest[:2], offset=rest[2], spans=rest[3])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), defined(q, k, v, *rest), rtol=1e-2, atol=1e-2)
+
+
+def test_memory_laid_out_as_models_have_it():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    out = selected_attention(*turned, rules, chosen, spans=spans, offset=offset)
+    assert torch.equal(out, selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset))
+
+
+def test_threads_do_not_change_a_number():
+    call = inputs("square")
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(selected_attention(*call[:5], offset=call[5], spans=call[6]))
+    torch.set_num_threads(1)
+    assert torch.equal(*found)
+
+
+def test_what_is_no_number_stays_seen():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    q[0, :, 50] = float("nan")
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    assert out[0, :, 50].isnan().all() and not out[0, :, :50].isnan().any() and not out[1].isnan().any()
+
+
+def test_as_many_rules_as_heads():
+    q, k, v, *_ = inputs("square")
+    with pytest.raises(ValueError, match="5 rules for 6 heads"):
+        selected_attention(q, k, v, RULES[:5])
+
+
+def test_the_operator_is_registered_as_one():
+    q, k, v, rules, chosen, offset, spans = inputs("later")
+    arguments = q, k, v, chosen, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1
+    torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in ("v2", "v3", "v4") if level in native.levels()])
+def test_other_instruction_sets(level):
+    names = "-k", "definition or bfloat16 or gradient or choice", "-m", "not slow", "-q", "-p", "no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", __file__, *names]
+    done = subprocess.run(command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
