@@ -79,6 +79,33 @@ def test_forward_is_the_definition(name, round_numbers):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("round_numbers", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradient_is_that_of_the_definition(name, round_numbers):
+    *tensors, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    expected = torch.autograd.grad(defined(q, k, v, rules, chosen, offset, spans), (q, k, v), grad.double())
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_on_threads_that_share_heads():
+    q, k, v = (torch.randn(1, heads, 700, 16).requires_grad_() for heads in (3, 1, 1))
+    rules = [HeadRule(EXACT), HeadRule(30, 2), HeadRule(5, 1, page=16, chunk=16)]
+    chosen = torch.randint(0, 20, (1, 3, 44, 4), dtype=torch.int32)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = selected_attention(q, k, v, rules, chosen)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    torch.set_num_threads(1)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["square", "padded"])
 def test_bfloat16(name):
     q, k, v, *rest = inputs(name)

@@ -3,7 +3,7 @@
 #include "decode.h"
 #include "forward.h"
 #include "norms.h"
-#include "selected.h"
+#include "selected_backward.h"
 
 using hyper::Bfloat;
 using hyper::Call;
@@ -32,6 +32,10 @@ void hyper_norms_backward(const hyper::NormCall* c) {
 
 void hyper_selected_forward(const hyper::Selected* c) {
   c->half ? hyper::selected_forward<Bfloat>(*c) : hyper::selected_forward<float>(*c);
+}
+
+void hyper_selected_backward(const hyper::Selected* c, const hyper::SelectedGradients* s) {
+  c->half ? hyper::selected_backward<Bfloat>(*c, *s) : hyper::selected_backward<float>(*c, *s);
 }
 
 // The block of keys in which a backward pass can be cut, and the width to which rows are filled.

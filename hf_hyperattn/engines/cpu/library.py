@@ -33,6 +33,7 @@ CORE = [
         "decode.h",
         "norms.h",
         "selected.h",
+        "selected_backward.h",
     )
 ]
 

@@ -95,13 +95,11 @@ struct Blocks {
   }
 };
 
-// Keys and values of all heads: keys in blocks, the first numbers of a block's keys side by side, then the second ones;
-// values in rows of whole registers, 0 past the last.
+// Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
+// ones; values in rows of whole registers, 0 past the last. For the backward pass also the other way round.
 struct Packed {
-  int64_t blocks, dim, wide;
+  int64_t blocks, dim, wide, key_wide, value_dim, size;
   std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
-
-  static float* line(int64_t floats) { return static_cast<float*>(std::aligned_alloc(64, padded(floats, 16) * 4)); }
 
   template <typename T>
   static void put_block(Rows<T> from, int64_t there, int64_t width, float* to) {
@@ -117,23 +115,32 @@ struct Packed {
   }
 
   template <typename T>
-  Packed(const Selected& c, T) : blocks(c.blocks()), dim(c.dim), wide(padded(c.value_dim)) {
+  Packed(const Selected& c, T, bool both)
+      : blocks(c.blocks()), dim(c.dim), wide(padded(c.value_dim)), key_wide(padded(c.dim)), value_dim(c.value_dim),
+        size(kLanes * (dim + wide + (both ? value_dim + key_wide : 0))) {
     const int64_t heads = c.batch * c.kv_heads;
-    memory.reset(line(heads * blocks * kLanes * (dim + wide) + 16));
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, padded(heads * blocks * size + 16, 16) * 4)));
 #pragma omp parallel for num_threads(c.threads) schedule(static)
     for (int64_t i = 0; i < heads * blocks; ++i) {
-      const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, key = i % blocks * kLanes;
-      const int64_t there = std::clamp<int64_t>(c.length(b) - key, 0, kLanes), row = c.starts[b] + key;
-      put_block(c.rows_of<T>(c.key, b, kv, row), there, dim, keys(head, key / kLanes));
-      copy_rows(c.rows_of<T>(c.value, b, kv, row), there, kLanes, c.value_dim, wide, values(head, key / kLanes));
+      const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
+      const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
+      const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
+      const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);
+      put_block(key, there, dim, keys(head, block));
+      copy_rows(value, there, kLanes, value_dim, wide, values(head, block));
+      if (!both) continue;
+      put_block(value, there, value_dim, value_columns(head, block));
+      copy_rows(key, there, kLanes, dim, key_wide, key_rows(head, block));
     }
   }
-  float* keys(int64_t head, int64_t block) const { return memory.get() + (head * blocks + block) * kLanes * (dim + wide); }
+  float* keys(int64_t head, int64_t block) const { return memory.get() + (head * blocks + block) * size; }
   float* values(int64_t head, int64_t block) const { return keys(head, block) + kLanes * dim; }
+  float* value_columns(int64_t head, int64_t block) const { return values(head, block) + kLanes * wide; }
+  float* key_rows(int64_t head, int64_t block) const { return value_columns(head, block) + kLanes * value_dim; }
 };
 
 // f(rows from, how many as a constant) for rows in pieces of about the same size.
-template <int Most = kRows, class Body>
+template <class Body>
 inline void in_pieces(int64_t rows, Body body) {
   const int64_t pieces = (rows + kRows - 1) / kRows;
   for (int64_t i = 0; i < pieces; ++i) {
@@ -334,7 +341,7 @@ class SelectedTask {
 
 template <typename T>
 void selected_forward(const Selected& c) {
-  const Packed packed(c, T{});
+  const Packed packed(c, T{}, false);
   const int64_t spans = (c.queries + kSpan - 1) / kSpan, tasks = c.batch * c.heads * spans;
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
   {

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from ...readable import can_read
 from . import library
+from .kernels import chunks_of
 
-#: `struct Selected` of selected.h.
+#: `struct Selected` of selected.h and `struct SelectedGradients` of selected_backward.h.
 SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
+GRADIENTS = struct.Struct("2P q 2P")
+#: A backward pass on several threads is not cut into parts of fewer queries.
+LEAST_PART = 256
 
 
 class HeadRule(NamedTuple):
@@ -87,6 +91,44 @@ def forward(
 def _(query, key, value, chosen, rules, spans, offset, scale):
     out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
     return out, out.new_empty(2, *query.shape[:3])
+
+
+@torch.library.custom_op("hf_hyperattn::selected_backward", mutates_args=())
+def gradients(
+    grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor,
+    rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, in their dtype."""
+    tensors, core = [_rows(t) for t in (query, key, value)], library.core()
+    grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    parts = chunks_of(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
+    d_query = grad.new_empty(query.shape)
+    padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
+    sums = [grad.new_zeros(parts, *key.shape[:3], width) for width in padded]
+    slots = GRADIENTS.pack(grad.data_ptr(), d_query.data_ptr(), parts, *(t.data_ptr() for t in sums))
+    core.hyper_selected_backward(call, slots)
+    del alive
+    shared = (t.sum(0)[..., : like.shape[-1]].to(like.dtype) for t, like in zip(sums, (key, value), strict=True))
+    return d_query.to(query.dtype), *(t.clone() for t in shared)
+
+
+@gradients.register_fake
+def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale):
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _pullback(ctx, grad, _):
+    found = gradients(grad, *ctx.saved_tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale)
+    return *found, None, None, None, None, None
+
+
+forward.register_autograd(_pullback, setup_context=_save)
 
 
 def selected_attention(
