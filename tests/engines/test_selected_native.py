@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native
-from hf_hyperattn.engines.cpu.selected import HeadRule, forward, selected_attention
+from hf_hyperattn.engines.cpu.selected import BY, HeadRule, chosen_pages, forward, selected_attention
 from tests.engines.test_native import needs_compiler
 
 pytestmark = needs_compiler
@@ -41,6 +41,8 @@ def visible(rules, chosen, queries, keys, offset, start, stop):
     for rule, pages in zip(rules, chosen, strict=True):
         mask = (key < rule.sinks) | (key > place - rule.near)
         if rule.page:
+            opening = (place // rule.chunk * rule.chunk - rule.near + 1).clamp(min=0) // rule.page * rule.page
+            mask = (key < rule.sinks) | (key >= opening)
             first = max(0, offset - start) // rule.chunk
             of = pages[(place.clamp(min=0) // rule.chunk - first).squeeze(1)]
             mask = mask | (of[:, None] == (key // rule.page)[..., None]).any(-1)
@@ -68,6 +70,53 @@ def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
     q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
     chosen = torch.randint(-1, keys // 8, (batch, heads, queries + 1, 3), dtype=torch.int32)
     return q, k, v, rules, chosen, offset, spans or ([0] * batch, [keys] * batch)
+
+
+#: Rules that choose, of every kind.
+CHOOSING = [
+    HeadRule(EXACT),
+    HeadRule(8, 2, page=4, chunk=1, top=3, bounds=1, by=BY.index("own")),
+    HeadRule(16, 4, page=8, chunk=16, top=4, bounds=1, by=BY.index("first")),
+    HeadRule(5, 0, page=2, chunk=8, top=7, bounds=0, by=BY.index("previous")),
+    HeadRule(10, 9, page=8, chunk=4, top=2, bounds=0, by=BY.index("first")),
+    HeadRule(1, 0, page=16, chunk=16, top=2, bounds=1, by=BY.index("chunk")),
+]
+
+
+def choices(q, k, rules, offset, earlier, start, stop):
+    """Of one batch element, [H][chunk]: the set of chosen pages, by the sentence of the definition."""
+    k = k.repeat_interleave(len(q) // len(k), 0).double()[:, start:stop]
+    lowest, last = max(0, offset + earlier - start), q.shape[1] - 1 + offset - start
+    for h, rule in enumerate(rules):
+        for chunk in range(lowest // rule.chunk, last // rule.chunk + 1) if rule.page else ():
+            first = chunk * rule.chunk
+            own, before = range(first, first + rule.chunk), range(first - rule.chunk, first)
+            reads = {"own": own, "first": own[:1], "previous": before, "chunk": own}[BY[rule.by]]
+            rows = [p - offset + start for p in reads if 0 <= p - offset + start < q.shape[1]]
+            by = q[h, rows].double().mean(0)
+            scored = []
+            for page in range(len(k[h]) // rule.page):
+                of = k[h, page * rule.page : (page + 1) * rule.page]
+                low, high, mean = of.amin(0), of.amax(0), of.mean(0)
+                score = torch.maximum(by * low, by * high).sum() if rule.bounds else by @ mean
+                end = (page + 1) * rule.page
+                if end > rule.sinks and end <= max(0, first - rule.near + 1) // rule.page * rule.page:
+                    scored.append((-float(score), page))
+            yield h, chunk - lowest // rule.chunk, {page for _, page in sorted(scored)[: rule.top]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_choice_is_that_of_the_definition(name):
+    queries, keys, offset, d, _, spans = SHAPES[name]
+    earlier = min(offset, 31)
+    q = torch.randint(-2, 3, (2, 6, queries + earlier, d)).float()  # sums are exact, and many scores equal
+    k = torch.randint(-2, 3, (2, 2, keys, d)).float()
+    k[:, :, 20:40] = k[:, :, :20]
+    spans = spans or ([0] * 2, [keys] * 2)
+    given = chosen_pages(q, k, CHOOSING, spans=spans, offset=offset - earlier, earlier=earlier)
+    for b, span in enumerate(zip(*spans, strict=True)):
+        for h, chunk, pages in choices(q[b], k[b], CHOOSING, offset - earlier, earlier, *span):
+            assert {p for p in given[b, h, chunk].tolist() if p >= 0} == pages, (h, chunk)
 
 
 @pytest.mark.parametrize("round_numbers", [False, True])

@@ -4,6 +4,7 @@
 #include "forward.h"
 #include "norms.h"
 #include "selected_backward.h"
+#include "selected_choice.h"
 
 using hyper::Bfloat;
 using hyper::Call;
@@ -28,6 +29,10 @@ void hyper_norms(const hyper::NormCall* c) { c->half ? hyper::norms<Bfloat>(*c) 
 
 void hyper_norms_backward(const hyper::NormCall* c) {
   c->half ? hyper::norms_backward<Bfloat>(*c) : hyper::norms_backward<float>(*c);
+}
+
+void hyper_selected_choice(const hyper::Selected* c, const hyper::Choice* s) {
+  c->half ? hyper::selected_choice<Bfloat>(*c, *s) : hyper::selected_choice<float>(*c, *s);
 }
 
 void hyper_selected_forward(const hyper::Selected* c) {

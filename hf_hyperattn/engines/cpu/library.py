@@ -34,6 +34,7 @@ CORE = [
         "norms.h",
         "selected.h",
         "selected_backward.h",
+        "selected_choice.h",
     )
 ]
 

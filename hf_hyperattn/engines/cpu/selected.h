@@ -8,9 +8,14 @@
 
 namespace hyper {
 
-// What keys a query at position p sees, j <= p: j < sinks, j > p - near, and the pages chosen for its chunk.
+// What keys a query at position p sees, j <= p. Without pages: j < sinks and j > p - near. With pages, of which `chunk`
+// queries share a choice: j < sinks, the chosen pages, and all from the page on in which c - near + 1 lies, where c is the
+// first position of the query's chunk.
 struct Rule {
-  int64_t near, sinks, page, chunk;  // page 0: none are chosen; `chunk` queries share a choice
+  int64_t near, sinks, page, chunk;  // page 0: none are chosen
+  int64_t top, bounds, by;           // of the choice, see selected_choice.h
+
+  int64_t opening(int64_t p) const { return std::max<int64_t>(0, p / chunk * chunk - near + 1) / page * page; }
 };
 
 struct Selected {
@@ -65,13 +70,14 @@ struct Blocks {
   void list(const Selected& c, int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
     const int64_t last = p + rows - 1;
-    near = rule.near, limit = c.length(b);
+    near = rule.page ? 0 : rule.near, limit = c.length(b);
     const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
     listed.clear(), whole.clear();
     std::fill_n(bits.begin(), count, 0u);
     if (seen <= 0) return;
     set(0, std::min(rule.sinks, seen));
     if (rule.page) {
+      set(rule.opening(p), seen);
       const int32_t* pages = c.pages(b, h, p);
       for (int64_t i = 0; i < c.most; ++i)
         if (pages[i] >= 0) set(pages[i] * rule.page, std::min((pages[i] + 1) * rule.page, seen));
@@ -95,24 +101,25 @@ struct Blocks {
   }
 };
 
+// A block of rows: the first numbers of the rows side by side, then the second ones, and so on.
+template <typename T>
+void put_block(Rows<T> from, int64_t there, int64_t width, float* to) {
+  int64_t e = 0;
+  for (; e + kLanes <= width; e += kLanes) {
+    Vec square[kLanes];
+    for (int i = 0; i < kLanes; ++i) square[i] = i < there ? load_numbers(from.at + i * from.step + e) : Vec{};
+    transpose(square);
+    for (int i = 0; i < kLanes; ++i) store(to + (e + i) * kLanes, square[i]);
+  }
+  for (; e < width; ++e)
+    for (int i = 0; i < kLanes; ++i) to[e * kLanes + i] = i < there ? number(from.at[i * from.step + e]) : 0.0f;
+}
+
 // Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
 // ones; values in rows of whole registers, 0 past the last. For the backward pass also the other way round.
 struct Packed {
   int64_t blocks, dim, wide, key_wide, value_dim, size;
   std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
-
-  template <typename T>
-  static void put_block(Rows<T> from, int64_t there, int64_t width, float* to) {
-    int64_t e = 0;
-    for (; e + kLanes <= width; e += kLanes) {
-      Vec square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = i < there ? load_numbers(from.at + i * from.step + e) : Vec{};
-      transpose(square);
-      for (int i = 0; i < kLanes; ++i) store(to + (e + i) * kLanes, square[i]);
-    }
-    for (; e < width; ++e)
-      for (int i = 0; i < kLanes; ++i) to[e * kLanes + i] = i < there ? number(from.at[i * from.step + e]) : 0.0f;
-  }
 
   template <typename T>
   Packed(const Selected& c, T, bool both)
@@ -153,7 +160,8 @@ inline void in_pieces(int64_t rows, Body body) {
 
 // to[r][w · kLanes + lane] = left row r · the lane's row of block w.
 template <int Rows, int Wide>
-inline void block_product(const float* left, int64_t step, const float* const* block, int64_t count, float* to) {
+inline void block_product(const float* left, int64_t step, const float* const* block, int64_t count, float* to,
+                          int64_t to_step) {
   Vec sum[Rows][Wide] = {};
   const float* right[Wide];
   for (int w = 0; w < Wide; ++w) right[w] = block[w];
@@ -171,18 +179,18 @@ inline void block_product(const float* left, int64_t step, const float* const* b
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) store(to + r * kTileKeys + w * kLanes, sum[r][w]);
+    for (int w = 0; w < Wide; ++w) store(to + r * to_step + w * kLanes, sum[r][w]);
 }
 
 // Products of rows with `count` blocks.
 inline void products(const float* left, int64_t step, int64_t rows, const float* const* block, int64_t count,
-                     int64_t dim, float* to) {
+                     int64_t dim, float* to, int64_t to_step = kTileKeys) {
   in_pieces(rows, [&](int64_t r, auto n) {
     int64_t i = 0;
     for (; i + kWide <= count; i += kWide)
-      block_product<n(), kWide>(left + r * step, step, block + i, dim, to + r * kTileKeys + i * kLanes);
+      block_product<n(), kWide>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
     for (; i < count; ++i)
-      block_product<n(), 1>(left + r * step, step, block + i, dim, to + r * kTileKeys + i * kLanes);
+      block_product<n(), 1>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
   });
 }
 

@@ -14,27 +14,42 @@ from ...readable import can_read
 from . import library
 from .kernels import chunks_of
 
-#: `struct Selected` of selected.h and `struct SelectedGradients` of selected_backward.h.
+#: `struct Selected`, `struct SelectedGradients` and `struct Choice` of selected.h, selected_backward.h and
+#: selected_choice.h.
 SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
 GRADIENTS = struct.Struct("2P q 2P")
+CHOICE = struct.Struct("q P")
 #: A backward pass on several threads is not cut into parts of fewer queries.
 LEAST_PART = 256
 
 
 class HeadRule(NamedTuple):
-    """What keys j <= p a query at position p sees: j < sinks, j > p - near, and pages chosen for its chunk.
+    """What keys j <= p a query at position p sees.
+
+    Without pages: j < sinks, j > p - near. With pages: j < sinks, the pages that its chunk has chosen, and all from the
+    page on in which c - near + 1 lies, where c is the first position of its chunk.
 
     Args:
-        near: the nearest keys; a number not below the length makes the head exact.
+        near: the nearest keys; without pages, a number not below the length makes the head exact.
         sinks: the first keys.
         page: keys of a page; 0: no pages are chosen.
-        chunk: queries that share a choice; ignored without pages.
+        chunk: queries that share a choice.
+        top: how many pages before those a chunk chooses.
+        bounds: pages are scored by the least and the largest of their keys, not by their means.
+        by: what a chunk chooses by, a place in `BY`.
     """
 
     near: int
     sinks: int = 0
     page: int = 0
     chunk: int = 1
+    top: int = 0
+    bounds: int = 0
+    by: int = 0
+
+
+#: A query by itself, the first query of its chunk, the mean of the chunk before, the mean of its own chunk.
+BY = ("own", "first", "previous", "chunk")
 
 
 def serves(query: Tensor) -> bool:
@@ -129,6 +144,56 @@ def _pullback(ctx, grad, _):
 
 
 forward.register_autograd(_pullback, setup_context=_save)
+
+
+@torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())
+def choice(
+    query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int
+) -> Tensor:
+    """What `chosen_pages` returns."""
+    tensors = [_rows(t) for t in (query, key, key)]
+    chosen = query.new_full(_choice_shape(query, rules, earlier), -1, dtype=torch.int32)
+    out = query.new_empty(0, dtype=torch.float32)
+    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out)
+    library.core().hyper_selected_choice(call, CHOICE.pack(earlier, chosen.data_ptr()))
+    del alive
+    return chosen
+
+
+def _choice_shape(query: Tensor, rules: Sequence[int], earlier: int) -> tuple[int, int, int, int]:
+    fields = [rules[i :: len(HeadRule._fields)] for i in range(len(HeadRule._fields))]
+    paged = [HeadRule(*rule) for rule in zip(*fields, strict=True) if rule[2]]
+    least = min((rule.chunk for rule in paged), default=query.shape[2])
+    chunks = (query.shape[2] - earlier) // max(1, least) + 2
+    return query.shape[0], query.shape[1], chunks, max((rule.top for rule in paged), default=0)
+
+
+@choice.register_fake
+def _(query, key, rules, spans, offset, earlier):
+    return query.new_empty(_choice_shape(query, rules, earlier), dtype=torch.int32)
+
+
+def chosen_pages(
+    query: Tensor,
+    key: Tensor,
+    rules: Sequence[HeadRule],
+    *,
+    spans: tuple[Sequence[int], Sequence[int]] | None = None,
+    offset: int = 0,
+    earlier: int = 0,
+) -> Tensor:
+    """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
+
+    Args:
+        query, key, rules, spans: as in `selected_attention`; no gradient passes.
+        offset: where query 0 stands.
+        earlier: so many of the first queries are there for the choice alone.
+
+    Returns:
+        int32 [B, H, chunks, most], as `selected_attention` takes it; the first chunk is that of query `earlier`.
+    """
+    starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
+    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier)
 
 
 def selected_attention(
