@@ -11,8 +11,9 @@ from ...engines import Options, attention, dot_score
 from ...engines.options import check_broadcast
 from ...fields import refuse
 from ..checks import check_call
+from . import compiled
 from .config import SparseConfig
-from .masking import masked
+from .masking import masked, text_of
 from .rules import SparseRule
 
 
@@ -62,6 +63,9 @@ def sparse_attention(
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=True, offset=first)
     scale = width**-0.5 if scale is None else scale
-    options = masked(query, key, scale, options, by_length)
-    out, _ = attention(dot_score(query, key, scale), value, replace(options, dropout_p=dropout_p), backend=backend)
+    score, text = dot_score(query, key, scale), text_of(query, key, options, by_length)
+    options = replace(options, dropout_p=dropout_p)
+    out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
+    if out is None:
+        out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)
     return out.to(query.dtype)

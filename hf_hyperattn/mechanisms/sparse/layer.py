@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engines import Options, PairScore
+from ...engines import Options, PairScore, attention
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..hsa.layer import LONGER
+from . import compiled
 from .config import SparseConfig
-from .masking import ByLength, masked
+from .masking import ByLength, all_exact, masked, text_of
 from .recent import Recent
 from .rules import Exact
 
@@ -63,16 +64,29 @@ class SparseLayer(MechanismLayer):
                 "mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
             )
         window = options.window or call.keywords.get("sliding_window")
-        hidden = masked(
-            call.query, call.key, call.scale, options, self.rules(call), call.first, window, recent=self.recent
-        )
-        out, shares = whole(score, value, hidden, backend=backend, weights=weights)
+        rules = self.rules(call)
+        out, shares = self.sparse(call, whole, rules, window, score, value, options, backend, weights)
         if gate is None:
             return out, shares
         first, shown = whole(score, value, options, backend=backend, weights=weights)
         heads = self.head_mask(call)
         gate = (gate if heads is None else gate * heads).to(out.dtype)[:, None, None]
         return first + gate * (out - first), shares if shown is None else shown + gate * (shares - shown)
+
+    def sparse(
+        self, call: HostCall, whole, rules: ByLength, window: int | None, score: PairScore, value: Tensor,
+        options: Options, backend: str, weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """By the compiled kernel where it computes this call, else by a mask."""
+        if all_exact(rules):
+            return whole(score, value, options, backend=backend, weights=weights)
+        text = text_of(call.query, call.key, options, rules, call.first, self.recent)
+        if whole is attention and not weights:
+            out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
+            if out is not None:
+                return out, None
+        hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
+        return whole(score, value, hidden, backend=backend, weights=weights)
 
     def rules(self, call: HostCall) -> ByLength:
         """The rules of the heads that are in the call; those that were not chosen are exact."""

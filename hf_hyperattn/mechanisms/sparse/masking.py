@@ -79,34 +79,46 @@ def last_seen(mask: Tensor, keys: int) -> Tensor:
     return (seen.expand(keys) * torch.arange(1, keys + 1, device=mask.device)).amax()
 
 
+@dataclass(frozen=True, eq=False)
+class Text:
+    """What is known of the texts that a call is of.
+
+    Args:
+        places: where its queries and keys stand.
+        before: queries [B, H, T, d] that stood before those of the call; None where they are not known.
+        earlier: how many of those the rules read.
+    """
+
+    places: Places
+    before: Tensor | None
+    earlier: int
+
+    def reaches(self, queries: int) -> bool:
+        """Whether all queries are known that the selections of these many queries may read."""
+        needed = min(self.earlier, (self.places.last or 0) - queries)
+        return not needed or (self.before is not None and self.before.shape[2] >= needed)
+
+
 @torch.no_grad()
-def masked(
+def text_of(
     query: Tensor,
     key: Tensor,
-    scale: float,
     options: Options,
     rules: ByLength,
     first: FirstKey = START,
-    window: int | None = None,
     recent: Recent | None = None,
-) -> Options:
-    """The options of a causal call, with what its rules hide hidden.
+) -> Text:
+    """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
     Args:
-        query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
-        scale: the logit is scale · q·k.
-        rules: for every length one rule a head (or one for all); those of a length hold for its tokens, from the end of
-            the length before on, and those of the last one for all that follow.
+        query, key, options, rules: as in `masked`.
         first: which token key 0 is.
-        window: the host's sliding window.
         recent: keeps the queries that a later call's selection reads.
 
     Raises:
-        ValueError: a rule reads queries before those of the call, which are not known.
+        ValueError: a selection that is shared among queries, in a decoding step that is compiled.
     """
-    if all(rule.is_exact for _, heads in rules for rule in heads):
-        return options
-    places, heads, n = places_of(query, key, options, first), query.shape[1], query.shape[2]
+    places, n = places_of(query, key, options, first), query.shape[2]
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and places.last is not None:
@@ -117,10 +129,44 @@ def masked(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
             "allowed: query='own', or decoding that is not compiled"
         )
-    call = rule_call(query, repeat_heads(key, heads), scale, places, before, window)
+    return Text(places, before, earlier)
+
+
+@torch.no_grad()
+def masked(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    options: Options,
+    rules: ByLength,
+    text: Text,
+    window: int | None = None,
+) -> Options:
+    """The options of a causal call, with what its rules hide hidden.
+
+    Args:
+        query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
+        scale: the logit is scale · q·k.
+        rules: for every length one rule a head (or one for all); those of a length hold for its tokens, from the end of
+            the length before on, and those of the last one for all that follow.
+        text: what `text_of` says of the call.
+        window: the host's sliding window.
+
+    Raises:
+        ValueError: a rule reads queries before those of the call, which are not known.
+    """
+    if all_exact(rules):
+        return options
+    places, heads = text.places, query.shape[1]
+    call = rule_call(query, repeat_heads(key, heads), scale, places, text.before, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
     slots = places.key.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
     return hide(options, seen.gather(3, slots) & (places.key >= 0)[:, None, None])
+
+
+def all_exact(rules: ByLength) -> bool:
+    """Whether nothing is hidden."""
+    return all(rule.is_exact for _, heads in rules for rule in heads)
 
 
 def hide(options: Options, seen: Tensor) -> Options:
