@@ -194,6 +194,14 @@ def test_as_many_rules_as_heads():
         selected_attention(q, k, v, RULES[:5])
 
 
+def test_what_does_not_fit_is_refused():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    with pytest.raises(ValueError, match="pages of 3 chunks for queries of 100"):
+        selected_attention(q, k, v, rules, chosen[:, :, :3])
+    with pytest.raises(ValueError, match="<= 100 keys"):
+        selected_attention(q, k, v, rules, chosen, spans=([0, 0], [100, 101]))
+
+
 def test_the_operator_is_registered_as_one():
     q, k, v, rules, chosen, offset, spans = inputs("later")
     arguments = q, k, v, chosen, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1

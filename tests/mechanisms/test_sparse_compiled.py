@@ -44,7 +44,7 @@ def test_function_and_gradients(padding, runs):
     q, k, v = (round_numbers(2, heads, 130, 16).requires_grad_() for heads in (6, 3, 3))
     real = torch.ones(2, 130, dtype=torch.bool)
     if padding:
-        real[1, :19 if padding == "left" else None] = padding != "left"
+        real[1, : 19 if padding == "left" else None] = padding != "left"
         real[1, 100:] = padding == "left"
     found = []
     for backend in ("auto", "reference"):

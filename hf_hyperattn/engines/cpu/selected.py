@@ -193,7 +193,19 @@ def chosen_pages(
         int32 [B, H, chunks, most], as `selected_attention` takes it; the first chunk is that of query `earlier`.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
+    _check_spans(starts, stops, key.shape[2])
     return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier)
+
+
+def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
+    if not all(0 <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
+        raise ValueError(f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys")
+
+
+def _chunks(rule: HeadRule, place: int, queries: int) -> int:
+    """How many chunks queries from `place` on lie in."""
+    first, last = max(0, place), place + queries - 1
+    return last // rule.chunk - first // rule.chunk + 1 if rule.page and last >= 0 else 0
 
 
 def selected_attention(
@@ -223,14 +235,20 @@ def selected_attention(
         [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
 
     Raises:
-        ValueError: the rules do not fit the heads.
+        ValueError: rules, chunks or spans do not fit the call.
     """
-    batch, heads, _, d = query.shape
+    batch, heads, n, d = query.shape
     if len(rules) != heads:
         raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
     if chosen is None:
         chosen = query.new_full((batch, heads, 1, 0), -1, dtype=torch.int32)
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
+    _check_spans(starts, stops, key.shape[2])
+    chunks = max((_chunks(rule, offset - s, n) for rule in rules for s in starts), default=0)
+    if chunks > chosen.shape[2]:
+        raise ValueError(
+            f"selected attention: pages of {chosen.shape[2]} chunks for queries of {chunks}; give those of chosen_pages"
+        )
     scale = d**-0.5 if scale is None else scale
     out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
     return out.to(query.dtype)
