@@ -141,7 +141,7 @@ def masked(
     scale: float,
     options: Options,
     rules: ByLength,
-    text: Text,
+    text: Text | None = None,
     window: int | None = None,
 ) -> Options:
     """The options of a causal call, with what its rules hide hidden.
@@ -151,7 +151,7 @@ def masked(
         scale: the logit is scale · q·k.
         rules: for every length one rule a head (or one for all); those of a length hold for its tokens, from the end of
             the length before on, and those of the last one for all that follow.
-        text: what `text_of` says of the call.
+        text: what `text_of` says of the call; None: of one whose first token is key 0, and nothing is kept.
         window: the host's sliding window.
 
     Raises:
@@ -159,6 +159,7 @@ def masked(
     """
     if all_exact(rules):
         return options
+    text = text_of(query, key, options, rules) if text is None else text
     places, heads = text.places, query.shape[1]
     call = rule_call(query, repeat_heads(key, heads), scale, places, text.before, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
