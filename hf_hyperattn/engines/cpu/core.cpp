@@ -5,6 +5,7 @@
 #include "norms.h"
 #include "selected_backward.h"
 #include "selected_choice.h"
+#include "selected_decode.h"
 
 using hyper::Bfloat;
 using hyper::Call;

@@ -35,6 +35,7 @@ CORE = [
         "selected.h",
         "selected_backward.h",
         "selected_choice.h",
+        "selected_decode.h",
     )
 ]
 

@@ -47,6 +47,7 @@ struct Selected {
 
 constexpr int64_t kListed = kTileKeys / kLanes;  // blocks whose logits are held at once
 constexpr int64_t kSpan = 2 * kTileRows;         // queries of a task
+constexpr int64_t kFew = 4;                      // so many queries read keys where they lie (selected_decode.h)
 constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 
 // The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
@@ -346,21 +347,5 @@ class SelectedTask {
   Scratch scratch_;
   float *dots_, *queries_, *out_, *top_, *sum_;
 };
-
-template <typename T>
-void selected_forward(const Selected& c) {
-  const Packed packed(c, T{}, false);
-  const int64_t spans = (c.queries + kSpan - 1) / kSpan, tasks = c.batch * c.heads * spans;
-#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
-  {
-    SelectedTask<T> task(c, packed);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < tasks; ++i) {  // the last queries see most keys; heads that share theirs follow each other
-      const int64_t g = i % c.group(), span = spans - 1 - i / c.group() % spans, head = i / c.group() / spans;
-      const int64_t row = span * kSpan, h = head % c.kv_heads * c.group() + g;
-      task.run(head / c.kv_heads, h, row, std::min(c.queries, row + kSpan));
-    }
-  }
-}
 
 }  // namespace hyper

@@ -3,6 +3,7 @@
 // product that a key within the page's bounds could have, the sum of max(q_e least_e, q_e largest_e).
 #pragma once
 
+#include <array>
 #include <functional>
 
 #include "selected.h"
@@ -19,14 +20,26 @@ struct Choice {
 // Least and largest, or means, of `page` keys: the largest ones first, then the least, as they are multiplied.
 template <typename T>
 void summarize(Rows<T> keys, int64_t page, int64_t dim, bool bounds, float* to) {
-  for (int64_t e = 0; e < dim; ++e) {
-    float most = number(keys.at[e]), least = most, sum = 0;
-    for (int64_t j = 0; j < page; ++j) {
-      const float x = number(keys.at[j * keys.step + e]);
-      most = x > most ? x : most, least = x < least ? x : least, sum += x;
+  const float share = 1.0f / page;
+  int64_t e = 0;
+  for (; e + kLanes <= dim; e += kLanes) {
+    Vec most = load_numbers(keys.at + e), least = most, sum = most;
+    for (int64_t j = 1; j < page; ++j) {
+      const Vec x = load_numbers(keys.at + j * keys.step + e);
+      if (bounds) most = larger(most, x), least = smaller(least, x);
+      else sum += x;
     }
-    if (bounds) to[e] = most, to[dim + e] = least;
-    else to[e] = sum / page;
+    store(to + e, bounds ? most : sum * share);
+    if (bounds) store(to + dim + e, least);
+  }
+  for (; e < dim; ++e) {
+    float most = number(keys.at[e]), least = most, sum = most;
+    for (int64_t j = 1; j < page; ++j) {
+      const float x = number(keys.at[j * keys.step + e]);
+      most = std::max(most, x), least = std::min(least, x), sum += x;
+    }
+    to[e] = bounds ? most : sum * share;
+    if (bounds) to[dim + e] = least;
   }
 }
 
@@ -60,9 +73,13 @@ class ChoiceTask {
   }
 
  private:
+  // Summaries of the pages; those of the head before where they are the same.
   void pack(int64_t b, int64_t h, int64_t pages) {
     const Rule& rule = c.rules[h];
     const int64_t kv = h / c.group();
+    const std::array<int64_t, 5> made{b, kv, rule.page, rule.bounds, pages};
+    if (made == made_) return;
+    made_ = made;
     packed_.resize(blocks_ * kLanes * width_), addresses_.resize(blocks_);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t there = std::min<int64_t>(kLanes, pages - block * kLanes);
@@ -110,6 +127,7 @@ class ChoiceTask {
   const Selected& c;
   const Choice& s;
   int64_t width_ = 0, blocks_ = 0;
+  std::array<int64_t, 5> made_{-1};
   std::vector<float> packed_, row_, queries_, scores_;
   std::vector<const float*> addresses_;
   std::vector<uint64_t> ranks_;
@@ -117,11 +135,14 @@ class ChoiceTask {
 
 template <typename T>
 void selected_choice(const Selected& c, const Choice& s) {
-#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(c.batch * c.heads, c.threads)))
+  // few queries: what counts is to read keys once, so the heads that share them follow each other
+  const int64_t together = c.queries - s.earlier <= kFew ? c.group() : 1, tasks = c.batch * c.heads / together;
+#pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
   {
     ChoiceTask<T> task(c, s);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < c.batch * c.heads; ++i) task.run(i / c.heads, i % c.heads);
+    for (int64_t i = 0; i < tasks; ++i)
+      for (int64_t h = i * together; h < (i + 1) * together; ++h) task.run(h / c.heads, h % c.heads);
   }
 }
 
