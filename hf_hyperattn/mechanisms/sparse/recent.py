@@ -35,7 +35,7 @@ class Tail:
         return self.query.shape[2] - (self.stop - stop) if self.stop >= stop else 0
 
     def rows(self, key: Tensor, stop: int) -> Tensor:
-        """int64 [B], the row here of each row of a cache, by its last keys before `stop` [B, Hkv, T'', d]; -1 for none."""
+        """int64 [B], the row here of each row of a cache whose last keys before `stop` are `key`; -1 where none is."""
         end = self.key.shape[2] - (self.stop - stop)
         some = min(end, key.shape[2])
         if some < 1 or key.shape[1] != self.key.shape[1]:
