@@ -5,7 +5,7 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.functional import sparse_attention
-from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window, compiled
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, VerticalSlash, Window, compiled
 from tests.engines.test_native import needs_compiler
 
 pytestmark = needs_compiler
@@ -39,8 +39,18 @@ def round_numbers(*shape):
     return torch.randint(-2, 3, shape).float()
 
 
+#: Two heads that the kernel does not know.
+OTHERS = (
+    *RULES[:2],
+    Clusters(near=8, segment=32, size=8, top=2),
+    *RULES[3:5],
+    VerticalSlash(near=8, every=32, measured=8),
+)
+
+
+@pytest.mark.parametrize("rules", [RULES, OTHERS], ids=["known", "others"])
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_function_and_gradients(padding, runs):
+def test_function_and_gradients(padding, rules, runs):
     q, k, v = (round_numbers(2, heads, 130, 16).requires_grad_() for heads in (6, 3, 3))
     real = torch.ones(2, 130, dtype=torch.bool)
     if padding:
@@ -49,7 +59,7 @@ def test_function_and_gradients(padding, runs):
     found = []
     for backend in ("auto", "reference"):
         out = sparse_attention(
-            q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=RULES, backend=backend
+            q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=rules, backend=backend
         )
         out = out * real[:, None, :, None]
         found.append((out, *torch.autograd.grad((out * v.detach().sum()).square().mean(), (q, k, v))))
@@ -95,9 +105,9 @@ def model_of(rules):
     return ha.patch_model(model, ha.SparseConfig(rules=rules), mode="replace")
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_model_prefills_and_generates(padded, runs):
-    model = model_of(RULES)
+@pytest.mark.parametrize("padded, rules", [(False, RULES), (True, RULES), (True, OTHERS)])
+def test_model_prefills_and_generates(padded, rules, runs):
+    model = model_of(rules)
     ids = torch.randint(1, 64, (2, 70))
     mask = torch.ones_like(ids)
     if padded:

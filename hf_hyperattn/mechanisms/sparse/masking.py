@@ -6,8 +6,9 @@ they say goes back to where the keys stand, beside the masks that the call has a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -85,18 +86,27 @@ class Text:
     """What is known of the texts that a call is of.
 
     Args:
-        places: where its queries and keys stand.
+        last: how many keys there are so far; None where that cannot be read.
         before: queries [B, H, T, d] that stood before those of the call; None where they are not known.
         earlier: how many of those the rules read.
+        make: makes `places`, where queries and keys stand.
+        is_whole: whether there is no padding, and nothing that a cache has dropped.
     """
 
-    places: Places
+    last: int | None
     before: Tensor | None
     earlier: int
+    make: Callable[[], Places]
+    is_whole: bool = False
+
+    @cached_property
+    def places(self) -> Places:
+        """Where queries and keys stand."""
+        return self.make()
 
     def reaches(self, queries: int) -> bool:
         """Whether all queries are known that the selections of these many queries may read."""
-        needed = min(self.earlier, (self.places.last or 0) - queries)
+        needed = min(self.earlier, (self.last or 0) - queries)
         return not needed or (self.before is not None and self.before.shape[2] >= needed)
 
 
@@ -119,19 +129,21 @@ def text_of(
     Raises:
         ValueError: a selection that is shared among queries, in a decoding step that is compiled.
     """
-    places, n = places_of(query, key, options, first), query.shape[2]
+    make, n, dropped = lru_cache(partial(places_of, query, key, options, first)), query.shape[2], first.index or 0
+    plain = options.mask is None and first.stop is None and first.attention_mask is None and can_read(key)
+    last = (key.shape[2] if not options.is_causal else options.offset + n) if plain else make().last
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
-    if earlier and recent is not None and places.last is not None:
-        start, most = places.last - n, 2 * (earlier + 1)
-        before = recent.before(query, key, start, earlier, most, places.dropped)
-        recent.keep(query, key, start, before, most, places.dropped)
+    if earlier and recent is not None and last is not None:
+        start, most = last - n, 2 * (earlier + 1)
+        before = recent.before(query, key, start, earlier, most, dropped)
+        recent.keep(query, key, start, before, most, dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
             "allowed: query='own', or decoding that is not compiled"
         )
-    return Text(places, before, earlier)
+    return Text(last, before, earlier, make, plain and not dropped)
 
 
 @torch.no_grad()
