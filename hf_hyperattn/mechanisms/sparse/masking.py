@@ -47,7 +47,15 @@ def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = ST
 
     The mask, where it is all that hides, says it: queries are then the last keys that anybody sees. Else position says
     it: query 0 is key `options.offset`.
+
+    Raises:
+        ValueError: the call is exported or traced.
     """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise ValueError(
+            "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
+            "allowed: unpatch_model, or layers whose rules are all Exact()"
+        )
     n, m, dropped = query.shape[2], key.shape[2], first.index or 0
     real, by_mask = real_keys(options.mask, len(query), m, key.device, first), not options.is_causal
     start: Tensor | int = options.offset
@@ -103,15 +111,10 @@ def masked(
         recent: keeps the queries that a later call's selection reads.
 
     Raises:
-        ValueError: a rule reads queries before those of the call, which are not known; or the call is exported.
+        ValueError: a rule reads queries before those of the call, which are not known.
     """
     if all(rule.is_exact for _, heads in rules for rule in heads):
         return options
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        raise ValueError(
-            "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
-            "allowed: unpatch_model, or layers whose rules are all Exact()"
-        )
     places, heads, n = places_of(query, key, options, first), query.shape[1], query.shape[2]
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
@@ -121,7 +124,7 @@ def masked(
         recent.keep(query, key, start, before, most, places.dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
-            "a sparse rule that shares a selection among queries cannot decode in a compiled call; "
+            "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
             "allowed: query='own', or decoding that is not compiled"
         )
     call = rule_call(query, repeat_heads(key, heads), scale, places, before, window)
