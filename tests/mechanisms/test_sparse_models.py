@@ -139,3 +139,12 @@ def test_a_compiled_step_is_refused_where_it_shares_a_selection():
     step = torch.compile(lambda ids: model(ids, past_key_values=past).logits, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="cannot decode in a compiled or exported call"):
         step(ids[:, 11:])
+
+
+def test_exports_are_refused():
+    model, ids = sparse([Pages(5, 1, 4, 2)], num_hidden_layers=1, use_cache=False), drawn(1, 12)
+    with torch.no_grad(), pytest.raises(Exception, match="sparse rules cannot be exported or traced"):
+        torch.export.export(model, (ids,))
+    attend = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2))
+    with pytest.raises(ValueError, match="sparse rules cannot be exported or traced"):
+        torch.jit.trace(attend, (torch.randn(1, 2, 12, 8),), check_trace=False)
