@@ -116,7 +116,7 @@ def is_plain(score: PairScore, options: Options, window: int | None) -> bool:
 
 
 def spans_of(options: Options, text: Text, batch: int, queries: int) -> Spans | None:
-    """Of each row its first key and the end of its keys; None where more is hidden than padding, or keys were dropped."""
+    """Of each row its first key and the end of its keys; None where more is hidden than padding or dropped."""
     mask, last = options.mask, text.last or 0
     if text.is_whole:
         return [0] * batch, [last] * batch

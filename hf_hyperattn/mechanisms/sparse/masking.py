@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class Text:
     make: Callable[[], Places]
     is_whole: bool = False
 
-    @cached_property
+    @property
     def places(self) -> Places:
         """Where queries and keys stand."""
         return self.make()
@@ -137,9 +137,13 @@ def text_of(
     Raises:
         ValueError: a selection that is shared among queries, in a decoding step that is compiled.
     """
-    make, n, dropped = lru_cache(partial(places_of, query, key, options, first)), query.shape[2], first.index or 0
+    n, dropped = query.shape[2], first.index or 0
     plain = options.mask is None and first.stop is None and first.attention_mask is None and can_read(key)
-    last = (key.shape[2] if not options.is_causal else options.offset + n) if plain else make().last
+    make: Callable[[], Places] = partial(places_of, query, key, options, first)
+    last: int | None = options.offset + n if options.is_causal else key.shape[2]
+    if not plain:
+        places = make()
+        make, last = lambda: places, places.last
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and last is not None:
