@@ -221,6 +221,7 @@ from hf_hyperattn import functional as F
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.mechanisms.hsa.windowed import native as hsa
+from hf_hyperattn.mechanisms.sparse import Pages, Window
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
@@ -246,6 +247,9 @@ for call in (F.cone_attention, F.hyperbolic_attention):
     for a, b in zip(results["auto"], results["reference"]):
         near(a, b, 2e-4)
     near(call(q[:, :, -1:], k, v), call(q[:, :, -1:], k, v, backend="reference"), 2e-5)
+
+how = {"is_causal": True, "rules": [Window(9), Pages(8, 2, 4, 5, query="previous")]}
+near(F.sparse_attention(q, k, v, **how), F.sparse_attention(q, k, v, backend="reference", **how), 2e-5)
 
 size = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 ids = torch.randint(16, (1, 300))

@@ -22,10 +22,31 @@ def draw() -> int:
     results = [json.loads(file.read_text()) for file in files]
     text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")
     before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{end}{after}")
+    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{sparse()}{end}{after}")
     plot(results[0]["rows"], DOCS / "plots" / "performance.svg")
     print(f"wrote {page} from {', '.join(f.name for f in files)}")
     return 0
+
+
+def sparse() -> str:
+    """What benchmarks/sparse.py has measured; "" where it was not run."""
+    file = FOLDER / "sparse.json"
+    if not file.is_file():
+        return ""
+    result = json.loads(file.read_text())
+    where, lines = result["environment"], []
+    for r in result["rows"]:
+        products = f"{r['rate']:.0f} GF/s" if "rate" in r else ""
+        error = f"{r['error']:.0e}" if "error" in r else ""
+        ratios = [f"{r[over]:.2f}" for over in ("over_sdpa", "over_dense")]
+        lines.append([r["kind"], f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
+    header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
+    about = (
+        f"{where['chip']}, torch {where['torch']}, {where['date']}, {where['threads']} thread, CPU time, the lowest of "
+        "rounds; other work ran beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as "
+        f"`benchmarks/sparse.py` says; models of {result['arguments']['layers']} layers."
+    )
+    return f"## Sparse rules by head\n\n{about}\n\n{grid(header, lines)}\n"
 
 
 def section(result: dict) -> str:
