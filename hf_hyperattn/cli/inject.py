@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
-    if args.retrieval_budget is not None and not 0 < args.retrieval_budget < math.inf:
+    if args.retrieval_budget is not None and not 0 < args.retrieval_budget <= 1000:
         raise ValueError(
-            f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, such as 0.05"
+            f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000"
         )
     for name, mechanisms in SAYS_NOTHING:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
