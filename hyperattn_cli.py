@@ -118,6 +118,36 @@ def _export(add: Callable) -> None:
     add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
+def _heal(add: Callable) -> None:
+    """let an injected model learn back, from itself with its own attention, what it lost
+
+    Distil the untouched model into its injected self: a few hundred steps, KL to its logits.
+
+    What the patch added learns (block biases, gates, whatever it holds), and with --lora R LoRA's matrices beside it;
+    all else is frozen. The teacher is the same weights with their own attention, so that there is no second copy. The
+    last --length tokens of each text are held out; where they gain nothing, nothing is written and the exit code is 1.
+
+    Without --lora the healed checkpoint is written, with it an adapter for MODEL or for what MODEL was made from. The
+    work is kept beside DIR every --save-every steps; --resume goes on from there, to the same bits.
+
+      hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a patched causal LM")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, of the kinds the model is to serve")
+    add("--output", required=True, metavar="DIR", help="where to write the adapter or checkpoint")
+    add("--lora", type=int, metavar="R", help="rank of LoRA's matrices beside what the patch can learn")
+    add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
+    add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
+    add("--length", type=int, metavar="N", help="tokens a window (default: what the patch was chosen for)")
+    add("--lr", type=float, default=3e-4, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
+    add("--patch-lr", type=float, default=1e-2, metavar="X", help="learning rate of the patch (default: 1e-2)")
+    add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
+    add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
+    add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
+    add("--force", action="store_true", help="replace what is in DIR; without --resume also an interrupted run's work")
+    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+
+
 def _inject(add: Callable) -> None:
     """change a pretrained model's attention without training, and say what it loses
 
@@ -178,11 +208,12 @@ def _recover(add: Callable) -> None:
 
 
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _push, _recover)
+_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _heal, _inject, _push, _recover)
 COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
     "demo": {"length": 2, "tokens": 32, "generate": 1},
+    "heal": {"lora": 1, "steps": 1, "length": 32, "save_every": 1},
     "inject": {"length": 64, "rows": 16, "rank": 1},
 }
 
@@ -232,7 +263,7 @@ def check_counts(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not least <= value <= MOST:
             bound = f"{least} or more" if value < least else f"up to {MOST:,}"
-            raise ValueError(f"--{option} {value} is not allowed; allowed: {bound}")
+            raise ValueError(f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}")
 
 
 def one_line(error: BaseException) -> str:

@@ -139,7 +139,7 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
         "metric": report["metric"],
-        "notes": f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs.",
+        "notes": report.get("notes") or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs.",
     }
     return [
         {**common, "value": r["after"], "base_value": r["before"], "dataset": f"{name}, held-out part"}

@@ -4,7 +4,8 @@ What a rule is stands in `rules.SparseRule`; nothing here but `hsa` and who call
 """
 
 from .allocate import Allocation, choose, predicted_losses
+from .heal import Healing
 from .measure import Sensitivity, measure
 from .rules import SparseRule
 
-__all__ = ["Allocation", "Sensitivity", "SparseRule", "choose", "measure", "predicted_losses"]
+__all__ = ["Allocation", "Healing", "Sensitivity", "SparseRule", "choose", "measure", "predicted_losses"]
