@@ -90,20 +90,20 @@ def read_texts(args: argparse.Namespace, tokenizer: Any, length: int) -> dict[st
     texts, tokens = {}, (args.steps + 2) * length
     for path in args.text:
         text, name = read_text(path, CHARACTERS * tokens)
-        if name in texts:
-            raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
         texts[name] = torch.tensor(encode(tokenizer, text, tokens, name))
+    if len(texts) < len(args.text):
+        raise ValueError(f"--text {' '.join(args.text)}: two files of one name; allowed: texts of different names")
     return texts
 
 
 def show(before: Losses, after: Losses) -> None:
     """The table of the held-out parts."""
     print("\nHeld-out text, perplexity, and KL from the untouched model in nats a token:")
-    rows = []
-    for name, (own, old, kl) in before.items():
-        _, new, healed_kl = after[name]
-        more = [f"{math.exp(x):.3f} ({math.expm1(x - own):+.2%})" for x in (old, new)]
-        rows.append([name, f"{math.exp(own):.3f}", *more, f"{kl:.5f}", f"{healed_kl:.5f}"])
+    form = lambda own, x: f"{math.exp(x):.3f} ({math.expm1(x - own):+.2%})"
+    rows = [
+        [name, f"{math.exp(own):.3f}", form(own, old), form(own, new), f"{kl:.5f}", f"{healed_kl:.5f}"]
+        for (name, (own, old, kl)), (_, new, healed_kl) in zip(before.items(), after.values(), strict=True)
+    ]
     table(("text", "untouched", "injected", "healed", "KL injected", "KL healed"), rows)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from ..analysis.perplexity import evaluation_mode
 from ..files import write_atomically
 from ..integration import lora_config, parameter_groups
+from ..integration.checkpoint_files import errors_as
 from ..integration.training import hosts_of_patched, hyper_parameters
 from .gradients import PIECE, Head, checkpointed, final_hidden, head_of, loss_of
 
@@ -43,10 +44,9 @@ class Healing:
         model: in float32 and patched; it is put inside `adapter`, a PEFT model.
         texts: token ids [N] by name, each at least twice `length` long; the last `length` of each are held out.
         length: tokens of a window; a step learns from one. steps: how many.
-        rank: of LoRA's matrices; 0 for none.
+        rank: of LoRA's matrices; 0 for none. seed: of the windows and of LoRA's start.
         lr, patch_lr: learning rates of LoRA's matrices and of what the patch added, at their highest: both rise over
             the first twentieth of the steps, then fall to 0 in a line.
-        seed: of the windows and of LoRA's start.
 
     Attributes:
         losses: KL in nats a token, of every step that is done.
@@ -66,12 +66,8 @@ class Healing:
     losses: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self):
-        for name, ids in self.texts.items():
-            if len(ids) < 2 * self.length:
-                raise ValueError(
-                    f"the text {name} has {len(ids)} tokens; allowed: {2 * self.length} or more, of which the last "
-                    f"{self.length} are held out"
-                )
+        for name in (name for name, ids in self.texts.items() if len(ids) < 2 * self.length):
+            raise ValueError(f"the text {name} is short of tokens; allowed: {2 * self.length} or more")
         self.adapter = adapted(self.model, self.rank, self.seed)
         self.head = head_of(self.model, next(iter(self.texts.values())))
         groups = parameter_groups(self.adapter, self.lr, self.patch_lr)
@@ -79,12 +75,9 @@ class Healing:
         self.rates = [group["lr"] for group in groups]
 
     def run(self, state: Path | None = None, save_every: int = 25, on_step: Callable[[float], None] | None = None):
-        """Learn what is left to learn.
+        """Learn what is left to learn; `on_step` hears the loss of every step.
 
-        Args:
-            state: a file that the work is kept in, whole at every moment; what it holds is gone on from, to the bit.
-            save_every: steps between two writes of it.
-            on_step: called with the loss of every step.
+        Every `save_every` steps the work is kept in the file `state`; what it holds is gone on from, to the bit.
 
         Raises:
             ValueError: the file is of a run with other settings or texts, or damaged.
@@ -111,7 +104,8 @@ class Healing:
         part = min(1.0, (done + 1) / max(1, self.steps // 20)) * (1 - done / self.steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * part
-        with learning(self.model):
+        ask = self.model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_())
+        with ask, checkpointed(self.model), torch.enable_grad():
             hidden = final_hidden(self.model, ids)
             loss, gradient = divergence(self.head, hidden, teacher)
             hidden.backward(gradient)
@@ -130,9 +124,8 @@ class Healing:
         """By text, on the last `length` tokens: the teacher's loss, the student's, and KL; nats a token."""
         losses = {}
         for name, ids in ((name, ids[-self.length :]) for name, ids in self.texts.items()):
-            teacher = self.teacher(ids)
             with evaluation_mode(self.model):
-                student = final_hidden(self.model, ids)
+                teacher, student = self.teacher(ids), final_hidden(self.model, ids)
             own, now = (loss_of(self.head, hidden, ids, gradient=False)[0] for hidden in (teacher, student))
             losses[name] = own, now, divergence(self.head, student, teacher, gradient=False)[0]
         return losses
@@ -142,7 +135,7 @@ class Healing:
         return {name: p for name, p in self.adapter.named_parameters() if p.requires_grad}
 
     def settings(self) -> dict[str, Any]:
-        """What a state has to agree in: numbers, patch and texts, as JSON data."""
+        """What a state has to agree in, as JSON data."""
         numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
         texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
         return numbers | {"texts": texts, "patch": self.model.config.hyperattn}
@@ -151,42 +144,30 @@ class Healing:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""
         tensors = {}
         for name, p in self.trained().items():
-            entries = {"value": p.detach(), **self.optimizer.state[p]}
-            tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in entries.items()}
+            tensors |= {f"{name}/{key}": t for key, t in {"value": p.detach(), **self.optimizer.state[p]}.items()}
         about = {"settings": json.dumps(self.settings()), "losses": json.dumps(self.losses)}
         write_atomically(file, save(tensors, about))
 
     def read(self, file: Path) -> None:
         """Take up what `write` kept."""
-        try:
-            with safe_open(file, "pt") as data:
-                about, tensors = data.metadata() or {}, {name: data.get_tensor(name) for name in data.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"cannot read {file}: {error}; delete it to begin anew") from error
+        with errors_as(f"{file} is damaged, delete it to begin anew"), safe_open(file, "pt") as data:
+            about, tensors = data.metadata() or {}, {name: data.get_tensor(name) for name in data.keys()}
         if about.get("settings") != json.dumps(self.settings()):
-            raise ValueError(
-                f"{file} is of a run with other settings, texts or patch; give those again, or delete it to begin anew"
-            )
+            raise ValueError(f"{file} is of a run with other settings, texts or patch; allowed: the same ones")
         self.losses = json.loads(about["losses"])
         for name, p in self.trained().items():
             p.data.copy_(tensors.pop(f"{name}/value"))
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors]
-            to = lambda key: "cpu" if key == "step" else p.device
-            self.optimizer.state[p] = {key: tensors[f"{name}/{key}"].to(to(key)) for key in keys}
+            moments = {key: tensors.get(f"{name}/{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            if moments["step"] is not None:  # a parameter that no loss has reached has none
+                self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in moments.items()}
 
 
 def adapted(model: PreTrainedModel, rank: int, seed: int) -> PeftModel:
-    """A patched model in an adapter that trains what the patch added, and LoRA of a rank where that is above 0.
-
-    Raises:
-        ValueError: the model has no patch, or nothing in it can learn.
-    """
-    hosts = hosts_of_patched(model)
-    if not rank and not hyper_parameters(model):
-        names = sorted({layer.config.mechanism for _, host in hosts for layer in host.hyper.layers()})
+    """A patched model in an adapter that trains what the patch added, and LoRA of a rank where that is above 0."""
+    if not hyper_parameters(model) and not rank:
         raise ValueError(
-            f"the patch of {type(model).__name__} ({', '.join(names)}) has no parameter that could learn; allowed: "
-            "--lora R (rank=R), which trains LoRA's matrices beside it"
+            f"the patch of {type(model).__name__} has no parameter that could learn; allowed: --lora R (rank=R), "
+            "which trains LoRA's matrices beside it"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -204,14 +185,6 @@ def untouched(model: PreTrainedModel, adapter: PeftModel) -> Iterator[None]:
         finally:
             for host, patch in zip(hosts, patches, strict=True):
                 host._modules["hyper"] = patch
-
-
-@contextmanager
-def learning(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, layers recomputed in the backward pass, and gradients through them from the embedding on."""
-    ask = lambda _, __, out: out.requires_grad_()
-    with model.get_input_embeddings().register_forward_hook(ask), checkpointed(model), torch.enable_grad():
-        yield
 
 
 def divergence(head: Head, hidden: Tensor, teacher: Tensor, gradient: bool = True) -> tuple[float, Tensor | None]:
