@@ -1,0 +1,23 @@
+"""Sparse attention without training: every head sees the keys that a rule of its own selects."""
+
+from ...registry import Mechanism, register
+from .config import SparseConfig
+from .functional import sparse_attention
+from .layer import SparseLayer
+from .pages import Pages
+from .rules import RULES, Exact, RuleCall, SparseRule, Window, sparse_rule
+
+__all__ = ["RULES", "Exact", "Pages", "RuleCall", "SparseConfig", "SparseRule", "Window", "sparse_rule"]
+
+register(
+    Mechanism(
+        name="sparse",
+        stage="structure",
+        paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774; Efficient "
+        "Streaming Language Models with Attention Sinks, arXiv 2309.17453",
+        config=SparseConfig,
+        layer=SparseLayer,
+        functions={"sparse_attention": sparse_attention},
+        cross_attention=False,
+    )
+)
