@@ -13,6 +13,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.cli import main
 from hf_hyperattn.inject import Healing
 from hf_hyperattn.inject.heal import untouched
+from hf_hyperattn.mechanisms.sparse import Window
 
 from . import tiny
 from .test_inject import prose
@@ -136,6 +137,15 @@ def test_a_run_that_was_cut_off_ends_in_the_same_bits(folder, tmp_path, rank):
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
+def test_rules_without_parameters_learn_through_lora(folder):
+    model = ha.patch_model(stock(folder), ha.SparseConfig(Window(8, 2)), mode="replace")
+    heal = Healing(model, {"one": ids_of(1)}, 64, 20, rank=2, **RATES)
+    (before,) = heal.held_out().values()
+    heal.run()
+    (after,) = heal.held_out().values()
+    assert 0 < after[2] < before[2] and all("lora_" in name for name in heal.trained())
+
+
 def heal_command(capsys, folder, *more) -> tuple[int, str, str]:
     text = ["--text", str(folder / "one.txt"), "--lr", "1e-3", "--patch-lr", "0.03", "--device", "cpu"]
     code = main(["heal", str(folder / "model"), *text, "--steps", "10", *map(str, more)])
@@ -201,11 +211,7 @@ def test_it_refuses_models_without_a_patch_or_with_nothing_to_learn(capsys, fold
     text = ["--text", str(folder / "one.txt"), "--output", str(tmp_path / "new"), "--length", "64"]
     assert main(["heal", str(folder / "stock"), *text]) == 2
     assert "not a patched causal LM" in capsys.readouterr().err
-    model = ha.patch_model(stock(folder), ha.HypeConfig(mu=0.1, tau=1.0), mode="replace")
-    for name in [name for name, _ in model.named_parameters()]:
-        if ".hyper." in name:  # a patch that has no parameters
-            host, _, last = name.rpartition(".")
-            delattr(model.get_submodule(host), last)
+    model = ha.patch_model(stock(folder), ha.SparseConfig(Window(8, 2)), mode="replace")
     with pytest.raises(ValueError, match="no parameter that could learn; allowed: --lora R"):
         Healing(model, {"one": ids_of(1)}, 64)
     with pytest.raises(ValueError, match="is not patched"):
