@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 #: Characters of an error, and the largest count that an option may name.
 LONGEST, MOST = 1000, 10**9
-MECHANISMS = ("hsa", "collaborative")  # that can be injected
+MECHANISMS = ("hsa", "sparse", "collaborative")  # that can be injected
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,10 +153,12 @@ def _inject(add: Callable) -> None:
 
     Tie the attention of a pretrained model without training, as far as a budget of quality allows.
 
-    Measures on a little text what every head loses under many settings of hierarchical attention, chooses windows,
-    near, refinement and block bias for each head at the lowest cost within the budget, verifies the choice on text
-    that had no part in it, and writes the patched checkpoint with its card. Each text is cut in three parts: one to
-    measure on, one to choose the cost on, one to verify on. Where verification exceeds the budget nothing is written.
+    Measures on a little text what every head loses under many settings of hierarchical attention (hsa) or under many
+    sparse rules (sparse: windows, pages), chooses one for each head at the lowest cost within the budget, verifies the
+    choice on text that had no part in it, and writes the patched checkpoint with its card. Each text is cut in three
+    parts: one to measure on, one to choose the cost on, one to verify on. Causal models are measured, chosen and
+    verified on retrieval too: a text that comes twice, needles, variables, examples far back. Where verification
+    exceeds a budget the next safer candidate is verified; where none is left nothing is written.
 
     --mechanism collaborative instead replaces the projections of queries and keys by --rank dimensions that all heads
     share, and prints the error of every layer before it does.
@@ -168,11 +170,19 @@ def _inject(add: Callable) -> None:
     add("--rank", type=int, metavar="R", help="collaborative: dimensions that all heads share")
     add("--budget", type=float, metavar="X",
         help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
+    add("--retrieval-budget", type=float, metavar="X",
+        help="largest relative rise of the perplexity of answers that lie far back, in any task (default: 0.05 of "
+        "sparse; hsa only shows it)")  # fmt: skip
     add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, metavar="N", help="queries measured a text, of causal models (default: 384)")
+    add("--rows", type=int, metavar="N",
+        help="queries measured a text, of causal models (default: 384, or 1,024 over all texts)")  # fmt: skip
+    add("--resume", action="store_true", help="go on from what an earlier run measured on the same model and texts")
+    add("--compare", action="store_true", help="verify rivals at the same pairs too: each kind of rule alone, one for "
+        "all heads and chosen by head")  # fmt: skip
+    add("--allow-slower", action="store_true", help="sparse: write a model that is slower than stock at this length")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
 
 

@@ -139,12 +139,20 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
         "metric": report["metric"],
-        "notes": report.get("notes") or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs.",
+        "notes": report.get("notes")
+        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
     }
-    return [
-        {**common, "value": r["after"], "base_value": r["before"], "dataset": f"{name}, held-out part"}
-        for name, r in report["texts"].items()
-    ]
+    rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
+    rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
+    return [{**common, "value": r["after"], "base_value": r["before"], "dataset": where} for where, r in rows]
+
+
+def time_note(report: dict[str, Any]) -> str:
+    """The time of the whole model, where it was measured."""
+    if "faster" not in report:
+        return ""
+    share = report["seconds"]["after"] / report["seconds"]["before"]
+    return f", {share:.2f} of the stock model's time{'' if report['faster'] else ' (not faster)'}"
 
 
 def public_command(args: argparse.Namespace) -> str:

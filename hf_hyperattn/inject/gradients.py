@@ -32,9 +32,7 @@ PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def attention_gradients(
-    model: nn.Module, ids: Tensor, on_gradient: OnGradient, spans: Spans | None = None
-) -> float:
+def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient, spans: Spans | None = None) -> float:
     """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
 
     Args:

@@ -53,6 +53,10 @@ class HsaHeadRule(SparseRule):
     def group(self) -> tuple[int, ...]:
         return self.windows
 
+    @property
+    def family(self) -> str:
+        return "sinks and window" if not self.refine_top_k and self.block_bias == -math.inf else "hsa"
+
     def share(self, length: int) -> float:
         rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
         return pairs(length, self.windows, *rule, dropped=dropped) / (length * (length + 1) / 2)

@@ -84,4 +84,3 @@ class Kept:
     def clear(self) -> None:
         """Forget everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
-

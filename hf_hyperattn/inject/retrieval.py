@@ -30,9 +30,9 @@ ADJECTIVES = (
 NOUNS = (
     "anchor apron arrow barrel basket beacon bell bottle bridge broom bucket button cabin candle canyon carpet castle "
     "chimney circle clock coat corner cottage cradle curtain desk dial door engine fence ferry field flag forest "
-    "fountain garden gate hammer harbor island kettle ladder lamp lantern letter mill mirror museum needle orchard oven "
-    "paddle palace pillow planet pocket river road saddle ship shop spoon statue stove tower tunnel valley violin wagon "
-    "wall window"
+    "fountain garden gate hammer harbor island kettle ladder lamp lantern letter mill mirror museum needle orchard "
+    "oven paddle palace pillow planet pocket river road saddle ship shop spoon statue stove tower tunnel valley violin "
+    "wagon wall window"
 ).split()
 #: Words to classify, and what their kinds are called in the task: nothing that a model could know.
 KINDS = {
@@ -97,6 +97,7 @@ class Hidden:
 
 
 def number(draw: random.Random) -> str:
+    """Five digits, as text."""
     return str(draw.randrange(10_000, 100_000))
 
 
@@ -106,10 +107,12 @@ def names(draw: random.Random, count: int) -> list[str]:
 
 
 def needle_text(key: str, value: str) -> str:
+    """What is hidden."""
     return f"\nThe secret number of the {key} is {value}.\n"
 
 
 def question(key: str, value: str) -> Tail:
+    """What asks for a number, and the answer."""
     return [(f"\nQuestion: what is the secret number of the {key}?\nThe secret number of the {key} is", False),
             (f" {value}", True)]  # fmt: skip
 
@@ -208,12 +211,15 @@ def examples(
 
 
 def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
+    """Refuse unknown tasks and haystacks that are too short."""
     unknown = sorted(set(tasks) - {"copying", *TASKS})
     if unknown:
         raise ValueError(f"retrieval task {unknown[0]!r} is unknown; allowed: copying, {', '.join(TASKS)}")
     shortest = min((len(text) for text in texts), default=0)
     if shortest < length:
-        raise ValueError(f"retrieval: a haystack of {shortest} tokens; allowed: {length} or more, as the examples have")
+        raise ValueError(
+            f"retrieval: a haystack of {shortest} tokens; allowed: {length} or more, as the examples have"
+        )
 
 
 def copying(text: Tensor, length: int) -> Example:
@@ -246,6 +252,7 @@ def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Exam
 
 
 def encoder(tokenizer: Any) -> Encode:
+    """Text to token ids, no special ones among them."""
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -27,6 +27,11 @@ class SparseRule(ABC):
     def group(self) -> Hashable:
         """The heads of one layer take rules of one class that agree in this."""
 
+    @property
+    def family(self) -> str:
+        """The rules that a rival would have to choose from, by what people call them."""
+        return type(self).__name__
+
     @abstractmethod
     def share(self, length: int) -> float:
         """Pairs computed, in proportion to those of ordinary attention over a text of `length` tokens."""

@@ -32,6 +32,10 @@ class SparseHeadRule(SparseRule):
     def group(self) -> str:
         return "sparse"
 
+    @property
+    def family(self) -> str:
+        return family_of(self.rule)
+
     def share(self, length: int) -> float:
         return share_of(self.rule, length)
 
@@ -94,15 +98,25 @@ def share_of(rule: sparse.SparseRule, length: int) -> float:
     return rule.share(length)
 
 
-#: What a head may be given. Shares of the length, in tokens: of windows, and of what pages open.
-NEAR, SINKS = (32, 64, 128, 256, 512, 1024, 2048), 4
+def family_of(rule: sparse.SparseRule) -> str:
+    """Sinks and window, the pages of Quest, or those of others."""
+    if isinstance(rule, sparse.Window):
+        return "sinks and window"
+    if isinstance(rule, sparse.Pages):
+        kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
+        return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
+    return rule.name
+
+
+#: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
+NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
 PAGE_NEAR, OPENED, PAGES = (16, 64, 256), (64, 128, 256, 512, 1024), (4, 16)
 MOST = 0.6
 
 
 def candidates(length: int) -> list[SparseHeadRule]:
     """The rules that are measured for texts of a length: windows, and pages by their bounds or means."""
-    windows = [sparse.Window(near, SINKS) for near in NEAR if near < length]
+    windows = [sparse.Window(near, SINKS) for near in NEAR if near <= length / 2]
     pages = [
         sparse.Pages(near, SINKS, page, opened // page, summary, query)
         for near, opened, page in itertools.product(PAGE_NEAR, OPENED, PAGES)
