@@ -63,6 +63,8 @@ def is_quick(check) -> bool:
         return is_first and check.family == "llama" and check.config.mechanism == "cone"
     if check.contract in ("composition", "engines"):
         return is_first and check.family == "llama"
+    if check.config.mechanism == "sparse":  # blended, it is what it is in place of the host's attention, and a gate
+        return check.family == "llama" and check.mode == "replace" and not check.refusal
     if check.contract in BY_FAMILY and check.mode == "blend":
         return True
     again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS

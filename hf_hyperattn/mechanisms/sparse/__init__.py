@@ -1,13 +1,26 @@
 """Sparse attention without training: every head sees the keys that a rule of its own selects."""
 
 from ...registry import Mechanism, register
+from .clusters import Clusters
 from .config import SparseConfig
 from .functional import sparse_attention
 from .layer import SparseLayer
 from .pages import Pages
 from .rules import RULES, Exact, RuleCall, SparseRule, Window, sparse_rule
+from .vertical_slash import VerticalSlash
 
-__all__ = ["RULES", "Exact", "Pages", "RuleCall", "SparseConfig", "SparseRule", "Window", "sparse_rule"]
+__all__ = [
+    "RULES",
+    "Clusters",
+    "Exact",
+    "Pages",
+    "RuleCall",
+    "SparseConfig",
+    "SparseRule",
+    "VerticalSlash",
+    "Window",
+    "sparse_rule",
+]
 
 register(
     Mechanism(

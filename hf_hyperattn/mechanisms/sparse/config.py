@@ -51,6 +51,8 @@ class SparseConfig(MechanismConfig):
         }
 
     def __post_init__(self):
+        if isinstance(self.lengths, list):
+            object.__setattr__(self, "lengths", tuple(self.lengths))
         super().__post_init__()
         if self.lengths is None:
             object.__setattr__(self, "rules", self._read(self.rules))

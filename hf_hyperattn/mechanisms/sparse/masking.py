@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, repeat_heads
+from ...engines.score import working_dtype
 from ...readable import can_read, is_recorded
 from ..base import START, FirstKey
 from ..hsa.masks import real_of, visible
@@ -110,8 +111,9 @@ def masked(
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and places.last is not None:
-        before = recent.before(query, key, places.last - n, earlier, places.dropped)
-        recent.keep(query, key, places.last - n, before, 2 * (earlier + 1), places.dropped)
+        start, most = places.last - n, 2 * (earlier + 1)
+        before = recent.before(query, key, start, earlier, most, places.dropped)
+        recent.keep(query, key, start, before, most, places.dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
@@ -135,13 +137,15 @@ def rule_call(
     query: Tensor, key: Tensor, scale: float, places: Places, before: Tensor | None, window: int | None
 ) -> RuleCall:
     """What rules are shown: keys laid by their places, and the queries with those before them."""
+    dtype = working_dtype(query, key)
+    query, key = query.to(dtype), key.to(dtype)
     slots, place, count = key.shape[2] + places.dropped, places.query, 0
     if places.last is None or bool((places.key != torch.arange(key.shape[2], device=key.device)).any()):
         key = lay(key, places.key, slots)
     if before is not None:
         count = before.shape[2]
         back = place[:, :1] - torch.arange(count, 0, -1, device=place.device)
-        query, place = torch.cat([before, query], 2), torch.cat([back.clamp_min(-1), place], 1)
+        query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back.clamp_min(-1), place], 1)
     return RuleCall(query, key, scale, place, window, count)
 
 

@@ -46,12 +46,12 @@ class Pages(SparseRule):
         return earlier_of(self.chunk, self.query)
 
     def share(self, length: int) -> float:
-        """Tokens seen, and pages scored over the queries that share them."""
+        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them."""
         places = torch.arange(length)
         opening = self.opening(places // self.chunk * self.chunk)
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
         seen = places - opening + 1 + opening.clamp_max(self.sinks) + pages.clamp_max(self.top) * self.page
-        return share_of(seen + pages / self.chunk)
+        return share_of(seen + pages.where(pages > self.top, 0) / self.chunk)
 
     def opening(self, start: Tensor) -> Tensor:
         """The token from which on a chunk that begins at `start` sees everything."""

@@ -30,29 +30,23 @@ class Tail:
     stop: int
     continued: bool
 
-    def rows(self, key: Tensor, stop: int, count: int) -> Tensor | None:
-        """int64 [B], the row here of each row of a cache whose last keys before `stop` are these; -1 where none is.
+    def known(self, stop: int) -> int:
+        """How many queries before `stop` there are; 0 or less where it ends before."""
+        return self.query.shape[2] - (self.stop - stop) if self.stop >= stop else 0
 
-        None where the tail does not reach back far enough.
-
-        Args:
-            key: [B, Hkv, T'', d], the keys before `stop`.
-            count: how many queries before `stop` are asked for.
-        """
-        later = self.stop - stop
-        if later < 0 or self.query.shape[2] - later < min(count, stop) or key.shape[1:2] != self.key.shape[1:2]:
-            return None
-        some = min(self.key.shape[2] - later, key.shape[2], count)
-        if some < 1:
-            return None
-        mine = self.key[:, :, self.key.shape[2] - later - some : self.key.shape[2] - later]
-        same = (key[:, None, :, -some:].to(mine.device) == mine[None]).flatten(2).all(2)
+    def rows(self, key: Tensor, stop: int) -> Tensor:
+        """int64 [B], the row here of each row of a cache whose last keys before `stop` are `key`; -1 where none is."""
+        end = self.key.shape[2] - (self.stop - stop)
+        some = min(end, key.shape[2])
+        if some < 1 or key.shape[1] != self.key.shape[1]:
+            return torch.full((len(key),), -1, device=key.device)
+        same = (key[:, None, :, -some:] == self.key[None, :, :, end - some : end].to(key.device)).flatten(2).all(2)
         return same.int().argmax(1).where(same.any(1), -1)
 
     def before(self, stop: int, count: int) -> Tensor:
-        """The `count` queries before `stop`, fewer where the text begins there."""
-        end = self.query.shape[2] - (self.stop - stop)
-        return self.query[:, :, max(0, end - count) : end]
+        """The `count` queries before `stop`."""
+        end = self.known(stop)
+        return self.query[:, :, end - count : end]
 
 
 class Recent:
@@ -67,30 +61,35 @@ class Recent:
     def __reduce__(self):
         return Recent, ()
 
-    def before(self, query: Tensor, key: Tensor, start: int, count: int, dropped: int) -> Tensor | None:
-        """Queries [B, H, up to `count`, d] that stood before a call's; None where they are not known in every row.
+    def before(self, query: Tensor, key: Tensor, start: int, least: int, most: int, dropped: int) -> Tensor | None:
+        """Queries [B, H, T, d] that stood before a call's; None where they are not known in every row.
 
         Args:
             query, key: of the call; keys begin `dropped` tokens after the rows do.
             start: which key belongs to query 0.
+            least, most: how many queries are of use, where the rows have as many.
         """
-        held, stop = key[:, :, max(0, start - count) : start], start + dropped
-        if not start or not self.tails:
-            return None
-        rows = torch.full((len(key),), -1, device=key.device)
-        result = query.new_zeros(len(query), query.shape[1], min(count, stop), query.shape[3])
+        held, stop = key[:, :, max(0, start - most) : start], start + dropped
+        rows, parts = torch.full((len(key),), -1, device=key.device), []
         for tail in reversed(self.tails):
-            there = tail.rows(held, stop, count)
-            new = None if there is None else (rows < 0) & (there.to(rows.device) >= 0)
-            if there is None or new is None or not bool(new.any()):
+            if tail.known(stop) < max(1, min(least, stop)):
                 continue
-            result[new] = tail.before(stop, count)[there.to(rows.device)[new]].to(result)
-            rows = torch.where(new, there.to(rows.device), rows)
+            there = tail.rows(held, stop)
+            new = (rows < 0) & (there >= 0)
+            rows = torch.where(new, there, rows)
+            if bool(new.any()):
+                parts.append((tail, new))
             if tail.continued and bool(new.all()):
                 self.tails.remove(tail)
             if bool((rows >= 0).all()):
-                return result
-        return None
+                break
+        else:
+            return None
+        count = min(most, stop, *(tail.known(stop) for tail, _ in parts))
+        result = query.new_zeros(len(query), query.shape[1], count, query.shape[3])
+        for tail, new in parts:
+            result[new] = tail.before(stop, count)[rows[new].to(tail.query.device)].to(result)
+        return result
 
     def keep(self, query: Tensor, key: Tensor, start: int, before: Tensor | None, count: int, dropped: int) -> None:
         """Remember the last `count` queries of a call, and the keys that there are of the same tokens.

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...engines import repeat_heads
+from ...engines.score import working_dtype
 from ...fields import KnownFields, check_field, option, short
 from ...readable import can_read
 
@@ -38,7 +39,7 @@ class RuleCall:
     """What a rule is shown of a causal call.
 
     Args:
-        query: [B, H, N, d], of consecutive tokens in every row.
+        query: [B, H, N, d], of consecutive tokens in every row; float32, or float64 where the call is.
         key: [B, H, M, d]; key j is token j of its row, padding left out. What comes after a row's last token is 0.
         scale: the logit is scale · q·k.
         place: int64 [B, N], which token of its row a query is; -1 for padding.
@@ -129,7 +130,9 @@ class SparseRule(KnownFields, ABC):
         """
         place = torch.arange(first, first + query.shape[2], device=query.device).expand(len(query), -1)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        call = RuleCall(query, repeat_heads(key, query.shape[1]), scale, place, earlier=earlier)
+        dtype = working_dtype(query, key)
+        key = repeat_heads(key, query.shape[1]).to(dtype)
+        call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier)
         seen = self.visible(call) & (call.tokens <= call.places)
         return seen.expand(*query.shape[:3], key.shape[2])[:, :, earlier:]
 

@@ -55,8 +55,12 @@ def lay(x: Tensor, slot: Tensor, slots: int) -> Tensor:
     return x.new_zeros(*x.shape[:2], slots + 1, x.shape[3]).scatter(2, index, x)[:, :, :slots]
 
 
-def chunks_of(call: RuleCall, size: int, by: Selector) -> Chunks:
-    """The chunks of `size` tokens that a call's queries lie in, and what they select by."""
+def chunks_of(call: RuleCall, size: int, by: Selector | Literal["tail"], tail: int = 0) -> Chunks:
+    """The chunks of `size` tokens that a call's queries lie in, and what they select by.
+
+    Args:
+        by: as QUERY_HELP has it; tail: the last `tail` queries of the chunk before, as `query` [B, H, R, tail, d].
+    """
     place, real = call.place, call.place >= 0
     if by == "own":
         return Chunks(
@@ -69,10 +73,12 @@ def chunks_of(call: RuleCall, size: int, by: Selector) -> Chunks:
     there = there.unflatten(2, (count, size))  # [B, 1, R, size, 1]
     if by == "first":
         query, known = laid[:, :, :, 0], there[:, 0, :, 0, 0] > 0
+    elif by == "tail":
+        query, known = laid[:, :, :, size - tail :], there[:, 0, :, size - tail :, 0].amin(2) > 0
     else:
         held = there.sum(3)
         query, known = laid.sum(3) / held.clamp_min(1), held[:, 0, :, 0] >= (size if by == "previous" else 1)
-    if by == "previous":
+    if by in ("previous", "tail"):
         query, known = query.roll(1, 2), known.roll(1, 1)
         known = known & (torch.arange(count, device=place.device) > 0)
     start = (base + torch.arange(count, device=place.device)) * size
