@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,12 @@ def is_named(*names: str) -> Callable[[Any], bool]:
     return lambda rule: isinstance(rule, SparseHeadRule) and rule.rule.name in names
 
 
+#: What heads get that are no retrieval heads: DuoAttention's own, and for short texts a quarter of it.
+RETRIEVAL = (Window(256, 64), Window(64, 16))
 #: Which rules a method chooses from.
 METHODS: dict[str, Callable[[Any], bool]] = {
     "sinks and window": is_named("window"),
-    "retrieval heads": lambda rule: isinstance(rule, SparseHeadRule) and rule.rule == Window(256, 64),
+    "retrieval heads": lambda rule: isinstance(rule, SparseHeadRule) and rule.rule in RETRIEVAL,
     "vertical-slash": is_named("vertical_slash"),
     "mean pages": lambda rule: is_pages(rule, "mean", "own"),
     "Quest": lambda rule: is_pages(rule, "bounds", "own"),
@@ -195,18 +198,19 @@ def tokens_of(tokenizer: Any, texts: dict[str, str], start: int, count: int) -> 
 # Rules
 
 
+@cache
 def candidates(length: int) -> list[Any]:
-    """All rules that are measured; those of one class are beside each other."""
+    """All rules that are measured; those of one class are beside each other. Their shares take a while to count."""
     given = [rule.rule for rule in sparse.candidates(length)]
     pages = [
         Pages(near, 4, 16, opened // 16, summary, query)
         for near in (16, 64, 256)
-        for opened in (64, 128, 256, 512, 1024)
+        for opened in (16, 32, 64, 128, 256, 512, 1024)
         for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
         if near + opened < length / 2
     ]
     top = [ExactTopK(max(1, int(length * share))) for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)]
-    rules = [*given, *pages, *more_rules(length), Window(256, 64), *top]
+    rules = [*given, *pages, *more_rules(length), *RETRIEVAL, *top]
     return [*hsa.candidates(length), *map(SparseHeadRule, dict.fromkeys(rules))]
 
 
@@ -217,9 +221,10 @@ def more_rules(length: int) -> list[SparseRule]:
     found: list[SparseRule] = []
     if hasattr(room, "VerticalSlash"):
         sizes = [(near, n) for near in (32, 64, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
-        found += [room.VerticalSlash(near, 4, n, n, every=min(512, length // 8)) for near, n in sizes]
+        found += [room.VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
     if hasattr(room, "Clusters"):
-        found += [room.Clusters(64, 4, 512, 16, top) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
+        options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
+        found += [room.Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
     return found
 
 
