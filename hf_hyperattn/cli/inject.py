@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ from .smollm2 import cache_directory
 
 BUDGET, RETRIEVAL_BUDGET = 0.02, 0.05  # by default; the second of sparse alone, which no earlier script runs
 ROWS, QUERIES = 384, 1024  # measured a text, and at least over all of them
+#: Options that say nothing for an encoder, and why.
+NOT_OF_ENCODERS = {
+    "rows": "which is measured on whole passages",
+    "retrieval_budget": "which answers nothing",
+    "resume": "of which nothing is kept",
+    "compare": "which has no rivals",
+}
 #: Not for a mechanism: (option, mechanisms that it says nothing for).
 SAYS_NOTHING = (
     ("rank", ("hsa", "sparse")),
@@ -52,7 +60,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
-    if args.retrieval_budget is not None and not args.retrieval_budget > 0:
+    if args.retrieval_budget is not None and not 0 < args.retrieval_budget < math.inf:
         raise ValueError(
             f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, such as 0.05"
         )
@@ -94,7 +102,7 @@ def inject_rules(args: argparse.Namespace) -> int:
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
-    show_rivals(rivals, report)
+    show_rivals(rivals)
     report |= {"rivals": rivals, "pays": {"from": pays.start, "seconds": pays.seconds}}
     reason = refusal(args, report, task.is_encoder) or slower(args, report, pays)
     if reason:
@@ -113,8 +121,7 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
         return
     if args.mechanism == "sparse":
         raise ValueError("--mechanism sparse is for causal models, whose rules go by head; for an encoder use hsa")
-    for name, why in (("rows", "which is measured on whole passages"), ("retrieval_budget", "which answers nothing"),
-                      ("resume", "whose layers are measured at once"), ("compare", "which has no rivals yet")):  # fmt: skip
+    for name, why in NOT_OF_ENCODERS.items():
         if getattr(args, name) not in (None, False):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} says nothing for an encoder, {why}; leave it out")
@@ -193,16 +200,13 @@ def show_families(injection: CausalInjection) -> None:
     table(("layer", "pairs", "exact", *families), rows)
 
 
-def show_rivals(rivals: dict[str, dict[str, Any]], report: dict[str, Any]) -> None:
+def show_rivals(rivals: dict[str, dict[str, Any]]) -> None:
     """What other choices lose at no more pairs, on the held-out texts and tasks."""
     if not rivals:
         return
-    own = {name: row["loss"] for kind in ("texts", "retrieval") for name, row in report[kind].items()}
     print("\nRivals at no more pairs, on held-out text:")
-    rows = [["this choice", f"{report['pairs']:.1%}", *(f"{loss:+.2%}" for loss in own.values())]]
-    for label, rival in rivals.items():
-        rows.append([label, f"{rival['pairs']:.1%}", *(f"{rival['losses'][name]:+.2%}" for name in own)])
-    table(("", "pairs", *own), rows)
+    rows = [[name, f"{r['pairs']:.1%}", *(f"{x:+.2%}" for x in r["losses"].values())] for name, r in rivals.items()]
+    table(("", "pairs", *rivals["this choice"]["losses"]), rows)
 
 
 def show_certificate(injection: CausalInjection) -> None:

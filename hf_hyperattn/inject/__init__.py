@@ -1,11 +1,26 @@
 """Makes a pretrained model's attention cheaper without training: measures rules, allocates them, verifies the result.
 
-What a rule is stands in `rules.SparseRule`; nothing here but `hsa` and who calls it knows a rule by name.
+What a rule is stands in `rules.SparseRule`; nothing here but `hsa`, `sparse` and who calls them knows a rule by name.
 """
 
 from .allocate import Allocation, choose, predicted_losses
 from .heal import Healing
 from .measure import Sensitivity, measure
+from .retrieval import Example, Score, examples
 from .rules import SparseRule
+from .verify import Verified, verify
 
-__all__ = ["Allocation", "Healing", "Sensitivity", "SparseRule", "choose", "measure", "predicted_losses"]
+__all__ = [
+    "Allocation",
+    "Example",
+    "Healing",
+    "Score",
+    "Sensitivity",
+    "SparseRule",
+    "Verified",
+    "choose",
+    "examples",
+    "measure",
+    "predicted_losses",
+    "verify",
+]

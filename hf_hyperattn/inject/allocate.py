@@ -140,7 +140,7 @@ def search(
 
 
 def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, float, float]:
-    """The best rules where the whole cost of a head has this price, the mean of their costs, the sum of their losses."""
+    """The best rules where the whole cost of a head has this price, the mean of their costs, and all their losses."""
     layers, spent, total = {}, [], 0.0
     for name, groups in tables.items():
         options = []

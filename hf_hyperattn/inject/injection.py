@@ -129,7 +129,8 @@ class Injection(ABC):
             )
         progress.describe("verifying on held-out text")
         stock = self.read_held_out()
-        for self.allocation in list(self.safer(allocation)):
+        for candidate in list(self.safer(allocation)):
+            self.allocation = candidate
             if self.rejected:
                 unpatch_model(self.model)
             patch_model(self.model, self.allocation.config())
@@ -238,7 +239,7 @@ class CausalInjection(Injection):
             self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
 
     def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
-        """Examples of a part: every task to verify on, to measure and to choose on a copied text and all needles at once.
+        """Examples of a part: to verify on every task, else a copied text and all needles at once.
 
         Words and numbers are drawn anew for every part, so that none that was chosen on is verified on.
         """
@@ -300,19 +301,27 @@ class CausalInjection(Injection):
         return {name: loss / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name, loss in losses.items()}
 
     def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
-        """Rivals on the held-out texts, at no more pairs than the allocation: each family of rules, for all and by head.
+        """Rivals at no more pairs than the choice: each family of rules, one for all heads and chosen by head.
 
-        A family is chosen by the same measurements and weights as the allocation, which the model has afterwards.
+        They are chosen by the same measurements and weights as the allocation, which the model has afterwards. All read
+        the held-out texts, copies of them, and needles of all kinds in one text ("mixture").
         """
+        items = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
+        if self.tokenizer is not None:
+            texts = list(items.values())
+            mixed = mixture(self.tokenizer, texts[-1], self.length, seed=3 * self.seed + 2)
+            items |= {"copying": copying(texts[0], self.length), **({"mixture": mixed} if mixed else {})}
+        self.texts = [*self.texts[:2], self.texts[2] | items]
+        here, _ = self.read(items)
         unpatch_model(self.model)
-        stock, _ = self.read(self.texts[2])
-        shown = {}
+        stock, _ = self.read(items)
+        shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
         for label, rival in self.rival_allocations().items():
             progress.describe(f"comparing with {label}")
             patch_model(self.model, rival.config())
-            after, seconds = self.read(self.texts[2])
+            after, _ = self.read(items)
             unpatch_model(self.model)
-            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after), "seconds": seconds}
+            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
         patch_model(self.model, self.allocation.config())
         return shown
 

@@ -82,6 +82,10 @@ def seen(
     rule: sparse.SparseRule, query: Tensor, key: Tensor, scale: float, starts: Sequence[int], at: Tensor
 ) -> Tensor:
     """Bool [H, R, N]: the keys that the sampled queries see; of queries and keys [H, N, d] of a whole text."""
+    if not rule.earlier:  # it depends on the query and the keys alone
+        call = sparse.RuleCall(query[None, :, at], key[None], scale, at[None])
+        mask = rule.visible(call) & (call.tokens <= call.places)
+        return mask.expand(1, len(query), len(at), key.shape[1])[0]
     if query.shape[1] <= AT_ONCE:
         return rule.mask(query[None], key[None], scale)[0][:, at]
     parts = []
@@ -111,7 +115,8 @@ def family_of(rule: sparse.SparseRule) -> str:
 #: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
 NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
 PAGE_NEAR, OPENED, PAGES = (16, 64, 256), (64, 128, 256, 512, 1024), (4, 16)
-MOST = 0.6
+#: Pages, no more pairs than this: nearness alone is the better use of more.
+MOST = 0.5
 
 
 def candidates(length: int) -> list[SparseHeadRule]:
