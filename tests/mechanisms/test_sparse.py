@@ -8,18 +8,23 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
+from hf_hyperattn.engines import Options
 from hf_hyperattn.fields import option
+from hf_hyperattn.hierarchy.windows import windows_tree
+from hf_hyperattn.mechanisms.hsa.reference import definition_key
 from hf_hyperattn.mechanisms.sparse import (
     RULES,
     Clusters,
     Exact,
     Pages,
     SparseRule,
+    Tree,
     VerticalSlash,
     Window,
     reference,
     sparse_rule,
 )
+from hf_hyperattn.mechanisms.sparse.masking import masked
 
 LENGTH, SCALE = 41, 0.7
 CAUSAL = [
@@ -32,7 +37,10 @@ CAUSAL = [
     Pages(6, 1, 4, 3, "mean", "first", 4),
     Pages(6, 1, 4, 3, query="previous", chunk=4),
     Pages(3, 1, 2, 5, query="previous", chunk=8),
-    Clusters(3, 1, 8, 2, 3),
+    Tree((2, 8), 3, 1, 2),
+    Tree((3, 6), 0, 5, 1, "bounds", "previous", 4),
+    Tree((4,), 6, 0, 3, "mean", "first", 8),
+    Clusters(3, 1, 8, 2, 3, 1),
     Clusters(11, 2, 8, 4, 2, 2, "previous", 4),
     Clusters(4, 0, 16, 4, 1, 0, "first", 8),
     VerticalSlash(4, 1, 3, 2, 16, 5),
@@ -79,7 +87,7 @@ def test_a_token_does_not_see_what_comes_after_it(rule):
 
 def test_rules_by_head_groups_and_padding():
     query, key, value = drawn(2, 4, LENGTH), drawn(2, 2, LENGTH, seed=1), drawn(2, 2, LENGTH, seed=2)
-    rules = [CAUSAL[i] for i in (1, 7, 10, 12)]
+    rules = [CAUSAL[i] for i in (1, 7, 9, 15)]
     out = attend(query, key, value, rules)
     for h, rule in enumerate(rules):
         alone = attend(query[:, h : h + 1], key[:, h // 2][:, None], value[:, h // 2][:, None], rule)
@@ -104,6 +112,14 @@ def test_shares_are_what_is_seen_and_scored(rule):
         assert seen <= rule.share(length)
 
 
+@pytest.mark.parametrize("windows, near, sinks, top", [((2, 8), 3, 1, 2), ((4, 8, 16), 5, 0, 1), ((3,), 4, 5, 2)])
+def test_a_tree_is_hsa_without_its_blocks(windows, near, sinks, top):
+    query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
+    settings = dict(near=near, sinks=sinks, refine_top_k=top, block_bias=float("-inf"), is_causal=True)
+    P = definition_key(SCALE * query @ key.mT, windows_tree(LENGTH, windows), **settings)
+    assert torch.equal(P > 0, Tree(windows, near, sinks, top).mask(query, key, SCALE))
+
+
 def test_pages_are_counted_as_they_are_scored():
     length, rule = 64, Pages(8, 0, 4, 2, query="first", chunk=4)
     seen = scored = 0
@@ -118,9 +134,6 @@ def test_lengths_are_looked_up_by_the_query():
     query, key = drawn(1, 2, LENGTH), drawn(1, 2, LENGTH, seed=1)
     config = ha.SparseConfig([[Window(4, 0)], [Window(9, 1), Exact()]], lengths=(20, 40))
     assert config.tuned_length == 40
-    from hf_hyperattn.engines import Options
-    from hf_hyperattn.mechanisms.sparse.masking import masked
-
     hidden = masked(query, key, 1.0, Options(is_causal=True), config.by_length(2, "it")).mask
     short, long = Window(4, 0).mask(query, key), Window(9, 1).mask(query, key)
     causal = Exact().mask(query, key)

@@ -2,19 +2,22 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, VerticalSlash, Window
+from hf_hyperattn.engines import Options
+from hf_hyperattn.mechanisms.base import HostCall, RankHeads
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, Tree, VerticalSlash, Window
 
 RULES = [
     Pages(6, 1, 4, 2, query="previous", chunk=4),
     Clusters(3, 1, 8, 2, 3, query="first", chunk=4),
     VerticalSlash(4, 1, 3, 2, 8, 4),
-    Pages(5, 1, 4, 2),
+    Tree((2, 4), 3, 1, 2),
 ]
 LENGTH = 45
 
@@ -139,3 +142,38 @@ def test_a_compiled_step_is_refused_where_it_shares_a_selection():
     step = torch.compile(lambda ids: model(ids, past_key_values=past).logits, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="cannot decode in a compiled or exported call"):
         step(ids[:, 11:])
+
+
+@pytest.mark.slow
+def test_exports_are_refused():
+    model, ids = sparse([Pages(5, 1, 4, 2)], num_hidden_layers=1, use_cache=False), drawn(1, 12)
+    with torch.no_grad(), pytest.raises(Exception, match="sparse rules cannot be exported or traced"):
+        torch.export.export(model, (ids,))
+    attend = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2))
+    with pytest.raises(ValueError, match="sparse rules cannot be exported or traced"):
+        torch.jit.trace(attend, (torch.randn(1, 2, 12, 8),), check_trace=False)
+
+
+class Mesh:
+    """Two ranks, of which this is one."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+def test_a_rank_computes_its_heads():
+    hyper = sparse(num_hidden_layers=1).model.layers[0].self_attn.hyper
+    query, (key, value) = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 2, 30, 8)
+    call = HostCall(query, key, value, 0.4, True, Options(is_causal=True))
+    whole = hyper(call)[0]
+    for rank in (0, 1):
+        heads = RankHeads(4, 2 * rank, Mesh(rank))
+        parts = {n: heads.rows(getattr(call, n), 1) for n in ("query", "key", "value")}
+        part = hyper(replace(call, **parts, heads=heads))[0]
+        torch.testing.assert_close(part, whole[:, 2 * rank : 2 * rank + 2], atol=1e-5, rtol=0)

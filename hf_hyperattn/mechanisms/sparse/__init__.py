@@ -7,6 +7,7 @@ from .functional import sparse_attention
 from .layer import SparseLayer
 from .pages import Pages
 from .rules import RULES, Exact, RuleCall, SparseRule, Window, sparse_rule
+from .tree import Tree
 from .vertical_slash import VerticalSlash
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "RuleCall",
     "SparseConfig",
     "SparseRule",
+    "Tree",
     "VerticalSlash",
     "Window",
     "sparse_rule",

@@ -47,7 +47,15 @@ def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = ST
 
     The mask, where it is all that hides, says it: queries are then the last keys that anybody sees. Else position says
     it: query 0 is key `options.offset`.
+
+    Raises:
+        ValueError: the call is exported or traced.
     """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise ValueError(
+            "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
+            "allowed: unpatch_model, or layers whose rules are all Exact()"
+        )
     n, m, dropped = query.shape[2], key.shape[2], first.index or 0
     real, by_mask = real_keys(options.mask, len(query), m, key.device, first), not options.is_causal
     start: Tensor | int = options.offset

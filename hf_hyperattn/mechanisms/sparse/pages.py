@@ -67,15 +67,16 @@ class Pages(SparseRule):
         if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
             candidates = candidates & (stops - self.page >= chunks.start + self.chunk - call.window)
         chunks.check(call, candidates)
-        chosen = best(self.scores(chunks.query, keys), candidates, self.top)
+        chosen = best(scores_of(self.summary, chunks.query, keys), candidates, self.top)
         tokens = chunks.spread(chosen).repeat_interleave(self.page, -1)[..., : call.key.shape[2]]
         return tokens | (call.tokens >= chunks.spread(opening)) | (call.tokens < self.sinks)
 
-    def scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        """[B, H, R, P] of queries [B, H, R, d] and pages of keys [B, H, P, page, d]."""
-        if self.summary == "mean":
-            return query @ keys.mean(3).mT
-        return query.clamp_min(0) @ keys.amax(3).mT + query.clamp_max(0) @ keys.amin(3).mT
+
+def scores_of(summary: Summary, query: Tensor, keys: Tensor) -> Tensor:
+    """[B, H, R, P] of queries [B, H, R, d] and pages of keys [B, H, P, page, d]."""
+    if summary == "mean":
+        return query @ keys.mean(3).mT
+    return query.clamp_min(0) @ keys.amax(3).mT + query.clamp_max(0) @ keys.amin(3).mT
 
 
 def pages_of(key: Tensor, size: int) -> Tensor:

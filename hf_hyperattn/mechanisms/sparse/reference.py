@@ -23,6 +23,7 @@ from torch import Tensor
 from .clusters import Clusters
 from .pages import Pages
 from .rules import Exact, SparseRule, Window
+from .tree import Tree
 from .vertical_slash import VerticalSlash
 
 Tokens = set[int]
@@ -44,14 +45,14 @@ def definition(rule: SparseRule, query: Tensor, key: Tensor, scale: float) -> li
     Raises:
         TypeError: a rule from outside this package, which is defined by its own `visible`.
     """
-    kinds = {Exact: exact, Window: window, Pages: pages, Clusters: clusters, VerticalSlash: vertical_slash}
+    kinds = {Exact: exact, Window: window, Pages: pages, Tree: tree, Clusters: clusters, VerticalSlash: vertical_slash}
     if type(rule) not in kinds:
         raise TypeError(f"{type(rule).__name__} is defined by its own visible; allowed: {', '.join(RULE_NAMES)}")
     define = kinds[type(rule)]
     return [{j for j in define(rule, query.double(), key.double(), scale, i) if j <= i} for i in range(len(query))]
 
 
-RULE_NAMES = ("Exact", "Window", "Pages", "Clusters", "VerticalSlash")
+RULE_NAMES = ("Exact", "Window", "Pages", "Tree", "Clusters", "VerticalSlash")
 
 
 def exact(rule: Exact, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
@@ -73,15 +74,43 @@ def pages(rule: Pages, query: Tensor, key: Tensor, scale: float, i: int) -> Toke
     tokens = {a: page for a, page in tokens.items() if page.stop > rule.sinks}
     s = selector(rule, query, i) if tokens else query[i]
 
-    def score(a: int) -> float:
-        keys = key[list(tokens[a])]
-        if rule.summary == "mean":
-            return float(s @ keys.mean(0))
-        return float(torch.maximum(s * keys.amin(0), s * keys.amax(0)).sum())
-
-    for a in sorted(tokens, key=score, reverse=True)[: rule.top]:
+    for a in sorted(tokens, key=lambda a: score(rule, s, key[list(tokens[a])]), reverse=True)[: rule.top]:
         seen |= set(tokens[a])
     return seen
+
+
+def score(rule: Pages | Tree, s: Tensor, keys: Tensor) -> float:
+    """What a page or window is chosen by, from its keys."""
+    if rule.summary == "mean":
+        return float(s @ keys.mean(0))
+    return float(torch.maximum(s * keys.amin(0), s * keys.amax(0)).sum())
+
+
+def tree(rule: Tree, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
+    """Windows opened by where they are, again and again; then the best of those that stand, level by level."""
+    own = i // rule.chunk * rule.chunk // rule.windows[0] * rule.windows[0]
+    seen: Tokens = set()
+    sizes = (1, *rule.windows)
+    standing: list[list[int]] = [[] for _ in sizes]
+
+    def place(level: int, begin: int) -> None:
+        end = begin + sizes[level]
+        if not level:
+            seen.add(begin)
+        elif end > own or begin < rule.sinks or own - (end - 1) < rule.near:
+            for inside in range(begin, end, sizes[level - 1]):
+                place(level - 1, inside)
+        else:
+            standing[level].append(begin)
+
+    for begin in range(0, i + 1, sizes[-1]):
+        place(len(sizes) - 1, begin)
+    for level in range(len(sizes) - 1, 0, -1):
+        tokens = lambda begin, level=level: range(begin, begin + sizes[level])
+        worth = lambda begin, tokens=tokens: score(rule, selector(rule, query, i), key[list(tokens(begin))])
+        for begin in sorted(standing[level], key=worth, reverse=True)[: rule.top]:
+            standing[level - 1] += range(begin, begin + sizes[level], sizes[level - 1])
+    return seen | set(standing[0])
 
 
 def clusters(rule: Clusters, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
@@ -96,8 +125,8 @@ def clusters(rule: Clusters, query: Tensor, key: Tensor, scale: float, i: int) -
                 [s * rule.segment + t for t in m] for m in lloyd(rule, key[s * rule.segment :][: rule.segment])
             ]
     s_ = selector(rule, query, i) if members else query[i]
-    score = lambda tokens: float(scale * s_ @ key[tokens].mean(0)) + math.log(len(tokens))
-    for tokens in sorted(members, key=score, reverse=True)[: rule.top]:
+    mass = lambda tokens: float(scale * s_ @ key[tokens].mean(0)) + math.log(len(tokens))
+    for tokens in sorted(members, key=mass, reverse=True)[: rule.top]:
         seen |= set(tokens)
     return seen
 
@@ -128,7 +157,7 @@ def vertical_slash(rule: VerticalSlash, query: Tensor, key: Tensor, scale: float
     return window(rule, query, key, scale, i) | set(heaviest) | {i - d for d in distances if d <= i}
 
 
-def selector(rule: Pages | Clusters, query: Tensor, i: int) -> Tensor:
+def selector(rule: Pages | Tree | Clusters, query: Tensor, i: int) -> Tensor:
     """s, what the chunk of query i selects by."""
     start = i // rule.chunk * rule.chunk
     if rule.query in ("own", "first"):

@@ -138,7 +138,8 @@ class SparseRule(KnownFields, ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, with the rule's name first."""
-        return {"rule": self.name, **{name: getattr(self, name) for name in self.__dataclass_fields__}}  # type: ignore[attr-defined]
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+        return {"rule": self.name, **{n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}}
 
     @staticmethod
     def from_dict(data: Any) -> SparseRule:
