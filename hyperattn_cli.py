@@ -382,6 +382,37 @@ def _export(add: Callable) -> None:
     add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
+def _heal(add: Callable) -> None:
+    """let an injected model learn back, from itself with its own attention, what it lost
+
+    Distil the untouched model into its injected self: a few hundred steps, KL to its logits.
+
+    What the patch added learns (block biases, gates, whatever it holds), and with --lora R LoRA's matrices beside it;
+    all else is frozen. The teacher is the same weights with their own attention, so that there is no second copy. The
+    last --length tokens of each text are held out; where they gain nothing, nothing is written and the exit code is 1.
+
+    Without --lora the healed checkpoint is written, with it an adapter for MODEL or for what MODEL was made from. The
+    work is kept beside DIR every --save-every steps; --resume goes on from there, to the same bits.
+
+    Examples:
+      hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a patched causal LM")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, of the kinds the model is to serve")
+    add("--output", required=True, metavar="DIR", help="where to write the adapter or checkpoint")
+    add("--lora", type=int, metavar="R", help="rank of LoRA's matrices beside what the patch can learn")
+    add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
+    add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
+    add("--length", type=int, metavar="N", help="tokens a window (default: what the patch was chosen for)")
+    add("--lr", type=float, default=3e-4, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
+    add("--patch-lr", type=float, default=1e-2, metavar="X", help="learning rate of the patch (default: 1e-2)")
+    add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
+    add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
+    add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
+    add("--force", action="store_true", help="replace what is in DIR; without --resume also an interrupted run's work")
+    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+
+
 def _hyperbolicity(add: Callable) -> None:
     """say how far a model's word vectors, its hidden states, or points in a file are from a tree
 
@@ -538,6 +569,7 @@ _ALL = (
     _doctor,
     _eval,
     _export,
+    _heal,
     _hyperbolicity,
     _inject,
     _list,
@@ -551,6 +583,7 @@ LEAST = {
     "bench": {"length": 2, "generate": 1, "repeats": 1},
     "compare": {"steps": 2, "seeds": 3, "length": 16, "held_out": 1, "rank": 1},
     "demo": {"length": 2, "tokens": 32, "generate": 1},
+    "heal": {"lora": 1, "steps": 1, "length": 32, "save_every": 1},
     "eval": {"length": 2, "tokens": 32},
     "hyperbolicity": {"tokens": 32, "points": 8, "size": 4, "draws": 1, "seed": 0},
     "inject": {"length": 64, "rows": 16, "rank": 1},

@@ -141,7 +141,8 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
         "metric": report["metric"],
-        "notes": f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
+        "notes": report.get("notes")
+        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
     }
     rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
     rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]

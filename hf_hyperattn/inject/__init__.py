@@ -4,6 +4,7 @@ What a rule is stands in `rules.SparseRule`; nothing here but `hsa`, `sparse` an
 """
 
 from .allocate import Allocation, choose, predicted_losses
+from .heal import Healing
 from .measure import Sensitivity, measure
 from .retrieval import Example, Score, examples
 from .rules import SparseRule
@@ -12,6 +13,7 @@ from .verify import Verified, verify
 __all__ = [
     "Allocation",
     "Example",
+    "Healing",
     "Score",
     "Sensitivity",
     "SparseRule",

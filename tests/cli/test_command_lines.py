@@ -24,6 +24,7 @@ RIGHT = {
     "demo": ["--model", "model", "--text", "text.txt"],
     "describe": ["model"],
     "export": ["model", "out", "--remote-code"],
+    "heal": ["injected", "--text", "text.txt", "--length", "64", "--output", "out"],
     "inject": ["model", "--mechanism", "hsa", "--text", "text.txt", "--length", "64", "--output", "out"],
     "look": ["model", "--text", "text.txt", "--out", "out"],
     "push": ["patched", "who/what", "--dry-run"],
@@ -49,6 +50,7 @@ OF_TYPE = {int: ("1.5",), float: ("nan", "inf", "-inf", "0")}
 PROGRESS = ("loading", "reading", "looking at cone")
 INJECT = ["inject", *RIGHT["inject"]]
 LOOK = ["look", "model", "--text", "text.txt"]
+HEAL = ["heal", *RIGHT["heal"]]
 HSA = ["inject", "model", "--mechanism", "hsa", "--length", "64"]
 #: Wrong files and folders, and the lines in which they stand where it says HERE.
 PLACES = [
@@ -59,6 +61,7 @@ PLACES = [
             [*HSA, "--text", "HERE"],
             ["inject", *COLLABORATIVE, "--length", "64", "--text", "HERE"],
             ["look", "model", "--out", "out", "--text", "HERE"],
+            ["heal", "injected", "--text", "HERE", "--output", "out", "--length", "64"],
         ),
     ),
     (
@@ -73,11 +76,12 @@ PLACES = [
             ["inject", "HERE", "--mechanism", "hsa", "--length", "64", "--text", "text.txt"],
             ["inject", "HERE", *COLLABORATIVE[1:]],
             ["look", "HERE", "--out", "out", "--text", "text.txt"],
+            ["heal", "HERE", "--text", "text.txt", "--output", "out"],
         ),
     ),
     (
         ("text.txt", "full", "missing/out", "text.txt/out"),
-        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"]),
+        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"], [*HEAL[:-1], "HERE"]),
     ),
     (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
     (("text.txt", "missing/out", "text.txt/out"), ([*LOOK, "--out", "HERE"],)),
@@ -115,6 +119,11 @@ BESIDES = [
         ["--budget", "0.1"], ["--pairs", "0.5"], ["--rows", "32"], ["--length", "64"], ["--rank", "0"],
         ["--rank", "-5"], ["--rank", "1" + "0" * 30], ["--rank", "33"], ["--text"], ["--seed", "-1"],
     )),
+    (HEAL, (
+        ["--lora", "0"], ["--lr", "2"], ["--patch-lr", "0"], ["--steps", "0"], ["--length", "97"], ["--seed", "-1"],
+        ["--save-every", "0"], ["--device", "abacus"], ["--text", "text.txt", "text.txt"], ["--text", "brief.txt"],
+    )),
+    (["heal", "model", *RIGHT["heal"][1:]], ([],)),
     (["demo", *RIGHT["demo"]], (
         ["--prompt", ""], ["--prompt", "\n"], ["--device", "abacus"], ["--device", ""], ["--device", "cuda:99"],
         ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
@@ -268,7 +277,11 @@ def place(tmp_path_factory):
     tiny.save(folder / "unpatched")
     ha.HyperAttnConfig([ha.ConeConfig()]).save_pretrained(folder / "patched")
     (folder / "text.txt").write_text("some text that is long enough to be measured on. " * 100)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    ha.patch_model(model, ha.HsaConfig((4, 16)), mode="replace").save_pretrained(folder / "injected")
+    tiny.tokenizer().save_pretrained(folder / "injected")
     (folder / "short.txt").write_text("too short")
+    (folder / "brief.txt").write_text("long enough to be read, and not to learn from. " * 2)
     (folder / "zeros.txt").write_bytes(b"text\0text" * 100)
     (folder / "latin.txt").write_bytes("Größe ".encode("latin-1") * 100)
     (folder / "empty").mkdir()
