@@ -19,7 +19,7 @@ from ..folders import check_replaceable, replace_folder
 from ..inject.heal import Healing, Losses
 from ..integration.checkpoint_config import recorded_hosts
 from ..integration.checkpoint_files import class_of, errors_as, load_config
-from .console import progress, table
+from .console import progress, reported, table
 from .demo import device_of
 from .inject_task import CHARACTERS, dtype_of, is_causal, results
 from .inputs import encode, quiet, read_text, read_tokenizer, window_of
@@ -29,6 +29,11 @@ REPORT, STATE = "hyperattn_heal.json", ".heal-state.safetensors"  # the state is
 
 def run(args: argparse.Namespace) -> int:
     """Heal, show and write; 1 where the held-out texts gain nothing and nothing is written."""
+    return reported(heal, args)
+
+
+def heal(args: argparse.Namespace) -> int:
+    """Heal, show and write; what was measured goes to `args.report`."""
     state = check(args)
     quiet()
     config = load_config(args.model, args.model)
@@ -116,6 +121,7 @@ def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype, bef
     }
     notes = f"{healing.length} tokens, {args.steps} steps of distillation from the untouched model."
     report = {"metric": "perplexity", "notes": notes, "texts": texts, "losses": healing.losses}
+    args.report = report
     with replace_folder(Path(args.output), keep_others=False) as stage:
         if args.adapter or args.lora:
             healing.adapter.save_pretrained(stage)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from ..inject.injection import CausalInjection, EncoderInjection, Losses, ids_of
 from ..inject.pays import Pays, pays_from
 from ..integration.checkpoint_files import errors_as
 from . import device_map
-from .console import progress, table
+from .console import progress, reported, table
 from .inject_collaborative import inject_collaborative
 from .inject_task import Task, dtype_of, prepare, results, write
 from .inputs import quiet
@@ -51,14 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
     quiet()
-    inject = inject_collaborative if args.mechanism == "collaborative" else inject_rules
-    if not args.json:
-        return inject(args)
-    args.report = None
-    with contextlib.redirect_stdout(sys.stderr):
-        code = inject(args)
-    print(json.dumps({"written": args.output if code == 0 else None, "report": args.report}, indent=2))
-    return code
+    return reported(inject_collaborative if args.mechanism == "collaborative" else inject_rules, args)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -74,9 +64,7 @@ def check(args: argparse.Namespace) -> None:
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     if args.retrieval_budget is not None and not 0 < args.retrieval_budget <= 1000:
-        raise ValueError(
-            f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000"
-        )
+        raise ValueError(f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000")
     for name, mechanisms in SAYS_NOTHING:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
             option = name.replace("_", "-")
