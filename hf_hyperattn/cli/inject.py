@@ -60,9 +60,7 @@ def check(args: argparse.Namespace) -> None:
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
     if args.retrieval_budget is not None and not 0 < args.retrieval_budget <= 1000:
-        raise ValueError(
-            f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000"
-        )
+        raise ValueError(f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000")
     for name, mechanisms in SAYS_NOTHING:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
             option = name.replace("_", "-")
