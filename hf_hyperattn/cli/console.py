@@ -44,7 +44,8 @@ def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace
     """Do the work; with --json what it prints goes to stderr, and JSON of `args.report` to stdout.
 
     Args:
-        work: returns the exit code; leaves in `args.report` what it measured, and writes to `args.output` where that is 0.
+        work: returns the exit code; leaves in `args.report` what it measured, and where that is 0 wrote to
+            `args.output`.
     """
     if not args.json:
         return work(args)
