@@ -68,6 +68,16 @@ def test_function_and_gradients(padding, rules, runs):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
+def test_bfloat16(runs):
+    q, k, v = (torch.randn(1, heads, 100, 16).bfloat16() for heads in (6, 3, 3))
+    one, two = (
+        sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=RULES, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert runs == [True, False] and one.dtype == torch.bfloat16
+    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+
+
 def test_a_part_of_the_queries(runs):
     q, k, v = round_numbers(1, 6, 20, 16), round_numbers(1, 2, 90, 16), torch.randn(1, 2, 90, 8)
     rules = [RULES[i] for i in (0, 1, 2, 2, 1, 0)]
