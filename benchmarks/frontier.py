@@ -42,7 +42,7 @@ from hf_hyperattn.inject import Allocation, choose, hsa, measure, predicted_loss
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
-from hf_hyperattn.mechanisms.sparse import Pages, SparseRule, Window, sparse_rule
+from hf_hyperattn.mechanisms.sparse import Clusters, Pages, SparseRule, Tree, VerticalSlash, Window, sparse_rule
 from hf_hyperattn.mechanisms.sparse.rules import option, share_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,16 @@ ROWS = 1024  # queries measured a text
 TASKS, IN_FULL = ("copying",), ("all rules",)
 #: At 8,192 tokens: methods by head, and with one rule for all heads.
 LONG = {
-    "by head": ("all rules", "HSA", "Quest", "Quest, shared by 16", "mean pages", "sinks and window", "exact top-k"),
+    "by head": (
+        "all rules",
+        "HSA",
+        "trees",
+        "Quest",
+        "Quest, shared by 16",
+        "mean pages",
+        "sinks and window",
+        "exact top-k",
+    ),
     "uniform": ("HSA", "Quest"),
 }
 #: Seconds of one core a pass, and for the measurement of all rules on three texts, before any was taken.
@@ -98,6 +107,7 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "Quest": lambda rule: is_pages(rule, "bounds", "own"),
     "Quest, shared by 16": lambda rule: is_pages(rule, "bounds", "previous"),
     "clusters": is_named("clusters"),
+    "trees": is_named("tree"),
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
     "all rules": lambda rule: not is_named("exact_top_k")(rule),
     "exact top-k": is_named("exact_top_k"),
@@ -215,17 +225,19 @@ def candidates(length: int) -> list[Any]:
 
 
 def more_rules(length: int) -> list[SparseRule]:
-    """Columns and diagonals, and clusters of keys, where the package has them."""
-    from hf_hyperattn.mechanisms import sparse as room
-
-    found: list[SparseRule] = []
-    if hasattr(room, "VerticalSlash"):
-        sizes = [(near, n) for near in (32, 64, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
-        found += [room.VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
-    if hasattr(room, "Clusters"):
-        options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
-        found += [room.Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
-    return found
+    """Columns and diagonals, clusters of keys, and trees of windows."""
+    sizes = [(near, n) for near in (32, 64, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
+    slashes = [VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
+    options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
+    clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
+    trees = [
+        Tree(windows, near, 4, top, summary, query)
+        for windows in ((4, 16, 64), (16, 64))
+        for near in (16, 64, 256)
+        for top in (4, 8, 16, 32)
+        for summary, query in (("mean", "own"), ("bounds", "previous"))
+    ]
+    return [*slashes, *clusters, *trees]
 
 
 def group_of(rule: Any) -> str:
