@@ -487,7 +487,7 @@ def _model(add: Callable) -> None:
     add("model", metavar="MODEL", help="directory or Hub id of a causal LM")
     add("--mechanism", type=recipe, metavar="NAME", help="what to patch into a model that is not; several with +")
     add("--mode", choices=("blend", "replace"), default="blend",
-        help="of --mechanism: behind gates that start at 0, or in place of the dot product (default: blend)")  # fmt: skip
+        help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)")  # fmt: skip
     add("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of weights: {', '.join(DTYPES)} (default: {DTYPES[0]})")
     add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
 

@@ -63,7 +63,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def t_share(t: float, free: int) -> float:
-    """The share of Student's distribution of `free` whole degrees of freedom below t (Abramowitz and Stegun 26.7.3-4)."""
+    """The share of Student's distribution of `free` whole degrees of freedom below t (Abramowitz, Stegun 26.7.3-4)."""
     angle = math.atan(t / free**0.5)
     cosine, odd = math.cos(angle) ** 2, free % 2
     term = math.cos(angle) if odd else 1.0

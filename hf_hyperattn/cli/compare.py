@@ -1,4 +1,4 @@
-"""`hyperattn compare`: mechanisms trained beside LoRA alone, at equal parameters, with a verdict and its uncertainty."""
+"""`hyperattn compare`: mechanisms trained beside LoRA alone, at equal parameters; a verdict and its uncertainty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import hub_cards
 from hub_cards.beside import replace_file
 
 from ..analysis import perplexity
@@ -26,7 +25,7 @@ from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
 from ..selection import checked
 from .compare_training import NONE, Trial, load, survey, train
-from .console import ProgressBar, progress, table
+from .console import ProgressBar, progress
 from .inject_task import public_command, public_name
 from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 from .models import causal_config, is_patched
@@ -93,8 +92,8 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
         ids = torch.tensor(encode(tokenizer, text, len(text), name))
         windows = min(int(HELD_OUT * len(ids)) // length, math.ceil(args.held_out / len(texts)))
         if windows < 1 or len(ids) < 2 * length:
-            raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or more "
-                             f"for windows of {length}; use a longer text or a smaller --length")  # fmt: skip
+            raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
+                             f"more for windows of {length}; use a longer text or a smaller --length")  # fmt: skip
         cut = len(ids) - int(HELD_OUT * len(ids))
         trained.append(ids[:cut])
         read.append(ids[cut : cut + windows * length])
@@ -159,8 +158,8 @@ def plan(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
     steps = int((SPARE * budget - fixed) / step)
     if steps < LEAST_STEPS:
         least = math.ceil((fixed + LEAST_STEPS * step) / SPARE / 60)
-        raise ValueError(f"--budget of {budget:g} s leaves {max(steps, 0)} steps a run; allowed: {LEAST_STEPS} or more, "
-                         f"about {least}min; or a smaller --length, fewer --mechanisms")  # fmt: skip
+        raise ValueError(f"--budget of {budget:g} s leaves {max(steps, 0)} steps a run; allowed: {LEAST_STEPS} or "
+                         f"more, about {least}min; or a smaller --length, fewer --mechanisms")  # fmt: skip
     state["steps"] = steps
     keep(state)
 
@@ -247,7 +246,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         *said,
         f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; the model as it is: "
         f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
-        "the uncertainty is that of seeds, on these texts, at these learning rates and steps: other texts may say otherwise",
+        "the uncertainty is that of seeds, on these texts, at these rates and steps: other texts may say otherwise",
     ]
 
 
@@ -288,8 +287,8 @@ def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
 def fact(report: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """A result as `hub_cards.Result` has it."""
     test = row["against_none"]
-    notes = (f"Trained {report['steps']} steps of {report['length']} tokens, {report['seeds']} seeds; against LoRA alone "
-             f"at equal parameters: {test['mean']:+.4f} nats ({test['low']:+.4f} to {test['high']:+.4f}), "
+    notes = (f"Trained {report['steps']} steps of {report['length']} tokens, {report['seeds']} seeds; against LoRA "
+             f"alone at equal parameters: {test['mean']:+.4f} nats ({test['low']:+.4f} to {test['high']:+.4f}), "
              f"{row['verdict']}.")  # fmt: skip
     return {
         "metric": "perplexity", "value": row["perplexity"], "base_value": math.exp(report["stock_loss"]),
@@ -307,7 +306,7 @@ def card(report: dict[str, Any]) -> str:
     return "\n".join([
         SIGN, "# A comparison of attention mechanisms", "", code(title(report)), "", *lines, "",
         *(f"- {code(line)}" for line in sentences(report)), "",
-        "A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. The "
-        "test is a paired t test over seeds, p corrected by Holm.", "",
+        "A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. "
+        "The test is a paired t test over seeds, p corrected by Holm.", "",
         f"Command: {code(report['command'])}  ", f"Machine: {report['machine']}; {versions}; {report['date']}", "",
     ])  # fmt: skip

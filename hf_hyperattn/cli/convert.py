@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> None:
         model.to(dtype_of(config)).save_pretrained(stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
-        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model))
+        record = getattr(model.config, "hyperattn", None) or ha.HyperAttnConfig([conversion]).to_dict()
+        hub_cards.write_card(stage, config=record, base_model=hub_cards.hub_id_or_none(args.model))
     report = {"out": args.out, "class": type(model).__name__, "parameters": {"before": before, "after": count(model)},
               "tokenizer": tokenizer is not None}  # fmt: skip
     if args.json:

@@ -124,5 +124,5 @@ def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
     ]  # fmt: skip
     table(("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells)
     below = sum(row["below_control"] for row in rows.values())
-    print(f"\n{below} of {len(rows)} by their mean nearer to a tree than the same numbers shuffled (3 standard errors); "
-          f"samples of {args.size} points: 0 is a tree, 1 the most")  # fmt: skip
+    print(f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
+          f"Samples of {args.size} points: 0 is a tree, 1 the most")  # fmt: skip

@@ -29,7 +29,9 @@ def mechanism_configs(recipe: str) -> list[MechanismConfig]:
 def causal_config(path: str) -> PreTrainedConfig:
     """The config of a causal LM; raises ValueError for what is none."""
     config = load_config(path, path)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    classes = "".join(config.architectures or ())
+    causal = "CausalLM" in classes or "LMHead" in classes  # a BERT can be loaded as one, and then reads both ways
+    if type(config) not in AutoModelForCausalLM._model_mapping or not causal:
         raise ValueError(
             f"{path}: {config.model_type} is no causal LM; allowed: a model that AutoModelForCausalLM loads"
         )
@@ -72,7 +74,7 @@ def load(args: argparse.Namespace) -> Any:
     return model.to(device).eval()
 
 
-def patch(model: Any, recipe: str, mode: str, layers: Any = None) -> Any:
+def patch(model: Any, recipe: str, mode: Any, layers: Any = None) -> Any:
     """Patch a model by a recipe; raises ValueError in one line for what cannot be."""
     with errors_as(f"--mechanism {recipe}"):
         return ha.patch_model(model, *mechanism_configs(recipe), mode=mode, layers=layers)

@@ -92,10 +92,15 @@ def test_one_line(arguments, said, files, model, monkeypatch, capsys):
     assert out == "" or out.startswith("weights, float32")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"]])
-def test_no_such_command(arguments, capsys):
+def test_without_arguments_the_help_is_shown(capsys):
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert "compare" in out and "hyperattn COMMAND --help" in out and not err
+
+
+def test_no_such_command(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
+        cli.main(["fly"])
     assert left.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
