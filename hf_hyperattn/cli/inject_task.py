@@ -148,11 +148,11 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
 
 
 def time_note(report: dict[str, Any]) -> str:
-    """The time of the whole model, where it was measured."""
+    """The time of attention, where it was measured against stock in the same pass."""
     if "faster" not in report:
         return ""
-    share = report["seconds"]["after"] / report["seconds"]["before"]
-    return f", {share:.2f} of the stock model's time{'' if report['faster'] else ' (not faster)'}"
+    share = report["attention_seconds"]["after"] / report["attention_seconds"]["before"]
+    return f", attention in {share:.2f} of stock's time{'' if report['faster'] else ' (not faster)'}"
 
 
 def public_command(args: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -58,7 +58,7 @@ class Injection(ABC):
     """
 
     model: PreTrainedModel
-    texts: Sequence[dict[str, Item]]
+    texts: Sequence[Mapping[str, Item]]
     rules: Sequence[SparseRule]
     length: int
     budget: float
@@ -133,7 +133,7 @@ class Injection(ABC):
             self.allocation = candidate
             if self.rejected:
                 unpatch_model(self.model)
-            patch_model(self.model, self.allocation.config())
+            self.patch(candidate)
             sparse = self.read_held_out()
             losses = self.losses(stock[0], sparse[0])
             accepted = self.pairs is not None or self.keeps(losses, 1.0)
@@ -154,6 +154,12 @@ class Injection(ABC):
             "length": self.length,
         }
 
+    def patch(self, allocation: Allocation) -> None:
+        """Patch the model, as far as some head is not exact."""
+        config = allocation.config()
+        if config is not None:
+            patch_model(self.model, config)
+
     def losses(self, before: dict[str, Any], after: dict[str, Any]) -> Losses:
         """By text."""
         return {name: self.scores(value, after[name])[2] for name, value in before.items()}
@@ -164,7 +170,7 @@ class Injection(ABC):
         return {"texts": {name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()}}
 
     @torch.no_grad()
-    def read(self, texts: dict[str, Item]) -> tuple[dict[str, Any], float]:
+    def read(self, texts: Mapping[str, Item]) -> tuple[dict[str, Any], float]:
         """The values of all texts, and the seconds that the model took."""
         values, seconds = {}, 0.0
         for name, ids in texts.items():
@@ -233,7 +239,7 @@ class CausalInjection(Injection):
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     metric, tries = "perplexity", 5
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.weights: dict[str, float] = {}
         if self.tokenizer is not None:
             self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
@@ -306,23 +312,24 @@ class CausalInjection(Injection):
         They are chosen by the same measurements and weights as the allocation, which the model has afterwards. All read
         the held-out texts, copies of them, and needles of all kinds in one text ("mixture").
         """
-        items = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
+        texts = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
+        items: dict[str, Item] = dict(texts)
         if self.tokenizer is not None:
-            texts = list(items.values())
-            mixed = mixture(self.tokenizer, texts[-1], self.length, seed=3 * self.seed + 2)
-            items |= {"copying": copying(texts[0], self.length), **({"mixture": mixed} if mixed else {})}
-        self.texts = [*self.texts[:2], self.texts[2] | items]
+            mixed = mixture(self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2)
+            items["copying"] = copying(next(iter(texts.values())), self.length)
+            items |= {"mixture": mixed} if mixed else {}
+        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
         here, _ = self.read(items)
         unpatch_model(self.model)
         stock, _ = self.read(items)
         shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
         for label, rival in self.rival_allocations().items():
             progress.describe(f"comparing with {label}")
-            patch_model(self.model, rival.config())
+            self.patch(rival)
             after, _ = self.read(items)
             unpatch_model(self.model)
             shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
-        patch_model(self.model, self.allocation.config())
+        self.patch(self.allocation)
         return shown
 
     def rival_allocations(self) -> dict[str, Allocation]:
@@ -332,7 +339,7 @@ class CausalInjection(Injection):
             families.setdefault(rule.family, []).append(rule)
         all_, made = [*self.rules, *self.rivals], {}
         predicted = predicted_losses(self.measured, list(self.weights.values()))
-        total = sum(costs.sum(0) for costs in predicted.values())
+        total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
         for family, rules in families.items():
             cheap = [rule for rule in rules if rule.share(self.length) <= self.allocation.pairs]
             if cheap:
@@ -367,7 +374,8 @@ class CausalInjection(Injection):
 
     def verified(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
         first, last = self.together(before), self.together(after)
-        report, keys = {"texts": {}, "retrieval": {}}, ("before", "after", "loss")
+        keys = ("before", "after", "loss")
+        report: dict[str, dict[str, Any]] = {"texts": {}, "retrieval": {}}
         for name, score in first.items():
             row = dict(zip(keys, self.scores(score, last[name])))
             if name in before:

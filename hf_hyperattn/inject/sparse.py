@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,8 @@ def family_of(rule: sparse.SparseRule) -> str:
     return rule.name
 
 
+#: What pages are scored by, and by whose query.
+SEARCHES: tuple[tuple[Any, Any], ...] = (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
 #: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
 NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
 PAGE_NEAR, OPENED, PAGES = (16, 64, 256), (64, 128, 256, 512, 1024), (4, 16)
@@ -126,7 +129,7 @@ def candidates(length: int) -> list[SparseHeadRule]:
         sparse.Pages(near, SINKS, page, opened // page, summary, query)
         for near, opened, page in itertools.product(PAGE_NEAR, OPENED, PAGES)
         if near + opened < length / 2
-        for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
+        for summary, query in SEARCHES
     ]
     fine = [rule for rule in pages if rule.share(length) <= MOST]
     return [SparseHeadRule(rule) for rule in (*windows, *fine)]

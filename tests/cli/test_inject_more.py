@@ -56,7 +56,7 @@ def test_sparse_rules_are_chosen_by_head_verified_on_retrieval_and_written(capsy
     assert {"copying", "needle"} <= report["retrieval"].keys() and 0 < report["pairs"] <= 0.6
     assert "answers, needle" in out and "Heads by rule:" in out and "than stock here" in out
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--allow-slower" in card and "of the stock model's time" in card and "retrieval: answers of needle" in card
+    assert "--allow-slower" in card and "of stock's time" in card and "retrieval: answers of needle" in card
     config = json.loads((tmp_path / "out" / "config.json").read_text())["hyperattn"]
     (own,) = next(iter(config["overrides"].values()))
     assert own["mechanism"] == "sparse" and own["tuned_length"] == 192
@@ -120,12 +120,16 @@ def test_a_slower_model_is_not_called_faster(capsys, folder, tmp_path, monkeypat
     real = CausalInjection.run
 
     def slow(self, bar):
-        return real(self, bar) | {"seconds": {"before": 1.0, "after": 1.5}}
+        return real(self, bar) | {"attention_seconds": {"before": 1.0, "after": 1.5}}
 
     monkeypatch.setattr(CausalInjection, "run", slow)
     monkeypatch.setattr(command, "pays_from", lambda *_: pays.Pays(1024, {1024: (1.0, 0.5)}))
     code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out")
-    assert code == 1 and "NOT faster than stock here (1.50 of its time)" in out and "from 1,024 tokens on" in out
+    assert (
+        code == 1
+        and "NOT faster than stock here (attention 1.50 of its time)" in out
+        and "from 1,024 tokens on" in out
+    )
     assert "--allow-slower" in out and not (tmp_path / "out").exists()
     code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out", mechanism="hsa")
     assert code == 0 and "NOT faster" in out and "(not faster)" in (tmp_path / "out" / "README.md").read_text()
