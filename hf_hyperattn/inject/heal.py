@@ -142,7 +142,7 @@ class Healing:
 
     def write(self, file: Path) -> None:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, p in self.trained().items():
             tensors |= {f"{name}/{key}": t for key, t in {"value": p.detach(), **self.optimizer.state[p]}.items()}
         about = {"settings": json.dumps(self.settings()), "losses": json.dumps(self.losses)}
@@ -157,9 +157,9 @@ class Healing:
         self.losses = json.loads(about["losses"])
         for name, p in self.trained().items():
             p.data.copy_(tensors.pop(f"{name}/value"))
-            moments = {key: tensors.get(f"{name}/{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            if moments["step"] is not None:  # a parameter that no loss has reached has none
-                self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in moments.items()}
+            kept = (key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors)
+            moments = {key: tensors[f"{name}/{key}"] for key in kept}  # none where no loss has reached the parameter
+            self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in moments.items()}
 
 
 def adapted(model: PreTrainedModel, rank: int, seed: int) -> PeftModel:
