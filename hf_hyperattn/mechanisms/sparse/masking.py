@@ -224,7 +224,7 @@ def visible_of(rules: ByLength, call: RuleCall) -> Tensor:
     """Bool [B, H, N, M], what the rules of all heads and lengths let be seen; of tokens after a query, all."""
     seen = visible_by_head(rules[-1][1], call)
     for length, heads in reversed(rules[:-1]):
-        seen = torch.where(call.places < length, visible_by_head(heads, call), seen)
+        seen = torch.where(call.places < (length or 0), visible_by_head(heads, call), seen)
     return seen | (call.tokens > call.places)
 
 

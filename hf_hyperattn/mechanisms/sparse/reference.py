@@ -16,6 +16,7 @@ Loops over queries; meant for reading, and for short texts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,7 +46,14 @@ def definition(rule: SparseRule, query: Tensor, key: Tensor, scale: float) -> li
     Raises:
         TypeError: a rule from outside this package, which is defined by its own `visible`.
     """
-    kinds = {Exact: exact, Window: window, Pages: pages, Tree: tree, Clusters: clusters, VerticalSlash: vertical_slash}
+    kinds: dict[type, Callable[..., Tokens]] = {
+        Exact: exact,
+        Window: window,
+        Pages: pages,
+        Tree: tree,
+        Clusters: clusters,
+        VerticalSlash: vertical_slash,
+    }
     if type(rule) not in kinds:
         raise TypeError(f"{type(rule).__name__} is defined by its own visible; allowed: {', '.join(RULE_NAMES)}")
     define = kinds[type(rule)]
