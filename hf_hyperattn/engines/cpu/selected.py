@@ -124,8 +124,10 @@ def gradients(
     slots = GRADIENTS.pack(grad.data_ptr(), d_query.data_ptr(), parts, *(t.data_ptr() for t in sums))
     core.hyper_selected_backward(call, slots)
     del alive
-    shared = (t.sum(0)[..., : like.shape[-1]].to(like.dtype) for t, like in zip(sums, (key, value), strict=True))
-    return d_query.to(query.dtype), *(t.clone() for t in shared)
+    d_key, d_value = (
+        t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone() for t, like in zip(sums, (key, value), strict=True)
+    )
+    return d_query.to(query.dtype), d_key, d_value
 
 
 @gradients.register_fake
