@@ -1,13 +1,13 @@
 """Makes a pretrained model's attention cheaper without training: measures rules, allocates them, verifies the result.
 
-What a rule is stands in `rules.SparseRule`; nothing here but `hsa`, `sparse` and who calls them knows a rule by name.
+What a rule is stands in `rules.CandidateRule`; nothing here but `hsa`, `sparse` and who calls them knows a rule by name.
 """
 
 from .allocate import Allocation, choose, predicted_losses
 from .heal import Healing
 from .measure import Sensitivity, measure
 from .retrieval import Example, Score, examples
-from .rules import SparseRule
+from .rules import CandidateRule
 from .verify import Verified, verify
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Healing",
     "Score",
     "Sensitivity",
-    "SparseRule",
+    "CandidateRule",
     "Verified",
     "choose",
     "examples",

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ..config import HyperAttnConfig
 from .measure import Sensitivity
-from .rules import SparseRule
+from .rules import CandidateRule
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
 #: What a head costs under a rule at a length, in proportion to ordinary attention.
-Cost = Callable[[SparseRule, int], float]
+Cost = Callable[[CandidateRule, int], float]
 #: By layer, for each group: exact attention and the other n rules, their shares [1 + n] and losses [H, 1 + n].
-Tables = dict[str, list[tuple[list[SparseRule], Tensor, Tensor]]]
+Tables = dict[str, list[tuple[list[CandidateRule], Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Allocation:
         length: tokens of the texts that pairs are counted for.
     """
 
-    layers: Mapping[str, tuple[SparseRule, ...]]
+    layers: Mapping[str, tuple[CandidateRule, ...]]
     length: int
 
     @property
@@ -40,7 +40,7 @@ class Allocation:
         return sum(shares) / len(shares)
 
     @property
-    def sparse(self) -> dict[str, tuple[SparseRule, ...]]:
+    def sparse(self) -> dict[str, tuple[CandidateRule, ...]]:
         """The layers of which some head is not exact."""
         return {name: rules for name, rules in self.layers.items() if not all(r.is_exact for r in rules)}
 
@@ -88,7 +88,7 @@ def shrunk(costs: Tensor, noise: Tensor) -> Tensor:
 
 
 def choose(
-    rules: Sequence[SparseRule],
+    rules: Sequence[CandidateRule],
     losses: Mapping[str, Tensor],
     length: int,
     *,

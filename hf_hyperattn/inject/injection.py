@@ -22,7 +22,7 @@ from .allocate import Allocation, choose, predicted_losses
 from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
 from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, score_hidden
-from .rules import SparseRule
+from .rules import CandidateRule
 
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
@@ -59,7 +59,7 @@ class Injection(ABC):
 
     model: PreTrainedModel
     texts: Sequence[Mapping[str, Item]]
-    rules: Sequence[SparseRule]
+    rules: Sequence[CandidateRule]
     length: int
     budget: float
     pairs: float | None = None
@@ -235,7 +235,7 @@ class CausalInjection(Injection):
     retrieval_budget: float | None = None
     folder: Path | str | None = None
     resume: bool = True
-    rivals: Sequence[SparseRule] = ()
+    rivals: Sequence[CandidateRule] = ()
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     metric, tries = "perplexity", 5
 
@@ -278,7 +278,7 @@ class CausalInjection(Injection):
             )
         self.weights = dict.fromkeys(self.texts[0], 1.0)
 
-    def choose(self, pairs: float, rules: Sequence[SparseRule] | None = None) -> Allocation:
+    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""
         rules, all_ = rules or self.rules, [*self.rules, *self.rivals]
         columns = [all_.index(rule) for rule in rules]
@@ -334,7 +334,7 @@ class CausalInjection(Injection):
 
     def rival_allocations(self) -> dict[str, Allocation]:
         """By label; those that no rule of a family is cheap enough for are left out."""
-        families: dict[str, list[SparseRule]] = {}
+        families: dict[str, list[CandidateRule]] = {}
         for rule in (*self.rules, *self.rivals):
             families.setdefault(rule.family, []).append(rule)
         all_, made = [*self.rules, *self.rivals], {}

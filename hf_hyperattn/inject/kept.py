@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..files import read_json, write_atomically
-from .rules import SparseRule
+from .rules import CandidateRule
 
 FORMAT = 1  # of the files
 PIECES = 512  # numbers of a parameter that its fingerprint is made of
 WHOLE = "whole.json"  # is there once all layers are
 
 
-def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[SparseRule], **options: Any) -> str:
+def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], **options: Any) -> str:
     """32 hexadecimal digits that differ where the model, the text, a rule or an option does.
 
     Of every parameter the name, the shape and up to `PIECES` numbers count; of one that is offloaded, name and shape.

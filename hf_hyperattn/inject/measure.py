@@ -24,7 +24,7 @@ from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
 from .gradients import Spans, attention_gradients, predicted_of
 from .kept import Kept, fingerprint
-from .rules import CHUNK, SparseRule
+from .rules import CHUNK, CandidateRule
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Sensitivity:
         noise: [H, C]: the variance of `costs`, from how much the chunks of queries differ.
     """
 
-    rules: list[SparseRule]
+    rules: list[CandidateRule]
     costs: dict[str, Tensor] = field(default_factory=dict)
     kl: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
@@ -109,7 +109,7 @@ def sample(length: int, rows: int, seed: int, spans: Spans | None) -> Sample:
 def measure(
     model: nn.Module,
     ids: Tensor,
-    rules: Sequence[SparseRule],
+    rules: Sequence[CandidateRule],
     *,
     rows: int = 384,
     seed: int = 0,
@@ -178,7 +178,7 @@ def read_whole(result: Sensitivity, kept: Kept, whole: Mapping[str, Any], on_lay
 
 
 def layer_costs(
-    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[SparseRule], drawn: Sample, keep_slopes: bool
+    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], drawn: Sample, keep_slopes: bool
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
     slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
@@ -195,7 +195,7 @@ def is_plain(call: HostCall, length: int) -> bool:
 
 
 def compare(
-    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[SparseRule], starts: Sequence[int]
+    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Slopes [R, H, C] and KL divergences [H, C] of one layer."""
     at = torch.cat([torch.arange(s, s + CHUNK) for s in starts])

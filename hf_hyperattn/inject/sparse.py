@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..mechanisms import sparse
 from ..mechanisms.base import HostCall
-from .rules import CHUNK, SparseRule
+from .rules import CHUNK, CandidateRule
 
 #: Up to so many tokens a rule selects for the whole text at once; beyond, chunk by chunk, which needs less memory.
 AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class SparseHeadRule(SparseRule):
+class SparseHeadRule(CandidateRule):
     """A rule of `hf_hyperattn.mechanisms.sparse` for one head."""
 
     rule: sparse.SparseRule
@@ -44,7 +44,7 @@ class SparseHeadRule(SparseRule):
         return SparseHeadRule(sparse.Exact())
 
     @staticmethod
-    def layer_config(rules: Sequence[SparseRule], length: int) -> sparse.SparseConfig:
+    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
         return sparse.SparseConfig(tuple(r.rule for r in rules), tuned_length=length)  # type: ignore[attr-defined]
 
     @staticmethod
@@ -58,7 +58,7 @@ class SparseHeadRule(SparseRule):
         starts: Sequence[int],
         project: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As in `SparseRule`: the weights of ordinary attention, those that a rule hides left out and the rest scaled.
+        """As in `CandidateRule`: the weights of ordinary attention, those that a rule hides left out and the rest scaled.
 
         What is left out has the weight 1 - kept, so that KL(under the rule ‖ ordinary attention) is -log kept.
         """

@@ -16,7 +16,7 @@ import hf_hyperattn
 import hub_cards
 from hf_hyperattn.cli import build_parser, main
 from hf_hyperattn.cli.inject_task import public_command
-from hf_hyperattn.inject import Allocation, SparseRule, choose, hsa, measure
+from hf_hyperattn.inject import Allocation, CandidateRule, choose, hsa, measure
 from hf_hyperattn.inject.gradients import attention_gradients
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
@@ -311,7 +311,7 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
 
 
 @dataclass(frozen=True)
-class Recent(SparseRule):
+class Recent(CandidateRule):
     """A rule from outside the package: only the last keys are seen."""
 
     keys: int
