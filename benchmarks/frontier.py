@@ -457,7 +457,8 @@ def draw(result: dict) -> None:
     figure, axes = plt.subplots(1, len(lengths), figsize=(6 * len(lengths), 4.5), squeeze=False)
     for length, axis in zip(lengths, axes[0], strict=True):
         begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
-        text = f"{text.split(begin)[0]}{begin}\n{table(result, length)}\n{end}{text.split(end)[1]}"
+        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
+        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
         for i, method in enumerate(METHODS):
             for kind, style in (("by head", "o-"), ("uniform", "x--")):
                 rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
