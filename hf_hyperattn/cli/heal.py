@@ -124,7 +124,7 @@ def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype, bef
     args.report = report
     with replace_folder(Path(args.output), keep_others=False) as stage:
         if args.adapter or args.lora:
-            healing.adapter.save_pretrained(stage)
+            healing.adapter.save_pretrained(str(stage))
         else:
             healing.adapter.merge_and_unload().to(dtype).save_pretrained(stage)
         tokenizer.save_pretrained(stage)

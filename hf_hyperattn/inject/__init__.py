@@ -1,6 +1,6 @@
 """Makes a pretrained model's attention cheaper without training: measures rules, allocates them, verifies the result.
 
-What a rule is stands in `rules.CandidateRule`; nothing here but `hsa`, `sparse` and who calls them knows a rule by name.
+What a rule is stands in `rules.CandidateRule`; nothing but `hsa`, `sparse` and who calls them knows one by name.
 """
 
 from .allocate import Allocation, choose, predicted_losses

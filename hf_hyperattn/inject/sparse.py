@@ -58,7 +58,7 @@ class SparseHeadRule(CandidateRule):
         starts: Sequence[int],
         project: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As in `CandidateRule`: the weights of ordinary attention, those that a rule hides left out and the rest scaled.
+        """As in `CandidateRule`: the weights of ordinary attention, those of hidden keys left out, the rest scaled.
 
         What is left out has the weight 1 - kept, so that KL(under the rule ‖ ordinary attention) is -log kept.
         """

@@ -62,7 +62,7 @@ def sparse_attention(
     by_length = SparseConfig(rules).by_length(heads, "this call")
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=True, offset=first)
-    scale = width**-0.5 if scale is None else scale
+    scale = float(width**-0.5) if scale is None else scale
     score, text = dot_score(query, key, scale), text_of(query, key, options, by_length)
     options = replace(options, dropout_p=dropout_p)
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)

@@ -129,7 +129,7 @@ class SparseRule(KnownFields, ABC):
             Bool [B, H, N - earlier, M].
         """
         place = torch.arange(first, first + query.shape[2], device=query.device).expand(len(query), -1)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = float(query.shape[-1] ** -0.5) if scale is None else scale
         dtype = working_dtype(query, key)
         key = repeat_heads(key, query.shape[1]).to(dtype)
         call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier)
