@@ -59,7 +59,9 @@ def test_the_shipped_list_is_the_registry():
     assert set(mechanisms()) == OURS
     for name, about in mechanisms().items():
         mechanism = MECHANISMS[name]
-        defaults = json.loads(json.dumps({f.name: f.default for f in fields(mechanism.config)}))
+        defaults = json.loads(
+            json.dumps({f.name: f.default for f in fields(mechanism.config)}, default=lambda rule: rule.to_dict())
+        )
         assert (about["stage"], about["paper"]) == (mechanism.stage, mechanism.paper)
         assert (about["config"], about["defaults"]) == (mechanism.config.__name__, defaults)
         assert about["names"] == list(mechanism.names)
