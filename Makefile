@@ -10,6 +10,7 @@ VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
+TORCH ?= 2.13.0
 NAME ?= cone_lora
 
 BIN := $(VENV)/bin
@@ -17,8 +18,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CON
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools faults zoo roads peers lint docs wheel \
-	plain-wheel clean
+.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest faults zoo roads peers \
+	adapters lint types docs wheel plain-wheel release release-notes clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -48,8 +49,14 @@ test: $(VENV)/.dev  ## run the tests
 test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and those that need other programs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(slow or extras) and not (slow and extras)" $(ARGS)
 
-test-tools: $(VENV)/.tools  ## run patched models under lm-eval and `transformers serve`
+test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers serve` and `chat`, ExecuTorch, quantised caches
 	$(BIN)/python -m pytest -m tools $(ARGS)
+
+test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own
+	$(MAKE) test CONSTRAINTS=constraints-lowest.txt VENV=$(VENV)-lowest
+
+test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks (a minute or two)
+	$(BIN)/python -m pytest -m docs tests/docs/test_notebooks.py $(ARGS)
 
 faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
 	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
@@ -63,6 +70,9 @@ roads: $(VENV)/.roads  ## take every mechanism by every road, resumable; writes 
 peers: $(VENV)/.tools  ## Transformers' and PEFT's own tests on patched models, resumable (hours); writes docs/peers.md
 	$(BIN)/python -m tests.peers.run $(ARGS)
 
+adapters: $(VENV)/.dev  ## take twelve PEFT methods from training to the merged model; writes docs/adapters.md
+	$(BIN)/python -m tests.peers.adapters $(ARGS)
+
 docs: $(VENV)/.docs  ## build/docs/: the site of the documentation; any warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
@@ -71,6 +81,12 @@ lint: $(VENV)/.dev  ## check style and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+types: $(VENV)/.types  ## check types, as the oldest and the newest Python see them
+	for version in 3.10 3.13; do \
+		$(BIN)/python -m mypy --python-version $$version && \
+		$(BIN)/python -m pyright --pythonversion $$version --pythonpath $(BIN)/python || exit 1; \
+	done
+
 # Without build isolation: the kernels' sources are written by the package itself, which needs torch and Transformers.
 wheel: $(VENV)/.dev  ## dist/: a wheel for x86-64 Linux that carries compiled kernels (minutes; needs a C++ compiler)
 	HF_HYPERATTN_PREBUILT=1 $(BUILD_WHEEL)
@@ -78,14 +94,20 @@ wheel: $(VENV)/.dev  ## dist/: a wheel for x86-64 Linux that carries compiled ke
 plain-wheel: $(VENV)/.dev  ## dist/: a wheel for all systems, whose kernels are compiled on first use
 	HF_HYPERATTN_PREBUILT=0 $(BUILD_WHEEL)
 
+release: $(VENV)/.dev  ## dist/: source archive and both wheels, each tried in a clean environment (docs/releasing.md)
+	$(BIN)/python release.py $(ARGS)
+
+release-notes:  ## what CHANGELOG.md says of this version
+	@$(PYTHON) release.py --notes
+
 clean:  ## remove the virtual environment and what builds left
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Environments, in layers. torch comes first and alone, so that its pinned build is never replaced.
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) (once; minutes on a slow line)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
+	$(PIP) torch==$(TORCH)
 	$(PIP) -e .
 	@touch $@
 
@@ -115,6 +137,10 @@ $(VENV)/.bench: $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.types: $(VENV)/.dev
+	$(PIP) -e ".[typing]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base

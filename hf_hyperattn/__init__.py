@@ -39,6 +39,7 @@ from .mechanisms.hyperbolic.config import HyperbolicConfig
 from .mechanisms.hyperbolic.module import HyperbolicAttention
 from .mechanisms.mkl.config import MklConfig
 from .mechanisms.scores import ScoreConfig, score
+from .mechanisms.sparse.config import SparseConfig
 from .mechanisms.talking_heads.config import TalkingHeadsConfig
 from .mechanisms.trilinear.config import TrilinearConfig
 from .registry import lookup
@@ -71,6 +72,7 @@ __all__ = [
     "MechanismConfig",
     "MklConfig",
     "ScoreConfig",
+    "SparseConfig",
     "TalkingHeadsConfig",
     "TrilinearConfig",
     "convert",

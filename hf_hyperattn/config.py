@@ -134,7 +134,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         include_cross_attention: whether cross-attention is patched too.
         hosts: qualified names of the patched modules; filled in by `patch_model`.
         overrides: mechanism configs of single hosts, such as `{"model.layers.3.self_attn": [ConeConfig(gamma=2.0)]}`;
-            each takes the place of the config of the same mechanism there. In JSON only where there are some.
+            each takes the place of the config of its stage there. In JSON only where there are some.
     """
 
     mechanisms: Sequence[MechanismConfig] = ()
@@ -322,25 +322,27 @@ def checked_overrides(
     unknown = next((h for h in value if h not in patched), None)
     if unknown is not None:
         raise ValueError(f"{owner} names {short(unknown)}, which is not in hosts; allowed: names in hosts")
-    known = [m.mechanism for m in mechanisms]
+    known = [m.stages[0] for m in mechanisms]
     for host, configs in value.items():
         where = f"{owner}[{short(host)}]"
         if not isinstance(configs, list | tuple) or not all(isinstance(c, MechanismConfig) for c in configs):
             raise ValueError(f"{where} is {short(configs)}; allowed: a list of mechanism configs")
         names = [c.mechanism for c in configs]
-        strange = next((n for n in names if n not in known), None)
+        strange = next((c.mechanism for c in configs if c.stages[0] not in known), None)
         if strange is not None:
+            allowed = ", ".join(m.mechanism for m in mechanisms)
+            allowed = f"{allowed}, and others of their stages" if allowed else "none"
+            raise ValueError(f"{where} holds {strange}, which is not among the mechanisms; allowed: {allowed}")
+        if not names or len({c.stages[0] for c in configs}) < len(names):
             raise ValueError(
-                f"{where} holds {strange}, which is not among the mechanisms; allowed: {', '.join(known) or 'none'}"
+                f"{where} holds {short(names)}; allowed: at least one mechanism, every one once, one a stage"
             )
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"{where} holds {short(names)}; allowed: at least one mechanism, every one once")
-    return {host: tuple(sorted(configs, key=lambda c: known.index(c.mechanism))) for host, configs in value.items()}
+    return {host: tuple(sorted(configs, key=lambda c: known.index(c.stages[0]))) for host, configs in value.items()}
 
 
 def mechanisms_of(
     mechanisms: Sequence[MechanismConfig], overrides: Sequence[MechanismConfig]
 ) -> tuple[MechanismConfig, ...]:
-    """The mechanisms at a host that has `overrides` of its own, in the same order."""
-    instead = {m.mechanism: m for m in overrides}
-    return tuple(instead.get(m.mechanism, m) for m in mechanisms)
+    """The mechanisms at a host that has `overrides` of its own, each in place of that of its stage."""
+    instead = {m.stages[0]: m for m in overrides}
+    return tuple(instead.get(m.stages[0], m) for m in mechanisms)

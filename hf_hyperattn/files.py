@@ -55,15 +55,15 @@ def parts_of(data: Any) -> Iterable[Any]:
     return data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a crash leaves either the old file or the new one, never half of one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a crash leaves either the old file or the new one, never half of one."""
     path = Path(path)
     draft = path.with_name(f"{PREFIX}-{path.name}")  # every time: the next write clears what a kill left
     with locked(path):
         draft.unlink(missing_ok=True)  # never written through: it may be a link that somebody else put there
         try:
-            with open(draft, "x", encoding="utf-8") as file:
-                file.write(text)
+            with open(draft, "xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, path)

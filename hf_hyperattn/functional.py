@@ -13,6 +13,7 @@ from .mechanisms.hype.functional import hype_attention, hype_bias
 from .mechanisms.hyperbolic.functional import hyperbolic_attention, hyperbolic_scores
 from .mechanisms.mkl.functional import mkl_attention
 from .mechanisms.scores import scored_attention
+from .mechanisms.sparse.functional import sparse_attention
 from .mechanisms.talking_heads.functional import talking_heads_attention
 from .mechanisms.trilinear.functional import bidaf_scores, trilinear_attention
 from .registry import lookup
@@ -29,6 +30,7 @@ __all__ = [
     "hyperbolic_scores",
     "mkl_attention",
     "scored_attention",
+    "sparse_attention",
     "talking_heads_attention",
     "trilinear_attention",
 ]

@@ -26,6 +26,8 @@ CONEHEADS = "Coneheads: Hierarchy Aware Attention, arXiv 2306.00392"
 SHADOW_CONES = "Shadow Cones: A Generalized Framework for Partial Order Embeddings, arXiv 2305.15215"
 ALIBI = "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation, arXiv 2108.12409"
 HSA = "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, arXiv 2509.15448"
+QUEST = "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774"
+SINKS = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
 HAT = (
     "An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification, "
     "arXiv 2210.05529"
@@ -59,6 +61,12 @@ KNOWN = {
         "Logits between different blocks of a tree over the sequence are tied: one value stands for many.",
         (HSA,),
         ("Tied logits are an approximation: the output differs from that of untied attention.",),
+    ),
+    "sparse": About(
+        "structure",
+        "Each head computes the logits of the keys alone that a rule of its own selects: near tokens, pages, clusters.",
+        (QUEST, SINKS),
+        ("What a rule does not select has no part in the output, which differs from that of full attention.",),
     ),
     "head_fusion": About(
         "fusion",

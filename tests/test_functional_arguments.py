@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_hyperattn import functional
+from hf_hyperattn.mechanisms.sparse import Window
 
 B, H, N, D = 1, 2, 4, 8
 
@@ -31,6 +32,7 @@ CALLS = {
     "trilinear_attention": QKV | {"key2": QK["key"], "value2": QKV["value"]},
     "bidaf_scores": QK | {"w1": t(D), "w2": t(D), "w3": t(D)},
     "mkl_attention": QKV | {"beta": t(H)},
+    "sparse_attention": QKV | {"is_causal": True, "rules": Window(2)},
     "talking_heads_attention": QKV | {"before": None, "after": None},
 }
 FLAGS = ("is_causal", "enable_gqa", "squared", "clamp_heights", "keep_diagonal", "combine")
@@ -48,6 +50,7 @@ BAD |= {"tying": ("nonsense", 1), "backend": ("nonsense",)}
 BAD |= {"near": (-1, 1.5, "no", True), "block_bias": (NAN, "no", torch.tensor([NAN, 0.0]))}
 BAD |= {"edges": ([[0], [1]], torch.tensor([0, 1]), torch.tensor([[0], [99]]), torch.tensor([[0.0], [1.0]]))}
 BAD |= {"windows": ((0, 1), "no"), "beta": ([1.0], 1.0), "before": ([1.0],), "w1": ([1.0], t(D) + 0j)}
+BAD |= {"rules": (None, 3, (), "window"), "first": (-1, 1.5, "no", True, 1)}
 CASES = [
     pytest.param(name, argument, value, id=f"{name}-{argument}-{i}")
     for name in CALLS

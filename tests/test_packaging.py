@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from hf_hyperattn.engines.score import TERMS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("hf_hyperattn", "model_patches", "hub_cards")
-CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci")
+CHECKOUT_ONLY = ("recipes", "benchmarks", "tests", "docs", ".ci", ".github")
 FILES = set(
-    "Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md constraints.txt setup.py prebuild.py".split()
+    "Makefile README.md LICENSE CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md constraints.txt "
+    "constraints-lowest.txt setup.py prebuild.py release.py".split()
 )
 LEFT_BEHIND = ".git .venv build dist outputs *.egg-info __pycache__ .*_cache .hypothesis".split()
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -100,6 +102,25 @@ def test_source_archive_holds_what_is_run_from_a_checkout(archive, tree):
     for folder in (*PACKAGES, *CHECKOUT_ONLY):
         assert files_in(tree / folder, tree) <= held, folder
     assert not [name for name in held if name.endswith((".pyc", ".so"))]
+
+
+def test_notes_of_a_release():
+    said = subprocess.run(
+        [sys.executable, "release.py", "--notes"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    section = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert said.stdout.strip() == section.partition("\n")[2].strip()
+
+
+def test_workflows_call_make_targets():
+    """The public CI runs what anybody runs: targets of the Makefile, and actions of GitHub alone."""
+    makefile = (ROOT / "Makefile").read_text()
+    text = "\n".join(path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")))
+    targets = re.findall(r"run: make ([a-z-]+)", text)
+    assert {"lint", "types", "test", "test-lowest", "test-docs", "test-more", "docs", "release"} <= set(targets)
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert all(action.startswith("actions/") for action in re.findall(r"uses: (\S+)", text))
+    assert not re.findall(r"https?://", text)
 
 
 def test_metadata(wheel):
@@ -200,6 +221,7 @@ from hf_hyperattn import functional as F
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.mechanisms.hsa.windowed import native as hsa
+from hf_hyperattn.mechanisms.sparse import Pages, Window
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
@@ -225,6 +247,9 @@ for call in (F.cone_attention, F.hyperbolic_attention):
     for a, b in zip(results["auto"], results["reference"]):
         near(a, b, 2e-4)
     near(call(q[:, :, -1:], k, v), call(q[:, :, -1:], k, v, backend="reference"), 2e-5)
+
+how = {"is_causal": True, "rules": [Window(9), Pages(8, 2, 4, 5, query="previous")]}
+near(F.sparse_attention(q, k, v, **how), F.sparse_attention(q, k, v, backend="reference", **how), 2e-5)
 
 size = dict(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
 ids = torch.randint(16, (1, 300))

@@ -22,10 +22,31 @@ def draw() -> int:
     results = [json.loads(file.read_text()) for file in files]
     text, (begin, end) = page.read_text(), ("<!-- results -->", "<!-- /results -->")
     before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{end}{after}")
+    page.write_text(f"{before}{begin}\n{''.join(section(r) for r in results)}{sparse()}{end}{after}")
     plot(results[0]["rows"], DOCS / "plots" / "performance.svg")
     print(f"wrote {page} from {', '.join(f.name for f in files)}")
     return 0
+
+
+def sparse() -> str:
+    """What benchmarks/sparse.py has measured; "" where it was not run."""
+    file = FOLDER / "sparse.json"
+    if not file.is_file():
+        return ""
+    result = json.loads(file.read_text())
+    where, lines = result["environment"], []
+    for r in result["rows"]:
+        products = f"{r['rate']:.0f} GF/s" if "rate" in r else ""
+        error = f"{r['error']:.0e}" if "error" in r else ""
+        ratios = [f"{r[over]:.2f}" for over in ("over_sdpa", "over_dense")]
+        lines.append([r["kind"], f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
+    header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
+    about = (
+        f"{where['chip']}, torch {where['torch']}, {where['date']}, {where['threads']} thread, CPU time, the lowest of "
+        "rounds; other work ran beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as "
+        f"`benchmarks/sparse.py` says; models of {result['arguments']['layers']} layers."
+    )
+    return f"## Sparse rules by head\n\n{about}\n\n{grid(header, lines)}\n"
 
 
 def section(result: dict) -> str:
@@ -220,33 +241,38 @@ TABLES = {
 
 
 def plot(rows: dict, path: Path) -> None:
-    """Ratio over length by operation, and what users have today."""
-    import matplotlib
+    """Write the plot."""
+    path.parent.mkdir(exist_ok=True)
+    figure_of(rows).savefig(path, metadata={"Date": None})
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
+
+def figure_of(rows: dict):
+    """Ratio over length by operation, a colour each, and what users have today, by marks alone in the same colour."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "performance"
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     for axis, kind in zip(panels, KIND_TITLES):
-        for name, operation in OPERATIONS.items():
-            line(axis, operation.title, [(n, best(rows, name, shape(kind, n))) for n in LENGTHS], "o-")
-            for peer in operation.peers:
+        for colour, (name, operation) in zip(matplotlib.colormaps["tab20"].colors, OPERATIONS.items(), strict=False):
+            line(axis, operation.title, [(n, best(rows, name, shape(kind, n))) for n in LENGTHS], "o-", colour)
+            for mark, peer in zip("x+*1", operation.peers):
                 found = [(n, rows.get(f"{name} | {peer} | {shape(kind, n).key}")) for n in LENGTHS]
-                line(axis, f"{operation.title}: {peer}", found, "x:")
+                line(axis, f"{operation.title}: {peer}", found, f"{mark}:", colour)
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="length", ylabel="time, SDPA = 1", title=KIND_TITLES[kind])
-        axis.set_xticks(LENGTHS, [str(n) for n in LENGTHS], rotation=45)
+        measured = [n for n in LENGTHS if any(n in drawn.get_xdata() for drawn in axis.get_lines())]
+        axis.set_xticks(measured, [str(n) for n in measured], rotation=45)
         axis.minorticks_off()
-        axis.set_yticks([0.8, 1, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.5", "2", "3", "5", "10"])
-    panels[0].legend(fontsize=6)
-    figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+        axis.set_yticks([0.5, 0.8, 1, 1.5, 2, 3, 5, 10], ["0.5", "0.8", "1", "1.5", "2", "3", "5", "10"])
+    drawn = {name: handle for axis in panels for handle, name in zip(*axis.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center")
+    return figure
 
 
-def line(axis, label: str, found: list, style: str) -> None:
+def line(axis, label: str, found: list, style: str, colour) -> None:
     """Draw the measured ones of (length, row) pairs as one line of a plot."""
     points = [(n, r["median"]) for n, r in found if r and r["status"] == "ok"]
     if points:
-        axis.plot(*zip(*points), style, label=label, markersize=4)
+        axis.plot(*zip(*points), style, label=label, color=colour, markersize=5)

@@ -1,5 +1,6 @@
 """Measures of a model: how well it predicts a text, how fast it is, how much memory it takes, which heads it uses."""
 
+from .attention import attention_report
 from .cost import Generation, PeakMemory, measure_generation
 from .heads import HeadRecord, HeadUsage, dropped_heads, head_usage, record_heads
 from .hsa_certificate import LayerLoss, certificate
@@ -12,6 +13,7 @@ __all__ = [
     "LayerLoss",
     "PeakMemory",
     "Perplexity",
+    "attention_report",
     "certificate",
     "dropped_heads",
     "head_usage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -40,6 +41,10 @@ def run(args: argparse.Namespace) -> None:
             new.unlink(missing_ok=True)
     elif args.action == "off":
         file.unlink(missing_ok=True)
+    if args.json:
+        state = {"on": os.path.lexists(file), "file": str(file), VARIABLE: os.environ.get(VARIABLE)}
+        print(json.dumps(state, indent=2))
+        return
     print(f"autoload is {'on' if os.path.lexists(file) else 'off'}: {file}")
     print(
         f"{VARIABLE} is {os.environ.get(VARIABLE) or 'not set'}; the names are registered where it is 1 and autoload on"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm  # comes with Transformers
 
@@ -35,3 +38,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for first, *others in lines:
         cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
         print("  ".join(cells).rstrip())
+
+
+def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Do the work; with --json what it prints goes to stderr, and JSON of `args.report` to stdout.
+
+    Args:
+        work: returns the exit code; leaves in `args.report` what it measured, and where that is 0 wrote to
+            `args.output`.
+    """
+    if not args.json:
+        return work(args)
+    args.report = None
+    with contextlib.redirect_stdout(sys.stderr):
+        code = work(args)
+    print(json.dumps({"written": args.output if code == 0 else None, "report": args.report}, indent=2))
+    return code

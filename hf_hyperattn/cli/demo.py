@@ -15,8 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn
+import hub_cards
 
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
+from ..engines import native
+from ..engines.cpu import library
+from ..folders import check_replaceable, replace_folder
 from ..integration.checkpoint_files import errors_as, load_config
 from . import smollm2
 from .console import ProgressBar, progress, table
@@ -33,6 +37,7 @@ and use attn_implementation="cone" for models that were trained with it.
 "hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
 were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:
     hyperattn inject MODEL --mechanism hsa --text FILE --budget 0.02 --output DIR"""
+HUB_ID = f"HuggingFaceTB/{smollm2.NAME}"
 STOCK, PATCHED, REPLACED = "stock (sdpa)", "cone, patched in", "cone, replaced"
 INJECTED, TIED = "hsa, injected", "hsa, defaults"
 CHARACTERS = 64  # of the text are read for a token; texts have about 4
@@ -86,18 +91,58 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and print; raises ValueError or OSError for bad input."""
+    """Measure and print, and save where --output says so; raises ValueError or OSError for bad input."""
+    if args.output is not None:
+        check_replaceable(Path(args.output), args.force, args.model or "")
     demo = prepare(args)
-    print(demo.title(), flush=True)
+    if not args.json:
+        print(demo.title(), flush=True)
     with progress(4 * (len(demo.ids) + GENERATED_STEP * demo.new_tokens)) as bar:
         rows = measure(demo, bar)
+    engine = cone_engine() if demo.device.type == "cpu" else f"the engine for {demo.device}"
+    if args.output is not None:
+        save(demo, Path(args.output), hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
+    if args.json:
+        cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
+        report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        show(args, rows, engine)
+
+
+def show(args: argparse.Namespace, rows: list[Row], engine: str) -> None:
+    """The table, the texts that go on, advice, the engine, and what was saved."""
     print()
     table(HEADER, [row.cells for row in rows])
     print(f'\n"{args.prompt}" goes on, greedily:')
     width = max(len(row.cells[0]) for row in rows)
     for row in rows:
         print(f"  {row.cells[0].ljust(width)}  {row.text!r}")
-    print(f"\n{ADVICE}")
+    print(f"\n{ADVICE}\n\ncone attention ran on {engine}")
+    if args.output is not None:
+        print(f"saved, with cone patched in: {args.output}; load it after `import hf_hyperattn`, or train it further")
+
+
+def cone_engine() -> str:
+    """What computed cone attention on the CPU in this process."""
+    loaded = [table for (score, _, _), table in library.TABLES.items() if "umbral" in score]
+    if not loaded:
+        return "plain torch; `hyperattn doctor` says whether compiled kernels are there"
+    carried = native.prebuilt()
+    if carried is not None and loaded[0].library is carried.library:
+        return f"the fused engine, cpu: kernels of the wheel, for {carried.level}"
+    return "the fused engine, cpu: kernels compiled on this machine"
+
+
+def save(demo: Demo, folder: Path, base: str | None) -> None:
+    """Write the model with cone attention patched in, its tokenizer and its card."""
+    with errors_as(f"--model {demo.path}: cannot load it"):
+        model: Any = AutoModelForCausalLM.from_pretrained(demo.path, dtype="auto")
+    hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
+    with replace_folder(folder, keep_others=False) as stage:
+        model.save_pretrained(stage)
+        demo.tokenizer.save_pretrained(stage)
+        hub_cards.write_card(stage, base_model=base)
 
 
 def prepare(args: argparse.Namespace) -> Demo:

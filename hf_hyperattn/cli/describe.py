@@ -13,5 +13,5 @@ from .inputs import quiet
 def run(args: argparse.Namespace) -> None:
     """Print the description; raises ValueError or OSError for what is no model."""
     quiet()
-    description = describe(load_to_look_at(args.model))
+    description = describe(load_to_look_at(args.model), heads=args.heads)
     print(json.dumps(description, indent=2) if args.json else description)

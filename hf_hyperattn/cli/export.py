@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from ..address import install
 from ..integration.export import export_kernel, export_remote_code
@@ -18,9 +19,15 @@ def run(args: argparse.Namespace) -> None:
         if args.force:
             raise ValueError("--force replaces checkpoints only; with --kernel choose an absent or empty directory")
         names = export_kernel(args.model.split(","), args.out)
+        if args.json:
+            print(json.dumps({"out": args.out, "names": names}, indent=2))
+            return
         print(f'{args.out}: a kernel repository; upload it, and load with attn_implementation="OWNER/REPO:{names[0]}"')
         return
     packages, left_out = export_remote_code(args.model, args.out, args.force)
+    if args.json:
+        print(json.dumps({"out": args.out, "needs": packages, "left_out": left_out}, indent=2))
+        return
     print(f'{args.out}: load it with from_pretrained("{args.out}", trust_remote_code=True)')
     if left_out:
         print(f"left out, as no part of a checkpoint or as code of others: {', '.join(map(repr, left_out))}")

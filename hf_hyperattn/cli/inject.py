@@ -9,18 +9,37 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hyperattn_cli import MECHANISMS
+from hyperattn_cli import MECHANISMS, nearest
 
 from ..folders import check_replaceable
-from ..inject import Allocation, hsa
-from ..inject.injection import CausalInjection, EncoderInjection, Losses
+from ..inject import Allocation, hsa, sparse
+from ..inject.injection import CausalInjection, EncoderInjection, Losses, ids_of
+from ..inject.pays import Pays, pays_from
 from ..integration.checkpoint_files import errors_as
-from .console import progress, table
+from . import device_map
+from .console import progress, reported, table
 from .inject_collaborative import inject_collaborative
-from .inject_task import dtype_of, prepare, results, write
+from .inject_task import Task, dtype_of, prepare, results, write
 from .inputs import quiet
+from .smollm2 import cache_directory
 
-BUDGET, ROWS = 0.02, 384  # of hsa, by default
+BUDGET, RETRIEVAL_BUDGET = 0.02, 0.05  # by default; the second of sparse alone, which no earlier script runs
+ROWS, QUERIES = 384, 1024  # measured a text, and at least over all of them
+#: Options that say nothing for an encoder, and why.
+NOT_OF_ENCODERS = {
+    "rows": "which is measured on whole passages",
+    "retrieval_budget": "which answers nothing",
+    "resume": "of which nothing is kept",
+    "compare": "which has no rivals",
+}
+#: Not for a mechanism: (option, mechanisms that it says nothing for).
+SAYS_NOTHING = (
+    ("rank", ("hsa", "sparse")),
+    ("retrieval_budget", ("collaborative",)),
+    ("resume", ("collaborative",)),
+    ("compare", ("collaborative",)),
+    ("allow_slower", ("collaborative", "hsa")),
+)
 #: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
 SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 
@@ -29,20 +48,30 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, verify and write; raises ValueError or OSError for bad input."""
     check(args)
     quiet()
-    return inject_hsa(args) if args.mechanism == "hsa" else inject_collaborative(args)
+    return reported(inject_collaborative if args.mechanism == "collaborative" else inject_rules, args)
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.mechanism not in MECHANISMS:
         allowed = ", ".join(MECHANISMS)
-        raise ValueError(f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}")
+        close = nearest(args.mechanism, MECHANISMS)
+        raise ValueError(
+            f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}{close}"
+        )
     if args.budget is not None and not 0 < args.budget < 1:
         raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
     if args.pairs is not None and not 0 < args.pairs <= 1:
         raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
+    if args.retrieval_budget is not None and not 0 < args.retrieval_budget <= 1000:
+        raise ValueError(f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000")
+    for name, mechanisms in SAYS_NOTHING:
+        if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} says nothing for --mechanism {args.mechanism}; leave it out")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
+    device_map.read_device_map(args.device_map)
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
         above = Path(args.output).absolute().parent
@@ -50,54 +79,137 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder")
 
 
-def inject_hsa(args: argparse.Namespace) -> int:
-    """Tie attention over blocks of tokens; 1 where the held-out texts exceed the budget and nothing is written."""
+def inject_rules(args: argparse.Namespace) -> int:
+    """Give heads or layers cheaper rules; 1 where every candidate is refused and nothing is written."""
     if not args.text:
-        raise ValueError("--mechanism hsa needs --text FILE...; allowed: one text or more")
-    if args.rank is not None:
-        raise ValueError("--rank says nothing for --mechanism hsa; leave it out")
+        raise ValueError(f"--mechanism {args.mechanism} needs --text FILE...; allowed: one text or more")
     args.budget = BUDGET if args.budget is None else args.budget
+    if args.retrieval_budget is None and args.mechanism == "sparse":
+        args.retrieval_budget = RETRIEVAL_BUDGET
     task = prepare(args)
-    if task.is_encoder and args.rows is not None:
-        raise ValueError("--rows says nothing for an encoder, which is measured on whole passages; leave it out")
-    rows: int = ROWS if args.rows is None else args.rows
+    check_task(args, task)
     goal = "1 - cosine" if task.is_encoder else "perplexity"
     print(f"{Path(args.model).name}: {args.mechanism}, {goal} within {args.budget:.1%}, {task.length:,} tokens a text, "
           f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
           flush=True)  # fmt: skip
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
-        model = kind.from_pretrained(args.model, dtype=torch.float32).eval()
-    options = (task.length, args.budget, args.pairs)
-    injection: CausalInjection | EncoderInjection
-    if task.is_encoder:
-        injection = EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
-    else:
-        injection = CausalInjection(model, task.texts, hsa.candidates(task.length), *options, rows, args.seed)
+        model = device_map.load(kind, args)
+    injection = injection_of(args, task, model)
     with progress(injection.steps()) as bar:
         report = injection.run(bar)
-    if isinstance(injection, EncoderInjection):
-        show_layers(injection)
-    else:
-        show_certificate(injection)
+        rivals = injection.compare(bar) if args.compare and isinstance(injection, CausalInjection) else {}
+        bar.describe("timing")
+        pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions(task))
+    show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
-    losses = {name: text["loss"] for name, text in report["texts"].items()}
-    worst = max(losses, key=lambda name: losses[name])
-    if args.pairs is None and losses[worst] > args.budget:
-        loss = loss_text(losses[worst], task.is_encoder)
-        print(f"\nheld-out text {worst} loses {loss}, more than the budget of {args.budget:g}: "
-              "nothing is written; use longer texts of the same kinds, or a larger --budget")  # fmt: skip
+    show_rivals(rivals)
+    report |= {"rivals": rivals, "pays": {"from": pays.start, "seconds": pays.seconds}}
+    args.report = report
+    reason = refusal(args, report, task.is_encoder) or slower(args, report, pays)
+    if reason:
+        print(f"\n{reason}")
         return 1
-    request = {name: getattr(args, name) for name in ("mechanism", "budget", "pairs", "rows", "seed")}
+    names = ("mechanism", "budget", "retrieval_budget", "pairs", "rows", "seed")
+    request = {name: getattr(args, name) for name in names}
     report = {"asked": request | {"texts": list(task.texts[0])}, **report}
     write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, report))
     return 0
 
 
+def check_task(args: argparse.Namespace, task: Task) -> None:
+    """Refuse what says nothing for an encoder."""
+    if not task.is_encoder:
+        return
+    if args.mechanism == "sparse":
+        raise ValueError("--mechanism sparse is for causal models, whose rules go by head; for an encoder use hsa")
+    for name, why in NOT_OF_ENCODERS.items():
+        if getattr(args, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} says nothing for an encoder, {why}; leave it out")
+
+
+def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInjection | EncoderInjection:
+    """What is to be done, to a model that is loaded."""
+    options = (task.length, args.budget, args.pairs)
+    if task.is_encoder:
+        return EncoderInjection(model, task.texts, hsa.layer_candidates(task.length), *options)
+    rules: list[Any] = (hsa if args.mechanism == "hsa" else sparse).candidates(task.length)
+    args.rows = args.rows or max(ROWS, -(-QUERIES // len(task.texts[0])))
+    rivals = sparse.candidates(task.length) if args.compare and args.mechanism == "hsa" else ()
+    return CausalInjection(
+        model, task.texts, rules, *options, args.rows, args.seed, task.tokenizer, args.retrieval_budget,
+        cache_directory() / "inject", args.resume, rivals,
+    )  # fmt: skip
+
+
+def positions(task: Task) -> int | None:
+    """What the model reads at most."""
+    return getattr(task.config.get_text_config(), "max_position_embeddings", None)
+
+
+def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) -> str | None:
+    """Why the held-out texts refuse what was last verified; None where they do not."""
+    if report["accepted"]:
+        return None
+    budgets = {"texts": args.budget, "retrieval": args.retrieval_budget}
+    rows = [(kind, name, row["loss"]) for kind in budgets for name, row in report.get(kind, {}).items()]
+    kind, name, loss = max(rows, key=lambda row: row[2] / (budgets[row[0]] or float("inf")))
+    said = loss_text(loss, is_encoder)
+    what = "held-out text" if kind == "texts" else "retrieval task"
+    return (f"{what} {name} loses {said}, more than the budget of {budgets[kind]:g}, and so with all safer candidates "
+            f"({len(report['refused'])} verified): nothing is written; use longer texts of the same kinds, or a larger "
+            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures nothing again")  # fmt: skip
+
+
+def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
+    """Say where the model is faster; for sparse rules, why one that is slower is not written."""
+    before, after = (report["attention_seconds"][key] for key in ("before", "after"))  # of the same pass: of one load
+    report["faster"] = after < before
+    word = "faster" if after < before else "NOT faster"
+    share = f"attention {after / before:.2f} of its time"
+    print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
+    if after < before or args.mechanism == "hsa" or args.allow_slower:
+        return None
+    return "nothing is written, for a model that is slower; with --allow-slower it is; --resume measures nothing again"
+
+
 def loss_text(loss: float, is_encoder: bool) -> str:
     """A loss as it is shown: 1 - cosine, or more perplexity."""
     return f"{loss:.4f}" if is_encoder else f"{loss:+.2%}"
+
+
+def show_measured(injection: CausalInjection | EncoderInjection) -> None:
+    """What was measured by layer."""
+    if isinstance(injection, EncoderInjection):
+        show_layers(injection)
+    elif isinstance(injection.rules[0], hsa.HsaHeadRule):
+        show_certificate(injection)
+    else:
+        show_families(injection)
+
+
+def show_families(injection: CausalInjection) -> None:
+    """How many heads of each layer have rules of each kind, and the layer's pairs."""
+    allocation = injection.allocation
+    families = list(dict.fromkeys(rule.family for rule in injection.rules))
+    rows = []
+    for name, rules in allocation.layers.items():
+        kinds = ["exact" if rule.is_exact else rule.family for rule in rules]
+        share = sum(rule.share(allocation.length) for rule in rules) / len(rules)
+        rows.append([name, f"{share:.1%}", *(str(kinds.count(kind)) for kind in ("exact", *families))])
+    print("\nHeads by rule:")
+    table(("layer", "pairs", "exact", *families), rows)
+
+
+def show_rivals(rivals: dict[str, dict[str, Any]]) -> None:
+    """What other choices lose at no more pairs, on the held-out texts and tasks."""
+    if not rivals:
+        return
+    print("\nRivals at no more pairs, on held-out text:")
+    rows = [[name, f"{r['pairs']:.1%}", *(f"{x:+.2%}" for x in r["losses"].values())] for name, r in rivals.items()]
+    table(("", "pairs", *rivals["this choice"]["losses"]), rows)
 
 
 def show_certificate(injection: CausalInjection) -> None:
@@ -143,6 +255,9 @@ def show_verified(report: dict[str, Any]) -> None:
         [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", f"{r['loss']:+.2%}"]
         for name, r in report["texts"].items()
     ]
+    for name, r in report.get("retrieval", {}).items():
+        right = f"{r['loss']:+.2%}, right {r['exact_before']:.0%} -> {r['exact_after']:.0%}"
+        rows.append([f"answers, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", right])
     rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])
     for what, key in (("attention", "attention_seconds"), ("whole model", "seconds")):
         a, b = report[key]["before"], report[key]["after"]

@@ -19,6 +19,7 @@ from ..inject.injection import distance, embeddings
 from ..integration.checkpoint_files import class_of, errors_as
 from ..integration.collaborative.conversion import report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig
+from . import device_map
 from .console import table
 from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write
 from .inputs import read_tokenizer
@@ -30,7 +31,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     task = prepare(args) if args.text else None
     model_config = read_stock_config(args.model)
     with errors_as(f"{args.model}: cannot load it"):
-        model = class_of(model_config).from_pretrained(args.model, dtype=torch.float32).eval()
+        model = device_map.load(class_of(model_config), args)
     dtype = dtype_of(model_config)
     config = CollaborativeConfig(rank=args.rank, seed=args.seed)
     print(f"{Path(args.model).name}: collaborative, rank {args.rank}, seed {args.seed}", flush=True)

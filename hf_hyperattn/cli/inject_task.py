@@ -22,6 +22,7 @@ import hub_cards
 
 from ..folders import replace_folder
 from ..integration.checkpoint_files import errors_as, load_config
+from . import device_map
 from .inputs import encode, read_text, read_tokenizer, window_of
 
 REPORT = "hyperattn_inject.json"
@@ -119,11 +120,12 @@ def write(
         tokenizer: None where the model has none.
         results: what the card says was measured.
     """
+    args.report = report
     if args.output is None:
         print("\nnothing is written: no --output")
         return
     with replace_folder(Path(args.output), keep_others=False) as stage:
-        model.to(dtype).save_pretrained(stage)
+        device_map.save(model, dtype, stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)
         (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
@@ -139,17 +141,26 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "date": datetime.date.today().isoformat(),
         "metric": report["metric"],
-        "notes": f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs.",
+        "notes": report.get("notes")
+        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
     }
-    return [
-        {**common, "value": r["after"], "base_value": r["before"], "dataset": f"{name}, held-out part"}
-        for name, r in report["texts"].items()
-    ]
+    rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
+    rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
+    return [{**common, "value": r["after"], "base_value": r["before"], "dataset": where} for where, r in rows]
+
+
+def time_note(report: dict[str, Any]) -> str:
+    """The time of attention, where it was measured against stock in the same pass."""
+    if "faster" not in report:
+        return ""
+    share = report["attention_seconds"]["after"] / report["attention_seconds"]["before"]
+    return f", attention in {share:.2f} of stock's time{'' if report['faster'] else ' (not faster)'}"
 
 
 def public_command(args: argparse.Namespace) -> str:
     """The command as it was run; of paths on this machine the last part alone."""
-    paths = (args.model, args.output, *(args.text or ()))
+    options = (getattr(args, name, None) for name in ("output", "out", "device_map"))
+    paths = (args.model, *options, *(args.text or ()))
     local = {path for path in paths if path and not hub_cards.hub_id_or_none(path)}
     words = []
     for word in args.argv:

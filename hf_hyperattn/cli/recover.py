@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from ..folders import recover
 
 
 def run(args: argparse.Namespace) -> None:
     """Recover and say what was done; raises OSError where that cannot be."""
-    for line in recover(args.folder) or [f"{args.folder}: nothing to recover"]:
+    done = recover(args.folder)
+    if args.json:
+        print(json.dumps({"folder": args.folder, "done": done}, indent=2))
+        return
+    for line in done or [f"{args.folder}: nothing to recover"]:
         print(line)

@@ -1,10 +1,26 @@
 """Makes a pretrained model's attention cheaper without training: measures rules, allocates them, verifies the result.
 
-What a rule is stands in `rules.SparseRule`; nothing here but `hsa` and who calls it knows a rule by name.
+What a rule is stands in `rules.CandidateRule`; nothing but `hsa`, `sparse` and who calls them knows one by name.
 """
 
 from .allocate import Allocation, choose, predicted_losses
+from .heal import Healing
 from .measure import Sensitivity, measure
-from .rules import SparseRule
+from .retrieval import Example, Score, examples
+from .rules import CandidateRule
+from .verify import Verified, verify
 
-__all__ = ["Allocation", "Sensitivity", "SparseRule", "choose", "measure", "predicted_losses"]
+__all__ = [
+    "Allocation",
+    "Example",
+    "Healing",
+    "Score",
+    "Sensitivity",
+    "CandidateRule",
+    "Verified",
+    "choose",
+    "examples",
+    "measure",
+    "predicted_losses",
+    "verify",
+]

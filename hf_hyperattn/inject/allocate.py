@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ..config import HyperAttnConfig
 from .measure import Sensitivity
-from .rules import SparseRule
+from .rules import CandidateRule
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
+#: What a head costs under a rule at a length, in proportion to ordinary attention.
+Cost = Callable[[CandidateRule, int], float]
 #: By layer, for each group: exact attention and the other n rules, their shares [1 + n] and losses [H, 1 + n].
-Tables = dict[str, list[tuple[list[SparseRule], Tensor, Tensor]]]
+Tables = dict[str, list[tuple[list[CandidateRule], Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Allocation:
         length: tokens of the texts that pairs are counted for.
     """
 
-    layers: Mapping[str, tuple[SparseRule, ...]]
+    layers: Mapping[str, tuple[CandidateRule, ...]]
     length: int
 
     @property
@@ -38,7 +40,7 @@ class Allocation:
         return sum(shares) / len(shares)
 
     @property
-    def sparse(self) -> dict[str, tuple[SparseRule, ...]]:
+    def sparse(self) -> dict[str, tuple[CandidateRule, ...]]:
         """The layers of which some head is not exact."""
         return {name: rules for name, rules in self.layers.items() if not all(r.is_exact for r in rules)}
 
@@ -55,79 +57,98 @@ class Allocation:
         )
 
 
-def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+def predicted_losses(
+    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None, *, shrink: bool = True
+) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
     Args:
         measured: one for each text, of the same rules.
         weights: of the texts; None: the same for all.
+        shrink: draw what was measured at a head towards the mean of its layer, as far as noise explains that heads
+            differ: the choice among many rules else falls on those that were lucky in the sample.
     """
     weights = weights or [1.0] * len(measured)
-    total = sum(weights)
-    return {
-        name: torch.stack([w / total * m.costs[name] for w, m in zip(weights, measured)]).sum(0)
-        for name in measured[0].costs
-    }
+    shares = [w / sum(weights) for w in weights]
+    losses = {}
+    for name in measured[0].costs:
+        cost = torch.stack([w * m.costs[name] for w, m in zip(shares, measured)]).sum(0)
+        if shrink and all(name in m.noise for m in measured):
+            noise = torch.stack([w**2 * m.noise[name] for w, m in zip(shares, measured)]).sum(0)
+            cost = shrunk(cost, noise)
+        losses[name] = cost
+    return losses
+
+
+def shrunk(costs: Tensor, noise: Tensor) -> Tensor:
+    """Costs [H, C] drawn to their means over heads, by the share of the spread over heads that the noise explains."""
+    mean = costs.mean(0)
+    spread = costs.var(0, correction=0).clamp_min(1e-30)
+    return mean + (1 - noise.mean(0) / spread).clamp_min(0) * (costs - mean)
 
 
 def choose(
-    rules: Sequence[SparseRule],
+    rules: Sequence[CandidateRule],
     losses: Mapping[str, Tensor],
     length: int,
     *,
     pairs: float | None = None,
     loss: float | None = None,
+    cost: Cost | None = None,
 ) -> Allocation:
-    """The allocation of least loss with no more than `pairs` of all pairs, or of fewest pairs with no more than `loss`.
+    """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`.
 
-    Loss plus λ times pairs is least where every layer takes the group, and in it every head the rule, for which it is
+    Loss plus λ times cost is least where every layer takes the group, and in it every head the rule, for which it is
     least; λ is found by halving.
 
     Args:
         rules: the candidates; exact attention is always one more.
         losses: by layer what they cost, [H, C].
-        length: tokens of the texts that pairs are counted for.
-        pairs: a share from 0 to 1. loss: the sum over layers and heads.
+        length: tokens of the texts that costs are counted for.
+        pairs: a share from 0 to 1, of the cost of ordinary attention. loss: the sum over layers and heads.
+        cost: what a head costs under a rule at a length, ordinary attention being 1; None: its pairs. A table of times
+            or of bytes that was measured for every rule is one.
     """
+    cost = cost or (lambda rule, length: rule.share(length))
     groups: dict[object, list[int]] = {}
     for i, rule in enumerate(rules):
         groups.setdefault((type(rule), rule.group), []).append(i)
     tables: Tables = {name: [] for name in losses}
     for index in groups.values():
         members = [rules[index[0]].exact(), *(rules[i] for i in index)]
-        shares = torch.tensor([rule.share(length) for rule in members], dtype=torch.float64)
-        for name, costs in losses.items():
-            table = torch.cat([costs.new_zeros(len(costs), 1), costs[:, index]], 1)
-            tables[name].append((members, shares, table))
+        shares = torch.tensor([cost(rule, length) for rule in members], dtype=torch.float64)
+        for name, lost in losses.items():
+            tables[name].append((members, shares, torch.cat([lost.new_zeros(len(lost), 1), lost[:, index]], 1)))
     if pairs is not None:
-        return search(tables, length, lambda some, _: some.pairs <= pairs, accepted=1e3, refused=1e-12)
+        return search(tables, length, lambda spent, _: spent <= pairs, accepted=1e3, refused=1e-12)
     return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
 
 
 def search(
-    tables: Tables, length: int, fits: Callable[[Allocation, float], bool], accepted: float, refused: float
+    tables: Tables, length: int, fits: Callable[[float, float], bool], accepted: float, refused: float
 ) -> Allocation:
-    """The allocation at the last price that `fits`, from the price `accepted` towards `refused`."""
-    best, _ = at_price(tables, accepted, length)
+    """The allocation at the last price whose cost and loss fit, from the price `accepted` towards `refused`."""
+    best, _, _ = at_price(tables, accepted, length)
     for _ in range(HALVINGS):
         price = math.sqrt(accepted * refused)
-        allocation, total = at_price(tables, price, length)
-        if fits(allocation, total):
+        allocation, spent, total = at_price(tables, price, length)
+        if fits(spent, total):
             accepted, best = price, allocation
         else:
             refused = price
     return best
 
 
-def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, float]:
-    """The best rules where all pairs of a head cost `price`, and the sum of their losses."""
-    layers, total = {}, 0.0
+def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, float, float]:
+    """The best rules where the whole cost of a head has this price, the mean of their costs, and all their losses."""
+    layers, spent, total = {}, [], 0.0
     for name, groups in tables.items():
         options = []
         for members, shares, losses in groups:
-            cost, index = (losses + price * shares).min(1)
-            options.append((cost.sum().item(), members, losses, index))
-        _, members, losses, index = min(options, key=lambda option: option[0])
+            value, index = (losses + price * shares).min(1)
+            options.append((value.sum().item(), members, shares, losses, index))
+        _, members, shares, losses, index = min(options, key=lambda option: option[0])
         layers[name] = tuple(members[i] for i in index.tolist())
+        spent += shares[index].tolist()
         total += losses.gather(1, index[:, None]).sum().item()
-    return Allocation(layers, length), total
+    return Allocation(layers, length), sum(spent) / len(spent), total

@@ -6,7 +6,7 @@ that a large vocabulary does not fill the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,27 +25,30 @@ from ..mechanisms.base import HostCall
 
 #: Called with a host's name, its call, the output of its attention [B, H, N, dv], and the gradient of that.
 OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
+#: (start, stop) of tokens, in order.
+Spans = Sequence[tuple[int, int]]
 Head = Callable[[Tensor], Tensor]
 PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient) -> float:
+def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient, spans: Spans | None = None) -> float:
     """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
 
     Args:
         model: a patched causal model, with all gates at 0 for gradients of the model as it was.
         ids: token ids [N].
         on_gradient: called once a layer, the last one first.
+        spans: (start, stop) of the tokens whose prediction counts; None: all.
 
     Returns:
-        The loss a token: the negative log-likelihood of the text, in nats.
+        The loss a token: the negative log-likelihood of what counts, in nats.
     """
     base = base_model(model)
     head = head_of(base, ids)
     with frozen(base), checkpointed(base), attention_hooks(base, on_gradient):
         hidden = final_hidden(base, ids)
-        loss, gradient = loss_of(head, hidden, ids)
+        loss, gradient = loss_of(head, hidden, ids, spans=spans)
         hidden.backward(gradient)
     return loss
 
@@ -80,17 +83,24 @@ def head_of(model: PreTrainedModel, ids: Tensor) -> Head:
     return lambda hidden: embedding(hidden) * ratio.to(hidden.dtype)
 
 
-def loss_of(head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True) -> tuple[float, Tensor | None]:
-    """The loss a token, and the gradient of its sum over tokens by the final hidden states; None without `gradient`."""
-    leaf, total = hidden.detach().requires_grad_(gradient), 0.0
-    for start in range(0, len(ids) - 1, PIECE):
-        stop = min(start + PIECE, len(ids) - 1)
-        logits = head(leaf[start:stop]).float()
-        loss = F.cross_entropy(logits, ids[start + 1 : stop + 1].to(logits.device), reduction="sum")
+def loss_of(
+    head: Head, hidden: Tensor, ids: Tensor, gradient: bool = True, spans: Spans | None = None
+) -> tuple[float, Tensor | None]:
+    """The loss a token that counts, and the gradient of the sum by the final hidden states; None without `gradient`."""
+    leaf, total, counted = hidden.detach().requires_grad_(gradient), 0.0, predicted_of(spans, len(ids))
+    for piece in counted.split(PIECE):
+        logits = head(leaf[piece.to(leaf.device)]).float()
+        loss = F.cross_entropy(logits, ids.cpu()[piece + 1].to(logits.device), reduction="sum")
         if gradient:
             loss.backward()
         total += loss.item()
-    return total / (len(ids) - 1), leaf.grad
+    return total / len(counted), leaf.grad
+
+
+def predicted_of(spans: Spans | None, length: int) -> Tensor:
+    """The queries whose next token counts."""
+    spans = ((1, length),) if spans is None else spans
+    return torch.cat([torch.arange(max(start, 1) - 1, stop - 1) for start, stop in spans])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.pairs import pairs, sibling_pairs
 from ..mechanisms.hsa.windowed.key import attend_levels, pool
-from .rules import CHUNK, SparseRule
+from .rules import CHUNK, CandidateRule
 
 #: What a head may be given: small windows at the bottom, so that refinement opens few tokens that do not matter, and
 #: few at the top, so that little is looked at to find them.
@@ -36,7 +36,7 @@ LAYER_WINDOWS, LAYER_NEAR, LAYER_TOP_K = ((4,), (8,), (16,), (8, 64)), (8, 32, 6
 
 
 @dataclass(frozen=True)
-class HsaHeadRule(SparseRule):
+class HsaHeadRule(CandidateRule):
     """How one head is tied. `near` of `EVERYTHING` is exact attention; a `block_bias` of -inf drops closed blocks."""
 
     windows: tuple[int, ...]
@@ -53,6 +53,10 @@ class HsaHeadRule(SparseRule):
     def group(self) -> tuple[int, ...]:
         return self.windows
 
+    @property
+    def family(self) -> str:
+        return "sinks and window" if not self.refine_top_k and self.block_bias == -math.inf else "hsa"
+
     def share(self, length: int) -> float:
         rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
         return pairs(length, self.windows, *rule, dropped=dropped) / (length * (length + 1) / 2)
@@ -61,7 +65,7 @@ class HsaHeadRule(SparseRule):
         return HsaHeadRule(self.windows, EVERYTHING, 0)
 
     @staticmethod
-    def layer_config(rules: Sequence[SparseRule], length: int | None = None) -> HsaConfig:
+    def layer_config(rules: Sequence[CandidateRule], length: int | None = None) -> HsaConfig:
         names = ("near", "sinks", "refine_top_k", "block_bias")
         values = {name: tuple(getattr(rule, name) for rule in rules) for name in names}
         return HsaConfig(rules[0].group, "key", **values, tuned_length=length)  # type: ignore[arg-type]
@@ -77,7 +81,7 @@ class HsaHeadRule(SparseRule):
         starts: Sequence[int],
         project: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """As in `SparseRule`; rules that differ in their block bias alone are best beside each other.
+        """As in `CandidateRule`; rules that differ in their block bias alone are best beside each other.
 
         Attention is computed with closed blocks kept and with them dropped. Every other bias weighs the one against
         the other: with P the weight that closed blocks have at bias 0, e^b P / (1 - P + e^b P) of them is left.
@@ -143,7 +147,7 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
 
 
 @dataclass(frozen=True)
-class HsaLayerRule(SparseRule):
+class HsaLayerRule(CandidateRule):
     """How a whole layer of an encoder is tied; without a config it is exact."""
 
     config: HsaConfig | None
@@ -172,7 +176,7 @@ class HsaLayerRule(SparseRule):
         return HsaLayerRule(None)
 
     @staticmethod
-    def layer_config(rules: Sequence[SparseRule], length: int | None = None) -> HsaConfig:
+    def layer_config(rules: Sequence[CandidateRule], length: int | None = None) -> HsaConfig:
         return rules[0].group  # type: ignore[return-value]
 
     @staticmethod

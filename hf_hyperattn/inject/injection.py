@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,12 +21,16 @@ from ..integration.hosts import find_hosts
 from .allocate import Allocation, choose, predicted_losses
 from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
-from .rules import SparseRule
+from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, score_hidden
+from .rules import CandidateRule
 
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
 LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
+TRIES_AT_PAIRS = 3  # choices at one share of the pairs, with other weights of the texts
+USUAL_RETRIEVAL_BUDGET = 0.05
 Losses = dict[str, float]  # by text
+Item = Tensor | Example  # a text as token ids, or with answers in it that alone are scored
 
 
 class Progress(Protocol):
@@ -48,16 +53,18 @@ class Injection(ABC):
 
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
+        rejected: those that the held-out texts refused, with their losses there.
         allocation: what the model is patched with in the end.
     """
 
     model: PreTrainedModel
-    texts: Sequence[dict[str, Tensor]]
-    rules: Sequence[SparseRule]
+    texts: Sequence[Mapping[str, Item]]
+    rules: Sequence[CandidateRule]
     length: int
     budget: float
     pairs: float | None = None
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
+    rejected: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     allocation: Allocation = field(init=False)
     metric: ClassVar[str]
     tries: ClassVar[int]
@@ -75,19 +82,38 @@ class Injection(ABC):
         """The allocation of fewest pairs that keeps `MARGIN` of the budget on the second texts, None if none does."""
 
     @abstractmethod
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, item: Item) -> Tensor:
         """What the model makes of one text; this is timed."""
 
     @abstractmethod
-    def value(self, hidden: Tensor, ids: Tensor) -> Any:
+    def value(self, hidden: Tensor, item: Item) -> Any:
         """What `scores` compares."""
 
     @abstractmethod
     def scores(self, before: Any, after: Any) -> tuple[float, float, float]:
         """The metric before and after, and the loss, of one text."""
 
+    def safer(self, chosen: Allocation) -> Iterator[Allocation]:
+        """What is verified, one after the other until one holds: fixed before any held-out text is read."""
+        yield chosen
+        if self.pairs is None:
+            fit = [a for a, losses in self.tried if a.pairs > chosen.pairs and self.keeps(losses)]
+            yield from sorted({a.pairs: a for a in fit}.values(), key=lambda a: a.pairs)
+
+    def bar(self, name: str) -> float | None:
+        """The largest loss of a text, None where any is allowed."""
+        return self.budget
+
+    def keeps(self, losses: Losses, margin: float = MARGIN) -> bool:
+        """Whether all losses keep this share of their budgets."""
+        bars = {name: self.bar(name) for name in losses}
+        return all(bar is None or losses[name] <= margin * bar for name, bar in bars.items())
+
     def run(self, progress: Progress) -> dict[str, Any]:
         """The whole of it; a report, as plain data, of pairs, loss, time and memory on the held-out texts.
+
+        Where the held-out texts refuse the choice, the next safer candidate takes its place, and so on; the report says
+        how many were refused, and under "accepted" whether one was not.
 
         Raises:
             ValueError: no rule keeps the budget, or the model is of another kind.
@@ -96,32 +122,55 @@ class Injection(ABC):
         self.measure()
         progress.describe("the model as it is")
         allocation = self.search(self.read(choosing)[0])
-        config = None if allocation is None else allocation.config()
-        if allocation is None or config is None:
+        if allocation is None or allocation.config() is None:
             raise ValueError(
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
                 "allowed: a larger budget, or longer texts"
             )
-        self.allocation = allocation
         progress.describe("verifying on held-out text")
         stock = self.read_held_out()
-        patch_model(self.model, config)
-        sparse = self.read_held_out()
-        times = attention_times(self.model, next(iter(held_out.values())))
-        scores = {name: self.scores(value, sparse[0][name]) for name, value in stock[0].items()}
+        for candidate in list(self.safer(allocation)):
+            self.allocation = candidate
+            if self.rejected:
+                unpatch_model(self.model)
+            self.patch(candidate)
+            sparse = self.read_held_out()
+            losses = self.losses(stock[0], sparse[0])
+            accepted = self.pairs is not None or self.keeps(losses, 1.0)
+            if accepted:
+                break
+            self.rejected.append((self.allocation, losses))
+            progress.describe(f"held-out text refuses {self.allocation.pairs:.1%} of the pairs")
         pair = lambda before, after: {"before": before, "after": after}
         return {
             "metric": self.metric,
-            "pairs": allocation.pairs,
-            "texts": {name: pair(a, b) | {"loss": loss} for name, (a, b, loss) in scores.items()},
+            "pairs": self.allocation.pairs,
+            "accepted": accepted,
+            **self.verified(stock[0], sparse[0]),
+            "refused": [{"pairs": a.pairs, "losses": losses} for a, losses in self.rejected],
             "seconds": pair(stock[1], sparse[1]),
-            "attention_seconds": pair(*times),
+            "attention_seconds": pair(*attention_times(self.model, ids_of(next(iter(held_out.values()))))),
             "memory": pair(stock[2], sparse[2]),
             "length": self.length,
         }
 
+    def patch(self, allocation: Allocation) -> None:
+        """Patch the model, as far as some head is not exact."""
+        config = allocation.config()
+        if config is not None:
+            patch_model(self.model, config)
+
+    def losses(self, before: dict[str, Any], after: dict[str, Any]) -> Losses:
+        """By text."""
+        return {name: self.scores(value, after[name])[2] for name, value in before.items()}
+
+    def verified(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """What the report says of the held-out texts."""
+        keys = ("before", "after", "loss")
+        return {"texts": {name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()}}
+
     @torch.no_grad()
-    def read(self, texts: dict[str, Tensor]) -> tuple[dict[str, Any], float]:
+    def read(self, texts: Mapping[str, Item]) -> tuple[dict[str, Any], float]:
         """The values of all texts, and the seconds that the model took."""
         values, seconds = {}, 0.0
         for name, ids in texts.items():
@@ -150,68 +199,190 @@ class Injection(ABC):
             after, _ = self.read(self.texts[part])
         finally:
             unpatch_model(self.model)
-        return {name: self.scores(value, after[name])[2] for name, value in before.items()}
+        return self.losses(before, after)
 
     def fits(self, allocation: Allocation, before: dict[str, Any]) -> bool:
         """Try an allocation on the second texts: whether it keeps `MARGIN` of the budget, where there is one."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
         losses = self.losses_under(allocation, 1, before)
         self.tried.append((allocation, losses))
-        return self.pairs is not None or max(losses.values()) <= MARGIN * self.budget
+        return self.pairs is not None or self.keeps(losses)
+
+
+RETRIEVAL = ("copying", "mixture", *TASKS)
+
+
+def ids_of(item: Item) -> Tensor:
+    """The token ids."""
+    return item.ids if isinstance(item, Example) else item
 
 
 @dataclass
 class CausalInjection(Injection):
     """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more.
 
-    rows, seed: the sampled queries.
+    Args:
+        rows, seed: the sampled queries; the seed draws what is to be retrieved, too.
+        tokenizer: makes examples of retrieval, which are measured, chosen and verified on beside the texts; None: none.
+        retrieval_budget: largest relative rise of the perplexity of answers, in every task; None: it is only shown.
+        folder: keeps what is measured. resume: take from there what an earlier run left.
+        rivals: rules that are measured to be compared with, and never chosen.
     """
 
     rows: int = 384
     seed: int = 0
+    tokenizer: Any = None
+    retrieval_budget: float | None = None
+    folder: Path | str | None = None
+    resume: bool = True
+    rivals: Sequence[CandidateRule] = ()
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     metric, tries = "perplexity", 5
 
+    def __post_init__(self) -> None:
+        self.weights: dict[str, float] = {}
+        if self.tokenizer is not None:
+            self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
+
+    def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
+        """Examples of a part: to verify on every task, else a copied text and all needles at once.
+
+        Words and numbers are drawn anew for every part, so that none that was chosen on is verified on.
+        """
+        seed = 3 * self.seed + part
+        if part == 2:
+            made = examples(self.tokenizer, texts, self.length, seed=seed)
+            return {f"{example.task} {i}": example for i, example in enumerate(made)}
+        mixed = mixture(self.tokenizer, texts[-1], self.length, seed=seed)
+        return {"copying": copying(texts[0], self.length), **({"mixture": mixed} if mixed else {})}
+
     def steps(self) -> int:
         layers = sum(1 for m in self.model.modules() if hasattr(m, "layer_idx")) or 1
-        return len(self.texts[0]) * (LAYER_STEPS * layers + self.tries + 3)
+        return len(self.texts[0]) * (LAYER_STEPS * layers + self.tries + 1) + 3 * len(self.texts[2])
+
+    def bar(self, name: str) -> float | None:
+        return self.retrieval_budget if name in RETRIEVAL and self.tokenizer is not None else self.budget
 
     def measure(self) -> None:
-        self.head = head_of(self.model, next(iter(self.texts[0].values())))
+        self.head = head_of(self.model, ids_of(next(iter(self.texts[0].values()))))
         step = lambda _: self.progress.advance(LAYER_STEPS)
-        for name, ids in self.texts[0].items():
+        for name, item in self.texts[0].items():
             self.progress.describe(f"measuring on {name}")
             options: Any = {"rows": self.rows, "seed": self.seed, "on_layer": step}
-            self.measured.append(measure(self.model, ids, self.rules, **options))
+            options |= {"folder": self.folder, "resume": self.resume, "spans": getattr(item, "spans", None)}
+            self.measured.append(measure(self.model, ids_of(item), [*self.rules, *self.rivals], **options))
         if not self.measured[0].costs:
             raise ValueError(
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
+        self.weights = dict.fromkeys(self.texts[0], 1.0)
 
-    def search(self, before: dict[str, float]) -> Allocation | None:
-        """As in `Injection`. A text that loses more than the others gets more weight in the next choice."""
-        weights, best, low, high = [1.0] * len(self.measured), None, 0.0, 1.0
-        pairs = self.pairs or 0.4
-        for _ in range(1 if self.pairs else self.tries):
-            predicted = predicted_losses(self.measured, weights)
-            allocation = choose(self.rules, predicted, self.length, pairs=pairs)
-            if self.fits(allocation, before):
-                best, high = allocation, pairs
+    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
+        """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""
+        rules, all_ = rules or self.rules, [*self.rules, *self.rivals]
+        columns = [all_.index(rule) for rule in rules]
+        predicted = predicted_losses(self.measured, list(self.weights.values()))
+        return choose(rules, {n: costs[:, columns] for n, costs in predicted.items()}, self.length, pairs=pairs)
+
+    def search(self, before: dict[str, Any]) -> Allocation | None:
+        """As in `Injection`. What loses more than the others, in units of its budget, weighs more in the next choice.
+
+        With `pairs` the weights alone change, and the allocation is kept whose worst loss is least.
+        """
+        best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
+        for _ in range(TRIES_AT_PAIRS if self.pairs else self.tries):
+            allocation = self.choose(pairs)
+            fits = self.fits(allocation, before)
+            if self.pairs is None:
+                best, low, high = (allocation, low, pairs) if fits else (best, pairs, high)
+            self.weights = reweighted(self.weights, self.in_budgets(self.tried[-1][1]))
+            pairs = self.pairs or math.sqrt(max(low, high / 4) * high)
+        if self.pairs is None:
+            return best
+        return min(self.tried, key=lambda tried: max(self.in_budgets(tried[1]).values()))[0]
+
+    def in_budgets(self, losses: Losses) -> Losses:
+        """In units of their budgets."""
+        return {name: loss / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name, loss in losses.items()}
+
+    def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
+        """Rivals at no more pairs than the choice: each family of rules, one for all heads and chosen by head.
+
+        They are chosen by the same measurements and weights as the allocation, which the model has afterwards. All read
+        the held-out texts, copies of them, and needles of all kinds in one text ("mixture").
+        """
+        texts = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
+        items: dict[str, Item] = dict(texts)
+        if self.tokenizer is not None:
+            mixed = mixture(self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2)
+            items["copying"] = copying(next(iter(texts.values())), self.length)
+            items |= {"mixture": mixed} if mixed else {}
+        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
+        here, _ = self.read(items)
+        unpatch_model(self.model)
+        stock, _ = self.read(items)
+        shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
+        for label, rival in self.rival_allocations().items():
+            progress.describe(f"comparing with {label}")
+            self.patch(rival)
+            after, _ = self.read(items)
+            unpatch_model(self.model)
+            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
+        self.patch(self.allocation)
+        return shown
+
+    def rival_allocations(self) -> dict[str, Allocation]:
+        """By label; those that no rule of a family is cheap enough for are left out."""
+        families: dict[str, list[CandidateRule]] = {}
+        for rule in (*self.rules, *self.rivals):
+            families.setdefault(rule.family, []).append(rule)
+        all_, made = [*self.rules, *self.rivals], {}
+        predicted = predicted_losses(self.measured, list(self.weights.values()))
+        total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
+        for family, rules in families.items():
+            cheap = [rule for rule in rules if rule.share(self.length) <= self.allocation.pairs]
+            if cheap:
+                one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
+                layers = {name: (one,) * len(costs) for name, costs in predicted.items()}
+                made[f"{family}, one for all"] = Allocation(layers, self.length)
+                made[f"{family}, by head"] = self.choose(self.allocation.pairs, rules)
+        return made
+
+    def hidden(self, item: Item) -> Tensor:
+        return final_hidden(self.model, ids_of(item))
+
+    def value(self, hidden: Tensor, item: Item) -> Any:
+        if isinstance(item, Example):
+            return score_hidden(hidden, self.head, item)
+        return Score(loss_of(self.head, hidden, item, gradient=False)[0], 0.0)
+
+    def scores(self, before: Score, after: Score) -> tuple[float, float, float]:
+        return math.exp(before.nats), math.exp(after.nats), after.loss(before)
+
+    def losses(self, before: dict[str, Score], after: dict[str, Score]) -> Losses:
+        """By text, and by task of retrieval."""
+        before, after = self.together(before), self.together(after)
+        return super().losses(before, after)
+
+    def together(self, scores: dict[str, Score]) -> dict[str, Score]:
+        """The scores of the examples of a task as one."""
+        part = next(texts for texts in self.texts if scores.keys() <= texts.keys())
+        items = {name: item for name, item in part.items() if isinstance(item, Example)}
+        tasks = by_task(list(items.values()), [scores[name] for name in items])
+        return {name: value for name, value in scores.items() if name not in items} | tasks
+
+    def verified(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
+        first, last = self.together(before), self.together(after)
+        keys = ("before", "after", "loss")
+        report: dict[str, dict[str, Any]] = {"texts": {}, "retrieval": {}}
+        for name, score in first.items():
+            row = dict(zip(keys, self.scores(score, last[name])))
+            if name in before:
+                report["texts"][name] = row
             else:
-                low = pairs
-            weights = reweighted(weights, list(self.tried[-1][1].values()))
-            pairs = math.sqrt(max(low, high / 4) * high)
-        return best
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        return final_hidden(self.model, ids)
-
-    def value(self, hidden: Tensor, ids: Tensor) -> float:
-        return loss_of(self.head, hidden, ids, gradient=False)[0]
-
-    def scores(self, before: float, after: float) -> tuple[float, float, float]:
-        return math.exp(before), math.exp(after), math.expm1(after - before)
+                report["retrieval"][name] = row | {"exact_before": score.exact, "exact_after": last[name].exact}
+        return report
 
 
 @dataclass
@@ -244,10 +415,10 @@ class EncoderInjection(Injection):
                 return allocation
         return None
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        return embeddings(self.model, ids)
+    def hidden(self, item: Item) -> Tensor:
+        return embeddings(self.model, ids_of(item))
 
-    def value(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def value(self, hidden: Tensor, item: Item) -> Tensor:
         return hidden
 
     def scores(self, before: Tensor, after: Tensor) -> tuple[float, float, float]:
@@ -265,8 +436,8 @@ def distance(before: Tensor, after: Tensor) -> float:
     return 1 - F.cosine_similarity(after, before).mean().item()
 
 
-def reweighted(weights: list[float], losses: list[float]) -> list[float]:
+def reweighted(weights: dict[str, float], losses: Losses) -> dict[str, float]:
     """More weight for the texts that lose more than the mean, at most four times as much a step."""
-    mean = max(sum(max(x, 0.0) for x in losses) / len(losses), 1e-6)
-    changed = [w * min(4.0, max(0.25, x / mean)) for w, x in zip(weights, losses)]
-    return [w * len(changed) / sum(changed) for w in changed]
+    mean = max(sum(max(x, 0.0) for x in losses.values()) / len(losses), 1e-6)
+    changed = {name: w * min(4.0, max(0.25, losses[name] / mean)) for name, w in weights.items()}
+    return {name: w * len(changed) / sum(changed.values()) for name, w in changed.items()}

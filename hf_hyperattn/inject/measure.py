@@ -11,17 +11,20 @@ information along the change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
-from .gradients import attention_gradients
-from .rules import CHUNK, SparseRule
+from .gradients import Spans, attention_gradients, predicted_of
+from .kept import Kept, fingerprint
+from .rules import CHUNK, CandidateRule
 
 
 @dataclass
@@ -30,17 +33,50 @@ class Sensitivity:
 
     Args:
         rules: the C candidates.
-        costs: [H, C]: what a rule is expected to cost, in nats a token: half the mean square of the slopes.
+        costs: [H, C]: what a rule is expected to cost, in nats a token that counts.
         kl: [H, C]: KL(under the rule ‖ ordinary attention), in nats.
-        loss: of the text, a token.
+        loss: of the text, a token that counts.
         slopes: [R, H, C]: G·(o_c - o) at R sampled queries; only where they are to be kept.
+        noise: [H, C]: the variance of `costs`, from how much the chunks of queries differ.
     """
 
-    rules: list[SparseRule]
+    rules: list[CandidateRule]
     costs: dict[str, Tensor] = field(default_factory=dict)
     kl: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     slopes: dict[str, Tensor] = field(default_factory=dict)
+    noise: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take in what was measured of a layer."""
+        for kind, tensor in tensors.items():
+            getattr(self, kind)[name] = tensor
+
+    def order(self, names: Sequence[str]) -> None:
+        """Put the layers in this order."""
+        for kind in ("costs", "kl", "slopes", "noise"):
+            tensors = getattr(self, kind)
+            setattr(self, kind, {name: tensors[name] for name in names if name in tensors})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Chunks of queries, and how many queries of the text each query of a chunk stands for.
+
+    Args:
+        starts: the first query of each. weights: of each, together those of all queries.
+        counted: tokens of the text whose prediction counts.
+    """
+
+    starts: list[int]
+    weights: Tensor
+    counted: int
+
+    def of_slopes(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        """What is expected to be lost, a token that counts, and its variance: [H, C] of slopes [R, H, C]."""
+        squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
+        shares = (0.5 * CHUNK / self.counted * len(self.starts)) * self.weights[:, None, None] * squares
+        return shares.mean(0), shares.var(0, correction=0) / len(self.starts)
 
 
 def sampled(length: int, rows: int, seed: int) -> list[int]:
@@ -51,15 +87,37 @@ def sampled(length: int, rows: int, seed: int) -> list[int]:
     return sorted({min(int(p), length - CHUNK) for p in places})
 
 
+def sample(length: int, rows: int, seed: int, spans: Spans | None) -> Sample:
+    """Chunks that measure a text: spread evenly; where only answers count, three quarters of them where those are."""
+    if spans is None:
+        starts = sampled(length, rows, seed)
+        count = len(starts) * CHUNK
+        return Sample(starts, torch.full((len(starts),), length / count, dtype=torch.float64), length)
+    chunks = torch.arange(length // CHUNK)
+    answers = torch.zeros(length // CHUNK, dtype=torch.bool)
+    answers[(predicted_of(spans, length) // CHUNK).clamp_max(len(chunks) - 1)] = True
+    starts, weights = [], []
+    for stratum, share in ((chunks[answers], 0.75), (chunks[~answers], 0.25)):
+        drawn = [x // CHUNK for x in sampled(len(stratum) * CHUNK, int(share * rows), seed)] if len(stratum) else []
+        starts += [int(stratum[i]) * CHUNK for i in drawn]
+        weights += [len(stratum) / len(drawn)] * len(drawn)
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    counted = sum(stop - max(start, 1) for start, stop in spans)
+    return Sample([starts[i] for i in order], torch.tensor([weights[i] for i in order], dtype=torch.float64), counted)
+
+
 def measure(
     model: nn.Module,
     ids: Tensor,
-    rules: Sequence[SparseRule],
+    rules: Sequence[CandidateRule],
     *,
     rows: int = 384,
     seed: int = 0,
     on_layer: Callable[[str], None] | None = None,
     keep_slopes: bool = False,
+    spans: Spans | None = None,
+    folder: Path | str | None = None,
+    resume: bool = True,
 ) -> Sensitivity:
     """Measure rules at every head of a causal model on one text.
 
@@ -69,29 +127,63 @@ def measure(
         rules: the candidates, those of one class beside each other.
         rows: how many queries are sampled.
         on_layer: called with the name of every layer that is done.
-        keep_slopes: of which there may be many.
+        keep_slopes: of which there may be many; they are not kept in `folder`.
+        spans: (start, stop) of the tokens whose prediction counts, as an `Example` has them; None: all.
+        folder: keeps what is measured, a file a layer; None: nothing is kept.
+        resume: take from `folder` what an earlier run with the same model, text, rules, rows, seed and spans left
+            there; False: it is measured anew.
     """
-    result, starts = Sensitivity(list(rules)), sampled(len(ids), rows, seed)
+    result, drawn = Sensitivity(list(rules)), sample(len(ids), rows, seed, spans)
+    kept = None
+    if folder is not None and not keep_slopes:
+        options = {"rows": rows, "seed": seed, "spans": None if spans is None else [list(span) for span in spans]}
+        kept = Kept(Path(folder) / fingerprint(model, ids, rules, **options))
+        if not resume:
+            kept.clear()
+        elif whole := kept.whole():
+            return read_whole(result, kept, whole, on_layer)
+    seen: list[str] = []
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
         if is_plain(call, len(ids)):
-            slopes, kl = compare(call, out, gradient, result.rules, starts)
-            result.kl[name], slopes = kl.cpu(), slopes.cpu()  # layers may be on different devices
-            result.costs[name] = 0.5 * slopes.double().square().mean(0)
-            if keep_slopes:
-                result.slopes[name] = slopes
+            tensors = kept.read(name) if kept else None
+            if tensors is None:
+                tensors = layer_costs(call, out, gradient, result.rules, drawn, keep_slopes)
+                if kept:
+                    kept.write(name, tensors)
+            seen.append(name)
+            result.add(name, tensors)
         if on_layer:
             on_layer(name)
 
     patch_model(model, rules[0].base_config(), mode="blend")  # gates at 0: the attention is the model's own
     try:
-        result.loss = attention_gradients(model, ids, on_gradient)
+        result.loss = attention_gradients(model, ids, on_gradient, spans)
     finally:
         unpatch_model(model)
-    for tensors in (result.costs, result.kl, result.slopes):  # the last layer came first
-        for name in reversed(list(tensors)):
-            tensors[name] = tensors.pop(name)
+    result.order(seen[::-1])  # the last layer came first
+    if kept:
+        kept.finish(seen[::-1], result.loss)
     return result
+
+
+def read_whole(result: Sensitivity, kept: Kept, whole: Mapping[str, Any], on_layer) -> Sensitivity:
+    """All that an earlier run kept."""
+    for name in whole["layers"]:
+        result.add(name, kept.read(name) or {})
+        if on_layer:
+            on_layer(name)
+    result.loss = whole["loss"]
+    return result
+
+
+def layer_costs(
+    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], drawn: Sample, keep_slopes: bool
+) -> dict[str, Tensor]:
+    """What is measured of one layer, by the fields of `Sensitivity`."""
+    slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
+    costs, noise = drawn.of_slopes(slopes)
+    return {"costs": costs, "noise": noise, "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
 
 
 def is_plain(call: HostCall, length: int) -> bool:
@@ -103,7 +195,7 @@ def is_plain(call: HostCall, length: int) -> bool:
 
 
 def compare(
-    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[SparseRule], starts: Sequence[int]
+    call: HostCall, out: Tensor, gradient: Tensor, rules: Sequence[CandidateRule], starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Slopes [R, H, C] and KL divergences [H, C] of one layer."""
     at = torch.cat([torch.arange(s, s + CHUNK) for s in starts])

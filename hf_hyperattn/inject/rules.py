@@ -14,7 +14,7 @@ from ..mechanisms.base import HostCall
 CHUNK = 16
 
 
-class SparseRule(ABC):
+class CandidateRule(ABC):
     """Which pairs of one head are computed, and what stands for the others."""
 
     @property
@@ -27,17 +27,22 @@ class SparseRule(ABC):
     def group(self) -> Hashable:
         """The heads of one layer take rules of one class that agree in this."""
 
+    @property
+    def family(self) -> str:
+        """The rules that a rival would have to choose from, by what people call them."""
+        return type(self).__name__
+
     @abstractmethod
     def share(self, length: int) -> float:
         """Pairs computed, in proportion to those of ordinary attention over a text of `length` tokens."""
 
     @abstractmethod
-    def exact(self) -> SparseRule:
+    def exact(self) -> CandidateRule:
         """Ordinary attention, as a rule of this group."""
 
     @staticmethod
     @abstractmethod
-    def layer_config(rules: Sequence[SparseRule], length: int) -> MechanismConfig:
+    def layer_config(rules: Sequence[CandidateRule], length: int) -> MechanismConfig:
         """The config of a layer whose heads have these rules (one rule: all of them), tuned for `length` tokens."""
 
     @staticmethod
@@ -48,7 +53,7 @@ class SparseRule(ABC):
     @staticmethod
     def compare(
         call: HostCall,
-        rules: Sequence[SparseRule],
+        rules: Sequence[CandidateRule],
         starts: Sequence[int],
         project: Callable[[Tensor], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -30,7 +30,7 @@ KNOWN = re.compile(
     | (tokenizer|spiece|spm|spm_char|sentencepiece|sentencepiece\.bpe)\.model | (source|target)\.spm
     | (vocab|merges|dict)\.txt | bpe\.codes | prophetnet\.tokenizer | [\w.-]+\.tiktoken
     | chat_template\.jinja | additional_chat_templates/[\w.-]+\.jinja
-    | hyperattn_config\.json | hyperattn_inject\.json | \.eval_results/hf_hyperattn\.yaml
+    | hyperattn_config\.json | hyperattn_(inject|heal)\.json | \.eval_results/hf_hyperattn\.yaml
     | (README|LICEN[CS]E|NOTICE|COPYING)(\.md|\.txt)?""",
     re.VERBOSE,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -18,23 +19,18 @@ from .hyper_adapter import active_hyper
 from .patching import base_model, route
 from .stock import HYPER_DOT, OURS, PATCHED, RUNNING, stock_name
 
+#: The number of a layer in the name of a module.
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 
 class Description(dict):
-    """A plain dict that prints as a table."""
+    """A plain dict that prints as a table; rows that are equal but for the number of their layer are one."""
 
     def __str__(self) -> str:
-        rows = [["host", "family", "heads", "kind", "patched", "added", "gates"]]
+        rows = folded([(host["name"], _row(host)) for host in self["hosts"]])
+        lines = _table([["host", "family", "heads", "kind", "patched", "added", "gates"], *rows], rule=True)
         for host in self["hosts"]:
-            gates = [
-                f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}" for n, g in host["gates"].items()
-            ]
-            heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
-            added = str(host["parameters_added"])
-            row = (host["name"], host["family"], heads, host["kind"], mechanisms, added, ", ".join(gates))
-            rows.append([cell or "-" for cell in row])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * w for w in widths))
+            lines += _by_head(host)
         lines.append(
             f"{self['model']}: {self['patched']} of {len(self['hosts'])} hosts patched ({self['mode'] or 'none'}), "
             f"{self['parameters_added']:,} parameters added to {self['parameters']:,}"
@@ -51,8 +47,56 @@ class Description(dict):
     __repr__ = __str__
 
 
-def describe(model: nn.Module) -> Description:
+def _row(host: dict[str, Any]) -> tuple[str, ...]:
+    """What the table says of a host, besides its name."""
+    gates = [f"{n} offloaded" if g is None else f"{n} {g[0]:.3g} to {g[1]:.3g}" for n, g in host["gates"].items()]
+    heads, mechanisms = f"{host['heads']}/{host['kv_heads']}", " + ".join(host["mechanisms"])
+    return host["family"], heads, host["kind"], mechanisms, str(host["parameters_added"]), ", ".join(gates)
+
+
+def folded(rows: list[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
+    """Rows of a name and cells, those of one stack with equal cells as one: model.layers.0-19.self_attn (20)."""
+    groups: dict[tuple, list[str]] = {}
+    for name, cells in rows:
+        groups.setdefault((NUMBER.sub("*", name, count=1), cells), []).append(name)
+    return [[_joined(names), *cells] for (_, cells), names in groups.items()]
+
+
+def _joined(names: list[str]) -> str:
+    """One name for several that differ in the number of their layer."""
+    match = NUMBER.search(names[0])
+    if len(names) == 1 or match is None:
+        return names[0]
+    numbers = [int(NUMBER.search(name)[0]) for name in names]  # type: ignore[index]
+    starts = [n for n in numbers if n - 1 not in numbers]
+    stops = [n for n in numbers if n + 1 not in numbers]
+    spans = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
+    return f"{names[0][: match.start()]}{spans}{names[0][match.end() :]} ({len(names)})"
+
+
+def _table(rows: list[list[str]], rule: bool = False) -> list[str]:
+    """Lines with aligned columns, "-" for an empty cell; with a rule below the first."""
+    cells = [[cell or "-" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells[1:1] = [["-" * w for w in widths]] if rule else []
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _by_head(host: dict[str, Any]) -> list[str]:
+    """The values of a host's heads, where they were asked for."""
+    values = host.get("by_head", {})
+    head = [[host["name"], *map(str, range(host["heads"]))]] if values else []
+    rows = [[f"  {n}", *(["offloaded"] if v is None else [f"{x:.3g}" for x in v])] for n, v in values.items()]
+    return _table([row + [" "] * (host["heads"] + 1 - len(row)) for row in head + rows]) if values else []
+
+
+def describe(model: nn.Module, heads: bool = False) -> Description:
     """Every attention host of a model, its family and layout, what is patched, parameters added, gates as they stand.
+
+    Args:
+        model: of Transformers, patched or not, with adapters or not.
+        heads: also the values of every head: each host then has `by_head`, the numbers of each of its parameters that
+            has one a head, by name (None where they cannot be read), and they stand below the table.
 
     Returns:
         A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
@@ -66,7 +110,7 @@ def describe(model: nn.Module) -> Description:
     mechanisms = [m.to_dict() for hyper in hypers for m in hyper.mechanisms()]
     newly_routed = route(base)  # a served family has hosts only while it is routed
     try:
-        hosts = [_host(module, host) for _, module, host in all_hosts(base)]
+        hosts = [_host(module, host, heads) for _, module, host in all_hosts(base)]
     finally:
         if newly_routed:
             model_patches.unserve(base)
@@ -82,11 +126,11 @@ def describe(model: nn.Module) -> Description:
     )
 
 
-def _host(module: nn.Module, host: Host) -> dict[str, Any]:
+def _host(module: nn.Module, host: Host, heads: bool) -> dict[str, Any]:
     hyper = active_hyper(module._modules.get("hyper"))
     gates = {n: p for n, p in hyper.named_parameters() if n.endswith("gate")} if hyper else {}
     implementation = getattr(host.config, "_attn_implementation", None)
-    return {
+    facts = {
         "name": host.name,
         "family": getattr(host.config, "model_type", "") or type(module).__name__,
         "heads": host.heads,
@@ -99,6 +143,10 @@ def _host(module: nn.Module, host: Host) -> dict[str, Any]:
         "parameters_added": sum(p.numel() for p in hyper.parameters()) if hyper else 0,
         "gates": {n: (g.min().item(), g.max().item()) if can_read(g) else None for n, g in gates.items()},
     }
+    if heads:
+        each = {n: p for n, p in hyper.named_parameters() if p.shape == (host.heads,)} if hyper else {}
+        facts["by_head"] = {n: p.tolist() if can_read(p) else None for n, p in each.items()}
+    return facts
 
 
 def list_mechanisms() -> list[dict]:

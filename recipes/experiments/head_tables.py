@@ -107,6 +107,9 @@ TABLES = {
 }
 
 
+TICKS = (1, 1.5, 2, 3, 4, 6, 8)
+
+
 def plot(results: dict):
     """Growth of the perplexity over the share that is dropped, a line for each ranking, a plot for each way."""
     from matplotlib.figure import Figure
@@ -117,7 +120,7 @@ def plot(results: dict):
     ways = [way for way in settings["ways"] if any(way == w for w, _ in rankings(results))]
     names = list(dict.fromkeys(ranking for _, ranking in rankings(results)))
     colours = dict(zip(names, (*figures.COLOURS, "#da8bc3")))
-    figure = Figure(figsize=(3.4 * len(ways), 3.8), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(ways), 4.4), layout="constrained")
     plots = figure.subplots(1, len(ways), squeeze=False, sharey=True)[0]
     for axes, way in zip(plots, ways):
         for _, ranking in [pair for pair in rankings(results) if pair[0] == way]:
@@ -129,10 +132,13 @@ def plot(results: dict):
                       markersize=4, linewidth=1, label=ranking)  # fmt: skip
             axes.fill_between(at, list(map(min, found)), list(map(max, found)), color=colours[ranking],
                               alpha=0.15)  # fmt: skip
-        axes.set(yscale="log", xlabel="heads dropped, %")
+        axes.set(yscale="log", xlabel="heads dropped, %", yticks=TICKS, yticklabels=TICKS)
+        axes.minorticks_off()
         axes.set_title(way, fontsize=9)
     plots[0].set(ylabel="perplexity over that of the whole model")
-    plots[0].legend(fontsize=7)
+    drawn = {name: handle for axes in plots for handle, name in zip(*axes.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn, fontsize=7, ncols=4, loc="outside lower center",
+                  title="line: geometric mean, shade: from the least to the largest", title_fontsize=7)  # fmt: skip
     return figure
 
 

@@ -50,8 +50,8 @@ def curves(results: dict):
             axes.plot(steps, [100 * v for v in values], color=colour, marker="o", markersize=2, linewidth=1, **label)
     least = statistics.mean(run["most_frequent"] for run in results["runs"].values())
     axes.axhline(100 * least, color="0.3", linestyle="--", linewidth=1, label="the more frequent answer")
-    axes.set(xlabel="step", ylabel="accuracy on fresh sequences, %", ylim=(45, 100))
-    axes.legend(fontsize=8, loc="center right")
+    axes.set(xlabel="step", ylabel="accuracy on fresh sequences, %")
+    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
     return figure
 
 

@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli import build_parser, main
@@ -12,11 +13,20 @@ from . import tiny
 #: Of every command a line that is right but for what is done to it below; in a folder with these files.
 RIGHT = {
     "autoload": ["status"],
+    "bench": ["model", "--mechanism", "cone", "--length", "32"],
+    "compare": ["model", "--text", "text.txt", "--mechanisms", "cone,none", "--length", "16", "--steps", "2"],
+    "completion": ["bash"],
+    "convert": ["encoder", "out", "--to", "hat", "--set", "segment_length=16"],
+    "eval": ["model", "--text", "text.txt"],
+    "hyperbolicity": ["model"],
+    "list": ["cone"],
     "card": ["patched"],
     "demo": ["--model", "model", "--text", "text.txt"],
     "describe": ["model"],
     "export": ["model", "out", "--remote-code"],
+    "heal": ["injected", "--text", "text.txt", "--length", "64", "--output", "out"],
     "inject": ["model", "--mechanism", "hsa", "--text", "text.txt", "--length", "64", "--output", "out"],
+    "look": ["model", "--text", "text.txt", "--out", "out"],
     "push": ["patched", "who/what", "--dry-run"],
 }
 COLLABORATIVE = ["model", "--mechanism", "collaborative", "--rank", "4"]
@@ -30,14 +40,17 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 #: Wrong without any command, and what makes a right line of any command wrong.
-NO_COMMAND = ([], ["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
+NO_COMMAND = (["fly"], ["--fly"], ["demos"], [""], ["-1"], ["describe\n"], ["--version=3"])
 TOO_MUCH = (
     ["--unknown"], ["--unknown=3"], ["-z"], ["--", "one", "more", "x"], ["--traceback=yes"], ["--TRACEBACK"],
     ["more words", "than\nthere may be", "x"],
 )  # fmt: skip
 #: Wrong values of an option by its type, besides those of all numbers.
 OF_TYPE = {int: ("1.5",), float: ("nan", "inf", "-inf", "0")}
+PROGRESS = ("loading", "reading", "looking at cone")
 INJECT = ["inject", *RIGHT["inject"]]
+LOOK = ["look", "model", "--text", "text.txt"]
+HEAL = ["heal", *RIGHT["heal"]]
 HSA = ["inject", "model", "--mechanism", "hsa", "--length", "64"]
 #: Wrong files and folders, and the lines in which they stand where it says HERE.
 PLACES = [
@@ -47,6 +60,8 @@ PLACES = [
             ["demo", "--model", "model", "--text", "HERE"],
             [*HSA, "--text", "HERE"],
             ["inject", *COLLABORATIVE, "--length", "64", "--text", "HERE"],
+            ["look", "model", "--out", "out", "--text", "HERE"],
+            ["heal", "injected", "--text", "HERE", "--output", "out", "--length", "64"],
         ),
     ),
     (
@@ -60,15 +75,37 @@ PLACES = [
             ["export", "HERE", "out", "--remote-code"],
             ["inject", "HERE", "--mechanism", "hsa", "--length", "64", "--text", "text.txt"],
             ["inject", "HERE", *COLLABORATIVE[1:]],
+            ["look", "HERE", "--out", "out", "--text", "text.txt"],
+            ["heal", "HERE", "--text", "text.txt", "--output", "out"],
         ),
     ),
     (
         ("text.txt", "full", "missing/out", "text.txt/out"),
-        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"]),
+        ([*INJECT[:-1], "HERE"], ["inject", *COLLABORATIVE, "--output", "HERE"], [*HEAL[:-1], "HERE"]),
     ),
     (("text.txt", "full", "text.txt/out", "a\0b"), (["export", "model", "HERE", "--remote-code"],)),
+    (("text.txt", "missing/out", "text.txt/out"), ([*LOOK, "--out", "HERE"],)),
     (("yes", "ON", "", "on off"), (["autoload", "HERE"],)),
     (("", "a/b/c", "a b", "../x", "a--b", "-x"), (["push", "patched", "HERE", "--dry-run"],)),
+    (
+        ("missing.txt", ".", "zeros.txt", "latin.txt", "short.txt", ""),
+        (
+            ["eval", "model", "--text", "HERE"],
+            ["hyperbolicity", "model", "--text", "HERE"],
+            ["compare", "model", "--mechanisms", "cone", "--length", "16", "--text", "HERE"],
+        ),
+    ),
+    (
+        ("./missing", "/missing", "text.txt", "empty", "a/b/c"),
+        (
+            ["bench", "HERE", "--mechanism", "cone"],
+            ["compare", "HERE", "--mechanisms", "cone", "--text", "text.txt"],
+            ["convert", "HERE", "out", "--to", "hat"],
+            ["eval", "HERE", "--text", "text.txt"],
+            ["hyperbolicity", "HERE"],
+        ),
+    ),
+    (("text.txt", "full", "missing/out"), (["convert", "model", "HERE", "--to", "hat"],)),
     (("missing.txt", ".", "text.txt", "zeros.txt", ""), (["card", "patched", "--facts", "HERE"],)),
 ]
 #: Right lines, and what makes each wrong.
@@ -82,15 +119,121 @@ BESIDES = [
         ["--budget", "0.1"], ["--pairs", "0.5"], ["--rows", "32"], ["--length", "64"], ["--rank", "0"],
         ["--rank", "-5"], ["--rank", "1" + "0" * 30], ["--rank", "33"], ["--text"], ["--seed", "-1"],
     )),
+    (HEAL, (
+        ["--lora", "0"], ["--lr", "2"], ["--patch-lr", "0"], ["--steps", "0"], ["--length", "97"], ["--seed", "-1"],
+        ["--save-every", "0"], ["--device", "abacus"], ["--text", "text.txt", "text.txt"], ["--text", "brief.txt"],
+    )),
+    (["heal", "model", *RIGHT["heal"][1:]], ([],)),
     (["demo", *RIGHT["demo"]], (
         ["--prompt", ""], ["--prompt", "\n"], ["--device", "abacus"], ["--device", ""], ["--device", "cuda:99"],
         ["--length", "97"], ["--length", "1"], ["--tokens", "31"], ["--generate", "0"],
+    )),
+    ([*LOOK, "--out", "out"], (
+        ["--length", "97"], ["--length", "31"], ["--query", "96"], ["--query", "-1"], ["--layers", "2"],
+        ["--layers", "some"], ["--layers", ""], ["--layers", "0,9"], ["--layers", "1-2"],
     )),
     (["describe"], ([], ["model", "model"])),
     (["card"], ([], ["model"], ["unpatched", "--write"])),
     (["push"], (["patched"], ["unpatched", "who/what", "--dry-run"])),
     (["export"], (["model", "--remote-code"], ["unpatched", "out", "--remote-code"])),
 ]  # fmt: skip
+
+
+COMPARE = ["compare", *RIGHT["compare"]]
+EVAL = ["eval", "model", "--text", "text.txt"]
+#: Wrong lines, and words of the mend that each error names.
+MENDS = [
+    (["comapre"], "did you mean 'compare'"),
+    (["lst"], "did you mean 'list'"),
+    (["benchmark"], "did you mean 'bench'"),
+    (["hyperbolic"], "did you mean 'hyperbolicity'"),
+    (["evaluate", "model"], "did you mean 'eval'"),
+    (["complete", "bash"], "did you mean 'completion'"),
+    (["doctr"], "did you mean 'doctor'"),
+    (["--json", "list"], "no option '--json'"),
+    (["fly"], "allowed: autoload, bench"),
+    (["list", "conee"], "did you mean 'cone'"),
+    (["list", "hyperbolicc"], "did you mean 'hyperbolic'"),
+    (["list", ""], "allowed: cone, hyperbolic"),
+    (["list", "none"], "allowed: cone"),
+    (["list", "cone", "hype"], "leave it out"),
+    (["list", "--jsno"], "did you mean '--json'"),
+    (["completion"], "SHELL is missing"),
+    (["completion", "bsh"], "did you mean 'bash'"),
+    (["completion", "powershell"], "allowed: bash, zsh, fish"),
+    (["completion", "bash", "zsh"], "leave it out"),
+    (["eval", "model"], "--text is missing"),
+    (["eval", "model", "--txt", "text.txt"], "did you mean '--text'"),
+    ([*EVAL, "--mechanism", "cne"], "did you mean 'cone'"),
+    ([*EVAL, "--mechanism", "hat"], "allowed: cone"),
+    ([*EVAL, "--mechanism", "cone+"], "several with +"),
+    ([*EVAL, "--mechanism", "cone+hyperbolic"], "--mechanism cone+hyperbolic: "),
+    ([*EVAL, "--mechanism", "cone", "--mode", "mix"], "allowed: blend, replace"),
+    ([*EVAL, "--mode", "replace"], "leave it out"),
+    ([*EVAL, "--dtype", "float8"], "allowed: float32, bfloat16, float16"),
+    ([*EVAL, "--dtype", "bfloat"], "did you mean 'bfloat16'"),
+    ([*EVAL, "--device", "abacus"], "allowed: cpu, cuda"),
+    ([*EVAL, "--length", "1"], "allowed: 2 or more"),
+    ([*EVAL, "--length", "97"], "allowed: up to 96"),
+    ([*EVAL, "--tokens", "31"], "allowed: 32 or more"),
+    (["eval", "patched-model", "--text", "text.txt", "--mechanism", "cone"], "leave out --mechanism"),
+    (["eval", "encoder", "--text", "text.txt"], "allowed: a model that AutoModelForCausalLM loads"),
+    (["bench", "model"], "add what to measure beside it: --mechanism cone"),
+    (["bench", "model", "--mechanism", "cone", "--length", "90"], "allowed: 96 tokens together"),
+    (["bench", "model", "--mechanism", "cone", "--repeats", "0"], "allowed: 1 or more"),
+    (["bench", "model", "--mechanism", "cone", "--length", "x"], "no whole number"),
+    (["bench", "model", "--mechansim", "cone"], "did you mean '--mechanism'"),
+    (["bench"], "MODEL is missing"),
+    (["compare", "model", "--mechanisms", "cone"], "--text is missing"),
+    (["compare", "model", "--text", "text.txt"], "--mechanisms is missing"),
+    ([*COMPARE, "--mechanisms", "none"], "allowed: names once each"),
+    ([*COMPARE, "--mechanisms", "cone,cone"], "allowed: names once each"),
+    ([*COMPARE, "--mechanisms", "cone,hypr"], "did you mean 'hype'"),
+    ([*COMPARE, "--mechanisms", "cone;hype"], "several with +"),
+    ([*COMPARE, "--budget", "20"], "allowed: such as 90s, 20min or 1.5h"),
+    ([*COMPARE, "--budget", "20 minutes"], "allowed: such as 90s, 20min or 1.5h"),
+    ([*COMPARE, "--budget", "0s"], "allowed: such as 90s"),
+    ([*COMPARE, "--budget", "20min"], "leave one out"),
+    ([*COMPARE, "--seeds", "2"], "allowed: 3 or more"),
+    ([*COMPARE, "--seeds", "101"], "allowed: 3 to 100"),
+    ([*COMPARE, "--rate", "1"], "allowed: above 0 and below 1"),
+    ([*COMPARE, "--added-rate", "0"], "allowed: above 0 and below 1"),
+    ([*COMPARE, "--layers", "last-thirds"], "'last-third'"),
+    ([*COMPARE, "--rank", "0"], "allowed: 1 or more"),
+    ([*COMPARE, "--held-out", "0"], "allowed: 1 or more"),
+    ([*COMPARE, "--length", "97"], "allowed: up to 96"),
+    ([*COMPARE, "--out", "text.txt"], "allowed: a folder"),
+    ([*COMPARE, "--out", "missing/out"], "allowed: a place in one"),
+    ([*COMPARE, "--out", "other"], "use another --out, or remove it"),
+    (["compare", "patched-model", *COMPARE[2:]], "allowed: a model with its own attention"),
+    (["compare", "encoder", *COMPARE[2:]], "allowed: a model that AutoModelForCausalLM loads"),
+    (["convert", "encoder", "out"], "--to is missing"),
+    (["convert", "encoder", "out", "--to", "hatt"], "did you mean 'hat'"),
+    (["convert", "encoder", "out", "--to", "cone"], "allowed: collaborative, hat"),
+    (["convert", "encoder", "out", "--to", "hat", "--set", "layout"], "allowed: NAME=VALUE"),
+    (["convert", "encoder", "out", "--to", "hat", "--set", "layuot=I1"], "did you mean 'layout'"),
+    (["convert", "encoder", "out", "--to", "hat", "--set", "segment_length=1"], "HatConfig.segment_length"),
+    (["convert", "encoder", "out", "--to", "hat", "--set", "layout=I9"], "I1, I2, I3"),
+    (["convert", "encoder", "out", "--to", "collaborative"], "add --set rank=R"),
+    (["convert", "model", "out", "--to", "hat"], "allowed: bert"),
+    (["convert", "patched-model", "out", "--to", "hat"], "allowed: a model with its own attention"),
+    (["convert", "encoder", "full", "--to", "hat"], "full"),
+    (["convert", "encoder", "missing/out", "--to", "hat"], "allowed: a place in an existing folder"),
+    (["hyperbolicity", "text.txt"], "allowed: .npy, .csv, .safetensors"),
+    (["hyperbolicity", "words.csv"], "allowed: numbers, one point a row"),
+    (["hyperbolicity", "nan.csv"], "allowed: finite numbers"),
+    (["hyperbolicity", "few.csv"], "allowed: 8 points or more"),
+    (["hyperbolicity", "missing.npy"], "allowed: numbers, one point a row"),
+    (["hyperbolicity", "few.csv", "--text", "text.txt"], "leave it out"),
+    (["hyperbolicity", "model", "--size", "3"], "allowed: 4 or more"),
+    (["hyperbolicity", "model", "--seed", "-1"], "allowed: 0 or more"),
+    (["hyperbolicity", "model", "--sedd", "3"], "did you mean '--seed'"),
+    (["inject", "model", "--mechanism", "hsaa", "--text", "text.txt"], "did you mean 'hsa'"),
+    (["describe", "model", "--jsn"], "did you mean '--json'"),
+    (["autoload", "of"], "did you mean 'off'"),
+    (["demo", "--generate", "many"], "allowed: digits, such as --generate 1024"),
+    (["demo", "--generate"], "allowed: --generate VALUE"),
+]
 
 
 def wrong_values(right: list[str], action: argparse.Action):
@@ -134,12 +277,27 @@ def place(tmp_path_factory):
     tiny.save(folder / "unpatched")
     ha.HyperAttnConfig([ha.ConeConfig()]).save_pretrained(folder / "patched")
     (folder / "text.txt").write_text("some text that is long enough to be measured on. " * 100)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    ha.patch_model(model, ha.HsaConfig((4, 16)), mode="replace").save_pretrained(folder / "injected")
+    tiny.tokenizer().save_pretrained(folder / "injected")
     (folder / "short.txt").write_text("too short")
+    (folder / "brief.txt").write_text("long enough to be read, and not to learn from. " * 2)
     (folder / "zeros.txt").write_bytes(b"text\0text" * 100)
     (folder / "latin.txt").write_bytes("Größe ".encode("latin-1") * 100)
     (folder / "empty").mkdir()
     (folder / "full").mkdir()
     (folder / "full" / "mine").write_text("keep")
+    size = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    BertModel(BertConfig(vocab_size=260, **size)).save_pretrained(folder / "encoder")
+    tiny.tokenizer().save_pretrained(folder / "encoder")
+    model = ha.patch_model(AutoModelForCausalLM.from_pretrained(folder / "model"), ha.ConeConfig())
+    model.save_pretrained(folder / "patched-model")
+    tiny.tokenizer().save_pretrained(folder / "patched-model")
+    (folder / "other").mkdir()
+    (folder / "other" / "hyperattn_compare.json").write_text('{"request": {"model": "another"}, "runs": {}}')
+    (folder / "words.csv").write_text("one,two\n")
+    (folder / "nan.csv").write_text("1,nan\n" * 9)
+    (folder / "few.csv").write_text("1,2\n3,4\n")
     return folder
 
 
@@ -149,6 +307,16 @@ def test_there_are_enough():
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: repr(" ".join(line))[:80])
 def test_one_line(line, place, monkeypatch, capsys):
+    error_of(line, place, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("line, mend", MENDS, ids=lambda part: repr(part)[:80])
+def test_the_line_says_what_to_write_instead(line, mend, place, monkeypatch, capsys):
+    assert mend in error_of(line, place, monkeypatch, capsys)
+
+
+def error_of(line, place, monkeypatch, capsys) -> str:
+    """The one line on stderr; nothing was printed or written."""
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
     try:
@@ -156,8 +324,9 @@ def test_one_line(line, place, monkeypatch, capsys):
     except SystemExit as left:  # argparse's own errors
         code = left.code
     out, err = capsys.readouterr()
-    lines = [said for said in err.splitlines() if said != "loading"]
+    lines = [said for said in err.splitlines() if said not in PROGRESS]
     assert code == 2, (out, err)
     assert len(lines) == 1 and lines[0].startswith("hyperattn") and ": error: " in lines[0], err
     assert "Traceback" not in err and "--traceback shows where" not in err and len(lines[0]) < 1100
     assert out in ("", "model: collaborative, rank 33, seed 0\n") and sorted(place.rglob("*")) == before
+    return lines[0]

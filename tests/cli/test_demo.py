@@ -69,8 +69,8 @@ def test_rows_are_what_the_model_does(capsys, model, text):
     ]  # fmt: skip
 
 
-def test_generation_is_shown(capsys, model, text):
-    _, out, _ = demo(capsys, "--model", model, "--text", text, *ARGUMENTS)
+def test_generation_is_shown_and_the_patched_model_saved(capsys, model, text, tmp_path):
+    _, out, _ = demo(capsys, "--model", model, "--text", text, *ARGUMENTS, "--output", tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = torch.tensor([tiny.tokenizer()("the fox").input_ids])
     new = loaded.generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
@@ -78,6 +78,18 @@ def test_generation_is_shown(capsys, model, text):
     assert '"the fox" goes on, greedily:' in out
     for label in ("stock (sdpa)    ", "cone, patched in"):
         assert f"  {label}  {expected}\n" in out
+    assert re.search(r"^cone attention ran on (plain torch|the fused engine, cpu)", out, re.MULTILINE)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(saved(prompt).logits, loaded(prompt).logits)
+    assert any("cone" in name for name, _ in saved.named_parameters())
+    assert (tmp_path / "saved" / "README.md").is_file() and (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
+def test_a_full_folder_is_refused_before_anything_is_measured(capsys, model, tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    code, out, err = demo(capsys, "--model", model, *ARGUMENTS, "--output", tmp_path)
+    assert code == 2 and out == "" and "is not empty; allowed: an absent or empty directory" in err
 
 
 @pytest.mark.slow

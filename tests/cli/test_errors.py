@@ -69,8 +69,8 @@ BAD = [
     (["--generate", "0"], "--generate 0 is not allowed"),
     (["--prompt", " "], "--prompt is empty"),
     (["--device", "abacus"], "--device abacus: not usable here"),
-    (["--length", "many"], "invalid int value: 'many'"),
-    (["--unknown"], "unrecognized arguments: --unknown"),
+    (["--length", "many"], "--length 'many' is no whole number"),
+    (["--unknown"], "no option '--unknown'; leave it out"),
 ]
 
 
@@ -92,10 +92,15 @@ def test_one_line(arguments, said, files, model, monkeypatch, capsys):
     assert out == "" or out.startswith("weights, float32")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"]])
-def test_no_such_command(arguments, capsys):
+def test_without_arguments_the_help_is_shown(capsys):
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert "compare" in out and "hyperattn COMMAND --help" in out and not err
+
+
+def test_no_such_command(capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
+        cli.main(["fly"])
     assert left.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 

@@ -26,7 +26,13 @@ BLOCKS = [
     for text in [page.read_text(encoding="utf-8")]
     for block in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
 ]
-MARKS = {"onnx": pytest.mark.extras, 'device="cuda"': pytest.mark.gpu}
+#: Packages that `make test` does not install, by a word of the blocks that need them.
+EXTRAS = {
+    "onnx": ("onnxscript", "onnxruntime"),
+    "from trl ": ("trl",),
+    "from sentence_transformers ": ("sentence_transformers",),
+}
+MARKS = {**dict.fromkeys(EXTRAS, pytest.mark.extras), 'device="cuda"': pytest.mark.gpu}
 #: Blocks that read what another block wrote: words of both.
 AFTER = {'torch.export.load("model.pt2")': 'torch.export.save(program, "model.pt2")'}
 
@@ -74,9 +80,8 @@ def test_block(code, given, tmp_path, monkeypatch):
     publish = lambda self, repo_id, **settings: self.save_pretrained(repo_id)
     for cls in (PushToHubMixin, ha.HyperAttnConfig):
         monkeypatch.setattr(cls, "push_to_hub", publish)
-    if "onnx" in code:
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
+    for package in (p for word, packages in EXTRAS.items() if word in code for p in packages):
+        pytest.importorskip(package)
     first = [other for word, earlier in AFTER.items() if word in code for _, other in BLOCKS if earlier in other]
     for source in [*first, code]:
         torch.manual_seed(0)

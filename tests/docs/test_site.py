@@ -24,8 +24,9 @@ def test_every_public_name_is_in_the_reference(module):
 
 def test_every_page_is_in_the_contents():
     start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^(\w+)$", start, re.MULTILINE))
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} <= listed
+    listed = set(re.findall(r"^((?:tutorials/)?\w+)$", start, re.MULTILINE))
+    pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")}
+    assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {"index"} <= listed
 
 
 @pytest.mark.extras

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_hyperattn.engines import attention
 from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
+from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
@@ -125,9 +126,39 @@ def of_rows(pick: random.Random, seed: int) -> str:
     return f"{shape} {dtype} root={root} width={width}"
 
 
+def by_rules(pick: random.Random, seed: int) -> str:
+    kv_heads, group = pick.randint(1, 3), pick.choice((1, 2, 3))
+    batch, heads = pick.randint(1, 2), kv_heads * group
+    keys = int(math.exp(pick.uniform(math.log(2), math.log(600))))
+    queries = keys if pick.random() < 0.6 else pick.randint(1, keys)
+    d, dv = (pick.choice((2, 3, 8, 16, 31, 64, 100)) for _ in range(2))
+    starts = [pick.randint(0, keys - 1) if pick.random() < 0.3 else 0 for _ in range(batch)]
+    spans = starts, [pick.randint(start, keys) if pick.random() < 0.3 else keys for start in starts]
+    paged = lambda: (
+        pick.randint(1, 40),
+        pick.randint(1, 70),
+        pick.randint(0, 9),
+        pick.randint(0, 1),
+        pick.randint(0, 3),
+    )
+    plain = lambda: (0, 1, 0, 0, 0)
+    rules = [HeadRule(pick.randint(1, 700), pick.randint(0, 9), *pick.choice((paged, plain))()) for _ in range(heads)]
+    dtype, offset = pick.choice((torch.float32, torch.bfloat16)), keys - queries
+    shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    q, k, v = (laid_out(t, pick) for t in leaves)
+    earlier = pick.randint(0, queries - 1)
+    chosen = chosen_pages(q, k, rules, spans=spans, offset=offset, earlier=earlier)
+    out = selected_attention(q[:, :, earlier:], k, v, rules, chosen, spans=spans, offset=offset + earlier)
+    assert not out.isnan().any()
+    torch.autograd.grad(out.float().sum(), leaves, allow_unused=True)
+    return f"{shapes} {dtype} spans={spans} earlier={earlier} {rules}"
+
+
 KERNELS = {
     "attention": forward_and_backward,
     "decoding": decoding,
     "windows": over_windows,
+    "rules": by_rules,
     "norms": of_rows,
 }

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import peft
 import pytest
@@ -188,6 +189,15 @@ def test_every_method_by_every_loader_in_a_fresh_process(how, tmp_path):
         answer = found[str(tmp_path / "adapters" / name)]
         refused = how in ("AutoModel", "pipeline") and METHODS[name].native == "refused"
         assert ("does not support" in answer) if refused else gap(answer, expected) <= 1e-6, (name, answer)
+
+
+def test_the_page_has_a_row_for_every_method_and_no_failure():
+    """docs/adapters.md, which `make adapters` writes from a run."""
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    assert [cells[0].removeprefix("| ") for cells in rows] == [*METHODS] and "**" not in page
+    numbers = [float(cell) for cells in rows for cell in cells[2:-1] if cell[:1].isdigit()]
+    assert len(numbers) > 80 and max(numbers) <= 1e-6
 
 
 def lora(**options) -> LoraConfig:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms.sparse import Pages
 from tests.integration.models import FAMILIES, State, difference, perturb, run
 from tests.integration.test_families import generate
 
@@ -21,6 +22,7 @@ CONFIGS = {
     "hyperbolic, midpoint": ha.HyperbolicConfig(distance="squared_lorentz"),
     "hype": ha.HypeConfig(max_length=32),
     "hsa": ha.HsaConfig(windows=(2, 4)),
+    "sparse": ha.SparseConfig([Pages(2, 1, 2, 1)]),
     "head_fusion": ha.HeadFusionConfig(),
     "talking_heads": ha.TalkingHeadsConfig(),
     "mkl": ha.MklConfig(kind="global"),
@@ -48,8 +50,10 @@ def patched(family: str, names, mode: str = "blend"):
     return ha.patch_model(model, *(CONFIGS[name] for name in names), mode=mode), inputs
 
 
-MEANT = [(family, pair) for family in HOSTS for pair in PAIRS if allowed(pair, family)]
-CLASHING = [(family, pair) for family in HOSTS for pair in PAIRS if not allowed(pair, family)]
+#: Sparse rules are causal, and an encoder is refused whatever stands beside them.
+KNOWN = [(family, pair) for family in HOSTS for pair in PAIRS if not ("sparse" in pair and family == "bert")]
+MEANT = [(family, pair) for family, pair in KNOWN if allowed(pair, family)]
+CLASHING = [(family, pair) for family, pair in KNOWN if not allowed(pair, family)]
 label = lambda value: value if isinstance(value, str) else " + ".join(value)
 
 

@@ -99,8 +99,42 @@ def test_the_table():
         "model.layers.0.self_attn",
         *"llama 4/2 causal cone 12 cone.gate 0 to 0".split(),
     ]
-    assert lines[3].split() == ["model.layers.1.self_attn", *"llama 4/2 causal - 0 -".split()]
+    assert lines[3].split() == ["model.layers.1-3.self_attn", "(3)", *"llama 4/2 causal - 0 -".split()]
+    assert len(lines) == 5 and set(lines[1]) == {"-", " "}
     assert lines[-1].startswith("LlamaForCausalLM: 1 of 4 hosts patched (blend), 12 parameters added to ")
+
+
+def test_equal_rows_are_folded_and_no_others():
+    model = ha.patch_model(llama(), CONE, layers=[1])
+    assert str(ha.describe(model)).splitlines()[2].startswith("model.layers.0,2-3.self_attn (3) ")
+    ha.unpatch_model(model)
+    ha.patch_model(model, CONE)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.hyper.cone.gate.fill_(0.5)
+    names = [line.split()[0] for line in str(ha.describe(model)).splitlines()[2:-1]]
+    assert names == ["model.layers.0-1,3.self_attn", "model.layers.2.self_attn"]
+
+
+def test_two_stacks_are_not_one_row():
+    names = [line.split()[0] for line in str(ha.describe(FAMILIES["bart"][0]())).splitlines()[2:-1]]
+    assert len(names) == 3 and {name.split(".")[1] for name in names} == {"encoder", "decoder"}
+
+
+def test_values_by_head():
+    model = ha.patch_model(llama(), CONE, layers=[1])
+    gate = [-0.25, 0.0, 0.5, 0.125]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.hyper.cone.gate.copy_(torch.tensor(gate))
+    described = ha.describe(model, heads=True)
+    assert "by_head" not in ha.describe(model)["hosts"][1] and described["hosts"][0]["by_head"] == {}
+    assert described["hosts"][1]["by_head"] == {
+        "cone.gate": gate,
+        "cone.log_gamma": [0] * 4,
+        "cone.log_radius": [0] * 4,
+    }
+    lines = [line.split() for line in str(described).splitlines()]
+    assert ["model.layers.1.self_attn", "0", "1", "2", "3"] in lines
+    assert ["cone.gate", "-0.25", "0", "0.5", "0.125"] in lines
 
 
 @pytest.mark.parametrize("patched", [True, False])

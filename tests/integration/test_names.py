@@ -314,3 +314,19 @@ def test_an_adapter_of_a_stock_model_beside_a_patched_one(tmp_path):
     get_peft_model(stock, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     assert "hf_hyperattn" not in json.loads((tmp_path / "adapter_config.json").read_text())
     assert not (tmp_path / "hyperattn_config.json").exists()
+
+
+@pytest.mark.parametrize("config", ["cone", "hsa", "hsa both", "head_fusion", "mkl"])
+def test_a_loss_has_a_gradient_by_every_layer_s_attentions(config):
+    """As maps of attention times gradient want it; and asking for them changes nothing that comes out."""
+    configs = {
+        "cone": ha.ConeConfig(), "hsa": ha.HsaConfig(windows=(4,)), "hsa both": ha.HsaConfig(windows=(4,)),
+        "head_fusion": ha.HeadFusionConfig(), "mkl": ha.MklConfig(),
+    }  # fmt: skip
+    model, inputs = make("bert" if config == "hsa both" else "llama")
+    ha.patch_model(model, configs[config])
+    perturb(model)
+    output = model(**inputs, output_attentions=True)
+    assert (output[0] - model(**inputs)[0]).abs().max() <= 1e-5
+    gradients = torch.autograd.grad(output[0].square().sum(), output.attentions)
+    assert len(gradients) == len(model.config.hyperattn["hosts"]) and all(g.abs().max() > 0 for g in gradients)

@@ -11,6 +11,7 @@ from peft import get_peft_model
 import hf_hyperattn as ha
 from hf_hyperattn.cli import main
 from hf_hyperattn.integration.by_name import _warn_of_others
+from hf_hyperattn.mechanisms.sparse import Window
 from hub_cards.spec import read_spec
 from tests.integration.models import FAMILIES, State, difference, llama, llava, perturb, run, text_inputs
 
@@ -119,6 +120,22 @@ def test_an_export_runs_them_as_remote_code(tmp_path):
     assert (tmp_path / "export" / "hyperattn_config.py").is_file()
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
     assert difference(run(model, inputs), run(again, inputs)) == 0
+
+
+def test_a_host_may_run_another_mechanism_of_the_stage(tmp_path):
+    hsa, window = ha.HsaConfig((4,), near=2, sinks=0, refine_top_k=0), ha.SparseConfig(Window(3, 1))
+    own = llama()
+    both, alike, other = (copy.deepcopy(own) for _ in range(3))
+    ha.patch_model(both, ha.HyperAttnConfig([hsa], mode="replace", overrides={ONE: [window]}))
+    ha.patch_model(alike, hsa, mode="replace")
+    ha.patch_model(other, window, mode="replace")
+    alike.get_submodule(ONE).hyper = other.get_submodule(ONE).hyper
+    ids = torch.arange(1, 17)[None]
+    assert torch.equal(both(ids).logits, alike(ids).logits)
+    both.save_pretrained(tmp_path)
+    assert torch.equal(hf.LlamaForCausalLM.from_pretrained(tmp_path)(ids).logits, both(ids).logits)
+    with pytest.raises(ValueError, match="holds hype, which is not among the mechanisms; allowed: hsa, and others"):
+        ha.HyperAttnConfig([hsa], overrides={ONE: [ha.HypeConfig()]})
 
 
 def test_json_has_the_key_only_where_it_is_needed():

@@ -12,6 +12,9 @@ import transformers as hf
 import hf_hyperattn as ha
 from tests.integration.models import TEXT, bert, perturb, set_implementation
 
+from .collaborative import shared
+from .hat_models import hat
+
 ONE_LAYER = dict(num_hidden_layers=1, initializer_range=0.15)
 HSA = ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1)  # blocks stay closed in short texts too
 MECHANISMS = {
@@ -76,9 +79,9 @@ SIZES = (2, 20), (3, 31)  # of the call that is exported, and of another one
 
 
 @torch.no_grad()
-def program(model: Logits, **options):
-    """A program for any batch and length."""
-    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=5, max=64)}
+def program(model: Logits, least: int = 5, **options):
+    """A program for any batch and length, from `least` on."""
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=least, max=64)}
     shapes = dict(input_ids=sizes, attention_mask=sizes)
     return torch.export.export(model, inputs(*SIZES[0]), dynamic_shapes=shapes, **options)
 
@@ -179,12 +182,28 @@ def test_the_page(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_onnx(family, mechanism, tmp_path):
-    runtime = onnx_runtime()
+    onnx_runtime()
     if mechanism == "collaborative" and family == "llama":
         pytest.skip("collaborative refuses hosts with rotary positions")
-    model, file = make(family, mechanism), str(tmp_path / "model.onnx")
-    torch.onnx.export(program(model), f=file, dynamo=True, verbose=False)
-    session = runtime.InferenceSession(file)
+    model = make(family, mechanism)
+    assert_same_in_onnx(program(model), model, tmp_path)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("kind", ["hat", "collaborative"])
+def test_onnx_of_a_conversion(kind, tmp_path):
+    onnx_runtime()
+    model = Logits(hat(vocab_size=99, segment_length=5).float() if kind == "hat" else shared("bert")[0])
+    segment = 5  # tokens; a text of one segment is another program
+    exported = program(model, segment + 1, prefer_deferred_runtime_asserts_over_guards=kind == "hat")
+    assert not ours(exported)
+    assert_same_in_onnx(exported, model, tmp_path)
+
+
+def assert_same_in_onnx(exported, model: Logits, folder: Path) -> None:
+    file = str(folder / "model.onnx")
+    torch.onnx.export(exported, f=file, dynamo=True, verbose=False)
+    session = onnx_runtime().InferenceSession(file)
     names = [x.name for x in session.get_inputs()]
     run = lambda *tensors: torch.from_numpy(session.run(None, {n: t.numpy() for n, t in zip(names, tensors)})[0])
     assert_same(run, model, 1e-4)

@@ -1,13 +1,15 @@
-"""Programs of others take a patched checkpoint as it is: lm-eval's command and `transformers serve`."""
+"""Programs of others take a patched checkpoint as it is: lm-eval's command, `transformers serve` and `chat`."""
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,9 +101,7 @@ def test_transformers_serve(folder, batching):
     from transformers.cli.serve import Serve
 
     model = str(folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = dict(cb_num_blocks=8, cb_max_batch_tokens=64) if batching else {}
     server = Serve(model, device="cpu", host="127.0.0.1", port=port, non_blocking=True,
                    continuous_batching=batching, log_level="error", **options)  # fmt: skip
@@ -112,6 +112,92 @@ def test_transformers_serve(folder, batching):
     finally:
         server.kill_server()
     assert answer == written(folder / "model", folder) != written(folder / "base", folder)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_transformers_chat(folder, tmp_path):
+    """Its command, in a terminal, against the server: a message, the answer, and the chat that it saves."""
+    for module in (*MODULES, "rich"):
+        pytest.importorskip(module)
+    from transformers.cli.serve import Serve
+
+    model, port = str(folder / "model"), free_port()
+    server = Serve(model, device="cpu", host="127.0.0.1", port=port, non_blocking=True, log_level="error")
+    line = [sys.executable, "-m", "transformers.cli.transformers", "chat", model, f"http://127.0.0.1:{port}/v1"]
+    line += ["max_new_tokens=8", "do_sample=False", "--user", "me"]
+    try:
+        wait_for(port)
+        terminal = Terminal(line, tmp_path)
+        for prompt, answer in (("<me>:", "the fox"), ("Continue generating?", "n"), ("<me>:", "!save")):
+            terminal.expect(prompt)
+            terminal.send(answer)
+        terminal.expect("Chat saved")
+        terminal.expect("<me>:")
+        terminal.send("!exit")
+        assert terminal.wait() == 0
+    finally:
+        server.kill_server()
+    (saved,) = Path(model).glob("chat_*.json")
+    chat = json.loads(saved.read_text())["chat_history"]
+    saved.unlink()
+    assert [turn["role"] for turn in chat] == ["user", "assistant"] and chat[0]["content"] == "the fox"
+    assert chat[1]["content"] == written(folder / "model", folder) != written(folder / "base", folder)
+
+
+class Terminal:
+    """A program in a pseudo-terminal."""
+
+    def __init__(self, line: list[str], folder: Path, seconds: float = 120):
+        import pty
+
+        environment = os.environ | {
+            "TERM": "dumb", "COLUMNS": "200", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        }  # fmt: skip
+        self.end, self.shown, (self.file, inside) = time.monotonic() + seconds, "", pty.openpty()
+        self.process = subprocess.Popen(
+            line, stdin=inside, stdout=inside, stderr=inside, cwd=folder, env=environment, start_new_session=True
+        )
+        os.close(inside)
+
+    def expect(self, text: str) -> None:
+        """Read until the text is shown; what was before it is let go."""
+        while text not in self.shown:
+            ready = select.select([self.file], [], [], 1)[0]
+            try:
+                self.shown += os.read(self.file, 4096).decode(errors="replace") if ready else ""
+            except OSError as error:  # it has ended
+                raise AssertionError(f"{text!r} was not shown: {self.shown[-3000:]}") from error
+            if time.monotonic() > self.end:
+                self.process.kill()
+                raise AssertionError(f"{text!r} was not shown in time: {self.shown[-3000:]}")
+        self.shown = self.shown.partition(text)[2]
+
+    def send(self, text: str) -> None:
+        os.write(self.file, f"{text}\n".encode())
+
+    def wait(self) -> int:
+        """The exit status."""
+        with suppress(OSError):
+            while os.read(self.file, 4096):
+                pass
+        os.close(self.file)
+        return self.process.wait(30)
+
+
+def wait_for(port: int) -> None:
+    """Until a server listens."""
+    for _ in range(300):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(port)
 
 
 def ask(url: str, body: dict) -> dict:

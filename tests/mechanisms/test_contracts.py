@@ -3,6 +3,7 @@
 import pytest
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms.sparse import Pages, Window
 from hf_hyperattn.registry import MECHANISMS
 from hf_hyperattn.testing import mechanism_checks
 
@@ -18,6 +19,16 @@ CONFIGS = {
     "talking_heads": [ha.TalkingHeadsConfig()],
     "collaborative": [ha.CollaborativeConfig()],
     "mkl": [ha.MklConfig(), ha.MklConfig(kind="conditional")],
+    "sparse": [
+        ha.SparseConfig(
+            [
+                Pages(2, 1, 2, 1, query="previous", chunk=2),
+                Window(3, 1),
+                Pages(2, 1, 2, 1),
+                Pages(2, 1, 2, 1, "mean", "first", 3),
+            ]
+        )
+    ],
     "trilinear": [ha.TrilinearConfig(windows=(4, 3)), ha.TrilinearConfig(form="bidaf")],
 }
 #: What is refused, by the check's name; every other refusal fails.
@@ -27,6 +38,10 @@ REFUSES = {
         ".*-gemma2": "logits have a softcap",
         # in models without causal layers the tree has nothing to learn beside the gate
         "(learning|gradients|compiled|checkpointing|adapter)-.*-replace-(bert|vit)": "nothing is added that learns",
+    },
+    "sparse": {
+        ".*-(bert|vit|bart|t5)": "see the tokens after them too",
+        "(learning|gradients|compiled|checkpointing|adapter)-.*-replace-(llama|gpt2)": "nothing is added that learns",
     },
     # w1 weighs queries alone, which no softmax over keys sees; the paper has it
     "trilinear": {r"learning-trilinear\(form=bidaf.*": r"three steps: (\S+\.w1(, )?)+$"},
@@ -48,6 +63,8 @@ def is_quick(check) -> bool:
         return is_first and check.family == "llama" and check.config.mechanism == "cone"
     if check.contract in ("composition", "engines"):
         return is_first and check.family == "llama"
+    if check.config.mechanism == "sparse":  # blended, it is what it is in place of the host's attention, and a gate
+        return check.family == "llama" and check.mode == "replace" and not check.refusal
     if check.contract in BY_FAMILY and check.mode == "blend":
         return True
     again = check.mode == "replace" and MECHANISMS[check.config.mechanism].stage in MODELESS

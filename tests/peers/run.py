@@ -46,7 +46,7 @@ ABOUT = (
     "themselves as soon as they are built, and the common tests of PEFT, method by method on a patched Llama; "
     "every added parameter is moved away from where it starts. A cell says how many of the tests that pass on "
     "the stock model pass on the patched one. What does not is listed below with the reason; anything else "
-    "makes `make peers` fail. Columns and rows are those that were run. Transformers' archive has no tests of "
+    "makes `make peers` fail. What has no row, and cells with –, were not run. Transformers' archive has no tests of "
     "exporters: those run where `TRANSFORMERS_SOURCE` names a checkout, which was not tried. Its tests of "
     "generation are left out."
 )
@@ -92,6 +92,11 @@ def outcomes(suite: str, part: str, mechanism: str, folder: Path) -> dict[str, s
     return found
 
 
+def is_cached(suite: str, part: str, mechanism: str, folder: Path) -> bool:
+    """Whether a part was run before."""
+    return (folder / f"{suite} {part} {mechanism}.json").is_file()
+
+
 def short(test: str) -> str:
     """The name of a test without its parameters; of PEFT's, of which it is one."""
     name, _, parameter = test.partition("[")
@@ -109,14 +114,20 @@ def main() -> int:
     parser.add_argument("--suites", default="transformers,peft")
     parser.add_argument("--parts", default="", help="families and methods, by commas (default: all)")
     parser.add_argument("--mechanisms", default=",".join(MECHANISMS))
+    parser.add_argument("--cached", action="store_true", help="write the page from earlier runs; run nothing")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "peers.md")
     options = parser.parse_args()
     folder, new, rows, notes = FOLDER / "results" / fingerprint(), [], {}, {}
     mechanisms = options.mechanisms.split(",")
     for suite in options.suites.split(","):
         for part in [p for p in PARTS[suite] if not options.parts or p in options.parts.split(",")]:
+            if options.cached and not any(is_cached(suite, part, mechanism, folder) for mechanism in mechanisms):
+                continue
             stock = outcomes(suite, part, "stock", folder)
             for mechanism in mechanisms:
+                if options.cached and not is_cached(suite, part, mechanism, folder):
+                    rows.setdefault(suite, {}).setdefault(part, []).append("–")
+                    continue
                 patched = outcomes(suite, part, mechanism, folder)
                 failed = [t for t, o in stock.items() if o == "passed" and patched.get(t, "missing") != "passed"]
                 for test in failed:

@@ -3,6 +3,9 @@
 #include "decode.h"
 #include "forward.h"
 #include "norms.h"
+#include "selected_backward.h"
+#include "selected_choice.h"
+#include "selected_decode.h"
 
 using hyper::Bfloat;
 using hyper::Call;
@@ -27,6 +30,18 @@ void hyper_norms(const hyper::NormCall* c) { c->half ? hyper::norms<Bfloat>(*c) 
 
 void hyper_norms_backward(const hyper::NormCall* c) {
   c->half ? hyper::norms_backward<Bfloat>(*c) : hyper::norms_backward<float>(*c);
+}
+
+void hyper_selected_choice(const hyper::Selected* c, const hyper::Choice* s) {
+  c->half ? hyper::selected_choice<Bfloat>(*c, *s) : hyper::selected_choice<float>(*c, *s);
+}
+
+void hyper_selected_forward(const hyper::Selected* c) {
+  c->half ? hyper::selected_forward<Bfloat>(*c) : hyper::selected_forward<float>(*c);
+}
+
+void hyper_selected_backward(const hyper::Selected* c, const hyper::SelectedGradients* s) {
+  c->half ? hyper::selected_backward<Bfloat>(*c, *s) : hyper::selected_backward<float>(*c, *s);
 }
 
 // The block of keys in which a backward pass can be cut, and the width to which rows are filled.

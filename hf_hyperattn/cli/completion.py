@@ -1,0 +1,98 @@
+"""`hyperattn completion`: a script for a shell, made of the parser; this module imports nothing of the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+from hyperattn_cli import COMMANDS, Parser, build_parser, patches
+
+#: Options whose values are names of mechanisms.
+NAMES = ("--mechanism", "--mechanisms")
+
+BASH = """\
+_hyperattn() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then words="{commands}"; else
+    case "${{COMP_WORDS[1]}} $before" in
+{values}
+    *) case "$word" in -*) case "${{COMP_WORDS[1]}}" in
+{options}
+       esac;; esac;;
+    esac; fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _hyperattn hyperattn
+"""
+ZSH = "#compdef hyperattn\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the script."""
+    script = SCRIPTS[args.shell](parsers())
+    print(json.dumps({"shell": args.shell, "script": script}, indent=2) if args.json else script, end="")
+    if args.json:
+        print()
+
+
+def parsers() -> dict[str, Parser]:
+    """The parser of every sub-command, by name."""
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def allowed(action: argparse.Action) -> list[str]:
+    """The words that an option or argument takes, where they are few."""
+    if action.choices:
+        return [str(word) for word in action.choices]
+    return patches() if any(option in NAMES for option in action.option_strings) else []
+
+
+def bash(commands: dict[str, Parser]) -> str:
+    """For bash; after a word for which nothing is known, files."""
+    values, options = [], []
+    for name, parser in commands.items():
+        for action in filter(allowed, parser._actions):
+            places = [f'"{name} {option}"' for option in action.option_strings] or [f'"{name} {name}"']
+            values.append(f'    {"|".join(places)}) words="{" ".join(allowed(action))}";;')
+        options.append(f'           {name}) words="{" ".join(parser._option_string_actions)}";;')
+    return BASH.format(commands=" ".join(commands), values="\n".join(values), options="\n".join(options))
+
+
+def zsh(commands: dict[str, Parser]) -> str:
+    """For zsh, by its own way of running bash's."""
+    return ZSH + bash(commands)
+
+
+def fish(commands: dict[str, Parser]) -> str:
+    """For fish, with the lines of help."""
+    lines = [
+        f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(first_line(name))}"
+        for name in commands
+    ]
+    for name, parser in commands.items():
+        inside = f"complete -c hyperattn -n '__fish_seen_subcommand_from {name}'"
+        for action in parser._actions:
+            longs = [f"-l {option[2:]}" for option in action.option_strings if option.startswith("--")]
+            words = f" -x -a {quoted(' '.join(allowed(action)))}" if allowed(action) else ""
+            needs = " -r" if not words and longs and action.nargs != 0 else ""
+            if longs or words:
+                lines.append(
+                    f"{inside} {' '.join(longs)}{words}{needs} -d {quoted(action.help or '')}".replace("  ", " ")
+                )
+    return "\n".join(lines) + "\n"
+
+
+def first_line(name: str) -> str:
+    """A sub-command's line of help."""
+    return (COMMANDS[name].__doc__ or "").partition("\n")[0]
+
+
+def quoted(text: str) -> str:
+    """A word for fish, in single quotes."""
+    text = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+SCRIPTS: dict[str, Callable[[dict[str, Parser]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

@@ -1,0 +1,128 @@
+"""`hyperattn hyperbolicity`: how far word vectors, hidden states, or points in a file are from a tree."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModel
+
+from ..analysis.hyperbolicity import hyperbolicity, shuffled
+from ..integration.checkpoint_files import errors_as, find_folder, load_config
+from .console import progress, table
+from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
+
+#: How files of points are read. No pickles: they can hold code.
+READERS = {
+    ".npy": lambda path: torch.from_numpy(np.load(path, allow_pickle=False)),
+    ".csv": lambda path: torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2)),
+    ".safetensors": lambda path: only_matrix(load_file(path)),
+}
+QUADRUPLES = 20_000
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and print; raises ValueError or OSError for bad input."""
+    quiet()
+    rows = {}
+    sets = points_of(args)
+    with progress(len(sets)) as bar:
+        for name, points in sets.items():
+            bar.describe(name)
+            rows[name] = measure(points, args)
+            bar.advance(1)
+    if args.json:
+        print(json.dumps({"source": args.source, "size": args.size, "rows": rows}, indent=2))
+        return
+    show(args, rows)
+
+
+def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
+    """The points by name, [N, d] each."""
+    path = Path(args.source)
+    if path.suffix in READERS and not path.is_dir():
+        if args.text is not None:
+            raise ValueError("--text says nothing for a file of points; leave it out")
+        return {path.name: checked(args.source, read_points(path))}
+    if path.is_file():
+        raise ValueError(f"{args.source}: no file of points; allowed: {', '.join(READERS)}, or the folder of a model")
+    return vectors(args)
+
+
+def read_points(path: Path) -> Tensor:
+    """What a file holds."""
+    with errors_as(f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"):
+        return READERS[path.suffix](path)
+
+
+def only_matrix(tensors: dict[str, Tensor]) -> Tensor:
+    """The one matrix of a safetensors file."""
+    if len(tensors) != 1:
+        raise ValueError(f"it holds {len(tensors)} tensors, and one was expected")
+    return next(iter(tensors.values()))
+
+
+def checked(name: str, points: Tensor) -> Tensor:
+    """Points as float64 [N, d], where they can be measured."""
+    if points.ndim != 2 or len(points) < 8 or points.is_complex():
+        raise ValueError(f"{name}: numbers of shape {list(points.shape)}; allowed: 8 points or more, one a row")
+    points = points.double()
+    if not points.isfinite().all():
+        raise ValueError(f"{name}: holds nan or inf; allowed: finite numbers")
+    return points
+
+
+@torch.inference_mode()
+def vectors(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Input embeddings of a model, and hidden states of a text's tokens after every layer."""
+    find_folder(args.source, args.source)
+    config = load_config(args.source, args.source)
+    ids: list[int] = []
+    if args.text is not None:
+        tokenizer = read_tokenizer(args.source, args.source)
+        text, name = read_text(args.text, 64 * args.tokens)
+        prefix = prefix_of(tokenizer)
+        ids = prefix + encode(tokenizer, text, window_of(config, None, args.tokens, len(prefix)), name)
+    with errors_as(f"{args.source}: cannot load it"):
+        model: Any = AutoModel.from_pretrained(args.source, dtype=torch.float32).eval()
+    with errors_as(f"{args.source}: no table of word vectors; allowed: a text model"):
+        sets = {"word vectors": model.get_input_embeddings().weight}
+    if ids:
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        sets |= {f"layer {i}": state[0] for i, state in enumerate(states) if i}
+    return {name: checked(name, points.detach()) for name, points in sets.items()}
+
+
+def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """The hyperbolicity of a draw of the points, and of the same shuffled; whether it is below its control."""
+    draw = torch.Generator().manual_seed(args.seed)
+    points = points[torch.randperm(len(points), generator=draw)[: args.points]]
+    ours, control = (
+        hyperbolicity(x, size=args.size, draws=args.draws, quadruples=QUADRUPLES, seed=args.seed)
+        for x in (points, shuffled(points, args.seed))
+    )
+    error = (ours.mean_error**2 + control.mean_error**2) ** 0.5
+    return {"points": len(points), **vars(ours), "control": vars(control),
+            "below_control": ours.mean + 3 * error < control.mean}  # fmt: skip
+
+
+def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
+    """Print the table and what it says."""
+    cells = [
+        [
+            name, str(row["points"]), f"{row['largest']:.3f} ± {row['largest_deviation']:.3f}",
+            f"{row['control']['largest']:.3f}", f"{row['mean']:.4f}", f"{row['control']['mean']:.4f}",
+            "below" if row["below_control"] else "not below",
+        ]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    table(("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells)
+    below = sum(row["below_control"] for row in rows.values())
+    print(f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
+          f"Samples of {args.size} points: 0 is a tree, 1 the most")  # fmt: skip

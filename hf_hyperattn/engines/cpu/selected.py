@@ -1,0 +1,256 @@
+"""Attention by rules of the heads (selected.h): first keys, nearest keys, pages that chunks of queries chose."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...readable import can_read
+from . import library
+from .kernels import chunks_of
+
+#: `struct Selected`, `struct SelectedGradients` and `struct Choice` of selected.h, selected_backward.h and
+#: selected_choice.h.
+SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
+GRADIENTS = struct.Struct("2P q 2P")
+CHOICE = struct.Struct("q P")
+#: A backward pass on several threads is not cut into parts of fewer queries.
+LEAST_PART = 256
+
+
+class HeadRule(NamedTuple):
+    """What keys j <= p a query at position p sees.
+
+    Without pages: j < sinks, j > p - near. With pages: j < sinks, the pages that its chunk has chosen, and all from the
+    page on in which c - near + 1 lies, where c is the first position of its chunk.
+
+    Args:
+        near: the nearest keys; without pages, a number not below the length makes the head exact.
+        sinks: the first keys.
+        page: keys of a page; 0: no pages are chosen.
+        chunk: queries that share a choice.
+        top: how many pages before those a chunk chooses.
+        bounds: pages are scored by the least and the largest of their keys, not by their means.
+        by: what a chunk chooses by, a place in `BY`.
+    """
+
+    near: int
+    sinks: int = 0
+    page: int = 0
+    chunk: int = 1
+    top: int = 0
+    bounds: int = 0
+    by: int = 0
+
+
+#: A query by itself, the first query of its chunk, the mean of the chunk before, the mean of its own chunk.
+BY = ("own", "first", "previous", "chunk")
+
+
+def serves(query: Tensor) -> bool:
+    """Whether the compiled kernel can compute a call with this query."""
+    suitable = query.dtype in (torch.float32, torch.bfloat16) and query.device.type == "cpu" and can_read(query)
+    return suitable and library.core_is_ready()
+
+
+def _flat(rules: Sequence[HeadRule]) -> list[int]:
+    return [number for rule in rules for number in rule]
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _longs(values: Sequence[int]):
+    return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+
+def pack(
+    tensors: Sequence[Tensor], chosen: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
+    out: Tensor, lse: Tensor,
+) -> tuple[bytes, list]:  # fmt: skip
+    """`struct Selected`, and what must live as long as it."""
+    query, key, value = tensors
+    batch, matrices = query.shape[0], [n for t in tensors for n in (t.data_ptr(), *t.stride()[:3])]
+    arrays = _longs(rules), _longs(spans[:batch]), _longs(spans[batch:])
+    rules_at, starts, stops = map(ctypes.addressof, arrays)
+    call = SELECTED.pack(
+        *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
+        query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), *chosen.shape[2:],
+        starts, stops, scale, out.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return call, [arrays, tensors, chosen]
+
+
+@torch.library.custom_op("hf_hyperattn::selected", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, rules: Sequence[int], spans: Sequence[int],
+    offset: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [B, H, N, dv] in float32; of each row the largest logit and 1 over its sum of weights, [2, B, H, N]."""
+    tensors = [_rows(t) for t in (query, key, value)]
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    lse = out.new_empty(2, *query.shape[:3])
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    library.core().hyper_selected_forward(call)
+    del alive
+    return out, lse
+
+
+@forward.register_fake
+def _(query, key, value, chosen, rules, spans, offset, scale):
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=torch.float32)
+    return out, out.new_empty(2, *query.shape[:3])
+
+
+@torch.library.custom_op("hf_hyperattn::selected_backward", mutates_args=())
+def gradients(
+    grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor,
+    rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, in their dtype."""
+    tensors, core = [_rows(t) for t in (query, key, value)], library.core()
+    grad, out, lse = grad.float().contiguous(), out.contiguous(), lse.contiguous()
+    call, alive = pack(tensors, chosen.contiguous(), rules, spans, offset, scale, out, lse)
+    parts = chunks_of(key.shape[0] * key.shape[1], -(-query.shape[2] // LEAST_PART))
+    d_query = grad.new_empty(query.shape)
+    padded = [core.hyper_padded(ctypes.c_int64(t.shape[-1])) for t in (key, value)]
+    sums = [grad.new_zeros(parts, *key.shape[:3], width) for width in padded]
+    slots = GRADIENTS.pack(grad.data_ptr(), d_query.data_ptr(), parts, *(t.data_ptr() for t in sums))
+    core.hyper_selected_backward(call, slots)
+    del alive
+    d_key, d_value = (
+        t.sum(0)[..., : like.shape[-1]].to(like.dtype).clone() for t, like in zip(sums, (key, value), strict=True)
+    )
+    return d_query.to(query.dtype), d_key, d_value
+
+
+@gradients.register_fake
+def _(grad, out, lse, query, key, value, chosen, rules, spans, offset, scale):
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _pullback(ctx, grad, _):
+    found = gradients(grad, *ctx.saved_tensors, ctx.rules, ctx.spans, ctx.offset, ctx.scale)
+    return *found, None, None, None, None, None
+
+
+forward.register_autograd(_pullback, setup_context=_save)
+
+
+@torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())
+def choice(
+    query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int
+) -> Tensor:
+    """What `chosen_pages` returns."""
+    tensors = [_rows(t) for t in (query, key, key)]
+    chosen = query.new_full(_choice_shape(query, rules, earlier), -1, dtype=torch.int32)
+    out = query.new_empty(0, dtype=torch.float32)
+    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out)
+    library.core().hyper_selected_choice(call, CHOICE.pack(earlier, chosen.data_ptr()))
+    del alive
+    return chosen
+
+
+def _choice_shape(query: Tensor, rules: Sequence[int], earlier: int) -> tuple[int, int, int, int]:
+    fields = [rules[i :: len(HeadRule._fields)] for i in range(len(HeadRule._fields))]
+    paged = [HeadRule(*rule) for rule in zip(*fields, strict=True) if rule[2]]
+    least = min((rule.chunk for rule in paged), default=query.shape[2])
+    chunks = (query.shape[2] - earlier) // max(1, least) + 2
+    return query.shape[0], query.shape[1], chunks, max((rule.top for rule in paged), default=0)
+
+
+@choice.register_fake
+def _(query, key, rules, spans, offset, earlier):
+    return query.new_empty(_choice_shape(query, rules, earlier), dtype=torch.int32)
+
+
+def chosen_pages(
+    query: Tensor,
+    key: Tensor,
+    rules: Sequence[HeadRule],
+    *,
+    spans: tuple[Sequence[int], Sequence[int]] | None = None,
+    offset: int = 0,
+    earlier: int = 0,
+) -> Tensor:
+    """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
+
+    Args:
+        query, key, rules, spans: as in `selected_attention`; no gradient passes.
+        offset: where query 0 stands.
+        earlier: so many of the first queries are there for the choice alone.
+
+    Returns:
+        int32 [B, H, chunks, most], as `selected_attention` takes it; the first chunk is that of query `earlier`.
+    """
+    starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
+    _check_spans(starts, stops, key.shape[2])
+    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier)
+
+
+def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
+    if not all(0 <= start <= stop <= keys for start, stop in zip(starts, stops, strict=True)):
+        raise ValueError(f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys")
+
+
+def _chunks(rule: HeadRule, place: int, queries: int) -> int:
+    """How many chunks queries from `place` on lie in."""
+    first, last = max(0, place), place + queries - 1
+    return last // rule.chunk - first // rule.chunk + 1 if rule.page and last >= 0 else 0
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rules: Sequence[HeadRule],
+    chosen: Tensor | None = None,
+    *,
+    spans: tuple[Sequence[int], Sequence[int]] | None = None,
+    offset: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention with a rule for every head.
+
+    Args:
+        query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
+        key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
+        rules: one for each query head.
+        chosen: [B, H, chunks, most], int32: the pages of each chunk, in any order, -1 for none; the first chunk is that
+            of the first query that is no padding. None: no head has pages.
+        spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
+            count from the first. None: all are keys.
+        scale: of the logits; None: 1 / sqrt(d).
+
+    Returns:
+        [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
+
+    Raises:
+        ValueError: rules, chunks or spans do not fit the call.
+    """
+    batch, heads, n, d = query.shape
+    if len(rules) != heads:
+        raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
+    if chosen is None:
+        chosen = query.new_full((batch, heads, 1, 0), -1, dtype=torch.int32)
+    starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
+    _check_spans(starts, stops, key.shape[2])
+    chunks = max((_chunks(rule, offset - s, n) for rule in rules for s in starts), default=0)
+    if chunks > chosen.shape[2]:
+        raise ValueError(
+            f"selected attention: pages of {chosen.shape[2]} chunks for queries of {chunks}; give those of chosen_pages"
+        )
+    scale = d**-0.5 if scale is None else scale
+    out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
+    return out.to(query.dtype)

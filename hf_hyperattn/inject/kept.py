@@ -1,0 +1,86 @@
+"""Measurements on disk: a folder for each model, text and list of rules, in it a file for each layer.
+
+A file is written beside its place and moved there when it is whole, so that an interrupted measurement loses no more
+than the layer that it was at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..files import read_json, write_atomically
+from .rules import CandidateRule
+
+FORMAT = 1  # of the files
+PIECES = 512  # numbers of a parameter that its fingerprint is made of
+WHOLE = "whole.json"  # is there once all layers are
+
+
+def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], **options: Any) -> str:
+    """32 hexadecimal digits that differ where the model, the text, a rule or an option does.
+
+    Of every parameter the name, the shape and up to `PIECES` numbers count; of one that is offloaded, name and shape.
+
+    Args:
+        ids: token ids [N]. rules: frozen dataclasses. options: of the measurement, plain values.
+    """
+    digest = hashlib.sha256(json.dumps([FORMAT, options, [repr(rule) for rule in rules]], sort_keys=True).encode())
+    digest.update(ids.cpu().numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            numbers = parameter.detach().flatten()
+            some = numbers[:: max(1, len(numbers) // PIECES)]
+            digest.update(some.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was measured of one text, on disk.
+
+    Args:
+        folder: made where it is not there.
+    """
+
+    folder: Path
+
+    def file(self, layer: str) -> Path:
+        return self.folder / f"{layer}.safetensors"
+
+    def read(self, layer: str) -> dict[str, Tensor] | None:
+        """The tensors of a layer; None where it was not measured."""
+        return load_file(self.file(layer)) if self.file(layer).is_file() else None
+
+    def write(self, layer: str, tensors: dict[str, Tensor]) -> None:
+        """Keep the tensors of a layer, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = self.folder / f".draft-{os.getpid()}"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft)
+            os.replace(draft, self.file(layer))
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def whole(self) -> dict[str, Any] | None:
+        """What `finish` wrote: the layers in their order, and the loss of the text; None where layers are missing."""
+        return read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
+
+    def finish(self, layers: list[str], loss: float) -> None:
+        """Say that all layers are there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / WHOLE, json.dumps({"layers": layers, "loss": loss}))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,135 @@
+"""The rules of sparse attention (`SparseConfig`) as rules that are measured and allocated; they mix within a layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mechanisms import sparse
+from ..mechanisms.base import HostCall
+from .rules import CHUNK, CandidateRule
+
+#: Up to so many tokens a rule selects for the whole text at once; beyond, chunk by chunk, which needs less memory.
+AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class SparseHeadRule(CandidateRule):
+    """A rule of `hf_hyperattn.mechanisms.sparse` for one head."""
+
+    rule: sparse.SparseRule
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rule.is_exact
+
+    @property
+    def group(self) -> str:
+        return "sparse"
+
+    @property
+    def family(self) -> str:
+        return family_of(self.rule)
+
+    def share(self, length: int) -> float:
+        return share_of(self.rule, length)
+
+    def exact(self) -> SparseHeadRule:
+        return SparseHeadRule(sparse.Exact())
+
+    @staticmethod
+    def layer_config(rules: Sequence[CandidateRule], length: int) -> sparse.SparseConfig:
+        return sparse.SparseConfig(tuple(r.rule for r in rules), tuned_length=length)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def base_config() -> sparse.SparseConfig:
+        return sparse.SparseConfig(sparse.Exact())
+
+    @staticmethod
+    def compare(
+        call: HostCall,
+        rules: Sequence[SparseHeadRule],  # type: ignore[override]
+        starts: Sequence[int],
+        project: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As in `CandidateRule`: the weights of ordinary attention, those of hidden keys left out, the rest scaled.
+
+        What is left out has the weight 1 - kept, so that KL(under the rule ‖ ordinary attention) is -log kept.
+        """
+        query, key, value = (t.detach()[0].float() for t in (call.query, call.key, call.value))
+        at = torch.cat([torch.arange(s, s + CHUNK, device=query.device) for s in starts])
+        groups = len(query) // len(key)
+        full_key, full_value = (t.repeat_interleave(groups, 0) for t in (key, value))
+        logits = call.scale * query[:, at] @ full_key.mT
+        logits.masked_fill_(torch.arange(key.shape[1], device=at.device) > at[:, None], -torch.inf)
+        whole = logits.logsumexp(-1, keepdim=True)
+        if call.options.sinks is not None:
+            whole = torch.logaddexp(whole, call.options.sinks.float().view(-1, 1, 1))
+        weights = (logits - whole).exp_()
+        rest = 1 - weights.sum(-1)  # what a sink takes
+        for rule in rules:
+            kept = weights * seen(rule.rule, query, full_key, float(call.scale), starts, at)
+            total = (kept.sum(-1) + rest).clamp_min(1e-30)
+            yield project(kept @ full_value / total[..., None]), -total.log()
+
+
+def seen(
+    rule: sparse.SparseRule, query: Tensor, key: Tensor, scale: float, starts: Sequence[int], at: Tensor
+) -> Tensor:
+    """Bool [H, R, N]: the keys that the sampled queries see; of queries and keys [H, N, d] of a whole text."""
+    if not rule.earlier:  # it depends on the query and the keys alone
+        call = sparse.RuleCall(query[None, :, at], key[None], scale, at[None])
+        mask = rule.visible(call) & (call.tokens <= call.places)
+        return mask.expand(1, len(query), len(at), key.shape[1])[0]
+    if query.shape[1] <= AT_ONCE:
+        return rule.mask(query[None], key[None], scale)[0][:, at]
+    parts = []
+    for start in starts:
+        first = max(0, start - rule.earlier)
+        part = query[None, :, first : start + CHUNK]
+        parts.append(rule.mask(part, key[None], scale, first, start - first)[0])
+    return torch.cat(parts, 1)
+
+
+@lru_cache(4096)
+def share_of(rule: sparse.SparseRule, length: int) -> float:
+    """The rule's own; it is asked for often."""
+    return rule.share(length)
+
+
+def family_of(rule: sparse.SparseRule) -> str:
+    """Sinks and window, the pages of Quest, or those of others."""
+    if isinstance(rule, sparse.Window):
+        return "sinks and window"
+    if isinstance(rule, sparse.Pages):
+        kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
+        return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
+    return rule.name
+
+
+#: What pages are scored by, and by whose query.
+SEARCHES: tuple[tuple[Any, Any], ...] = (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
+#: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
+NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
+PAGE_NEAR, OPENED, PAGES = (16, 64, 256), (64, 128, 256, 512, 1024), (4, 16)
+#: Pages, no more pairs than this: nearness alone is the better use of more.
+MOST = 0.5
+
+
+def candidates(length: int) -> list[SparseHeadRule]:
+    """The rules that are measured for texts of a length: windows, and pages by their bounds or means."""
+    windows = [sparse.Window(near, SINKS) for near in NEAR if near <= length / 2]
+    pages = [
+        sparse.Pages(near, SINKS, page, opened // page, summary, query)
+        for near, opened, page in itertools.product(PAGE_NEAR, OPENED, PAGES)
+        if near + opened < length / 2
+        for summary, query in SEARCHES
+    ]
+    fine = [rule for rule in pages if rule.share(length) <= MOST]
+    return [SparseHeadRule(rule) for rule in (*windows, *fine)]

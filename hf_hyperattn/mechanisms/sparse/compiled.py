@@ -1,0 +1,136 @@
+"""Sparse attention by the compiled kernel (engines/cpu/selected.py), which computes the visible pairs alone.
+
+It takes heads that are exact, have a window, or choose pages, of calls whose masks hide padding and what comes later.
+Everything else goes the way of masks, with the same result: other heads beside those that it takes, and other calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
+from ...engines.cpu import selected
+from ...engines.cpu.selected import BY, HeadRule
+from ..hsa.masks import padding_of
+from .masking import ByLength, Text, masked
+from .pages import Pages
+from .rules import Exact, SparseRule, Window
+
+#: More tokens than any text has.
+EVERYTHING = 2**40
+Spans = tuple[list[int], list[int]]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    score: PairScore,
+    value: Tensor,
+    options: Options,
+    rules: ByLength,
+    text: Text,
+    window: int | None = None,
+    backend: str = "auto",
+) -> Tensor | None:
+    """The output [B, H, N, dv] in the dtype of the query; None where the kernel does not compute this call.
+
+    Args:
+        query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
+        score: what is attended by; a plain product.
+        value: [B, Hkv, M, dv].
+        options, rules, window: as in `masking.masked`.
+        text: where queries and keys stand, and the queries before them.
+        backend: the engine that was asked for.
+    """
+    heads = rules_of_call(rules, query.shape[1])
+    rest = [h for h, rule in enumerate(heads) if rule is None]
+    if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_plain(score, options, window):
+        return None
+    if not all(
+        selected.serves(t) and t.dtype == query.dtype for t in (query, key, score.raw_query, score.raw_key, value)
+    ):
+        return None
+    last, n = text.last, query.shape[2]
+    spans = None if last is None else spans_of(options, text, len(query), n)
+    if spans is None or last is None or not text.reaches(n):
+        return None
+    chosen, earlier, known = None, 0, [HeadRule(1) if rule is None else rule for rule in heads]
+    if any(rule.top for rule in known):
+        asking = query if text.before is None else torch.cat([text.before.to(query.dtype), query], 2)
+        earlier = asking.shape[2] - n
+        chosen = selected.chosen_pages(asking, key, known, spans=spans, offset=last - asking.shape[2], earlier=earlier)
+    out = selected.selected_attention(
+        score.raw_query, score.raw_key, value, known, chosen, spans=spans, offset=last - n, scale=score.scale
+    )
+    if not rest:
+        return out
+    others = by_masks(rest, query, key, score, value, options, rules, text)
+    return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
+
+
+def by_masks(
+    heads: list[int], query: Tensor, key: Tensor, score: PairScore, value: Tensor, options: Options, rules: ByLength,
+    text: Text,
+) -> Tensor:  # fmt: skip
+    """Some heads alone, [B, len(heads), N, dv], as `masked` has them; arguments as in `attend`."""
+    every = query.shape[1]
+    of = lambda t: repeat_heads(t, every)[:, heads]
+    mask = options.mask
+    if mask is not None and mask.ndim == 4 and mask.shape[1] == every:
+        mask = mask[:, heads]
+    before = None if text.before is None else text.before[:, heads]
+    rules = tuple((length, tuple((each * (every // len(each)))[h] for h in heads)) for length, each in rules)
+    options, text = replace(options, mask=mask), replace(text, before=before)
+    hidden = masked(query[:, heads], of(key), score.scale, options, rules, text)
+    return attention(dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden)[0]
+
+
+def rules_of_call(rules: ByLength, heads: int) -> list[HeadRule | None]:
+    """The rule of each head for the kernel; None where it knows none, for all where rules change with the length."""
+    if len(rules) != 1:
+        return [None] * heads
+    known = [rule_of_head(rule) for rule in rules[0][1]]
+    return known * (heads // len(known))
+
+
+def rule_of_head(rule: SparseRule) -> HeadRule | None:
+    """A rule as the kernel takes it."""
+    if type(rule) is Exact:
+        return HeadRule(EVERYTHING)
+    if type(rule) is Window:
+        return HeadRule(rule.near, rule.sinks)
+    if type(rule) is Pages:
+        by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
+        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by)
+    return None
+
+
+def is_plain(score: PairScore, options: Options, window: int | None) -> bool:
+    """Whether a call is a softmax of products, and hides nothing but what a mask hides."""
+    dot = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    more = options.bias, options.sinks, options.softcap, options.window, options.aggregation, window
+    return dot and not options.dropout_p and all(x is None for x in more)
+
+
+def spans_of(options: Options, text: Text, batch: int, queries: int) -> Spans | None:
+    """Of each row its first key and the end of its keys; None where more is hidden than padding or dropped."""
+    mask, last = options.mask, text.last or 0
+    if text.is_whole:
+        return [0] * batch, [last] * batch
+    places = text.places
+    if mask is None or places.dropped:
+        return None
+    if mask.dtype != torch.bool:
+        return None
+    real = padding_of(mask, queries, not options.is_causal, options.is_causal and not options.offset)
+    there = places.key >= 0
+    if real is None or not torch.equal(real.expand_as(there), there):
+        return None
+    counts, starts = there.sum(1), there.int().argmax(1)
+    ends = there.shape[1] - there.flip(1).int().argmax(1)
+    if bool((ends - starts != counts).logical_and(counts > 0).any()):
+        return None
+    return starts.tolist(), (starts + counts).clamp_max(last).tolist()

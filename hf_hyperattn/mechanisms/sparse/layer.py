@@ -1,0 +1,121 @@
+"""Sparse attention inside a host: the host's attention, whose queries see the keys that their heads' rules select."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...engines import Options, PairScore, attention
+from ..base import Host, HostCall, MechanismLayer, Plan
+from ..hsa.layer import LONGER
+from . import compiled
+from .config import SparseConfig
+from .masking import ByLength, all_exact, masked, text_of
+from .recent import Recent
+from .rules import Exact
+
+logger = logging.getLogger("hf_hyperattn")
+
+
+class SparseLayer(MechanismLayer):
+    """Blend: (1-g)·o + g·o_sparse with g = 0 at first, which computes both. Replace: o_sparse, with nothing to learn.
+
+    Raises:
+        ValueError: a host that is not causal, or rules for another count of heads.
+    """
+
+    honours_heads = True
+    mixes_heads = False
+
+    def __init__(self, config: SparseConfig, host: Host | None, mode: str = "replace", heads=None):
+        super().__init__(config, host, mode, heads)
+        if host is not None and not host.is_causal:
+            raise ValueError(
+                f"sparse was given {host.name}, whose queries see the tokens after them too, which sparse rules do "
+                "not know; allowed: layers= that are causal"
+            )
+        self.gate = self.per_head(host) if mode == "blend" else None
+        self.recent = Recent()
+        if host is not None:
+            config.by_length(host.heads, host.name)
+
+    def change(self, plan: Plan) -> Plan:
+        # Read here: offload takes parameters away when this call returns, and the plan runs later.
+        return plan.change(attend=partial(self.attend, plan.call, plan.attend, self.gate))
+
+    def attend(
+        self, call: HostCall, whole, gate: Tensor | None, score: PairScore, value: Tensor, options: Options,
+        backend="auto", weights=False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The sparse attention, beside the whole one where both are wanted.
+
+        Args:
+            whole: attends to everything.
+            gate: as it stands.
+            score, value, options, backend, weights: as in `engines.attention`.
+        """
+        self.check_length(call)
+        if call.first.index is None:
+            raise ValueError(
+                "sparse was called with a sliding window and keys of which nobody says where they begin; allowed: a "
+                "mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
+            )
+        window = options.window or call.keywords.get("sliding_window")
+        rules = self.rules(call)
+        out, shares = self.sparse(call, whole, rules, window, score, value, options, backend, weights)
+        if gate is None:
+            return out, shares
+        first, shown = whole(score, value, options, backend=backend, weights=weights)
+        heads = self.head_mask(call)
+        gate = (gate if heads is None else gate * heads).to(out.dtype)[:, None, None]
+        return first + gate * (out - first), shares if shown is None else shown + gate * (shares - shown)
+
+    def sparse(
+        self, call: HostCall, whole, rules: ByLength, window: int | None, score: PairScore, value: Tensor,
+        options: Options, backend: str, weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """By the compiled kernel where it computes this call, else by a mask."""
+        if all_exact(rules):
+            return whole(score, value, options, backend=backend, weights=weights)
+        text = text_of(call.query, call.key, options, rules, call.first, self.recent)
+        if whole is attention and not weights:
+            out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
+            if out is not None:
+                return out, None
+        hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
+        return whole(score, value, hidden, backend=backend, weights=weights)
+
+    def rules(self, call: HostCall) -> ByLength:
+        """The rules of the heads that are in the call; those that were not chosen are exact."""
+        rank, heads = call.heads, call.query.shape[1]
+        first, total = (0, heads) if rank is None else (rank.first, rank.total)
+        chosen = lambda h, rule: rule if self.heads is None or h in self.heads else Exact()
+        return tuple(
+            (length, tuple(chosen(h, rules[h]) for h in range(first, first + heads)))
+            for length, rules in self.config.by_length(total, "this call")
+        )
+
+    def check_length(self, call: HostCall) -> None:
+        """Warn, once a model, where a row is longer than what the rules were chosen for."""
+        made_for, length = self.config.tuned_length, call.key.shape[2] + (call.first.index or 0)
+        if made_for is not None and length > LONGER * made_for:
+            self.warn_of_length("more" if torch.compiler.is_compiling() else f"{length:,}")
+
+    @torch.compiler.assume_constant_result
+    def warn_of_length(self, length: str) -> bool:
+        """Warn unless a layer of this model has; whether it did."""
+        new = "sparse length" not in self.warned
+        if new:
+            self.warned.add("sparse length")
+            logger.warning(
+                f"hf_hyperattn: the sparse rules of this model were chosen for {self.config.tuned_length:,} tokens, "
+                f"and it runs on {length}, where quality was not measured and may be lower; choose rules for this "
+                "length too, or shorten the texts"
+            )
+        return new
+
+    def identical(self) -> bool:
+        return self.gate is not None and not bool(self.gate.any())

@@ -1,0 +1,220 @@
+"""What a sparse rule is: which keys a query of one head looks at, and what it costs to find them.
+
+A rule is a frozen dataclass, registered under a name by which configs keep it:
+
+    @sparse_rule("every_other")
+    @dataclass(frozen=True)
+    class EveryOther(SparseRule):
+        near: int = option(16, "tokens before a query that it sees", least=1)
+
+        def share(self, length):
+            return 0.5
+
+        def visible(self, call):
+            return (call.tokens > call.places - self.near) | (call.tokens % 2 == 0)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...engines import repeat_heads
+from ...engines.score import working_dtype
+from ...fields import KnownFields, check_field, option, short
+from ...readable import can_read
+
+#: Every rule's class, by the name in configs.
+RULES: dict[str, type[SparseRule]] = {}
+Rule = TypeVar("Rule", bound="type[SparseRule]")
+
+
+@dataclass(frozen=True, eq=False)
+class RuleCall:
+    """What a rule is shown of a causal call.
+
+    Args:
+        query: [B, H, N, d], of consecutive tokens in every row; float32, or float64 where the call is.
+        key: [B, H, M, d]; key j is token j of its row, padding left out. What comes after a row's last token is 0.
+        scale: the logit is scale · q·k.
+        place: int64 [B, N], which token of its row a query is; -1 for padding.
+        window: the host's sliding window: token i sees i - window + 1 ... i and no other; None for all before it.
+        earlier: so many of the first queries are there for the selection alone, and their rows are not looked at.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    place: Tensor
+    window: int | None = None
+    earlier: int = 0
+
+    @property
+    def tokens(self) -> Tensor:
+        """[M], the number of each key."""
+        return torch.arange(self.key.shape[2], device=self.key.device)
+
+    @property
+    def places(self) -> Tensor:
+        """[B, 1, N, 1], the number of each query."""
+        return self.place[:, None, :, None]
+
+    def heads(self, index: list[int]) -> RuleCall:
+        """The call of these heads alone."""
+        return RuleCall(self.query[:, index], self.key[:, index], self.scale, self.place, self.window, self.earlier)
+
+    def check(self, known: Tensor) -> None:
+        """Raise where a query's selection reads earlier queries that nobody has kept.
+
+        Args:
+            known: bool [B, N], whether what a query's selection reads is there.
+        """
+        known = (known | (self.place < 0))[:, self.earlier :]
+        if can_read(known) and not bool(known.all()):
+            raise ValueError(
+                "a sparse rule selects by queries before those of this call, which are not known: the cache was "
+                "filled by another model, or is not exact; allowed: query='own', or a cache that this model filled"
+            )
+
+
+class SparseRule(KnownFields, ABC):
+    """Which keys a query of one head looks at. Subclasses are frozen dataclasses under `sparse_rule`."""
+
+    name: ClassVar[str] = ""
+
+    def __post_init__(self):
+        for f in fields(self):  # type: ignore[arg-type]
+            if f.metadata:
+                check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every query sees every key before it."""
+        return False
+
+    @property
+    def earlier(self) -> int:
+        """How many queries before a query its selection reads; 0: it depends on the query and the keys alone."""
+        return 0
+
+    @abstractmethod
+    def share(self, length: int) -> float:
+        """Logits that a causal head computes over a text of `length` tokens, in proportion to length·(length+1)/2.
+
+        One logit is counted for every key that a query sees, and for every summary (of a page, of a cluster) that its
+        selection scores. Where a chunk of C queries shares a selection, a scored summary counts 1/C for each of them.
+        """
+
+    @abstractmethod
+    def visible(self, call: RuleCall) -> Tensor:
+        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What comes after it may be anything."""
+
+    @torch.no_grad()
+    def mask(self, query: Tensor, key: Tensor, scale: float | None = None, first: int = 0, earlier: int = 0) -> Tensor:
+        """The rule as a mask, causality included, of a text without padding.
+
+        Args:
+            query: [B, H, N, d], tokens `first`, `first` + 1, ... of the text.
+            key: [B, H or Hkv, M, d], tokens 0 ... M - 1.
+            scale: None: 1/sqrt(d).
+            first: the token of the first query.
+            earlier: so many of the first queries are there for the selection alone.
+
+        Returns:
+            Bool [B, H, N - earlier, M].
+        """
+        place = torch.arange(first, first + query.shape[2], device=query.device).expand(len(query), -1)
+        scale = float(query.shape[-1] ** -0.5) if scale is None else scale
+        dtype = working_dtype(query, key)
+        key = repeat_heads(key, query.shape[1]).to(dtype)
+        call = RuleCall(query.to(dtype), key, scale, place, earlier=earlier)
+        seen = self.visible(call) & (call.tokens <= call.places)
+        return seen.expand(*query.shape[:3], key.shape[2])[:, :, earlier:]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the rule's name first."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+        return {"rule": self.name, **{n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}}
+
+    @staticmethod
+    def from_dict(data: Any) -> SparseRule:
+        """The inverse of `to_dict`; unknown rules and fields, and values out of range, are refused."""
+        if not isinstance(data, dict) or not isinstance(data.get("rule"), str):
+            raise ValueError(f"a sparse rule is {short(data)}; allowed: a dict with the key 'rule'")
+        if data["rule"] not in RULES:
+            raise ValueError(
+                f"sparse rule {short(data['rule'])} is unknown; allowed: {', '.join(sorted(RULES))}; for others, "
+                "import the module that registers them first"
+            )
+        cls = RULES[data["rule"]]
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        unknown = sorted(map(str, data.keys() - known.keys() - {"rule"}))
+        if unknown:
+            raise ValueError(f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}")
+        return cls(**{k: v for k, v in data.items() if k != "rule"})
+
+
+def sparse_rule(name: str) -> Callable[[Rule], Rule]:
+    """A class decorator that makes a rule known, so that configs with it are saved and loaded.
+
+    Args:
+        name: what the rule is called in JSON; a second rule of the same name is refused.
+    """
+
+    def registered(cls: Rule) -> Rule:
+        if name in RULES:
+            raise ValueError(f"sparse rule {name!r} is registered already; choose another name")
+        cls.name = name
+        RULES[name] = cls
+        return cls
+
+    return registered
+
+
+@sparse_rule("exact")
+@dataclass(frozen=True)
+class Exact(SparseRule):
+    """Ordinary attention: a query sees every token before it."""
+
+    @property
+    def is_exact(self) -> bool:
+        """It is."""
+        return True
+
+    def share(self, length: int) -> float:
+        """All of it."""
+        return 1.0
+
+    def visible(self, call: RuleCall) -> Tensor:
+        """Everything."""
+        return torch.ones((), dtype=torch.bool, device=call.key.device)
+
+
+@sparse_rule("window")
+@dataclass(frozen=True)
+class Window(SparseRule):
+    """The nearest tokens, i - near < j <= i for token i, and the first, j < sinks (StreamingLLM, arXiv 2309.17453)."""
+
+    near: int = option(256, "so many tokens up to the query itself are seen", least=1)
+    sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+
+    def share(self, length: int) -> float:
+        """What is seen; nothing is looked for."""
+        places = torch.arange(length)
+        return share_of(places.clamp_max(self.near - 1) + 1 + (places - self.near + 1).clamp(0, self.sinks))
+
+    def visible(self, call: RuleCall) -> Tensor:
+        """[B, 1, N, M]."""
+        return (call.tokens > call.places - self.near) | (call.tokens < self.sinks)
+
+
+def share_of(counts: Tensor) -> float:
+    """The share of logits, from how many each query computes: never more than it sees in ordinary attention."""
+    length = len(counts)
+    most = torch.arange(1, length + 1, dtype=torch.float64)
+    return float(torch.minimum(counts.double(), most).sum() / most.sum()) if length else 1.0

@@ -1,0 +1,204 @@
+"""`hyperattn inject` beyond the first table: sparse rules, retrieval, safer candidates, resuming, rivals, time."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_hyperattn.cli import inject as command
+from hf_hyperattn.cli import main
+from hf_hyperattn.inject import hsa, injection, pays, sparse
+from hf_hyperattn.inject.injection import CausalInjection
+from hf_hyperattn.inject.sparse import SparseHeadRule
+from hf_hyperattn.mechanisms.sparse import Pages, Window
+
+from . import tiny
+from .test_inject import prose
+
+FEW = [
+    SparseHeadRule(rule) for rule in (Window(16), Window(64), Pages(16, 4, 8, 4), Pages(16, 4, 8, 4, query="previous"))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inject")
+    (folder / "one.txt").write_text(prose(1))
+    tiny.save(folder / "model", max_position_embeddings=256)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch, tmp_path):
+    """Few rules, and a cache of one's own."""
+    monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sparse, "candidates", lambda length: FEW)
+    monkeypatch.setattr(hsa, "candidates", lambda length: [hsa.HsaHeadRule((4,), 16), hsa.HsaHeadRule((4,), 64)])
+
+
+def inject(capsys, folder, *more, mechanism="sparse") -> tuple[int, str, str]:
+    arguments = ["--mechanism", mechanism, "--length", "192", "--rows", "32", "--text", str(folder / "one.txt")]
+    code = main(["inject", str(folder / "model"), *arguments, *map(str, more)])
+    return code, *capsys.readouterr()
+
+
+def report_of(folder) -> dict:
+    return json.loads((folder / "hyperattn_inject.json").read_text())
+
+
+def test_sparse_rules_are_chosen_by_head_verified_on_retrieval_and_written(capsys, folder, tmp_path):
+    code, out, err = inject(capsys, folder, "--pairs", "0.6", "--allow-slower", "--output", tmp_path / "out")
+    assert code == 0, out + err
+    report = report_of(tmp_path / "out")
+    assert {"copying", "needle"} <= report["retrieval"].keys() and 0 < report["pairs"] <= 0.6
+    assert "answers, needle" in out and "Heads by rule:" in out and "than stock here" in out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--allow-slower" in card and "of stock's time" in card and "retrieval: answers of needle" in card
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["hyperattn"]
+    (own,) = next(iter(config["overrides"].values()))
+    assert own["mechanism"] == "sparse" and own["tuned_length"] == 192
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_held_out_text_has_no_part_in_the_choice(capsys, folder, tmp_path):
+    """With another third part of the text, everything chosen is the same, the seed's needles included."""
+    ids = tiny.tokenizer()(prose(1)).input_ids
+    other = tiny.tokenizer().decode(ids[:384]) + prose(7)
+    for name, text in (("a", prose(1)), ("b", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.txt").write_text(text)
+        shutil.copytree(folder / "model", tmp_path / name / "model")
+        more = ("--pairs", "0.6", "--allow-slower", "--output", tmp_path / name / "out")
+        assert inject(capsys, tmp_path / name, *more)[0] == 0
+    configs = [(tmp_path / name / "out" / "config.json").read_text() for name in "ab"]
+    texts = [report_of(tmp_path / name / "out")["texts"] for name in "ab"]
+    assert configs[0] == configs[1] and texts[0] != texts[1]
+
+
+def refusing(monkeypatch, count: int) -> None:
+    """The parts to choose on lose nothing, the held-out ones everything with the first `count` candidates."""
+
+    def losses(self, before, after):
+        held_out = before.keys() == self.texts[2].keys()
+        return dict.fromkeys(self.together(before), 1.0 if held_out and len(self.rejected) < count else 0.0)
+
+    monkeypatch.setattr(CausalInjection, "losses", losses)
+
+
+def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder, tmp_path, monkeypatch):
+    refusing(monkeypatch, 1)
+    code, out, err = inject(capsys, folder, "--allow-slower", "--output", tmp_path / "out")
+    assert code == 0, out + err
+    report = report_of(tmp_path / "out")
+    assert len(report["refused"]) == 1 and report["refused"][0]["pairs"] < report["pairs"] < 1
+    assert "held-out text refuses" in err
+
+
+@pytest.mark.parametrize("mechanism", ["sparse", "hsa"])
+def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
+    refusing(monkeypatch, 99)
+    code, out, _ = inject(capsys, folder, "--budget", "0.1", "--output", tmp_path / "out", mechanism=mechanism)
+    assert code == 1 and "nothing is written" in out and "--resume measures nothing again" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_retrieval_has_a_budget_of_its_own():
+    lenient, strict = (CausalInjection(None, [{}], FEW, 64, 0.02) for _ in range(2))
+    lenient.tokenizer = strict.tokenizer = tiny.tokenizer()
+    strict.retrieval_budget = 0.1
+    assert lenient.keeps({"text": 0.016, "needle": 9.0}) and not lenient.keeps({"text": 0.017, "needle": 0.0})
+    assert strict.keeps({"text": 0.0, "needle": 0.08}) and not strict.keeps({"text": 0.0, "copying": 0.09})
+    assert strict.in_budgets({"text": 0.01, "needle": 0.1}) == {"text": 0.5, "needle": 1.0}
+
+
+@pytest.mark.slow
+def test_a_slower_model_is_not_called_faster(capsys, folder, tmp_path, monkeypatch):
+    real = CausalInjection.run
+
+    def slow(self, bar):
+        return real(self, bar) | {"attention_seconds": {"before": 1.0, "after": 1.5}}
+
+    monkeypatch.setattr(CausalInjection, "run", slow)
+    monkeypatch.setattr(command, "pays_from", lambda *_: pays.Pays(1024, {1024: (1.0, 0.5)}))
+    code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out")
+    assert (
+        code == 1
+        and "NOT faster than stock here (attention 1.50 of its time)" in out
+        and "from 1,024 tokens on" in out
+    )
+    assert "--allow-slower" in out and not (tmp_path / "out").exists()
+    code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--output", tmp_path / "out", mechanism="hsa")
+    assert code == 0 and "NOT faster" in out and "(not faster)" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_resuming_measures_nothing_again(capsys, folder, monkeypatch):
+    module, count = sys.modules["hf_hyperattn.inject.measure"], []
+    inner = module.compare
+    monkeypatch.setattr(module, "compare", lambda *a: count.append(1) or inner(*a))
+    counts = []
+    for more in ((), ("--resume",), ("--resume", "--seed", "4"), ()):
+        count.clear()
+        assert inject(capsys, folder, "--pairs", "0.6", "--allow-slower", *more)[0] == 0
+        counts.append(len(count))
+    assert counts[0] == counts[3] > 0 and counts[1] == 0 and counts[2] == counts[0]
+
+
+def test_rivals_have_no_more_pairs_and_the_model_is_as_it_was(capsys, folder, tmp_path):
+    more = ("--pairs", "0.6", "--compare", "--allow-slower", "--output", tmp_path / "out")
+    code, out, err = inject(capsys, folder, *more)
+    assert code == 0, out + err
+    rivals, pairs = report_of(tmp_path / "out")["rivals"], report_of(tmp_path / "out")["pairs"]
+    assert {"this choice", "sinks and window, one for all", "Quest pages, by head"} <= rivals.keys()
+    assert all(rival["pairs"] <= max(0.6, pairs) for rival in rivals.values())
+    assert "Rivals at no more pairs" in out
+    report = report_of(tmp_path / "out")
+    assert rivals["this choice"]["losses"]["one.txt"] == pytest.approx(report["texts"]["one.txt"]["loss"], abs=1e-6)
+    ids = torch.tensor(tiny.tokenizer()(prose(1)).input_ids[384:576])[None]
+    patched = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    after = patched(ids, labels=ids).loss.exp().item()
+    assert after == pytest.approx(report["texts"]["one.txt"]["after"], rel=1e-3)
+
+
+def test_hsa_is_compared_with_sparse_rules_that_it_does_not_choose(capsys, folder, tmp_path):
+    more = ("--pairs", "0.8", "--compare", "--output", tmp_path / "out")
+    code, out, err = inject(capsys, folder, *more, mechanism="hsa")
+    assert code == 0, out + err
+    assert "Quest pages, one for all" in report_of(tmp_path / "out")["rivals"]
+    assert '"sparse"' not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_options_that_say_nothing_are_refused(capsys, folder):
+    for mechanism, more, said in (
+        ("hsa", ["--allow-slower"], "--allow-slower says nothing for --mechanism hsa"),
+        ("sparse", ["--rank", "4"], "--rank says nothing for --mechanism sparse"),
+        ("collaborative", ["--compare"], "--compare says nothing"),
+        ("collaborative", ["--retrieval-budget", "1"], "--retrieval-budget says nothing"),
+        ("sparse", ["--retrieval-budget", "0"], "--retrieval-budget 0 is not allowed"),
+        ("sparse", ["--retrieval-budget", "inf"], "--retrieval-budget inf is not allowed"),
+    ):
+        code, out, err = inject(capsys, folder, *more, mechanism=mechanism)
+        assert code == 2 and said in err and not out
+
+
+@pytest.mark.parametrize(
+    "ratios, start",
+    [({128: 2.0, 256: 1.5, 512: 0.9}, 512), ({128: 2.0, 256: 0.8}, 256), ({128: 0.5, 256: 0.5}, 128)],
+)
+def test_from_which_length_it_pays(monkeypatch, ratios, start):
+    """Times that depend on the length alone: looked for upwards or downwards from the length of the text."""
+    monkeypatch.setattr(pays, "attention_times", lambda model, ids: (1.0, ratios[ids.shape[-1]]))
+    found = pays.pays_from(None, torch.arange(256))
+    assert found.start == start and f"from {start:,} tokens" in found.text()
+    monkeypatch.setattr(pays, "attention_times", lambda model, ids: (1.0, 1.1))
+    never = pays.pays_from(None, torch.arange(256), longest=700)
+    assert never.start is None and max(never.seconds) == 512 and "not faster" in never.text()
+
+
+def test_what_is_lost_most_in_units_of_its_budget_weighs_more():
+    weights = injection.reweighted({"text": 1.0, "copying": 1.0}, {"text": 1.0, "copying": 3.0})
+    assert weights == {"text": 0.5, "copying": 1.5}

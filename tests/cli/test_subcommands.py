@@ -1,0 +1,350 @@
+"""Sub-commands on a tiny model: what each prints as text and as JSON, against evaluations of its own."""
+
+import ast
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
+
+import hf_hyperattn as ha
+from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
+from hf_hyperattn.analysis.paired import paired
+from hf_hyperattn.cli import build_parser, compare, main
+from hf_hyperattn.cli.compare_training import NONE, Trial, ranks, survey, trainable
+from hf_hyperattn.cli.models import mechanism_configs
+from hf_hyperattn.integration.conversions import CONVERSIONS
+from hf_hyperattn.registry import MECHANISMS
+from hub_cards import Result
+from hyperattn_cli import COMMANDS, LIGHT, mechanisms, patches
+from hyperattn_cli import CONVERSIONS as CONVERTED
+
+from . import tiny
+
+ROOT = Path(__file__).parents[2]
+OURS = {name for name, m in MECHANISMS.items() if m.config.__module__.startswith("hf_hyperattn.mechanisms.")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("subcommands")
+    tiny.save(folder / "model")
+    model = ha.patch_model(AutoModelForCausalLM.from_pretrained(folder / "model"), ha.ConeConfig())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".hyper." in name and "gate" in name:
+                parameter.fill_(0.5)
+    model.save_pretrained(folder / "patched")
+    tiny.tokenizer().save_pretrained(folder / "patched")
+    words = " ".join(f"the {n} foxes see {n * n % 7} hens and {n % 5} geese." for n in range(400))
+    (folder / "text.txt").write_text(words)
+    return folder
+
+
+def report(*words, capsys) -> dict:
+    """What a command line prints with --json."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_shipped_list_is_the_registry():
+    assert set(mechanisms()) == OURS
+    for name, about in mechanisms().items():
+        mechanism = MECHANISMS[name]
+        defaults = json.loads(
+            json.dumps({f.name: f.default for f in fields(mechanism.config)}, default=lambda rule: rule.to_dict())
+        )
+        assert (about["stage"], about["paper"]) == (mechanism.stage, mechanism.paper)
+        assert (about["config"], about["defaults"]) == (mechanism.config.__name__, defaults)
+        assert about["names"] == list(mechanism.names)
+        assert ("convert" in about["how"]) == (name in CONVERSIONS)
+    assert set(CONVERTED) == set(CONVERSIONS)
+
+
+def test_the_shipped_list_says_what_the_readme_says():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, about in mechanisms().items():
+        row = next(line for line in readme.splitlines() if line.startswith(f"| {name} |"))
+        assert f"| {about['use_when']} |" in row
+        assert about["cost"] and about["exactness"]
+
+
+def test_every_patch_can_be_named():
+    assert {c.mechanism for name in patches() for c in mechanism_configs(name)} == OURS - {"hat"}
+    assert mechanism_configs("cone_penumbral+hype") == [ha.ConeConfig(variant="penumbral"), ha.HypeConfig()]
+
+
+def test_light_commands_import_nothing():
+    for name in LIGHT:
+        tree = ast.parse((ROOT / "hf_hyperattn" / "cli" / f"{name}.py").read_text())
+        modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        modules |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+        assert {m.partition(".")[0] for m in modules} <= sys.stdlib_module_names | {"hyperattn_cli"}
+    code = (
+        "import sys, hyperattn_cli as c\nfor words in (['list'], ['list', 'cone', '--json'], ['completion', 'bash'])"
+    )
+    code += ":\n"
+    code += "    assert c.main(words) == 0\nassert not {'torch', 'transformers', 'hf_hyperattn'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{out}" for name in OURS)
+    assert main(["list", "cone_penumbral"]) == 0
+    assert 'variant="umbral"' in capsys.readouterr().out
+    assert report("list", "hsa", capsys=capsys)["hsa"]["config"] == "HsaConfig"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_has_an_example_that_parses(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    lines = [line.strip() for line in out.splitlines() if line.startswith("  hyperattn ") or '"$(hyperattn' in line]
+    assert lines and "--json" in out and "--traceback" in out
+    for line in lines:
+        words = line.partition(" > ")[0].replace('eval "$(', "").replace(')"', "").split()
+        assert build_parser().parse_args(words[1:]).command == name
+
+
+def test_every_command_has_its_part_of_the_page():
+    page = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
+    assert {line[3:] for line in page.splitlines() if line.startswith("## ")} == {*COMMANDS, "What holds for all"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*COMMANDS, "cone_penumbral"))
+    assert report("completion", shell, capsys=capsys)["script"] == script
+    program = shutil.which(shell)
+    if program:
+        check = subprocess.run([program, "-n"], input=script, text=True, capture_output=True)
+        assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["ev"], "eval"),
+        (["eval", "--len"], "--length"),
+        (["eval", "--mechanism", "hyp"], "hyperbolic hype"),
+        (["bench", "--dtype", "bf"], "bfloat16"),
+        (["convert", "--to", "h"], "hat"),
+        (["autoload", "st"], "status"),
+    ],
+)
+def test_bash_completes(words, expected, capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    line = " ".join(["hyperattn", *words])
+    script += f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _hyperattn; echo "${{COMPREPLY[*]}}"\n'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == expected, done.stderr
+
+
+def test_eval_of_a_patched_model(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    line = ("eval", "patched", "--text", "text.txt", "--length", "50", "--tokens", "120")
+    rows = report(*line, capsys=capsys)
+    ids = torch.tensor(tiny.tokenizer()((place / "text.txt").read_text())["input_ids"][:120])
+    for name, model in (("own attention", "model"), ("patched", "patched")):
+        total, count = 0.0, 0
+        for piece in ids.split(50):
+            with torch.no_grad():
+                logits = AutoModelForCausalLM.from_pretrained(model)(piece[None]).logits[0, :-1]
+            total, count = total + F.cross_entropy(logits, piece[1:], reduction="sum").item(), count + len(piece) - 1
+        assert math.isclose(rows["rows"][name]["loss"], total / count, rel_tol=1e-5)
+        assert len(rows["rows"][name]["windows"]) == 3
+    assert rows["difference"] == rows["rows"]["patched"]["loss"] - rows["rows"]["own attention"]["loss"] != 0
+    assert main([*line]) == 0
+    assert "Patched less own: " in capsys.readouterr().out
+
+
+def test_eval_of_a_stock_model(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    line = ("eval", "model", "--text", "text.txt", "--length", "50", "--tokens", "100")
+    assert report(*line, capsys=capsys)["difference"] is None
+    fresh = report(*line, "--mechanism", "cone+hype", capsys=capsys)
+    assert abs(fresh["difference"]) < 1e-6 and fresh["standard_error"] < 1e-6
+    assert abs(report(*line, "--mechanism", "cone", "--mode", "replace", capsys=capsys)["difference"]) > 1e-3
+
+
+def test_bench(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    line = ("bench", "patched", "--length", "40", "--generate", "4", "--repeats", "1")
+    measured = report(*line, capsys=capsys)
+    assert measured["logit_difference"] > 1e-2 and set(measured["rows"]) == {"own attention", "patched"}
+    for row in measured["rows"].values():
+        assert row["prefill_seconds"] > 0 and row["peak_memory"] > 2**20 and 1 <= len(row["tokens"]) <= 4
+    assert main(["bench", "model", "--mechanism", "cone", *line[2:]]) == 0
+    assert "greedy tokens are the same" in capsys.readouterr().out
+
+
+def test_hyperbolicity_of_points_and_of_a_model(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    np.save("points.npy", points.numpy())
+    np.savetxt("points.csv", points.numpy(), delimiter=",", fmt="%.17g")
+    few = ("--size", "12", "--draws", "2")
+    row = report("hyperbolicity", "points.npy", *few, capsys=capsys)["rows"]["points.npy"]
+    shuffle = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    assert row["largest"] == hyperbolicity(points[shuffle], size=12, draws=2).largest
+    assert report("hyperbolicity", "points.csv", *few, capsys=capsys)["rows"]["points.csv"] == row
+    words = ("--text", "text.txt", "--tokens", "60", *few)
+    rows = report("hyperbolicity", "model", *words, capsys=capsys)["rows"]
+    assert list(rows) == ["word vectors", "layer 1", "layer 2"]
+    assert (rows["word vectors"]["points"], rows["layer 2"]["points"]) == (260, 60)
+    assert main(["hyperbolicity", "points.npy", *few]) == 0
+    assert "Samples of 12 points" in capsys.readouterr().out
+
+
+def test_a_tree_is_below_its_control(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    depth = 6  # every node of a binary tree has its ancestors' branches as coordinates: distances are nearly a tree's
+    nodes = [f"{n:b}"[1:] for n in range(1, 2**depth)]
+    table = {prefix: i for i, prefix in enumerate(nodes)}
+    points = np.zeros((len(nodes), len(nodes)))
+    for i, node in enumerate(nodes):
+        points[i, [table[node[:k]] for k in range(len(node) + 1)]] = 1
+    np.save("tree.npy", points)
+    row = report("hyperbolicity", "tree.npy", "--size", "30", "--draws", "2", capsys=capsys)["rows"]["tree.npy"]
+    assert row["below_control"] and row["mean"] < row["control"]["mean"]
+
+
+def test_convert(place, tmp_path, capsys):
+    size = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
+    encoder = BertModel(BertConfig(vocab_size=260, max_position_embeddings=64, **size)).eval()
+    encoder.save_pretrained(tmp_path / "encoder")
+    tiny.tokenizer().save_pretrained(tmp_path / "encoder")
+    line = ("convert", str(tmp_path / "encoder"))
+    settings = ("--to", "hat", "--set", "segment_length=16", "--set", "max_length=64")
+    done = report(*line, str(tmp_path / "hat"), *settings, capsys=capsys)
+    assert done["class"] == "HatModel" and done["tokenizer"]
+    model = AutoModel.from_pretrained(tmp_path / "hat")
+    assert sum(p.numel() for p in model.parameters()) == done["parameters"]["after"] > done["parameters"]["before"]
+    assert model.config.segment_length == 16
+    assert main([*line, str(tmp_path / "shared"), "--to", "collaborative", "--set", "rank=32"]) == 0
+    assert "it loads where hf_hyperattn is imported" in capsys.readouterr().out
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        shared = AutoModel.from_pretrained(tmp_path / "shared").eval()(ids).last_hidden_state
+        assert (shared - encoder(ids).last_hidden_state).abs().max() < 0.2  # at full rank, by a decomposition
+    assert (tmp_path / "shared" / "README.md").is_file()
+
+
+def arguments(place, *words):
+    line = ["compare", str(place / "model"), "--text", str(place / "text.txt"), "--length", "16", *words]
+    args = build_parser().parse_args(line)
+    args.argv = line
+    compare.check(args)
+    return args
+
+
+def test_runs_start_alike_and_have_as_many_parameters(place):
+    args = arguments(place, "--mechanisms", "cone,head_fusion", "--rank", "4", "--steps", "2")
+    trial, _ = compare.prepare(args)
+    for recipe in args.mechanisms[1:]:
+        survey(trial, recipe)
+    models = {recipe: trainable(trial, recipe, 0) for recipe in args.mechanisms}
+    sizes = {r: sum(p.numel() for p in m.parameters() if p.requires_grad) for r, m in models.items()}
+    unit = max(size for _, size in trial.targets)
+    assert all(abs(size - sizes[NONE]) <= unit / 2 for size in sizes.values()), sizes
+    assert ranks(trial, NONE) == {name: 4 for name, _ in trial.targets}
+    first = [{n: p for n, p in m.named_parameters() if "lora_A" in n} for m in models.values()]
+    name = next(iter(first[0]))
+    assert all(torch.equal(first[0][name], other[name]) for other in first[1:])
+    ids = trial.train[:16][None]
+    with torch.no_grad():
+        logits = [m.eval()(ids).logits for m in models.values()]
+    assert all((other - logits[0]).abs().max() < 1e-4 for other in logits)
+
+
+def test_texts_are_cut_in_two(place):
+    trial, request = compare.prepare(arguments(place, "--mechanisms", "cone", "--held-out", "3", "--steps", "2"))
+    ids = tiny.tokenizer()((place / "text.txt").read_text())["input_ids"]
+    cut = len(ids) - len(ids) // 5
+    assert trial.train.tolist() == ids[:cut] and trial.held_out.tolist() == ids[cut : cut + 48]
+    assert (request["trained_on"], request["read"], request["mechanisms"]) == (cut, 48, ["none", "cone"])
+
+
+COMPARE = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone,none", "--steps", "2", "--length", "16"]
+COMPARE += ["--held-out", "2", "--rank", "2", "--layers", "last-1"]
+
+
+def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    out = tmp_path / "out"
+    measured = report(*COMPARE, "--out", str(out), capsys=capsys)
+    row = measured["rows"]["cone"]
+    assert row["against_none"] == vars(paired(row["losses"], measured["rows"]["none"]["losses"]))
+    assert row["verdict"] in ("better", "worse", "undecided") and measured["seeds"] == len(row["losses"]) == 3
+    card = (out / "README.md").read_text()
+    assert "| cone |" in card and "paired t test" in card and str(tmp_path) not in card
+    (fact,) = json.loads((out / "facts-cone.json").read_text())["results"]
+    assert math.isfinite(Result(**fact).value) and str(tmp_path) not in fact["command"]
+    (out / "README.md").write_text("mine")
+    assert main([*COMPARE, "--out", str(out)]) == 0
+    assert (out / "README.md").read_text() == "mine" and "less none (95 %)" in capsys.readouterr().out
+    assert main([*COMPARE, "--seeds", "4", "--out", str(out)]) == 2
+    assert "of another comparison (seeds differ)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_compare_goes_on_where_it_was_interrupted(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    out = tmp_path / "out"
+    whole = report(*COMPARE, capsys=capsys)
+    train, count = compare.train, []
+
+    def stopped(*parts):
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        count.append(parts[1:3])
+        return train(*parts)
+
+    monkeypatch.setattr(compare, "train", stopped)
+    assert main([*COMPARE, "--out", str(out)]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    state = json.loads((out / compare.STATE).read_text())
+    assert len(state["runs"]) == 3 and [p.name for p in out.iterdir()] == [compare.STATE]
+    monkeypatch.setattr(compare, "train", train)
+    resumed = report(*COMPARE, "--out", str(out), capsys=capsys)
+    assert resumed["rows"]["cone"]["losses"] == pytest.approx(whole["rows"]["cone"]["losses"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compare_within_a_budget(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    line = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone+hype", "--length", "16", "--rank", "2"]
+    measured = report(*line, "--budget", "20s", capsys=capsys)
+    assert measured["steps"] >= compare.LEAST_STEPS and measured["seconds"] < 60
+    assert measured["rows"]["none"]["loss"] < measured["stock_loss"]
+    monkeypatch.setattr(compare, "SPARE", 1e-9)
+    assert main([*line, "--budget", "20s"]) == 2
+    assert "leaves 0 steps a run; allowed: 10 or more" in capsys.readouterr().err
+
+
+def test_the_verdict():
+    assert compare.verdict(-0.1, 0.01) == "better" and compare.verdict(0.1, 0.01) == "worse"
+    assert compare.verdict(-9, 0.05) == compare.verdict(0, 1.0) == compare.verdict(0, math.nan) == "undecided"
+
+
+def test_a_mechanism_that_adds_more_than_lora_has(place):
+    args = arguments(place, "--mechanisms", "cone", "--rank", "1", "--steps", "2")
+    trial = Trial(args, torch.zeros(0), torch.zeros(0), [], 16, [("a", 100), ("b", 100)], {"cone": 120})
+    with pytest.raises(ValueError, match="adds 120 parameters, more than LoRA of rank 1"):
+        ranks(trial, "cone")

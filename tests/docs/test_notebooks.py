@@ -1,0 +1,36 @@
+"""The notebooks run from top to bottom, and hold what they show.
+
+They take a minute of processor time together: marker `docs`, which `make test-docs` and CI run.
+"""
+
+import json
+
+import pytest
+
+from tests.docs.notebooks import FOLDER, NOTEBOOKS, cells, execute, lend_models
+
+LARGEST = 200_000  # bytes of a notebook, pictures included
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_stored_with_its_outputs(notebook):
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    code = [cell for cell, _ in cells(notebook)]
+    assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert sum(bool(cell["outputs"]) for cell in code) > len(code) / 2
+    assert notebook.stat().st_size < LARGEST
+
+
+def test_every_notebook_is_named_in_the_docs():
+    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    assert len(NOTEBOOKS) >= 3 and all(f"({path.name})" in page for path in NOTEBOOKS)
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(1800)  # of a minute of processor time, where other work shares the cores
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(notebook, tmp_path):
+    lend_models(tmp_path)
+    for cell, printed, figures in execute(notebook, tmp_path):
+        assert bool(cell["outputs"]) == bool(printed or figures), "".join(cell["source"])

@@ -1,0 +1,218 @@
+"""Attention by rules of the heads against its definition: a mask, and softmax in float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_hyperattn.engines import native
+from hf_hyperattn.engines.cpu.selected import BY, HeadRule, chosen_pages, forward, selected_attention
+from tests.engines.test_native import needs_compiler
+
+pytestmark = needs_compiler
+EXACT = 10**6
+#: A head for each kind: exact, window, pages with windows of several sizes and chunks, nothing but pages.
+RULES = [
+    HeadRule(EXACT),
+    HeadRule(20, 3),
+    HeadRule(7, 2, page=16, chunk=16),
+    HeadRule(16, 4, page=8, chunk=4),
+    HeadRule(16, 0, page=10, chunk=1),
+    HeadRule(1, 0, page=16, chunk=64),
+]
+#: Queries, keys, place of the first query, widths, and what is no padding.
+SHAPES = {
+    "square": (100, 100, 0, 64, 64, None),
+    "later": (37, 90, 53, 20, 31, None),
+    "padded": (75, 75, 0, 16, 48, ([5, 0], [75, 70])),
+    "short padded cache": (9, 80, 71, 33, 16, ([76, 17], [80, 80])),
+    "three queries": (3, 50, 47, 20, 70, ([0, 48], [50, 50])),
+    "one query": (1, 200, 199, 64, 80, ([0, 41], [200, 200])),
+}
+
+
+def visible(rules, chosen, queries, keys, offset, start, stop):
+    """[H, N, M], from the sentence of the definition, for one batch element; `chosen` is [H, chunks, most]."""
+    place = torch.arange(queries)[:, None] + offset - start
+    key = torch.arange(keys)[None] - start
+    real = (key >= 0) & (key < stop - start) & (key <= place)
+    seen = []
+    for rule, pages in zip(rules, chosen, strict=True):
+        mask = (key < rule.sinks) | (key > place - rule.near)
+        if rule.page:
+            opening = (place // rule.chunk * rule.chunk - rule.near + 1).clamp(min=0) // rule.page * rule.page
+            mask = (key < rule.sinks) | (key >= opening)
+            first = max(0, offset - start) // rule.chunk
+            of = pages[(place.clamp(min=0) // rule.chunk - first).squeeze(1)]
+            mask = mask | (of[:, None] == (key // rule.page)[..., None]).any(-1)
+        seen.append(mask & real)
+    return torch.stack(seen)
+
+
+def defined(q, k, v, rules, chosen, offset, spans):
+    """The definition in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    lengths = q.shape[2], k.shape[2], offset
+    mask = torch.stack(
+        [visible(rules, c, *lengths, *s) for c, s in zip(chosen, zip(*spans, strict=True), strict=True)]
+    )
+    logits = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    some = mask.any(-1, keepdim=True)
+    return torch.where(some, logits, 0.0).softmax(-1).where(some, torch.zeros(())) @ v
+
+
+def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
+    queries, keys, offset, d, dv, spans = SHAPES[name]
+    heads, batch = len(rules), 2
+    shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
+    q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
+    chosen = torch.randint(-1, keys // 8, (batch, heads, queries + 1, 3), dtype=torch.int32)
+    return q, k, v, rules, chosen, offset, spans or ([0] * batch, [keys] * batch)
+
+
+#: Rules that choose, of every kind.
+CHOOSING = [
+    HeadRule(EXACT),
+    HeadRule(8, 2, page=4, chunk=1, top=3, bounds=1, by=BY.index("own")),
+    HeadRule(16, 4, page=8, chunk=16, top=4, bounds=1, by=BY.index("first")),
+    HeadRule(5, 0, page=2, chunk=8, top=7, bounds=0, by=BY.index("previous")),
+    HeadRule(10, 9, page=8, chunk=4, top=2, bounds=0, by=BY.index("first")),
+    HeadRule(1, 0, page=16, chunk=16, top=2, bounds=1, by=BY.index("chunk")),
+]
+
+
+def choices(q, k, rules, offset, earlier, start, stop):
+    """Of one batch element, [H][chunk]: the set of chosen pages, by the sentence of the definition."""
+    k = k.repeat_interleave(len(q) // len(k), 0).double()[:, start:stop]
+    lowest, last = max(0, offset + earlier - start), q.shape[1] - 1 + offset - start
+    for h, rule in enumerate(rules):
+        for chunk in range(lowest // rule.chunk, last // rule.chunk + 1) if rule.page else ():
+            first = chunk * rule.chunk
+            own, before = range(first, first + rule.chunk), range(first - rule.chunk, first)
+            reads = {"own": own, "first": own[:1], "previous": before, "chunk": own}[BY[rule.by]]
+            rows = [p - offset + start for p in reads if 0 <= p - offset + start < q.shape[1]]
+            by = q[h, rows].double().mean(0)
+            scored = []
+            for page in range(len(k[h]) // rule.page):
+                of = k[h, page * rule.page : (page + 1) * rule.page]
+                low, high, mean = of.amin(0), of.amax(0), of.mean(0)
+                score = torch.maximum(by * low, by * high).sum() if rule.bounds else by @ mean
+                end = (page + 1) * rule.page
+                if end > rule.sinks and end <= max(0, first - rule.near + 1) // rule.page * rule.page:
+                    scored.append((-float(score), page))
+            yield h, chunk - lowest // rule.chunk, {page for _, page in sorted(scored)[: rule.top]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_choice_is_that_of_the_definition(name):
+    queries, keys, offset, d, _, spans = SHAPES[name]
+    earlier = min(offset, 31)
+    q = torch.randint(-2, 3, (2, 6, queries + earlier, d)).float()  # sums are exact, and many scores equal
+    k = torch.randint(-2, 3, (2, 2, keys, d)).float()
+    k[:, :, 20:40] = k[:, :, :20]
+    spans = spans or ([0] * 2, [keys] * 2)
+    given = chosen_pages(q, k, CHOOSING, spans=spans, offset=offset - earlier, earlier=earlier)
+    for b, span in enumerate(zip(*spans, strict=True)):
+        for h, chunk, pages in choices(q[b], k[b], CHOOSING, offset - earlier, earlier, *span):
+            assert {p for p in given[b, h, chunk].tolist() if p >= 0} == pages, (h, chunk)
+
+
+@pytest.mark.parametrize("round_numbers", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_forward_is_the_definition(name, round_numbers):
+    q, k, v, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers)
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    expected = defined(q, k, v, rules, chosen, offset, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("round_numbers", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradient_is_that_of_the_definition(name, round_numbers):
+    *tensors, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers)
+    q, k, v = (t.requires_grad_() for t in tensors)
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    grad = torch.randn(out.shape)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    expected = torch.autograd.grad(defined(q, k, v, rules, chosen, offset, spans), (q, k, v), grad.double())
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_on_threads_that_share_heads():
+    q, k, v = (torch.randn(1, heads, 700, 16).requires_grad_() for heads in (3, 1, 1))
+    rules = [HeadRule(EXACT), HeadRule(30, 2), HeadRule(5, 1, page=16, chunk=16)]
+    chosen = torch.randint(0, 20, (1, 3, 44, 4), dtype=torch.int32)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = selected_attention(q, k, v, rules, chosen)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    torch.set_num_threads(1)
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["square", "padded"])
+def test_bfloat16(name):
+    q, k, v, *rest = inputs(name)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    out = selected_attention(q, k, v, *rest[:2], offset=rest[2], spans=rest[3])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), defined(q, k, v, *rest), rtol=1e-2, atol=1e-2)
+
+
+def test_memory_laid_out_as_models_have_it():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    out = selected_attention(*turned, rules, chosen, spans=spans, offset=offset)
+    assert torch.equal(out, selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset))
+
+
+def test_threads_do_not_change_a_number():
+    call = inputs("square")
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(selected_attention(*call[:5], offset=call[5], spans=call[6]))
+    torch.set_num_threads(1)
+    assert torch.equal(*found)
+
+
+def test_what_is_no_number_stays_seen():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    q[0, :, 50] = float("nan")
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    assert out[0, :, 50].isnan().all() and not out[0, :, :50].isnan().any() and not out[1].isnan().any()
+
+
+def test_as_many_rules_as_heads():
+    q, k, v, *_ = inputs("square")
+    with pytest.raises(ValueError, match="5 rules for 6 heads"):
+        selected_attention(q, k, v, RULES[:5])
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, rules, chosen, offset, spans = inputs("square")
+    with pytest.raises(ValueError, match="pages of 3 chunks for queries of 100"):
+        selected_attention(q, k, v, rules, chosen[:, :, :3])
+    with pytest.raises(ValueError, match="<= 100 keys"):
+        selected_attention(q, k, v, rules, chosen, spans=([0, 0], [100, 101]))
+
+
+def test_the_operator_is_registered_as_one():
+    q, k, v, rules, chosen, offset, spans = inputs("later")
+    arguments = q, k, v, chosen, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1
+    torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in ("v2", "v3", "v4") if level in native.levels()])
+def test_other_instruction_sets(level):
+    names = "-k", "definition or bfloat16 or gradient or choice", "-m", "not slow", "-q", "-p", "no:cacheprovider"
+    command = [sys.executable, "-m", "pytest", __file__, *names]
+    done = subprocess.run(command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,204 @@
+"""Measurements that are kept and taken up again, rules of `SparseConfig` as candidates, and what is allocated."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_hyperattn as ha
+from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
+from hf_hyperattn.inject.allocate import shrunk
+from hf_hyperattn.inject.gradients import attention_gradients
+from hf_hyperattn.inject.measure import sample
+from hf_hyperattn.inject.sparse import SparseHeadRule
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseConfig, Window
+from tests.cli import tiny
+
+LENGTH = 128
+RULES = [SparseHeadRule(rule) for rule in (Exact(), Window(20, 2), Pages(8, 2, 4, 2), Pages(8, 2, 4, 2, "mean"))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+@pytest.fixture
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.tensor(
+        tiny.tokenizer()("the quick brown fox jumps over a lazy dog and goes home. " * 4).input_ids[:LENGTH]
+    )
+
+
+def seen_calls(model, ids, **more):
+    calls = {}
+    ha.patch_model(model, SparseConfig(Exact()), mode="blend")
+    attention_gradients(model, ids, lambda name, *rest: calls.update({name: rest}), **more)
+    ha.unpatch_model(model)
+    return calls
+
+
+def test_slopes_and_divergences_of_sparse_rules_are_those_of_their_masks(model, ids):
+    """Against scaled_dot_product_attention and logits under the rule's mask."""
+    measured = measure(model, ids, RULES, rows=LENGTH, keep_slopes=True)
+    for name, (call, out, g) in seen_calls(model, ids).items():
+        key, value = (t.repeat_interleave(2, 1) for t in (call.key, call.value))
+        for c, rule in enumerate(RULES):
+            mask = rule.rule.mask(call.query, call.key, call.scale)
+            under = torch.nn.functional.scaled_dot_product_attention(
+                call.query, key, value, attn_mask=mask, scale=call.scale
+            )
+            slopes = (g * (under - out)).sum(-1)[0].T
+            assert torch.allclose(measured.slopes[name][..., c], slopes, rtol=1e-3, atol=1e-4)
+            logits = call.scale * call.query @ key.mT
+            own = logits.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).log_softmax(-1)
+            tied = logits.masked_fill(~mask, -torch.inf).log_softmax(-1)
+            kl = (tied.exp() * (tied - own).masked_fill(~mask, 0)).sum(-1).mean(-1)[0]
+            assert torch.allclose(measured.kl[name][:, c], kl, rtol=1e-3, atol=1e-4)
+
+
+def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
+    rules = [SparseHeadRule(Pages(8, 2, 4, 2, "bounds", query, 16)) for query in ("own", "first", "previous")]
+    at_once = measure(model, ids, rules, rows=64)
+    monkeypatch.setattr(sparse, "AT_ONCE", 0)
+    by_chunk = measure(model, ids, rules, rows=64)
+    for name, costs in at_once.costs.items():
+        assert torch.allclose(costs, by_chunk.costs[name], rtol=1e-4, atol=1e-12)
+
+
+def test_a_rule_alone_costs_what_a_patched_model_differs_by(model, ids):
+    """The patched model's attention under the allocation's config is what was compared."""
+    rules = RULES[1:3]
+    allocation = choose(
+        rules, {n: torch.zeros(4, 2) for n in measure(model, ids, rules, rows=16).costs}, LENGTH, pairs=0.9
+    )
+    model(ids[None])
+    config = allocation.config()
+    assert all(own[0].tuned_length == LENGTH for own in config.overrides.values())
+    ha.patch_model(model, config)
+    assert ha.describe(model) and 0 < allocation.pairs <= 0.6
+
+
+def test_answers_alone_count(model, ids):
+    """The gradients are those of their loss, and their queries are measured wholly where there are rows enough."""
+    spans = ((60, 70), (100, 104))
+    calls = seen_calls(model, ids, spans=spans)
+    logits = model(ids[None]).logits[0]
+    at = torch.cat([torch.arange(a, b) for a, b in spans])
+    loss = torch.nn.functional.cross_entropy(logits[at - 1], ids[at], reduction="sum")
+    measured = measure(model, ids, RULES, rows=1024, keep_slopes=True, spans=spans)
+    assert measured.loss == pytest.approx(loss.item() / 14, rel=1e-4)
+    for name, slopes in measured.slopes.items():
+        assert len(slopes) == LENGTH
+        expected = slopes.double().square().sum(0) / 2 / 14
+        assert torch.allclose(measured.costs[name], expected) and name in calls
+
+
+def test_a_sample_stands_for_all_queries():
+    for spans in (None, ((300, 310), (500, 512))):
+        drawn = sample(512, 96, 0, spans)
+        assert float(drawn.weights.sum()) * 16 == pytest.approx(512)
+        assert drawn.counted == (512 if spans is None else 22)
+    assert {304, 496} & set(drawn.starts)
+
+
+def tensors(measured):
+    return [measured.costs, measured.kl, measured.noise]
+
+
+def equal(a, b):
+    return a.loss == b.loss and all(
+        list(x) == list(y) and all(torch.equal(x[n], y[n]) for n in x) for x, y in zip(tensors(a), tensors(b))
+    )
+
+
+def test_what_is_kept_is_what_was_measured(model, ids, tmp_path):
+    plain = measure(model, ids, RULES, rows=32)
+    first = measure(model, ids, RULES, rows=32, folder=tmp_path)
+    assert equal(plain, first) and equal(plain, measure(model, ids, RULES, rows=32, folder=tmp_path))
+    (kept,) = tmp_path.iterdir()
+    layers = [f"model.layers.{i}.self_attn.safetensors" for i in range(2)]
+    assert sorted(p.name for p in kept.iterdir()) == [*layers, "whole.json"]
+
+
+@pytest.mark.parametrize("hurt", ["rows", "seed", "rules", "text", "model", "spans"])
+def test_another_measurement_is_another_folder(model, ids, tmp_path, hurt):
+    options = {"rows": 32, "seed": 0, "spans": None}
+    measure(model, ids, RULES, folder=tmp_path, **options)
+    rules = RULES[:2] if hurt == "rules" else RULES
+    ids = ids.flip(0) if hurt == "text" else ids
+    options |= {"rows": {"rows": 48}, "seed": {"seed": 5}, "spans": {"spans": ((9, 12),)}}.get(hurt, {})
+    if hurt == "model":
+        model.model.layers[0].self_attn.q_proj.weight.data.mul_(1.01)
+    measure(model, ids, rules, folder=tmp_path, **options)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_interrupted_measurement_loses_one_layer(model, ids, tmp_path, monkeypatch):
+    module = sys.modules["hf_hyperattn.inject.measure"]  # the name in the package is the function
+    whole, compared = measure(model, ids, RULES, rows=32), []
+    inner = module.compare
+
+    def stops(*arguments):
+        if compared:
+            raise KeyboardInterrupt
+        compared.append(1)
+        return inner(*arguments)
+
+    monkeypatch.setattr(module, "compare", stops)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, ids, RULES, rows=32, folder=tmp_path)
+    count = []
+    monkeypatch.setattr(module, "compare", lambda *a: count.append(1) or inner(*a))
+    assert equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path)) and len(count) == 1
+    assert equal(whole, measure(model, ids, RULES, rows=32, folder=tmp_path, resume=False)) and len(count) == 3
+    assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
+
+
+def test_noise_is_the_variance_of_the_mean_over_chunks(model, ids):
+    measured = measure(model, ids, RULES, rows=64, keep_slopes=True)
+    for name, slopes in measured.slopes.items():
+        chunks = torch.stack([part.double().square().mean(0) / 2 for part in slopes.split(16)])
+        assert torch.allclose(measured.noise[name], chunks.var(0, correction=0) / 4)
+
+
+def test_noisy_costs_are_drawn_to_their_layers_mean():
+    costs = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
+    noise = torch.tensor([[0.0, 9.0], [0.0, 9.0]], dtype=torch.float64)
+    assert shrunk(costs, noise).tolist() == [[1.0, 2.0], [3.0, 2.0]]
+    half = shrunk(costs, torch.full((2, 2), 0.5, dtype=torch.float64))
+    assert half.tolist() == [[1.5, 1.5], [2.5, 2.5]]
+
+
+def test_a_cost_of_ones_own_is_kept_to():
+    rules = [SparseHeadRule(Window(8)), SparseHeadRule(Window(32))]
+    prices = {None: 1.0, 8: 0.9, 32: 0.2}
+    losses = {"a": torch.tensor([[0.1, 0.2], [0.3, 0.1]], dtype=torch.float64)}
+    cost = lambda rule, length: prices[getattr(rule.rule, "near", None)]
+    cheap = choose(rules, losses, 64, pairs=0.2, cost=cost)
+    assert [rule.rule.near for rule in cheap.layers["a"]] == [32, 32]
+
+
+def test_measured_examples_weigh_answers(model):
+    """Of an example with answers, through the folder of a run."""
+    text = torch.tensor(tiny.tokenizer()("words and more words " * 20).input_ids)
+    (example,) = (e for e in examples(tiny.tokenizer(), [text], 256, tasks=["needle"]) if e.depth == 0.05)
+    measured = measure(model, example.ids, RULES[:2], rows=64, spans=example.spans)
+    predicted = predicted_losses([measured])
+    assert all(costs[:, 0].abs().max() < 1e-6 for costs in predicted.values())
+
+
+@pytest.mark.parametrize("length", [512, 1024])
+def test_candidates_are_cheap_and_mix(length):
+    found = sparse.candidates(length)
+    assert len(set(found)) == len(found) and {rule.group for rule in found} == {"sparse"}
+    assert all(0 < rule.share(length) < 1 for rule in found)
+    families = {rule.family for rule in found}
+    assert {"sinks and window", "Quest pages", "mean pages", "Quest pages, shared by 16"} == families
+    assert {rule.family for rule in hsa.candidates(length)} == {"sinks and window", "hsa"}

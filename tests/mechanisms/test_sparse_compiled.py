@@ -1,0 +1,135 @@
+"""Sparse attention by the compiled kernel gives what the masks of the rules give."""
+
+import pytest
+import torch
+
+import hf_hyperattn as ha
+from hf_hyperattn.functional import sparse_attention
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, VerticalSlash, Window, compiled
+from tests.engines.test_native import needs_compiler
+
+pytestmark = needs_compiler
+RULES = (
+    Exact(),
+    Window(near=20, sinks=3),
+    Pages(near=8, sinks=2, page=4, top=5),
+    Pages(near=16, page=8, top=3, summary="mean", query="first", chunk=8),
+    Pages(near=10, sinks=0, page=4, top=6, query="previous", chunk=16),
+    Pages(near=4, page=16, top=1, query="chunk", chunk=4),
+)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How often the kernel ran."""
+    count = []
+    attend = compiled.attend
+
+    def watched(*arguments, **keywords):
+        out = attend(*arguments, **keywords)
+        count.append(out is not None)
+        return out
+
+    monkeypatch.setattr(compiled, "attend", watched)
+    return count
+
+
+def round_numbers(*shape):
+    """Sums of products are exact, and many scores equal."""
+    return torch.randint(-2, 3, shape).float()
+
+
+#: Two heads that the kernel does not know.
+OTHERS = (
+    *RULES[:2],
+    Clusters(near=8, segment=32, size=8, top=2),
+    *RULES[3:5],
+    VerticalSlash(near=8, every=32, measured=8),
+)
+
+
+@pytest.mark.parametrize("rules", [RULES, OTHERS], ids=["known", "others"])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_function_and_gradients(padding, rules, runs):
+    q, k, v = (round_numbers(2, heads, 130, 16).requires_grad_() for heads in (6, 3, 3))
+    real = torch.ones(2, 130, dtype=torch.bool)
+    if padding:
+        real[1, : 19 if padding == "left" else None] = padding != "left"
+        real[1, 100:] = padding == "left"
+    found = []
+    for backend in ("auto", "reference"):
+        out = sparse_attention(
+            q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=rules, backend=backend
+        )
+        out = out * real[:, None, :, None]
+        found.append((out, *torch.autograd.grad((out * v.detach().sum()).square().mean(), (q, k, v))))
+    assert runs == [True, False]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16(runs):
+    q, k, v = (torch.randn(1, heads, 100, 16).bfloat16() for heads in (6, 3, 3))
+    one, two = (
+        sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=RULES, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert runs == [True, False] and one.dtype == torch.bfloat16
+    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+
+
+def test_a_part_of_the_queries(runs):
+    q, k, v = round_numbers(1, 6, 20, 16), round_numbers(1, 2, 90, 16), torch.randn(1, 2, 90, 8)
+    rules = [RULES[i] for i in (0, 1, 2, 2, 1, 0)]
+    one, two = (
+        sparse_attention(q, k, v, is_causal=True, enable_gqa=True, rules=rules, first=70, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert runs == [True, False]
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"dropout_p": 0.1},
+        {"attn_mask": torch.eye(60) > 0},
+        {"attn_mask": torch.zeros(60, 60)},
+        {"backend": "sdpa"},
+    ],
+    ids=("dropout", "bool mask", "added mask", "backend"),
+)
+def test_other_calls_go_by_masks(call, runs):
+    q, k, v = (torch.randn(1, 6, 60, 8) for _ in range(3))
+    sparse_attention(q, k, v, is_causal=True, rules=RULES, **call)
+    assert runs == [False]
+
+
+def model_of(rules):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2, pad_token_id=0,
+                         num_attention_heads=6, num_key_value_heads=3, head_dim=8)  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    return ha.patch_model(model, ha.SparseConfig(rules=rules), mode="replace")
+
+
+@pytest.mark.parametrize("padded, rules", [(False, RULES), (True, RULES), (True, OTHERS)])
+def test_model_prefills_and_generates(padded, rules, runs):
+    model = model_of(rules)
+    ids = torch.randint(1, 64, (2, 70))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :11] = 0
+    found = []
+    for backend in ("auto", "reference"):
+        ha.set_backend(model, backend)
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask).logits * mask[..., None]
+            written = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+        found.append((logits, written))
+    (logits, written), (other_logits, other_written) = found
+    torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(written, other_written)
+    assert runs.count(True) == 2 * 21

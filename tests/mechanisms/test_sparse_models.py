@@ -1,0 +1,179 @@
+"""Sparse rules in models: prompts and single steps agree, whatever becomes of the cache; what is refused."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+
+import hf_hyperattn as ha
+from hf_hyperattn.engines import Options
+from hf_hyperattn.mechanisms.base import HostCall, RankHeads
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, Tree, VerticalSlash, Window
+
+RULES = [
+    Pages(6, 1, 4, 2, query="previous", chunk=4),
+    Clusters(3, 1, 8, 2, 3, query="first", chunk=4),
+    VerticalSlash(4, 1, 3, 2, 8, 4),
+    Tree((2, 4), 3, 1, 2),
+]
+LENGTH = 45
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(intermediate_size=48, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.4)
+    return hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**sizes | changes)).eval().double()
+
+
+def sparse(rules=RULES, **changes):
+    return ha.patch_model(llama(**changes), ha.SparseConfig(rules), mode="replace")
+
+
+def drawn(rows=2, length=LENGTH):
+    return torch.randint(5, 90, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, ids, **call):
+    return model(ids, **call).logits
+
+
+def in_steps(model, ids, sizes, past=None):
+    """Logits of tokens read a few at a time, and the cache."""
+    past, parts, place = past or hf.DynamicCache(config=model.config), [], 0
+    for size in sizes:
+        parts.append(logits(model, ids[:, place : place + size], past_key_values=past))
+        place += size
+    return torch.cat(parts, 1), past
+
+
+def test_rules_change_the_model_and_exact_ones_do_not():
+    ids, stock = drawn(), llama()
+    plain = logits(stock, ids)
+    assert (logits(sparse(), ids) - plain).abs().max() > 0.1
+    torch.testing.assert_close(logits(sparse([Exact()]), ids), plain, atol=1e-12, rtol=0)
+    torch.testing.assert_close(logits(sparse([Window(LENGTH, 0)]), ids), plain, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [[1] * LENGTH, [20, *[1] * 25], [7, 1, 13, 2, 22]], ids=str)
+def test_steps_give_what_a_prompt_gives(sizes):
+    model, ids = sparse(), drawn()
+    torch.testing.assert_close(in_steps(model, ids, sizes)[0], logits(model, ids), atol=1e-10, rtol=0)
+
+
+def test_rows_of_a_cache_may_change():
+    """Beams, copies and cuts of a cache: the queries of a step's chunk are found by the keys before it."""
+    model, ids = sparse(), drawn(3)
+    plain = logits(model, ids)
+    _, past = in_steps(model, ids, [30])
+    other = copy.deepcopy(past)
+    order = torch.tensor([2, 0, 0, 1])
+    past.reorder_cache(order)
+    rest, _ = in_steps(model, ids[order, 30:], [1] * 15, past)
+    torch.testing.assert_close(rest, plain[order, 30:], atol=1e-10, rtol=0)
+    rest, other = in_steps(model, ids[:, 30:], [1, 3, 2], other)
+    other.crop(-4)  # as speculative decoding does
+    rest, _ = in_steps(model, ids[:, 32:], [2, 1, 5], other)
+    torch.testing.assert_close(rest, plain[:, 32:40], atol=1e-10, rtol=0)
+
+
+def test_a_cache_of_another_model_is_refused():
+    model, ids = sparse(), drawn()
+    _, past = in_steps(llama(initializer_range=0.1), ids, [30])
+    with pytest.raises(ValueError, match="which are not known: the cache was filled by another model"):
+        logits(model, ids[:, 30:31], past_key_values=past)
+    own = sparse([Pages(5, 1, 4, 2), Clusters(3, 1, 8, 2, 3), Window(4), Exact()])
+    _, past = in_steps(llama(initializer_range=0.1), ids, [30])
+    logits(own, ids[:, 30:31], past_key_values=past)
+
+
+def test_generate_with_padding_and_beams():
+    model, ids = sparse(), drawn(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    how = dict(attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    for beams in (1, 3):
+        plain = model.generate(ids, use_cache=False, num_beams=beams, **how)
+        assert torch.equal(model.generate(ids, num_beams=beams, **how), plain)
+    alone = model.generate(ids[:1, 6:], **how | {"attention_mask": mask[:1, 6:]})
+    assert torch.equal(model.generate(ids, **how)[0, 20:], alone[0, 14:])
+    static = model.generate(ids, cache_implementation="static", disable_compile=True, **how)
+    assert torch.equal(static, model.generate(ids, **how))
+
+
+def test_sliding_windows_and_their_caches():
+    config = dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True)
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    stock = hf.AutoModelForCausalLM.from_config(hf.Qwen2Config(intermediate_size=48, **sizes | config)).eval().double()
+    rules = [Pages(3, 1, 2, 2, query="previous", chunk=2), Window(5, 2), Clusters(2, 1, 4, 2, 1), Pages(2, 0, 2, 1)]
+    model, ids = ha.patch_model(stock, ha.SparseConfig(rules), mode="replace"), drawn()
+    torch.testing.assert_close(in_steps(model, ids, [5, *[1] * 40])[0], logits(model, ids), atol=1e-10, rtol=0)
+
+
+def test_longer_than_tuned_is_said_once(caplog):
+    model = ha.patch_model(llama(), ha.SparseConfig(RULES, tuned_length=20), mode="replace")
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        logits(model, drawn(1, 22))
+        assert not caplog.messages
+        logits(model, drawn())
+        logits(model, drawn())
+    assert len(caplog.messages) == 1 and "chosen for 20 tokens, and it runs on 45" in caplog.messages[0]
+
+
+def test_what_is_not_causal_is_refused():
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    bert = hf.BertModel(hf.BertConfig(**sizes))
+    with pytest.raises(ValueError, match="see the tokens after them too, which sparse rules do not know"):
+        ha.patch_model(bert, ha.SparseConfig())
+    with pytest.raises(ValueError, match="rules has 3 rules; allowed: one, or one for each of the 4 query heads"):
+        ha.patch_model(llama(), ha.SparseConfig([Exact()] * 3))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_refused_where_it_shares_a_selection():
+    torch._dynamo.reset()
+    model, ids = sparse(num_hidden_layers=1), drawn(1, 12)
+    _, past = in_steps(model, ids, [11])
+    step = torch.compile(lambda ids: model(ids, past_key_values=past).logits, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="cannot decode in a compiled or exported call"):
+        step(ids[:, 11:])
+
+
+@pytest.mark.slow
+def test_exports_are_refused():
+    model, ids = sparse([Pages(5, 1, 4, 2)], num_hidden_layers=1, use_cache=False), drawn(1, 12)
+    with torch.no_grad(), pytest.raises(Exception, match="sparse rules cannot be exported or traced"):
+        torch.export.export(model, (ids,))
+    attend = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2))
+    with pytest.raises(ValueError, match="sparse rules cannot be exported or traced"):
+        torch.jit.trace(attend, (torch.randn(1, 2, 12, 8),), check_trace=False)
+
+
+class Mesh:
+    """Two ranks, of which this is one."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+def test_a_rank_computes_its_heads():
+    hyper = sparse(num_hidden_layers=1).model.layers[0].self_attn.hyper
+    query, (key, value) = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 2, 30, 8)
+    call = HostCall(query, key, value, 0.4, True, Options(is_causal=True))
+    whole = hyper(call)[0]
+    for rank in (0, 1):
+        heads = RankHeads(4, 2 * rank, Mesh(rank))
+        parts = {n: heads.rows(getattr(call, n), 1) for n in ("query", "key", "value")}
+        part = hyper(replace(call, **parts, heads=heads))[0]
+        torch.testing.assert_close(part, whole[:, 2 * rank : 2 * rank + 2], atol=1e-5, rtol=0)
