@@ -15,7 +15,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,9 +105,10 @@ def build(scratch: Path, dist: Path) -> dict[str, Path]:
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "x", "-C", str(source)], input=archive, check=True)
     packages = {"sdist": build_one("sdist", source, dist, "0")}
-    with tarfile.open(packages["sdist"]) as tar:
-        tar.extractall(scratch / "unpacked", filter="data")
-    (unpacked,) = (scratch / "unpacked").iterdir()
+    place = scratch / "unpacked"
+    place.mkdir()
+    subprocess.run(["tar", "xzf", str(packages["sdist"]), "-C", str(place)], check=True)
+    (unpacked,) = place.iterdir()
     packages["plain"] = build_one("wheel", unpacked, dist, "0")
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         wanted = os.environ.get("HF_HYPERATTN_PREBUILT", "1")
