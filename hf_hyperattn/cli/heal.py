@@ -50,6 +50,8 @@ def heal(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip
     before = healing.held_out()
+    if not args.resume:  # with --force: all else is in order, so that the old work goes now
+        state.unlink(missing_ok=True)
     with progress(args.steps) as bar:
         bar.describe("learning")
         healing.run(state, args.save_every, lambda _: bar.advance(len(healing.losses) - bar.n))
@@ -57,6 +59,7 @@ def heal(args: argparse.Namespace) -> int:
     show(before, after)
     if sum(kl for *_, kl in after.values()) >= sum(kl for *_, kl in before.values()):
         print("\nthe held-out texts gain nothing: nothing is written; use more or other text, or lower rates")
+        state.unlink(missing_ok=True)  # to go on from its end would gain nothing again
         return 1
     write(args, healing, tokenizer, dtype_of(config), before, after)
     state.unlink(missing_ok=True)
@@ -78,7 +81,6 @@ def check(args: argparse.Namespace) -> Path:
     if state.exists() and not args.resume:
         if not args.force:
             raise ValueError(f"{state} holds an interrupted run; allowed: --resume to go on, --force to begin anew")
-        state.unlink()
     return state
 
 
