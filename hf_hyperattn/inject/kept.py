@@ -88,7 +88,8 @@ class Kept:
 
     def whole(self) -> dict[str, Any] | None:
         """What `finish` wrote: the layers in their order, and the loss of the text; None where layers are missing."""
-        return read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
+        whole = read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
+        return whole if whole and all(self.file(layer).is_file() for layer in whole["layers"]) else None
 
     def finish(self, layers: list[str], loss: float) -> None:
         """Say that all layers are there."""

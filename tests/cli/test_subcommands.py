@@ -211,6 +211,8 @@ def test_hyperbolicity_of_points_and_of_a_model(place, monkeypatch, capsys):
     assert (rows["word vectors"]["points"], rows["layer 2"]["points"]) == (260, 60)
     assert main(["hyperbolicity", "points.npy", *few]) == 0
     assert "Samples of 12 points" in capsys.readouterr().out
+    assert main(["hyperbolicity", "points.npy", "--size", "99", "--draws", "2"]) == 0
+    assert "Samples of 40 points" in capsys.readouterr().out  # as many as there are
 
 
 def test_a_tree_is_below_its_control(place, monkeypatch, capsys):

@@ -125,6 +125,8 @@ def test_what_is_kept_is_what_was_measured(model, ids, tmp_path):
     (kept,) = tmp_path.iterdir()
     layers = [f"model.layers.{i}.self_attn.safetensors" for i in range(2)]
     assert sorted(p.name for p in kept.iterdir()) == [*layers, "whole.json"]
+    (kept / layers[1]).unlink()
+    assert equal(plain, measure(model, ids, RULES, rows=32, folder=tmp_path))
 
 
 @pytest.mark.parametrize("hurt", ["rows", "seed", "rules", "text", "model", "config", "spans"])
