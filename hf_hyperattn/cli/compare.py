@@ -134,7 +134,7 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is another comparison, or damaged.
     """
-    state = {"request": request, "steps": args.steps, "runs": {}, "seconds": 0.0, "path": None}
+    state: dict[str, Any] = {"request": request, "steps": args.steps, "runs": {}, "seconds": 0.0, "path": None}
     state["budget"] = None if args.steps else args.budget or BUDGET
     if args.out is None:
         return state
@@ -330,7 +330,7 @@ def card(report: dict[str, Any]) -> str:
     return "\n".join([
         SIGN, "# A comparison of attention mechanisms", "", code(title(report)), "", *lines, "",
         *(f"- {code(line)}" for line in sentences(report)), "",
-        "A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. "
-        "The test is a paired t test over seeds, p corrected by Holm.", "",
+        "A mechanism's run of a seed reads the same tokens as the control's, and starts from the same LoRA matrices, "
+        "but for those that gave ranks. The test is a paired t test over seeds, p corrected by Holm.", "",
         f"Command: {code(report['command'])}  ", f"Machine: {report['machine']}; {versions}; {report['date']}", "",
     ])  # fmt: skip

@@ -204,8 +204,9 @@ def test_an_interrupted_command_goes_on_only_when_told_to(capsys, folder, tmp_pa
 
 
 def test_where_nothing_is_gained_nothing_is_written(capsys, folder, tmp_path):
-    code, out, _ = heal_command(capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1")
-    assert (code, "nothing is written" in out) in ((1, True), (0, False))
+    code, out, err = heal_command(capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1", "--json")
+    assert (code, "nothing is written" in err) in ((1, True), (0, False))
+    assert list(json.loads(out)["report"]["texts"]) == ["one.txt"]
     assert [p.name for p in tmp_path.iterdir()] == ["new"] * (code == 0)
 
 
