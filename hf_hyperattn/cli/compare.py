@@ -88,7 +88,8 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     tokenizer = read_tokenizer(args.model, args.model)
     prefix = prefix_of(tokenizer)
     length = window_of(config, args.length, 512, len(prefix))
-    trained, read = [], []
+    trained: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
     for text, name in texts:
         ids = torch.tensor(encode(tokenizer, text, len(text), name))
         wanted = max(

@@ -39,8 +39,8 @@ def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], *
     """
     digest = hashlib.sha256(json.dumps([FORMAT, options, [repr(rule) for rule in rules]], sort_keys=True).encode())
     digest.update(ids.cpu().numpy().tobytes())
-    config = model.config.to_dict() if hasattr(model, "config") else {}
-    config = {name: value for name, value in config.items() if name not in ELSEWHERE}
+    of_model: Any = getattr(model, "config", None)
+    config = {name: value for name, value in of_model.to_dict().items() if name not in ELSEWHERE} if of_model else {}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
