@@ -134,6 +134,18 @@ def test_what_is_not_causal_is_refused():
         ha.patch_model(llama(), ha.SparseConfig([Exact()] * 3))
 
 
+def test_packed_texts_are_refused_where_rules_count_from_a_beginning():
+    """Transformers takes places that begin again for several texts in a row, which see nothing of each other."""
+    ids, places = drawn(1, 40), torch.cat([torch.arange(25), torch.arange(15)])[None]
+    call = dict(position_ids=places, use_cache=False)
+    for rule in (Pages(5, 1, 4, 2), Window(6, 1), RULES[1]):
+        with pytest.raises(ValueError, match="its rules know rows of one text"):
+            logits(sparse([rule]), ids, **call)
+    model = sparse([Window(6, 0)])
+    alone = logits(model, ids[:, 25:])
+    torch.testing.assert_close(logits(model, ids, **call)[:, 25:], alone, atol=1e-10, rtol=0)
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_refused_where_it_shares_a_selection():
     torch._dynamo.reset()

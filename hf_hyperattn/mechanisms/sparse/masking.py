@@ -19,7 +19,7 @@ from ...readable import can_read, is_recorded
 from ..base import START, FirstKey
 from ..hsa.masks import real_of, visible
 from .recent import Recent
-from .rules import RuleCall, SparseRule
+from .rules import RuleCall, SparseRule, Window
 from .selection import lay
 
 #: The rules of all heads for one length, and for each such length, the shortest first.
@@ -81,6 +81,46 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     if real is None:
         real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
     return real.to(device).expand(batch, dropped + keys)
+
+
+@torch.no_grad()
+def check_one_text(mask: Tensor | None, places: Places, rules: ByLength) -> None:
+    """Refuse rows that hold several texts, which rules would take for one.
+
+    Args:
+        mask: of the call, as in `Options`; read where there are several queries.
+        places: where queries and keys stand.
+        rules: those that count from the query alone may see rows of several texts.
+
+    Raises:
+        ValueError: a real query does not see the real token before it.
+    """
+    if mask is None or mask.shape[2] == 1 or not can_read(mask) or all(map(is_local, rules_in(rules))):
+        return
+    slots, before = places.key.shape[1], (places.query - 1).clamp_min(-1)
+    size = slots + places.dropped
+    slot = places.key.new_full((len(before), size + 1), -1)
+    slot.scatter_(
+        1, places.key.where(places.key >= 0, size), torch.arange(slots, device=slot.device).expand_as(places.key)
+    )
+    at = slot.gather(1, before.clamp(0, size - 1))
+    seen = visible(mask).any(1).expand(len(at), at.shape[1], -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    if bool(((before >= 0) & (at >= 0) & ~seen).any()):
+        raise ValueError(
+            "sparse was called with a mask that hides from a token the one before it (packed texts, chunked "
+            "attention), and its rules know rows of one text; allowed: one text a row, with padding, or layers= "
+            "without such masks, or rules out of Exact() and Window(sinks=0)"
+        )
+
+
+def rules_in(rules: ByLength) -> set[SparseRule]:
+    """All rules, of every head and length."""
+    return {rule for _, heads in rules for rule in heads}
+
+
+def is_local(rule: SparseRule) -> bool:
+    """Whether what a query sees does not depend on where its text begins."""
+    return rule.is_exact or (type(rule) is Window and not rule.sinks)
 
 
 def last_seen(mask: Tensor, keys: int) -> Tensor:
