@@ -85,8 +85,8 @@ class SparseLayer(MechanismLayer):
             out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
             if out is not None:
                 return out, None
-        if (window is None or window > 1) and call.keywords.get("indices") is None:  # an indexer hides what it likes
-            check_one_text(options.mask, text.places, rules)
+        if call.keywords.get("indices") is None:  # an indexer hides what it likes
+            check_one_text(options, text.places, rules, window)
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
 

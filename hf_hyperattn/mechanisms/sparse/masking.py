@@ -83,34 +83,41 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     return real.to(device).expand(batch, dropped + keys)
 
 
-@torch.no_grad()
-def check_one_text(mask: Tensor | None, places: Places, rules: ByLength) -> None:
-    """Refuse rows that hold several texts, which rules would take for one.
+def check_one_text(options: Options, places: Places, rules: ByLength, window: int | None) -> None:
+    """Refuse rows that hold several texts, or that are read in chunks, which rules would take for one whole text.
 
     Args:
-        mask: of the call, as in `Options`; read where there are several queries.
+        options, window: of the call, as in `masked`.
         places: where queries and keys stand.
-        rules: those that count from the query alone may see rows of several texts.
+        rules: those that count from the query alone may see such rows.
 
     Raises:
-        ValueError: a real query does not see the real token before it.
+        ValueError: a real query does not see the real token before it, or a cache drops tokens without a window.
     """
-    if mask is None or mask.shape[2] == 1 or not can_read(mask) or all(map(is_local, rules_in(rules))):
+    mask = options.mask
+    if mask is None or all(map(is_local, rules_in(rules))):
         return
-    slots, before = places.key.shape[1], (places.query - 1).clamp_min(-1)
-    size = slots + places.dropped
-    slot = places.key.new_full((len(before), size + 1), -1)
-    slot.scatter_(
-        1, places.key.where(places.key >= 0, size), torch.arange(slots, device=slot.device).expand_as(places.key)
-    )
-    at = slot.gather(1, before.clamp(0, size - 1))
-    seen = visible(mask).any(1).expand(len(at), at.shape[1], -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
-    if bool(((before >= 0) & (at >= 0) & ~seen).any()):
+    gone = places.dropped > 0 and window is None
+    if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
         raise ValueError(
-            "sparse was called with a mask that hides from a token the one before it (packed texts, chunked "
-            "attention), and its rules know rows of one text; allowed: one text a row, with padding, or layers= "
-            "without such masks, or rules out of Exact() and Window(sinks=0)"
+            f"sparse was called with a {'cache that drops tokens' if gone else 'mask that hides the token before one'} "
+            "(packed texts, chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
+            "with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
         )
+
+
+@torch.no_grad()
+def hides_previous(mask: Tensor, places: Places) -> bool:
+    """Whether a mask hides from a real query the real token before it; one row for several queries hides padding."""
+    if mask.shape[2] < places.query.shape[1]:
+        return False
+    key, before = places.key, places.query - 1
+    size = key.shape[1] + places.dropped
+    slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
+    slot.scatter_(1, key.where(key >= 0, size), torch.arange(key.shape[1], device=key.device).expand_as(key))
+    at = slot.gather(1, before.clamp(0, size))
+    seen = visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    return bool(((before >= 0) & (at >= 0) & ~seen).any())
 
 
 def rules_in(rules: ByLength) -> set[SparseRule]:
