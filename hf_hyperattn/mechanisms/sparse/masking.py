@@ -19,12 +19,14 @@ from ...readable import can_read, is_recorded
 from ..base import START, FirstKey
 from ..hsa.masks import real_of, visible
 from .recent import Recent
-from .rules import RuleCall, SparseRule, Window
+from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
 
 #: The rules of all heads for one length, and for each such length, the shortest first.
 Rules = tuple[SparseRule, ...]
 ByLength = Sequence[tuple[int | None, Rules]]
+#: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
+GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +99,12 @@ def check_one_text(options: Options, places: Places, rules: ByLength, window: in
     mask = options.mask
     if mask is None or all(map(is_local, rules_in(rules))):
         return
-    gone = places.dropped > 0 and window is None
+    # of a dropped token windows need nothing: what they would see of it, the host hides
+    gone = places.dropped > 0 and window is None and not all(type(r) in (Exact, Window) for r in rules_in(rules))
     if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
         raise ValueError(
-            f"sparse was called with a {'cache that drops tokens' if gone else 'mask that hides the token before one'} "
-            "(packed texts, chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
+            f"sparse was called with a {GONE if gone else 'mask that hides the token before one'} (packed texts, "
+            "chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
             "with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
         )
 
