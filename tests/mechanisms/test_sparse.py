@@ -22,6 +22,7 @@ from hf_hyperattn.mechanisms.sparse import (
     VerticalSlash,
     Window,
     reference,
+    rules,
     sparse_rule,
 )
 from hf_hyperattn.mechanisms.sparse.masking import masked
@@ -216,3 +217,35 @@ def test_a_rule_of_ones_own():
             reference.definition(EveryOther(3), query[0, 0], key[0, 0], 1.0)
     finally:
         RULES.pop("every_other", None)
+
+
+def test_a_rule_that_would_be_lost_is_refused(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+
+    class Renamed(Pages):
+        """Its JSON would be that of pages."""
+
+    @dataclass(frozen=True)
+    class Nameless(Window):
+        name = ""
+
+    @sparse_rule("changing")
+    @dataclass
+    class Changing(SparseRule):
+        share = visible = Exact.visible
+
+    for rule, message in ((Renamed(), "no name of its own"), (Nameless(), "no name of"), (Changing(), "be hashed")):
+        with pytest.raises(ValueError, match=message):
+            ha.SparseConfig([Exact(), rule])
+
+
+def test_tuples_of_a_rule_of_ones_own_come_back_from_json(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+
+    @sparse_rule("spans")
+    @dataclass(frozen=True)
+    class Spans(Window):
+        spans: tuple[int, ...] = option((1, 2), "any")
+
+    config = ha.SparseConfig([Spans(5, 1, (3, 4))])
+    assert MechanismConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
