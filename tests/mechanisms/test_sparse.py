@@ -16,9 +16,9 @@ from hf_hyperattn.mechanisms.sparse import (
     RULES,
     Clusters,
     Exact,
+    NestedWindows,
     Pages,
     SparseRule,
-    Tree,
     VerticalSlash,
     Window,
     reference,
@@ -38,9 +38,9 @@ CAUSAL = [
     Pages(6, 1, 4, 3, "mean", "first", 4),
     Pages(6, 1, 4, 3, query="previous", chunk=4),
     Pages(3, 1, 2, 5, query="previous", chunk=8),
-    Tree((2, 8), 3, 1, 2),
-    Tree((3, 6), 0, 5, 1, "bounds", "previous", 4),
-    Tree((4,), 6, 0, 3, "mean", "first", 8),
+    NestedWindows((2, 8), 3, 1, 2),
+    NestedWindows((3, 6), 0, 5, 1, "bounds", "previous", 4),
+    NestedWindows((4,), 6, 0, 3, "mean", "first", 8),
     Clusters(3, 1, 8, 2, 3, 1),
     Clusters(11, 2, 8, 4, 2, 2, "previous", 4),
     Clusters(4, 0, 16, 4, 1, 0, "first", 8),
@@ -118,7 +118,7 @@ def test_a_tree_is_hsa_without_its_blocks(windows, near, sinks, top):
     query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
     settings = dict(near=near, sinks=sinks, refine_top_k=top, block_bias=float("-inf"), is_causal=True)
     P = definition_key(SCALE * query @ key.mT, windows_tree(LENGTH, windows), **settings)
-    assert torch.equal(P > 0, Tree(windows, near, sinks, top).mask(query, key, SCALE))
+    assert torch.equal(P > 0, NestedWindows(windows, near, sinks, top).mask(query, key, SCALE))
 
 
 def test_pages_are_counted_as_they_are_scored():

@@ -11,13 +11,13 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import HostCall, RankHeads
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, Tree, VerticalSlash, Window
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 
 RULES = [
     Pages(6, 1, 4, 2, query="previous", chunk=4),
     Clusters(3, 1, 8, 2, 3, query="first", chunk=4),
     VerticalSlash(4, 1, 3, 2, 8, 4),
-    Tree((2, 4), 3, 1, 2),
+    NestedWindows((2, 4), 3, 1, 2),
 ]
 LENGTH = 45
 
