@@ -42,7 +42,15 @@ from hf_hyperattn.inject import Allocation, choose, hsa, measure, predicted_loss
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
-from hf_hyperattn.mechanisms.sparse import Clusters, Pages, SparseRule, Tree, VerticalSlash, Window, sparse_rule
+from hf_hyperattn.mechanisms.sparse import (
+    Clusters,
+    NestedWindows,
+    Pages,
+    SparseRule,
+    VerticalSlash,
+    Window,
+    sparse_rule,
+)
 from hf_hyperattn.mechanisms.sparse.rules import option, share_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +115,7 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "Quest": lambda rule: is_pages(rule, "bounds", "own"),
     "Quest, shared by 16": lambda rule: is_pages(rule, "bounds", "previous"),
     "clusters": is_named("clusters"),
-    "trees": is_named("tree"),
+    "trees": is_named("nested_windows"),
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
     "all rules": lambda rule: not is_named("exact_top_k")(rule),
     "exact top-k": is_named("exact_top_k"),
@@ -231,7 +239,7 @@ def more_rules(length: int) -> list[SparseRule]:
     options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
     clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
     trees = [
-        Tree(windows, near, 4, top, summary, query)
+        NestedWindows(windows, near, 4, top, summary, query)
         for windows in ((4, 16, 64), (16, 64))
         for near in (16, 64, 256)
         for top in (4, 8, 16, 32)

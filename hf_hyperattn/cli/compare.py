@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import json
 import math
 import os
 import platform
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +35,7 @@ BUDGET, LEAST_STEPS, PROBE = 1200.0, 10, 3  # seconds; of a run; of the run by w
 SPARE = 0.9  # of the budget is planned
 HELD_OUT = 0.2  # of every text, its end
 LARGEST_TEXT = 20_000_000  # characters of a file
+PIECES, PIECE = 64, 4096  # samples of a file of weights, and bytes of each
 #: What must be the same for runs to be compared, of the command line.
 REQUEST = ("mechanisms", "seeds", "length", "held_out", "layers", "rank", "rate", "added_rate", "device")
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
@@ -87,24 +88,45 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     tokenizer = read_tokenizer(args.model, args.model)
     prefix = prefix_of(tokenizer)
     length = window_of(config, args.length, 512, len(prefix))
-    trained, read = [], []
+    trained: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
     for text, name in texts:
         ids = torch.tensor(encode(tokenizer, text, len(text), name))
-        windows = min(int(HELD_OUT * len(ids)) // length, math.ceil(args.held_out / len(texts)))
+        wanted = max(
+            1, (args.held_out - len(read) + len(texts) - 1) // len(texts)
+        )  # as many of every text, or one more
+        windows = min(int(HELD_OUT * len(ids)) // length, wanted)
         if windows < 1 or len(ids) < 2 * length:
             raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
                              f"more for windows of {length}; use a longer text or a smaller --length")  # fmt: skip
         cut = len(ids) - int(HELD_OUT * len(ids))
         trained.append(ids[:cut])
         read.append(ids[cut : cut + windows * length])
-    held_out = torch.cat(read)[: max(args.held_out, len(texts)) * length]
+    held_out = torch.cat(read)
     digest = hashlib.sha256(torch.cat([*trained, held_out]).numpy().tobytes()).hexdigest()
     request = {name: getattr(args, name) for name in REQUEST} | {
         "model": public_name(args.model) if os.path.exists(args.model) else args.model,
         "texts": [name for _, name in texts], "tokens": digest, "length": length,
-        "trained_on": sum(map(len, trained)), "read": len(held_out),
+        "trained_on": sum(map(len, trained)), "read": len(held_out), "weights": weights_of(args.model),
     }  # fmt: skip
     return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(json.dumps(request))
+
+
+def weights_of(path: str) -> str | None:
+    """A digest of a folder's config and of samples of its weights, which tell models of one name apart; None for the
+    Hub's, whose names do.
+    """
+    if not Path(path).is_dir():
+        return None
+    digest = hashlib.sha256((Path(path) / "config.json").read_bytes())
+    for file in sorted(file for kind in ("safetensors", "bin") for file in Path(path).glob(f"*.{kind}")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as data:
+            for i in range(PIECES):
+                data.seek(i * max(0, size - PIECE) // (PIECES - 1))
+                digest.update(data.read(PIECE))
+    return digest.hexdigest()
 
 
 def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +135,8 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is another comparison, or damaged.
     """
-    state = {"request": request, "steps": args.steps, "runs": {}, "seconds": 0.0, "path": None}
+    state: dict[str, Any] = {"request": request, "steps": args.steps, "runs": {}, "seconds": 0.0, "path": None}
+    state["budget"] = None if args.steps else args.budget or BUDGET
     if args.out is None:
         return state
     path = Path(args.out) / STATE
@@ -124,11 +147,13 @@ def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
         other = [name for name in request if left["request"].get(name) != request[name]]
         if args.steps not in (None, left.get("steps")):
             other.append("steps")
+        if args.budget not in (None, left.get("budget")):
+            other.append("budget")
         if other:
             raise ValueError(
                 f"{path}: of another comparison ({', '.join(other)} differ); use another --out, or remove it"
             )
-        state |= {name: left.get(name) for name in ("steps", "runs", "seconds", "stock", "added")}
+        state |= {name: left.get(name) for name in ("steps", "budget", "runs", "seconds", "stock", "added")}
     return state | {"path": path}
 
 
@@ -149,7 +174,7 @@ def plan(trial: Trial, state: dict[str, Any], bar: ProgressBar) -> None:
     state["added"] = trial.added
     if state["steps"] is not None:
         return
-    budget, seconds = args.budget or BUDGET, []
+    budget, seconds = state["budget"], []
     for recipe in args.mechanisms:
         bar.describe(f"timing {recipe}")
         seconds.append(train(trial, recipe, 0, PROBE, lambda: None)["seconds"])
@@ -278,9 +303,9 @@ def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
                 folder / f"facts-{name}.json", (json.dumps({"results": [fact(report, row)]}, indent=1) + "\n").encode()
             )
     path = folder / CARD
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if not path.read_text(encoding="utf-8").startswith(SIGN):
-            return
+    if os.path.lexists(path) and not path.read_bytes().startswith(SIGN.encode()):
+        print(f"kept {path}: it was not written by `hyperattn compare`", file=sys.stderr)
+        return
     replace_file(path, card(report).encode())
 
 
@@ -306,7 +331,7 @@ def card(report: dict[str, Any]) -> str:
     return "\n".join([
         SIGN, "# A comparison of attention mechanisms", "", code(title(report)), "", *lines, "",
         *(f"- {code(line)}" for line in sentences(report)), "",
-        "A mechanism's run of a seed starts from the same LoRA matrices and reads the same tokens as the control's. "
-        "The test is a paired t test over seeds, p corrected by Holm.", "",
+        "A mechanism's run of a seed reads the same tokens as the control's, and starts from the same LoRA matrices, "
+        "but for those that gave ranks. The test is a paired t test over seeds, p corrected by Holm.", "",
         f"Command: {code(report['command'])}  ", f"Machine: {report['machine']}; {versions}; {report['date']}", "",
     ])  # fmt: skip

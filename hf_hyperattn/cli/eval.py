@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read(model: Any, ids: list[int], window: int, prefix: list[int], bar: ProgressBar) -> dict[str, Any]:
-    """Perplexity, loss in nats, speed, and the loss of every window with the tokens that it is over."""
+    """Perplexity, loss in nats, speed, and the loss of every whole window."""
     bar.describe("reading")
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
     parts = [
@@ -51,7 +51,8 @@ def read(model: Any, ids: list[int], window: int, prefix: list[int], bar: Progre
     loss = sum(p.loss * p.predicted for p in parts) / predicted
     speed = sum(p.read for p in parts) / sum(p.seconds for p in parts)
     value = math.exp(loss) if loss < 700 else math.inf
-    return {"perplexity": value, "loss": loss, "tokens_per_second": speed, "windows": [p.loss for p in parts]}
+    whole = [p.loss for p in parts if p.predicted == parts[0].predicted]  # a short last one would count as much
+    return {"perplexity": value, "loss": loss, "tokens_per_second": speed, "windows": whole}
 
 
 def summary(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:

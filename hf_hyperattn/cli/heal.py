@@ -50,15 +50,19 @@ def heal(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip
     before = healing.held_out()
+    if not args.resume:  # with --force: all else is in order, so that the old work goes now
+        state.unlink(missing_ok=True)
     with progress(args.steps) as bar:
         bar.describe("learning")
         healing.run(state, args.save_every, lambda _: bar.advance(len(healing.losses) - bar.n))
     after = healing.held_out()
     show(before, after)
+    args.report = report_of(args, healing, before, after)
     if sum(kl for *_, kl in after.values()) >= sum(kl for *_, kl in before.values()):
         print("\nthe held-out texts gain nothing: nothing is written; use more or other text, or lower rates")
+        state.unlink(missing_ok=True)  # to go on from its end would gain nothing again
         return 1
-    write(args, healing, tokenizer, dtype_of(config), before, after)
+    write(args, healing, tokenizer, dtype_of(config))
     state.unlink(missing_ok=True)
     return 0
 
@@ -78,7 +82,6 @@ def check(args: argparse.Namespace) -> Path:
     if state.exists() and not args.resume:
         if not args.force:
             raise ValueError(f"{state} holds an interrupted run; allowed: --resume to go on, --force to begin anew")
-        state.unlink()
     return state
 
 
@@ -112,16 +115,20 @@ def show(before: Losses, after: Losses) -> None:
     table(("text", "untouched", "injected", "healed", "KL injected", "KL healed"), rows)
 
 
-def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype, before: Losses, after: Losses) -> None:
-    """Write the folder, whole or not at all: an adapter in float32, or the checkpoint in its own type."""
+def report_of(args: argparse.Namespace, healing: Healing, before: Losses, after: Losses) -> dict[str, Any]:
+    """What was measured, as plain data."""
     texts = {
         name: {"before": math.exp(own), "after": math.exp(after[name][1]), "injected": math.exp(old)}
         | {"kl_injected": kl, "kl": after[name][2]}
         for name, (own, old, kl) in before.items()
     }
     notes = f"{healing.length} tokens, {args.steps} steps of distillation from the untouched model."
-    report = {"metric": "perplexity", "notes": notes, "texts": texts, "losses": healing.losses}
-    args.report = report
+    return {"metric": "perplexity", "notes": notes, "texts": texts, "losses": healing.losses}
+
+
+def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype: torch.dtype) -> None:
+    """Write the folder, whole or not at all: an adapter in float32, or the checkpoint in its own type."""
+    report = args.report
     with replace_folder(Path(args.output), keep_others=False) as stage:
         if args.adapter or args.lora:
             healing.adapter.save_pretrained(str(stage))

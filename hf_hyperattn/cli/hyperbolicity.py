@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"source": args.source, "size": args.size, "rows": rows}, indent=2))
         return
-    show(args, rows)
+    show(rows)
 
 
 def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             "below_control": ours.mean + 3 * error < control.mean}  # fmt: skip
 
 
-def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
+def show(rows: dict[str, dict[str, Any]]) -> None:
     """Print the table and what it says."""
     cells = [
         [
@@ -123,6 +123,8 @@ def show(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
         for name, row in rows.items()
     ]  # fmt: skip
     table(("points", "number", "2δ/diameter", "shuffled", "mean", "shuffled", "control"), cells)
+    least, most = (f([row["size"] for row in rows.values()]) for f in (min, max))
+    sizes = f"{least}" if least == most else f"{least} to {most}, which do not compare,"
     below = sum(row["below_control"] for row in rows.values())
     print(f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
-          f"Samples of {args.size} points: 0 is a tree, 1 the most")  # fmt: skip
+          f"Samples of {sizes} points: 0 is a tree, 1 the most")  # fmt: skip

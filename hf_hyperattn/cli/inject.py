@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from hyperattn_cli import MECHANISMS, nearest
 
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa, sparse
-from ..inject.injection import CausalInjection, EncoderInjection, Losses, ids_of
-from ..inject.pays import Pays, pays_from
+from ..inject.injection import RETRIEVAL, CausalInjection, EncoderInjection, Losses, ids_of
+from ..inject.pays import Pays, faster, pays_from
 from ..integration.checkpoint_files import errors_as
 from . import device_map
 from .console import progress, reported, table
@@ -89,7 +90,8 @@ def inject_rules(args: argparse.Namespace) -> int:
     task = prepare(args)
     check_task(args, task)
     goal = "1 - cosine" if task.is_encoder else "perplexity"
-    print(f"{Path(args.model).name}: {args.mechanism}, {goal} within {args.budget:.1%}, {task.length:,} tokens a text, "
+    aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of the pairs, at any loss"
+    print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
           f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
           flush=True)  # fmt: skip
     with errors_as(f"{args.model}: cannot load it"):
@@ -119,8 +121,11 @@ def inject_rules(args: argparse.Namespace) -> int:
 
 
 def check_task(args: argparse.Namespace, task: Task) -> None:
-    """Refuse what says nothing for an encoder."""
+    """Refuse what says nothing for an encoder, and texts that are called as what is made of them for a causal model."""
     if not task.is_encoder:
+        taken = [name for name in task.texts[0] if re.fullmatch(rf"({'|'.join(RETRIEVAL)})( \d+)?", name)]
+        if taken:
+            raise ValueError(f"--text {taken[0]}: a test of retrieval has this name; allowed: another name, with .txt")
         return
     if args.mechanism == "sparse":
         raise ValueError("--mechanism sparse is for causal models, whose rules go by head; for an encoder use hsa")
@@ -166,13 +171,15 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
 def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
     """Say where the model is faster; for sparse rules, why one that is slower is not written."""
     before, after = (report["attention_seconds"][key] for key in ("before", "after"))  # of the same pass: of one load
-    report["faster"] = after < before
-    word = "faster" if after < before else "NOT faster"
+    report["faster"] = faster((before, after))
+    word = "faster" if report["faster"] else "NOT faster"
     share = f"attention {after / before:.2f} of its time"
     print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
-    if after < before or args.mechanism == "hsa" or args.allow_slower:
+    if report["faster"] or args.mechanism == "hsa" or args.allow_slower:
         return None
-    return "nothing is written, for a model that is slower; with --allow-slower it is; --resume measures nothing again"
+    return (
+        "nothing is written, for a model that is not faster; --allow-slower writes it; --resume measures nothing again"
+    )
 
 
 def loss_text(loss: float, is_encoder: bool) -> str:

@@ -32,6 +32,7 @@ from ..integration import lora_config, parameter_groups
 from ..integration.checkpoint_files import errors_as
 from ..integration.training import hosts_of_patched, hyper_parameters
 from .gradients import PIECE, Head, checkpointed, final_hidden, head_of, loss_of
+from .kept import fingerprint
 
 Losses = dict[str, tuple[float, float, float]]
 
@@ -68,6 +69,7 @@ class Healing:
     def __post_init__(self):
         for name in (name for name, ids in self.texts.items() if len(ids) < 2 * self.length):
             raise ValueError(f"the text {name} is short of tokens; allowed: {2 * self.length} or more")
+        self.origin = fingerprint(self.model, torch.empty(0), ())  # before anything learns
         self.adapter = adapted(self.model, self.rank, self.seed)
         self.head = head_of(self.model, next(iter(self.texts.values())))
         groups = parameter_groups(self.adapter, self.lr, self.patch_lr)
@@ -138,7 +140,7 @@ class Healing:
         """What a state has to agree in, as JSON data."""
         numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
         texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
-        return numbers | {"texts": texts, "patch": self.model.config.hyperattn}
+        return numbers | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
 
     def write(self, file: Path) -> None:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""
@@ -153,7 +155,9 @@ class Healing:
         with errors_as(f"{file} is damaged, delete it to begin anew"), safe_open(file, "pt") as data:
             about, tensors = data.metadata() or {}, {name: data.get_tensor(name) for name in data.keys()}
         if about.get("settings") != json.dumps(self.settings()):
-            raise ValueError(f"{file} is of a run with other settings, texts or patch; allowed: the same ones")
+            raise ValueError(
+                f"{file} is of a run with another model, other settings, texts or patch; allowed: the same"
+            )
         self.losses = json.loads(about["losses"])
         for name, p in self.trained().items():
             p.data.copy_(tensors.pop(f"{name}/value"))

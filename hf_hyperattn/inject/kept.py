@@ -19,30 +19,44 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..files import read_json, write_atomically
+from ..integration.offloaded import is_offloaded, storage_of
 from .rules import CandidateRule
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 PIECES = 512  # numbers of a parameter that its fingerprint is made of
 WHOLE = "whole.json"  # is there once all layers are
+#: Of a config, what says nothing of what the model computes.
+ELSEWHERE = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
 
 def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], **options: Any) -> str:
-    """32 hexadecimal digits that differ where the model, the text, a rule or an option does.
+    """32 hexadecimal digits that differ where the model, its config, the text, a rule or an option does.
 
-    Of every parameter the name, the shape and up to `PIECES` numbers count; of one that is offloaded, name and shape.
+    Of every parameter the name, the shape and up to `PIECES` numbers count, also where it is offloaded.
 
     Args:
         ids: token ids [N]. rules: frozen dataclasses. options: of the measurement, plain values.
     """
     digest = hashlib.sha256(json.dumps([FORMAT, options, [repr(rule) for rule in rules]], sort_keys=True).encode())
     digest.update(ids.cpu().numpy().tobytes())
+    of_model: Any = getattr(model, "config", None)
+    config = {name: value for name, value in of_model.to_dict().items() if name not in ELSEWHERE} if of_model else {}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if parameter.device.type != "meta":
-            numbers = parameter.detach().flatten()
+        if (values := values_of(model, name, parameter)) is not None:
+            numbers = values.detach().flatten()
             some = numbers[:: max(1, len(numbers) // PIECES)]
             digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def values_of(model: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
+    """A parameter, from where it is offloaded to; None where nobody has its values."""
+    if parameter.device.type != "meta":
+        return parameter
+    module = model.get_submodule(name.rpartition(".")[0])
+    return storage_of(module)[1].get(name) if is_offloaded(module) else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,8 @@ class Kept:
 
     def whole(self) -> dict[str, Any] | None:
         """What `finish` wrote: the layers in their order, and the loss of the text; None where layers are missing."""
-        return read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
+        whole = read_json(self.folder / WHOLE) if (self.folder / WHOLE).is_file() else None
+        return whole if whole and all(self.file(layer).is_file() for layer in whole["layers"]) else None
 
     def finish(self, layers: list[str], loss: float) -> None:
         """Say that all layers are there."""

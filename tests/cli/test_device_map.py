@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_hyperattn.cli import device_map, main
+from hf_hyperattn.inject.kept import fingerprint
 
 from . import tiny
 from .test_inject import prose
@@ -36,6 +37,18 @@ def inject(folder, output, *more) -> dict:
     line = ["inject", folder / "model", "--mechanism", "hsa", "--length", "128", "--rows", "16", "--pairs", "0.7"]
     assert main([*map(str, line), "--text", str(folder / "one.txt"), "--output", str(output), *map(str, more)]) == 0
     return json.loads((output / "hyperattn_inject.json").read_text())
+
+
+def test_models_on_the_disk_have_fingerprints_of_their_weights(folder, tmp_path):
+    args = argparse.Namespace(model=str(folder / "model"), device_map=str(folder / "map.json"))
+    print_of = lambda: fingerprint(device_map.load(AutoModelForCausalLM, args), torch.arange(4), ())
+    first = print_of()
+    assert print_of() == first
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(1.1)  # which lies on the disk
+    model.save_pretrained(tmp_path / "other")
+    args.model = str(tmp_path / "other")
+    assert print_of() != first
 
 
 @pytest.mark.slow

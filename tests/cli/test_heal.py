@@ -194,6 +194,8 @@ def test_an_interrupted_command_goes_on_only_when_told_to(capsys, folder, tmp_pa
     monkeypatch.setattr(Healing, "step", step)
     code, _, err = heal_command(capsys, folder, *line)
     assert code == 2 and "--resume" in err and len(err.splitlines()) == 1
+    assert main(["heal", str(folder / "stock"), "--text", str(folder / "one.txt"), "--force", *map(str, line)]) == 2
+    assert (tmp_path / "new.heal-state.safetensors").is_file()  # the work stays where the new run cannot begin
     assert heal_command(capsys, folder, *line, "--resume")[0] == 0
     whole = healing(folder, steps=10)
     whole.run()
@@ -202,9 +204,10 @@ def test_an_interrupted_command_goes_on_only_when_told_to(capsys, folder, tmp_pa
 
 
 def test_where_nothing_is_gained_nothing_is_written(capsys, folder, tmp_path):
-    code, out, _ = heal_command(capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1")
-    assert (code, "nothing is written" in out) in ((1, True), (0, False))
-    assert (tmp_path / "new").exists() == (code == 0)
+    code, out, err = heal_command(capsys, folder, "--output", tmp_path / "new", "--patch-lr", "1", "--json")
+    assert (code, "nothing is written" in err) in ((1, True), (0, False))
+    assert list(json.loads(out)["report"]["texts"]) == ["one.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["new"] * (code == 0)
 
 
 def test_it_refuses_models_without_a_patch_or_with_nothing_to_learn(capsys, folder, tmp_path):

@@ -1,5 +1,6 @@
 """`hyperattn inject` beyond the first table: sparse rules, retrieval, safer candidates, resuming, rivals, time."""
 
+import argparse
 import json
 import shutil
 import sys
@@ -113,6 +114,22 @@ def test_retrieval_has_a_budget_of_its_own():
     assert lenient.keeps({"text": 0.016, "needle": 9.0}) and not lenient.keeps({"text": 0.017, "needle": 0.0})
     assert strict.keeps({"text": 0.0, "needle": 0.08}) and not strict.keeps({"text": 0.0, "copying": 0.09})
     assert strict.in_budgets({"text": 0.01, "needle": 0.1}) == {"text": 0.5, "needle": 1.0}
+
+
+def test_a_text_is_not_called_like_a_test(capsys, folder, tmp_path):
+    for name in ("copying", "needle 3"):
+        (tmp_path / name).write_text(prose(1))
+        code = main(
+            ["inject", str(folder / "model"), "--mechanism", "hsa", "--length", "64", "--text", str(tmp_path / name)]
+        )
+        assert code == 2 and "a test of retrieval has this name" in capsys.readouterr().err
+
+
+def test_equal_times_are_not_faster(capsys):
+    args, report = argparse.Namespace(mechanism="sparse", allow_slower=False), {"length": 64}
+    report["attention_seconds"] = {"before": 1.0, "after": 0.99}
+    assert "nothing is written" in command.slower(args, report, pays.Pays(None, {64: (1.0, 0.99)}))
+    assert not report["faster"] and "NOT faster" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Sub-commands on a tiny model: what each prints as text and as JSON, against evaluations of its own."""
 
+import argparse
 import ast
 import json
 import math
@@ -168,7 +169,7 @@ def test_eval_of_a_patched_model(place, monkeypatch, capsys):
                 logits = AutoModelForCausalLM.from_pretrained(model)(piece[None]).logits[0, :-1]
             total, count = total + F.cross_entropy(logits, piece[1:], reduction="sum").item(), count + len(piece) - 1
         assert math.isclose(rows["rows"][name]["loss"], total / count, rel_tol=1e-5)
-        assert len(rows["rows"][name]["windows"]) == 3
+        assert len(rows["rows"][name]["windows"]) == 2  # whole ones
     assert rows["difference"] == rows["rows"]["patched"]["loss"] - rows["rows"]["own attention"]["loss"] != 0
     assert main([*line]) == 0
     assert "Patched less own: " in capsys.readouterr().out
@@ -210,6 +211,8 @@ def test_hyperbolicity_of_points_and_of_a_model(place, monkeypatch, capsys):
     assert (rows["word vectors"]["points"], rows["layer 2"]["points"]) == (260, 60)
     assert main(["hyperbolicity", "points.npy", *few]) == 0
     assert "Samples of 12 points" in capsys.readouterr().out
+    assert main(["hyperbolicity", "points.npy", "--size", "99", "--draws", "2"]) == 0
+    assert "Samples of 40 points" in capsys.readouterr().out  # as many as there are
 
 
 def test_a_tree_is_below_its_control(place, monkeypatch, capsys):
@@ -279,6 +282,48 @@ def test_texts_are_cut_in_two(place):
     cut = len(ids) - len(ids) // 5
     assert trial.train.tolist() == ids[:cut] and trial.held_out.tolist() == ids[cut : cut + 48]
     assert (request["trained_on"], request["read"], request["mechanisms"]) == (cut, 48, ["none", "cone"])
+
+
+def test_every_text_is_read(place, tmp_path):
+    names = [f"{i}.txt" for i in range(5)]
+    for name in names:
+        (tmp_path / name).write_text((place / "text.txt").read_text()[:4000] + name)
+    line = ("--mechanisms", "cone", "--held-out", "7", "--steps", "2", "--text", *(str(tmp_path / n) for n in names))
+    trial, request = compare.prepare(arguments(place, *line))
+    assert request["read"] == len(trial.held_out) == 7 * 16
+    ends = [tiny.tokenizer()((tmp_path / name).read_text())["input_ids"] for name in names]
+    starts = [ids[len(ids) - len(ids) // 5 :][:16] for ids in ends]
+    assert [trial.held_out[16 * i :][:16].tolist() for i in (0, 2, 4, 5, 6)] == starts
+
+
+def test_runs_of_another_model_or_budget_are_not_taken_up(place, tmp_path):
+    words = ("--mechanisms", "cone", "--out", str(tmp_path / "out"))
+    args = arguments(place, *words, "--budget", "20s")
+    _, request = compare.prepare(args)
+    state = compare.opened(args, request)
+    compare.keep(state | {"steps": 7})
+    assert compare.opened(arguments(place, *words), request)["steps"] == 7
+    with pytest.raises(ValueError, match="budget differ"):
+        compare.opened(arguments(place, *words, "--budget", "2h"), request)
+    shutil.copytree(place / "model", tmp_path / "model")
+    assert compare.weights_of(str(tmp_path / "model")) == request["weights"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.model.norm.weight.data.mul_(1.01)
+    model.save_pretrained(tmp_path / "model")
+    args.model = str(tmp_path / "model")
+    with pytest.raises(ValueError, match="weights differ"):
+        compare.opened(args, compare.prepare(args)[1])
+
+
+def test_a_card_of_ones_own_stays_in_any_encoding(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "card", lambda report: compare.SIGN + " new")
+    args, mine = argparse.Namespace(out=str(tmp_path)), "Größe".encode("latin-1")
+    (tmp_path / "README.md").write_bytes(mine)
+    compare.write(args, {"rows": {}})
+    assert (tmp_path / "README.md").read_bytes() == mine and "kept" in capsys.readouterr().err
+    (tmp_path / "README.md").write_text(f"{compare.SIGN} old")
+    compare.write(args, {"rows": {}})
+    assert (tmp_path / "README.md").read_text().endswith("new")
 
 
 COMPARE = ["compare", "model", "--text", "text.txt", "--mechanisms", "cone,none", "--steps", "2", "--length", "16"]

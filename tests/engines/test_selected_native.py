@@ -93,7 +93,8 @@ def choices(q, k, rules, offset, earlier, start, stop):
             first = chunk * rule.chunk
             own, before = range(first, first + rule.chunk), range(first - rule.chunk, first)
             reads = {"own": own, "first": own[:1], "previous": before, "chunk": own}[BY[rule.by]]
-            rows = [p - offset + start for p in reads if 0 <= p - offset + start < q.shape[1]]
+            real = [p for p in reads if p < stop - start] or reads  # what padding alone chooses, nobody sees
+            rows = [p - offset + start for p in real if 0 <= p - offset + start < q.shape[1]]
             by = q[h, rows].double().mean(0)
             scored = []
             for page in range(len(k[h]) // rule.page):

@@ -125,9 +125,11 @@ def test_what_is_kept_is_what_was_measured(model, ids, tmp_path):
     (kept,) = tmp_path.iterdir()
     layers = [f"model.layers.{i}.self_attn.safetensors" for i in range(2)]
     assert sorted(p.name for p in kept.iterdir()) == [*layers, "whole.json"]
+    (kept / layers[1]).unlink()
+    assert equal(plain, measure(model, ids, RULES, rows=32, folder=tmp_path))
 
 
-@pytest.mark.parametrize("hurt", ["rows", "seed", "rules", "text", "model", "spans"])
+@pytest.mark.parametrize("hurt", ["rows", "seed", "rules", "text", "model", "config", "spans"])
 def test_another_measurement_is_another_folder(model, ids, tmp_path, hurt):
     options = {"rows": 32, "seed": 0, "spans": None}
     measure(model, ids, RULES, folder=tmp_path, **options)
@@ -136,6 +138,8 @@ def test_another_measurement_is_another_folder(model, ids, tmp_path, hurt):
     options |= {"rows": {"rows": 48}, "seed": {"seed": 5}, "spans": {"spans": ((9, 12),)}}.get(hurt, {})
     if hurt == "model":
         model.model.layers[0].self_attn.q_proj.weight.data.mul_(1.01)
+    if hurt == "config":
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
     measure(model, ids, rules, folder=tmp_path, **options)
     assert len(list(tmp_path.iterdir())) == 2
 

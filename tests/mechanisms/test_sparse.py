@@ -16,12 +16,13 @@ from hf_hyperattn.mechanisms.sparse import (
     RULES,
     Clusters,
     Exact,
+    NestedWindows,
     Pages,
     SparseRule,
-    Tree,
     VerticalSlash,
     Window,
     reference,
+    rules,
     sparse_rule,
 )
 from hf_hyperattn.mechanisms.sparse.masking import masked
@@ -37,9 +38,9 @@ CAUSAL = [
     Pages(6, 1, 4, 3, "mean", "first", 4),
     Pages(6, 1, 4, 3, query="previous", chunk=4),
     Pages(3, 1, 2, 5, query="previous", chunk=8),
-    Tree((2, 8), 3, 1, 2),
-    Tree((3, 6), 0, 5, 1, "bounds", "previous", 4),
-    Tree((4,), 6, 0, 3, "mean", "first", 8),
+    NestedWindows((2, 8), 3, 1, 2),
+    NestedWindows((3, 6), 0, 5, 1, "bounds", "previous", 4),
+    NestedWindows((4,), 6, 0, 3, "mean", "first", 8),
     Clusters(3, 1, 8, 2, 3, 1),
     Clusters(11, 2, 8, 4, 2, 2, "previous", 4),
     Clusters(4, 0, 16, 4, 1, 0, "first", 8),
@@ -117,7 +118,7 @@ def test_a_tree_is_hsa_without_its_blocks(windows, near, sinks, top):
     query, key = drawn(1, 1, LENGTH), drawn(1, 1, LENGTH, seed=1)
     settings = dict(near=near, sinks=sinks, refine_top_k=top, block_bias=float("-inf"), is_causal=True)
     P = definition_key(SCALE * query @ key.mT, windows_tree(LENGTH, windows), **settings)
-    assert torch.equal(P > 0, Tree(windows, near, sinks, top).mask(query, key, SCALE))
+    assert torch.equal(P > 0, NestedWindows(windows, near, sinks, top).mask(query, key, SCALE))
 
 
 def test_pages_are_counted_as_they_are_scored():
@@ -216,3 +217,35 @@ def test_a_rule_of_ones_own():
             reference.definition(EveryOther(3), query[0, 0], key[0, 0], 1.0)
     finally:
         RULES.pop("every_other", None)
+
+
+def test_a_rule_that_would_be_lost_is_refused(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+
+    class Renamed(Pages):
+        """Its JSON would be that of pages."""
+
+    @dataclass(frozen=True)
+    class Nameless(Window):
+        name = ""
+
+    @sparse_rule("changing")
+    @dataclass
+    class Changing(SparseRule):
+        share = visible = Exact.visible
+
+    for rule, message in ((Renamed(), "no name of its own"), (Nameless(), "no name of"), (Changing(), "be hashed")):
+        with pytest.raises(ValueError, match=message):
+            ha.SparseConfig([Exact(), rule])
+
+
+def test_tuples_of_a_rule_of_ones_own_come_back_from_json(monkeypatch):
+    monkeypatch.setattr(rules, "RULES", dict(rules.RULES))
+
+    @sparse_rule("spans")
+    @dataclass(frozen=True)
+    class Spans(Window):
+        spans: tuple[int, ...] = option((1, 2), "any")
+
+    config = ha.SparseConfig([Spans(5, 1, (3, 4))])
+    assert MechanismConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -90,6 +90,38 @@ def test_a_part_of_the_queries(runs):
 
 
 @pytest.mark.parametrize(
+    "rule",
+    [
+        Pages(near=4, sinks=1, page=4, top=1, summary="mean", query="chunk", chunk=8),
+        Pages(near=4, sinks=1, page=4, top=0),
+        Pages(near=4, sinks=1, page=4, top=10**9),
+    ],
+    ids=("a chunk with padding", "no page", "more pages than there are"),
+)
+def test_padding_inside_a_chunk_and_counts_of_pages(rule, runs):
+    q, k, v = torch.randn(2, 2, 53, 8), torch.randn(2, 1, 53, 8), torch.randn(2, 1, 53, 8)
+    real = torch.ones(2, 53, dtype=torch.bool)
+    real[1, 41:] = False
+    one, two = (
+        sparse_attention(q, k, v, real[:, None, None], is_causal=True, enable_gqa=True, rules=rule, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert runs == [True, False]
+    torch.testing.assert_close(one * real[:, None, :, None], two * real[:, None, :, None], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [0, 5])
+def test_fewer_keys_than_queries(keys, runs):
+    q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 2, keys, 8), torch.randn(1, 2, keys, 8)
+    one, two = (
+        sparse_attention(q, k, v, is_causal=True, rules=Pages(2, 1, 2, 1), backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert not any(runs) and one.shape == q.shape and (keys or not one.any())
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize(
     "call",
     [
         {"dropout_p": 0.1},

@@ -11,13 +11,13 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import HostCall, RankHeads
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, Tree, VerticalSlash, Window
+from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 
 RULES = [
     Pages(6, 1, 4, 2, query="previous", chunk=4),
     Clusters(3, 1, 8, 2, 3, query="first", chunk=4),
     VerticalSlash(4, 1, 3, 2, 8, 4),
-    Tree((2, 4), 3, 1, 2),
+    NestedWindows((2, 4), 3, 1, 2),
 ]
 LENGTH = 45
 
@@ -132,6 +132,30 @@ def test_what_is_not_causal_is_refused():
         ha.patch_model(bert, ha.SparseConfig())
     with pytest.raises(ValueError, match="rules has 3 rules; allowed: one, or one for each of the 4 query heads"):
         ha.patch_model(llama(), ha.SparseConfig([Exact()] * 3))
+
+
+def test_packed_texts_are_refused_where_rules_count_from_a_beginning():
+    """Transformers takes places that begin again for several texts in a row, which see nothing of each other."""
+    ids, places = drawn(1, 40), torch.cat([torch.arange(25), torch.arange(15)])[None]
+    call = dict(position_ids=places, use_cache=False)
+    for rule in (Pages(5, 1, 4, 2), Window(6, 1), RULES[1]):
+        with pytest.raises(ValueError, match="its rules know rows of one whole text"):
+            logits(sparse([rule]), ids, **call)
+    model = sparse([Window(6, 0)])
+    alone = logits(model, ids[:, 25:])
+    torch.testing.assert_close(logits(model, ids, **call)[:, 25:], alone, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("length", [12, 20])
+def test_chunked_attention_is_refused_beyond_a_chunk(length):
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(intermediate_size=48, intermediate_size_mlp=48, head_dim=8, num_local_experts=2)
+    config = hf.Llama4TextConfig(**sizes, attention_chunk_size=16)
+    stock = hf.AutoModelForCausalLM.from_config(config).eval()
+    model, how = ha.patch_model(stock, ha.SparseConfig([Pages(5, 1, 4, 2)]), mode="replace"), dict(do_sample=False)
+    model.generate(drawn(1, 12), max_new_tokens=3, **how)
+    with pytest.raises(ValueError, match="chunked attention"):
+        model.generate(drawn(1, length), max_new_tokens=8, min_new_tokens=8, **how)
 
 
 @pytest.mark.slow

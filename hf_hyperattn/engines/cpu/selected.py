@@ -154,7 +154,7 @@ def choice(
 ) -> Tensor:
     """What `chosen_pages` returns."""
     tensors = [_rows(t) for t in (query, key, key)]
-    chosen = query.new_full(_choice_shape(query, rules, earlier), -1, dtype=torch.int32)
+    chosen = query.new_full(_choice_shape(query, key.shape[2], rules, earlier), -1, dtype=torch.int32)
     out = query.new_empty(0, dtype=torch.float32)
     call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out)
     library.core().hyper_selected_choice(call, CHOICE.pack(earlier, chosen.data_ptr()))
@@ -162,17 +162,18 @@ def choice(
     return chosen
 
 
-def _choice_shape(query: Tensor, rules: Sequence[int], earlier: int) -> tuple[int, int, int, int]:
+def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int, int, int]:
     fields = [rules[i :: len(HeadRule._fields)] for i in range(len(HeadRule._fields))]
     paged = [HeadRule(*rule) for rule in zip(*fields, strict=True) if rule[2]]
     least = min((rule.chunk for rule in paged), default=query.shape[2])
     chunks = (query.shape[2] - earlier) // max(1, least) + 2
-    return query.shape[0], query.shape[1], chunks, max((rule.top for rule in paged), default=0)
+    most = max((min(rule.top, keys // rule.page) for rule in paged), default=0)
+    return query.shape[0], query.shape[1], chunks, most
 
 
 @choice.register_fake
 def _(query, key, rules, spans, offset, earlier):
-    return query.new_empty(_choice_shape(query, rules, earlier), dtype=torch.int32)
+    return query.new_empty(_choice_shape(query, key.shape[2], rules, earlier), dtype=torch.int32)
 
 
 def chosen_pages(

@@ -97,7 +97,9 @@ class ChoiceTask {
     const Rule& rule = c.rules[h];
     int64_t start = chunk * rule.chunk, count = rule.by == kOwn || rule.by == kFirst ? 1 : rule.chunk;
     if (rule.by == kPrevious) start -= rule.chunk;
-    const int64_t row = start - c.place(b, 0), low = std::max<int64_t>(0, row), high = std::min(c.queries, row + count);
+    const int64_t row = start - c.place(b, 0), low = std::max<int64_t>(0, row);
+    int64_t high = std::min(c.queries, row + count);
+    if (start < c.length(b)) high = std::min(high, c.length(b) - c.place(b, 0));  // a mean has no padding in it
     for (int64_t e = 0; e < c.dim; ++e) {
       float sum = 0;
       for (int64_t r = low; r < high; ++r) sum += number(at<T>(c.query, b, h, r)[e]);

@@ -5,9 +5,9 @@ from .clusters import Clusters
 from .config import SparseConfig
 from .functional import sparse_attention
 from .layer import SparseLayer
+from .nested import NestedWindows
 from .pages import Pages
 from .rules import RULES, Exact, RuleCall, SparseRule, Window, sparse_rule
-from .tree import Tree
 from .vertical_slash import VerticalSlash
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "RuleCall",
     "SparseConfig",
     "SparseRule",
-    "Tree",
+    "NestedWindows",
     "VerticalSlash",
     "Window",
     "sparse_rule",

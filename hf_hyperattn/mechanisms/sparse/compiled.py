@@ -54,11 +54,13 @@ def attend(
     ):
         return None
     last, n = text.last, query.shape[2]
-    spans = None if last is None else spans_of(options, text, len(query), n)
-    if spans is None or last is None or not text.reaches(n):
+    if last is None or last > key.shape[2]:  # not known, or queries after the last key
+        return None
+    spans = spans_of(options, text, len(query), n)
+    if spans is None or not text.reaches(n):
         return None
     chosen, earlier, known = None, 0, [HeadRule(1) if rule is None else rule for rule in heads]
-    if any(rule.top for rule in known):
+    if any(rule.page for rule in known):
         asking = query if text.before is None else torch.cat([text.before.to(query.dtype), query], 2)
         earlier = asking.shape[2] - n
         chosen = selected.chosen_pages(asking, key, known, spans=spans, offset=last - asking.shape[2], earlier=earlier)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...config import MechanismConfig, option
 from .pages import Pages
-from .rules import SparseRule
+from .rules import SparseRule, check_rule
 
 Rules = tuple[SparseRule, ...]
 
@@ -72,6 +72,8 @@ class SparseConfig(MechanismConfig):
         read = tuple(SparseRule.from_dict(rule) if isinstance(rule, dict) else rule for rule in rules)
         if not read or not all(isinstance(rule, SparseRule) for rule in read):
             self._refuse("rules", "sparse rules such as Window(), one for all heads or one for each query head")
+        for rule in read:
+            check_rule(rule)
         return read
 
     def to_dict(self) -> dict[str, Any]:

@@ -63,8 +63,10 @@ def sparse_attention(
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=True, offset=first)
     scale = float(width**-0.5) if scale is None else scale
-    score, text = dot_score(query, key, scale), text_of(query, key, options, by_length)
-    options = replace(options, dropout_p=dropout_p)
+    score = dot_score(query, key, scale)
+    if not key.shape[2]:
+        return attention(score, value, options, backend=backend)[0].to(query.dtype)
+    text, options = text_of(query, key, options, by_length), replace(options, dropout_p=dropout_p)
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
     if out is None:
         out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)

@@ -13,7 +13,7 @@ from ..base import Host, HostCall, MechanismLayer, Plan
 from ..hsa.layer import LONGER
 from . import compiled
 from .config import SparseConfig
-from .masking import ByLength, all_exact, masked, text_of
+from .masking import ByLength, all_exact, check_one_text, masked, text_of
 from .recent import Recent
 from .rules import Exact
 
@@ -85,6 +85,8 @@ class SparseLayer(MechanismLayer):
             out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
             if out is not None:
                 return out, None
+        if call.keywords.get("indices") is None:  # an indexer hides what it likes
+            check_one_text(options, text.places, rules, window)
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
 

@@ -19,12 +19,14 @@ from ...readable import can_read, is_recorded
 from ..base import START, FirstKey
 from ..hsa.masks import real_of, visible
 from .recent import Recent
-from .rules import RuleCall, SparseRule
+from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
 
 #: The rules of all heads for one length, and for each such length, the shortest first.
 Rules = tuple[SparseRule, ...]
 ByLength = Sequence[tuple[int | None, Rules]]
+#: What `check_one_text` says of chunked attention in decoding, and of hosts that do not pass their window.
+GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,54 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     if real is None:
         real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
     return real.to(device).expand(batch, dropped + keys)
+
+
+def check_one_text(options: Options, places: Places, rules: ByLength, window: int | None) -> None:
+    """Refuse rows that hold several texts, or that are read in chunks, which rules would take for one whole text.
+
+    Args:
+        options, window: of the call, as in `masked`.
+        places: where queries and keys stand.
+        rules: those that count from the query alone may see such rows.
+
+    Raises:
+        ValueError: a real query does not see the real token before it, or a cache drops tokens without a window.
+    """
+    mask = options.mask
+    if mask is None or all(map(is_local, rules_in(rules))):
+        return
+    # of a dropped token windows need nothing: what they would see of it, the host hides
+    gone = places.dropped > 0 and window is None and not all(type(r) in (Exact, Window) for r in rules_in(rules))
+    if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
+        raise ValueError(
+            f"sparse was called with a {GONE if gone else 'mask that hides the token before one'} (packed texts, "
+            "chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
+            "with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
+        )
+
+
+@torch.no_grad()
+def hides_previous(mask: Tensor, places: Places) -> bool:
+    """Whether a mask hides from a real query the real token before it; one row for several queries hides padding."""
+    if mask.shape[2] < places.query.shape[1]:
+        return False
+    key, before = places.key, places.query - 1
+    size = key.shape[1] + places.dropped
+    slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
+    slot.scatter_(1, key.where(key >= 0, size), torch.arange(key.shape[1], device=key.device).expand_as(key))
+    at = slot.gather(1, before.clamp(0, size))
+    seen = visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    return bool(((before >= 0) & (at >= 0) & ~seen).any())
+
+
+def rules_in(rules: ByLength) -> set[SparseRule]:
+    """All rules, of every head and length."""
+    return {rule for _, heads in rules for rule in heads}
+
+
+def is_local(rule: SparseRule) -> bool:
+    """Whether what a query sees does not depend on where its text begins."""
+    return rule.is_exact or (type(rule) is Window and not rule.sinks)
 
 
 def last_seen(mask: Tensor, keys: int) -> Tensor:

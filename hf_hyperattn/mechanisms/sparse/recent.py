@@ -6,6 +6,7 @@ known by the keys that stand before it, whatever rows the cache has got since (b
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +81,8 @@ class Recent:
             if bool(new.any()):
                 parts.append((tail, new))
             if tail.continued and bool(new.all()):
-                self.tails.remove(tail)
+                with suppress(ValueError):  # a thread with the same text was faster
+                    self.tails.remove(tail)
             if bool((rows >= 0).all()):
                 break
         else:

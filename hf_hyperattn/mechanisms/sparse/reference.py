@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from .clusters import Clusters
+from .nested import NestedWindows
 from .pages import Pages
 from .rules import Exact, SparseRule, Window
-from .tree import Tree
 from .vertical_slash import VerticalSlash
 
 Tokens = set[int]
@@ -50,7 +50,7 @@ def definition(rule: SparseRule, query: Tensor, key: Tensor, scale: float) -> li
         Exact: exact,
         Window: window,
         Pages: pages,
-        Tree: tree,
+        NestedWindows: tree,
         Clusters: clusters,
         VerticalSlash: vertical_slash,
     }
@@ -60,7 +60,7 @@ def definition(rule: SparseRule, query: Tensor, key: Tensor, scale: float) -> li
     return [{j for j in define(rule, query.double(), key.double(), scale, i) if j <= i} for i in range(len(query))]
 
 
-RULE_NAMES = ("Exact", "Window", "Pages", "Tree", "Clusters", "VerticalSlash")
+RULE_NAMES = ("Exact", "Window", "Pages", "NestedWindows", "Clusters", "VerticalSlash")
 
 
 def exact(rule: Exact, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
@@ -87,14 +87,14 @@ def pages(rule: Pages, query: Tensor, key: Tensor, scale: float, i: int) -> Toke
     return seen
 
 
-def score(rule: Pages | Tree, s: Tensor, keys: Tensor) -> float:
+def score(rule: Pages | NestedWindows, s: Tensor, keys: Tensor) -> float:
     """What a page or window is chosen by, from its keys."""
     if rule.summary == "mean":
         return float(s @ keys.mean(0))
     return float(torch.maximum(s * keys.amin(0), s * keys.amax(0)).sum())
 
 
-def tree(rule: Tree, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
+def tree(rule: NestedWindows, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
     """Windows opened by where they are, again and again; then the best of those that stand, level by level."""
     own = i // rule.chunk * rule.chunk // rule.windows[0] * rule.windows[0]
     seen: Tokens = set()
@@ -165,7 +165,7 @@ def vertical_slash(rule: VerticalSlash, query: Tensor, key: Tensor, scale: float
     return window(rule, query, key, scale, i) | set(heaviest) | {i - d for d in distances if d <= i}
 
 
-def selector(rule: Pages | Tree | Clusters, query: Tensor, i: int) -> Tensor:
+def selector(rule: Pages | NestedWindows | Clusters, query: Tensor, i: int) -> Tensor:
     """s, what the chunk of query i selects by."""
     start = i // rule.chunk * rule.chunk
     if rule.query in ("own", "first"):

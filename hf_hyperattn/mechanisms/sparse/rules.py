@@ -78,7 +78,8 @@ class RuleCall:
         if can_read(known) and not bool(known.all()):
             raise ValueError(
                 "a sparse rule selects by queries before those of this call, which are not known: the cache was "
-                "filled by another model, or is not exact; allowed: query='own', or a cache that this model filled"
+                "filled by another model or a copy, is not exact, or other texts ran since, of which a layer remembers "
+                "the last few calls; allowed: query='own', or a cache that this model filled lately"
             )
 
 
@@ -156,7 +157,33 @@ class SparseRule(KnownFields, ABC):
         unknown = sorted(map(str, data.keys() - known.keys() - {"rule"}))
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}")
-        return cls(**{k: v for k, v in data.items() if k != "rule"})
+        return cls(**{k: as_tuple(v) for k, v in data.items() if k != "rule"})
+
+
+def as_tuple(value: Any) -> Any:
+    """What a field held before JSON made lists of its tuples."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+
+
+def check_rule(rule: SparseRule) -> None:
+    """Raise for a rule that a saved model would lose, or bring back as another, or that changes while it is in use.
+
+    Raises:
+        ValueError: its class is not registered under a name of its own, or it cannot be hashed.
+    """
+    kind = type(rule)
+    if RULES.get(kind.name) is not kind:
+        raise ValueError(
+            f"the sparse rule {kind.__name__} has no name of its own, by which a saved model keeps it; decorate the "
+            "class with @sparse_rule('a_name')"
+        )
+    try:
+        hash(rule)
+    except TypeError as error:
+        raise ValueError(
+            f"the sparse rule {kind.__name__} cannot be hashed ({error}); make it a @dataclass(frozen=True), with "
+            "tuples in place of lists"
+        ) from error
 
 
 def sparse_rule(name: str) -> Callable[[Rule], Rule]:

@@ -15,9 +15,9 @@ from .rules import RuleCall, SparseRule, share_of, sparse_rule
 from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, Selector, best, chunks_of, earlier_of
 
 
-@sparse_rule("tree")
+@sparse_rule("nested_windows")
 @dataclass(frozen=True)
-class Tree(SparseRule):
+class NestedWindows(SparseRule):
     """The nearest tokens, the first ones, and what `top` windows of every level, opened from the top down, hold.
 
     With c the first token of the query's chunk, o is the largest multiple of the smallest window that is at most c. A
