@@ -30,7 +30,8 @@ class BuildPy(build_py):
         shutil.rmtree(Path(self.build_lib, FOLDER), ignore_errors=True)  # of an earlier build
         if PREBUILT:
             script = Path(__file__).with_name("prebuild.py")
-            subprocess.run([sys.executable, str(script), os.path.abspath(self.build_lib)], check=True)
+            plain = [sys.executable, "-B"]  # it imports the package from there: no bytecode in the wheel
+            subprocess.run([*plain, str(script), os.path.abspath(self.build_lib)], check=True)
 
 
 class Prebuilt(Distribution):
