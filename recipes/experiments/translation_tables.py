@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from .draw import PLOTS, ROOT, draw_page
-from .store import FOLDER
+from .store import FOLDER, load
 from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 from .translation import best_rate, key_of, key_of_search
 
@@ -102,5 +102,8 @@ def plot(results: dict):
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
-    """Write the plot, and every table between its two marks on the page."""
-    draw_page("translation", TABLES, folder, page, plot, plots)
+    """Write every table between its two marks on the page; the plot too, once there are two widths to join."""
+    has_curve = (folder / "translation.json").exists() and len(
+        {width for _, width in whole(load("translation", folder))}
+    ) > 1
+    draw_page("translation", TABLES, folder, page, plot if has_curve else None, plots)
