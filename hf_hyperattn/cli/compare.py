@@ -272,6 +272,13 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; the model as it is: "
         f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
         "the uncertainty is that of seeds, on these texts, at these rates and steps: other texts may say otherwise",
+        *(
+            [
+                "better than LoRA alone is not yet hierarchy: a plain distance, as a score of your own, is the control for it"
+            ]
+            if any(row.get("verdict") == BETTER for row in report["rows"].values())
+            else []
+        ),
     ]
 
 
