@@ -101,6 +101,7 @@ def is_pages(rule: Any, summary: str, query: str) -> bool:
 
 
 def is_named(*names: str) -> Callable[[Any], bool]:
+    """A test of rules: those of sparse attention that are registered under one of these names."""
     return lambda rule: isinstance(rule, SparseHeadRule) and rule.rule.name in names
 
 

@@ -21,8 +21,9 @@ from ..integration.patching import base_model
 from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
-from ..mechanisms.hsa.masks import hierarchy_for, padding_of, real_tokens, restricted
+from ..mechanisms.hsa.masks import hierarchy_for, restricted
 from ..mechanisms.hsa.request import linear_features
+from ..mechanisms.places import padding_of, real_tokens
 from ..selection import Choice
 from .cost import patched_layers
 from .perplexity import evaluation_mode

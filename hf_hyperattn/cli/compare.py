@@ -39,6 +39,10 @@ PIECES, PIECE = 64, 4096  # samples of a file of weights, and bytes of each
 #: What must be the same for runs to be compared, of the command line.
 REQUEST = ("mechanisms", "seeds", "length", "held_out", "layers", "rank", "rate", "added_rate", "device")
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
+#: Said with every gain.
+NOT_YET = (
+    "a gain over LoRA alone is not yet hierarchy: the control for that is a plain distance, as a score of your own"
+)
 SIGN = "<!-- hyperattn compare -->"
 
 
@@ -272,6 +276,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
         f"trained parameters differ by at most {(max(sizes) - min(sizes)) / min(sizes):.2%}; the model as it is: "
         f"{report['stock_loss']:.4f} nats, LoRA alone {none - report['stock_loss']:+.4f}",
         "the uncertainty is that of seeds, on these texts, at these rates and steps: other texts may say otherwise",
+        *([NOT_YET] if any(row.get("verdict") == BETTER for row in report["rows"].values()) else []),
     ]
 
 

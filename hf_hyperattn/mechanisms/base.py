@@ -6,6 +6,7 @@ order of the stages, changes what its stage is about; then the plan runs on an e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,6 +20,11 @@ from ..engines import Options, PairScore, attention, dot_score
 from ..engines.dispatch import average_columns
 from ..engines.options import full_precision
 from ..readable import can_read
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: How many times the length that settings were chosen for a model may run on without a warning.
+LONGER = 1.1
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,33 @@ class MechanismLayer(nn.Module):
     def per_head(self, host: Host | None) -> nn.Parameter | None:
         """A new parameter of one zero per query head; None for a layer without parameters."""
         return None if host is None else nn.Parameter(torch.zeros(host.heads))
+
+    def warn_beyond(self, call: HostCall, made_for: int | None, what: str, cure: str) -> None:
+        """Warn, once a model, where a row is longer than what settings were chosen for.
+
+        Counted are the keys that a cache has room for; the compiler warns as it traces, and names no length.
+
+        Args:
+            made_for: tokens; None: for any length.
+            what, cure: of the message: the settings, and what to do.
+        """
+        length = call.key.shape[2] + (call.first.index or 0)
+        if made_for is not None and length > LONGER * made_for:
+            tokens = "more" if torch.compiler.is_compiling() else f"{length:,}"
+            message = (
+                f"the {what} of this model were chosen for {made_for:,} tokens, and it runs on {tokens}, where quality "
+                f"was not measured and may be lower; {cure}, or shorten the texts"
+            )
+            self._warn_once(message, what)
+
+    @torch.compiler.assume_constant_result
+    def _warn_once(self, message: str, what: str) -> bool:
+        """Warn unless a layer of this model has warned of it; whether it did."""
+        new = what not in self.warned
+        if new:
+            self.warned.add(what)
+            logger.warning(f"hf_hyperattn: {message}")
+        return new
 
     def reset_parameters(self) -> None:
         """Set every parameter to its starting value, zero."""

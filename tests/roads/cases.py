@@ -18,6 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms.sparse import Pages
 from tests.integration.collaborative import quiet
 from tests.integration.models import TEXT
 
@@ -244,6 +245,7 @@ CASES = [
     ),
     Case("hype", "patch", config=ha.HypeConfig(max_length=64)),
     Case("hsa", "patch", config=HSA),
+    Case("sparse", "patch", config=ha.SparseConfig(Pages(near=2, sinks=1, page=2, top=1, query="previous", chunk=2))),
     Case("head_fusion", "patch", config=ha.HeadFusionConfig()),
     Case("talking_heads", "patch", config=ha.TalkingHeadsConfig()),
     Case("mkl", "patch", config=ha.MklConfig(kind="conditional")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +16,6 @@ from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
 from .tree.key import weighted_sum
-
-logger = logging.getLogger("hf_hyperattn")
-
-#: How many times the length that settings were chosen for a model may run on without a warning.
-LONGER = 1.1
 
 #: More tokens than any sequence has: with this as `near`, a head attends to every token by itself.
 EVERYTHING = 2**31
@@ -68,7 +62,12 @@ class HsaLayer(MechanismLayer):
             parameters: `gate` and `block_bias` as they stand.
             score, value, options, backend, weights: as in `engines.attention`.
         """
-        self.check_length(call)
+        self.warn_beyond(
+            call,
+            self.config.tuned_length,
+            "HSA settings",
+            "run `hyperattn inject --length` on the original model for this length",
+        )
         learned, block_bias = parameters
         gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
@@ -88,31 +87,6 @@ class HsaLayer(MechanismLayer):
         )
         shares = None if shares is None else shares + gate * (tied_shares - shares)
         return differentiable(out + gate * (tied_out - out), shares, value, options)
-
-    def check_length(self, call: HostCall) -> None:
-        """Warn, once a model, where a row is longer than what the settings were chosen for.
-
-        Counted are the keys that a cache has room for; the compiler warns as it traces, and names no length.
-        """
-        made_for = self.config.tuned_length
-        if made_for is None:
-            return
-        length = call.key.shape[2] + (call.first.index or 0)
-        if length > LONGER * made_for:
-            self.warn_of_length("more" if torch.compiler.is_compiling() else f"{length:,}")
-
-    @torch.compiler.assume_constant_result
-    def warn_of_length(self, length: str) -> bool:
-        """Warn unless a layer of this model has; whether it did."""
-        new = "length" not in self.warned
-        if new:
-            self.warned.add("length")
-            logger.warning(
-                f"hf_hyperattn: the HSA settings of this model were chosen for {self.config.tuned_length:,} tokens, "
-                f"and it runs on {length}, where quality was not measured and may be lower; run `hyperattn inject "
-                "--length` on the original model for this length, or shorten the texts"
-            )
-        return new
 
     def weight(self, gate: Tensor | None, call: HostCall) -> Tensor | None:
         """How much of the tied attention each head gets; None for all of it."""

@@ -1,8 +1,7 @@
-"""What masks say of a call: where keys end, which tokens are padding, and where queries and keys stand in a row."""
+"""What masks say of a call of HSA: where keys end, and the hierarchy over the tokens that are no padding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,25 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...engines import Options
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
-from ..base import FirstKey
+from ..places import remembered, visible
 from .tree.key import trees_of, windows_over
 
-#: What was read from masks that are alive: all layers of a model share one.
-_STOPS, _PADDING, _REAL = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
-
-
-def remembered(known: WeakIdKeyDictionary, mask: Tensor, about: tuple, read: Callable):
-    """`read()`, made once for a mask while it lives and is not changed; anew where a change could not be seen."""
-    key = about, None if mask.is_inference() else mask._version
-    entry = known.get(mask)
-    if entry is None or key[1] is None or entry[0] != key:
-        entry = known[mask] = (key, read())
-    return entry[1]
-
-
-def visible(mask: Tensor) -> Tensor:
-    """A mask as bool; an additive one hides where it adds the lowest number of its dtype, or -inf."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+#: How many keys there are by masks that are alive: all layers of a model share one.
+_STOPS = WeakIdKeyDictionary()
 
 
 def hierarchy_for(
@@ -83,82 +68,6 @@ def last_seen(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> 
 def mask_is_causal(options: Options, is_causal: bool) -> bool:
     """Whether the mask alone says what causal queries see, which then are the last tokens: so Transformers calls."""
     return is_causal and not options.is_causal
-
-
-def padding_of(mask: Tensor, queries: int, is_causal: bool, position_hides: bool = False) -> Tensor | None:
-    """Bool [B, M], the keys that are no padding; None where the mask hides something else too.
-
-    Args:
-        mask: as in `Options`.
-        queries: N; where causal, queries are the last of the M tokens.
-        is_causal: whether the mask itself hides from a query the tokens after it.
-        position_hides: whether query i sees no token after i, whatever the mask says of them.
-    """
-
-    def read() -> Tensor | None:
-        try:
-            return _padding(mask, queries, is_causal, position_hides)
-        except ValueError:
-            return None
-
-    return remembered(_PADDING, mask, (queries, is_causal, position_hides), read)
-
-
-def _padding(mask: Tensor, queries: int, is_causal: bool, position_hides: bool) -> Tensor | None:
-    keys = mask.shape[-1]
-    if position_hides and 1 < mask.shape[2] <= keys:  # tokens after the last query are seen by none
-        later = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).triu(1)
-        seen = mask[..., :queries].masked_fill(later, False if mask.dtype == torch.bool else float("-inf"))
-        return torch.nn.functional.pad(real_tokens(seen, queries, True), (0, keys - queries), value=True)
-    if is_causal or queries == keys:
-        return real_tokens(mask, queries, is_causal)
-    return real_tokens(mask, keys) if mask.shape[2] == 1 else None
-
-
-def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
-    """Bool [B, M]: the keys that are no padding. The rows of padded queries are not looked at.
-
-    Args:
-        mask: bool (True = take part) or additive (0 or -inf, or the lowest numbers of the dtype),
-            [B, 1 or H, 1 or N, M]. With fewer queries than keys, queries are the last ones.
-        queries: N.
-        is_causal: whether the mask hides from a query the tokens after it.
-
-    Raises:
-        ValueError: the mask hides a real token from a real query, or adds other numbers.
-    """
-    seen, keys = visible(mask), mask.shape[-1]
-    odd = mask[seen & (mask != 0)] if mask.dtype != torch.bool else mask[:0]
-    if odd.numel():
-        raise ValueError(
-            f"the attention mask adds {float(odd[0]):g} to a logit; allowed: 0 where visible and -inf or the dtype's "
-            "lowest number elsewhere; terms of the logits come as position_bias"
-        )
-    real = seen.any(1).any(1)
-    place = torch.arange(keys, device=mask.device)
-    expected = real[:, None, None, :]
-    if is_causal:
-        expected = expected & (place <= place[keys - queries :, None])
-    wrong = ((seen != expected) & real[:, None, keys - queries :, None]).nonzero()[:1].tolist()
-    if wrong:
-        b, h, i, j = wrong[0]
-        shown = bool(seen.expand(-1, -1, queries, -1)[b, h, i, j])
-        raise ValueError(
-            f"the attention mask {'shows' if shown else 'hides'} token {j} {'to' if shown else 'from'} query {i} of "
-            f"row {b}; allowed: masks that hide padding{', and the tokens after a query,' if is_causal else ''} and "
-            "nothing else"
-        )
-    return real
-
-
-def real_of(first: FirstKey, keys: int) -> Tensor | None:
-    """Bool [B, keys]: the real ones of the first tokens of a row, by the model's attention_mask."""
-    mask = first.attention_mask
-    if mask is None:
-        return None
-    pad = torch.nn.functional.pad
-    read = lambda: pad(mask[:, :keys].bool(), (0, max(0, keys - mask.shape[1])), value=True)
-    return remembered(_REAL, mask, (keys,), read)
 
 
 def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:

@@ -12,6 +12,7 @@ from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read
 from ..base import START, FirstKey
+from ..places import padding_of, real_of
 from . import operator, portable
 from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
@@ -21,8 +22,6 @@ from .masks import (
     hierarchy_for,
     last_seen,
     mask_is_causal,
-    padding_of,
-    real_of,
     restricted,
     without_first,
 )

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ...fields import option
-from .rules import RuleCall, SparseRule, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, Selector, best, chunks_of, earlier_of
+from .rules import RuleCall, share_of, sparse_rule
+from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
 
 
 @sparse_rule("clusters")
 @dataclass(frozen=True)
-class Clusters(SparseRule):
+class Clusters(SelectingRule):
     """The nearest tokens, the first ones, and the `top` clusters of all other keys with the largest scores.
 
     Segment s holds tokens s·segment ... (s+1)·segment - 1. The keys of each are put into segment/size clusters by
@@ -36,16 +36,9 @@ class Clusters(SparseRule):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.query == "own":
-            object.__setattr__(self, "chunk", 1)
         for name in ("size", "chunk"):
             if self.segment % getattr(self, name):
                 self._refuse(name, f"divisors of segment={self.segment}")
-
-    @property
-    def earlier(self) -> int:
-        """Those of the query's chunk, or of the one before it too."""
-        return earlier_of(self.chunk, self.query)
 
     def share(self, length: int) -> float:
         """Tokens seen, clusters scored over the queries that share them, and the distances that k-means computes.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
-from ..hsa.masks import padding_of
+from ..places import padding_of
 from .masking import ByLength, Text, masked
 from .pages import Pages
 from .rules import Exact, SparseRule, Window

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...engines import Options, PairScore, attention
 from ..base import Host, HostCall, MechanismLayer, Plan
-from ..hsa.layer import LONGER
 from . import compiled
 from .config import SparseConfig
 from .masking import ByLength, all_exact, check_one_text, masked, text_of
 from .recent import Recent
 from .rules import Exact
-
-logger = logging.getLogger("hf_hyperattn")
 
 
 class SparseLayer(MechanismLayer):
@@ -57,7 +52,12 @@ class SparseLayer(MechanismLayer):
             gate: as it stands.
             score, value, options, backend, weights: as in `engines.attention`.
         """
-        self.check_length(call)
+        self.warn_beyond(
+            call,
+            self.config.tuned_length,
+            "sparse rules",
+            "choose rules for this length too",
+        )
         if call.first.index is None:
             raise ValueError(
                 "sparse was called with a sliding window and keys of which nobody says where they begin; allowed: a "
@@ -99,25 +99,6 @@ class SparseLayer(MechanismLayer):
             (length, tuple(chosen(h, rules[h]) for h in range(first, first + heads)))
             for length, rules in self.config.by_length(total, "this call")
         )
-
-    def check_length(self, call: HostCall) -> None:
-        """Warn, once a model, where a row is longer than what the rules were chosen for."""
-        made_for, length = self.config.tuned_length, call.key.shape[2] + (call.first.index or 0)
-        if made_for is not None and length > LONGER * made_for:
-            self.warn_of_length("more" if torch.compiler.is_compiling() else f"{length:,}")
-
-    @torch.compiler.assume_constant_result
-    def warn_of_length(self, length: str) -> bool:
-        """Warn unless a layer of this model has; whether it did."""
-        new = "sparse length" not in self.warned
-        if new:
-            self.warned.add("sparse length")
-            logger.warning(
-                f"hf_hyperattn: the sparse rules of this model were chosen for {self.config.tuned_length:,} tokens, "
-                f"and it runs on {length}, where quality was not measured and may be lower; choose rules for this "
-                "length too, or shorten the texts"
-            )
-        return new
 
     def identical(self) -> bool:
         return self.gate is not None and not bool(self.gate.any())

@@ -17,7 +17,7 @@ from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
 from ...readable import can_read, is_recorded
 from ..base import START, FirstKey
-from ..hsa.masks import real_of, visible
+from ..places import real_of, visible
 from .recent import Recent
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay

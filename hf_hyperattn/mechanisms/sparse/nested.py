@@ -11,13 +11,13 @@ from torch import Tensor
 from ...fields import option
 from ...hierarchy.windows import checked_sizes
 from .pages import Summary, scores_of
-from .rules import RuleCall, SparseRule, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, Selector, best, chunks_of, earlier_of
+from .rules import RuleCall, share_of, sparse_rule
+from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
 
 
 @sparse_rule("nested_windows")
 @dataclass(frozen=True)
-class NestedWindows(SparseRule):
+class NestedWindows(SelectingRule):
     """The nearest tokens, the first ones, and what `top` windows of every level, opened from the top down, hold.
 
     With c the first token of the query's chunk, o is the largest multiple of the smallest window that is at most c. A
@@ -42,13 +42,6 @@ class NestedWindows(SparseRule):
         object.__setattr__(self, "windows", checked_sizes(self.windows))
         if not self.windows:
             self._refuse("windows", "at least one size")
-        if self.query == "own":
-            object.__setattr__(self, "chunk", 1)
-
-    @property
-    def earlier(self) -> int:
-        """Those of the query's chunk, or of the one before it too."""
-        return earlier_of(self.chunk, self.query)
 
     def share(self, length: int) -> float:
         """Tokens seen, and windows scored, where more stand than are opened, over the queries that share them."""

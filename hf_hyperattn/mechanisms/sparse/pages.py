@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...fields import option
-from .rules import RuleCall, SparseRule, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, Selector, best, chunks_of, earlier_of
+from .rules import RuleCall, share_of, sparse_rule
+from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
 
 Summary = Literal["bounds", "mean"]
 
 
 @sparse_rule("pages")
 @dataclass(frozen=True)
-class Pages(SparseRule):
+class Pages(SelectingRule):
     """The nearest tokens, the first ones, and the `top` pages of all others with the largest scores.
 
     Page a holds tokens a·page ... (a+1)·page - 1. A chunk of queries that begins at token c sees all tokens from
@@ -34,16 +34,6 @@ class Pages(SparseRule):
     summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP, least=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.query == "own":
-            object.__setattr__(self, "chunk", 1)
-
-    @property
-    def earlier(self) -> int:
-        """Those of the query's chunk, or of the one before it too."""
-        return earlier_of(self.chunk, self.query)
 
     def share(self, length: int) -> float:
         """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them."""

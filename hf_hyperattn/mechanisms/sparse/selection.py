@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .rules import RuleCall
+from .rules import RuleCall, SparseRule
 
 Selector = Literal["own", "first", "previous", "chunk"]
 SELECTORS = get_args(Selector)
@@ -20,6 +20,23 @@ QUERY_HELP = (
     "depend on up to chunk - 1 tokens after them"
 )
 CHUNK_HELP = "so many queries share a selection; with query='own' it is 1"
+
+
+class SelectingRule(SparseRule):
+    """A rule whose chunks of queries share a selection. Subclasses have the fields `query` and `chunk`."""
+
+    query: Selector
+    chunk: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.query == "own":
+            object.__setattr__(self, "chunk", 1)
+
+    @property
+    def earlier(self) -> int:
+        """Those of the query's chunk, or of the one before it too."""
+        return {"own": 0, "previous": 2 * self.chunk - 1}.get(self.query, self.chunk - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +112,3 @@ def best(score: Tensor, candidates: Tensor, top: int) -> Tensor:
     above, equal = score > least, score == least
     room = top - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= room))) & candidates
-
-
-def earlier_of(size: int, by: Selector) -> int:
-    """How many queries before a query its chunk's selection reads."""
-    return {"own": 0, "previous": 2 * size - 1}.get(by, size - 1)
