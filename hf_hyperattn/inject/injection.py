@@ -276,7 +276,8 @@ class CausalInjection(Injection):
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
-        self.weights = dict.fromkeys(self.texts[0], 1.0)
+        # A loss counts in units of its budget from the start.
+        self.weights = {name: 1 / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name in self.texts[0]}
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""
@@ -437,7 +438,10 @@ def distance(before: Tensor, after: Tensor) -> float:
 
 
 def reweighted(weights: dict[str, float], losses: Losses) -> dict[str, float]:
-    """More weight for the texts that lose more than the mean, at most four times as much a step."""
+    """More weight for the texts that lose more than the mean.
+
+    The root of how much more they lose, at most twice the weight a step: with the whole of it texts and answers took
+    turns at losing most.
+    """
     mean = max(sum(max(x, 0.0) for x in losses.values()) / len(losses), 1e-6)
-    changed = {name: w * min(4.0, max(0.25, losses[name] / mean)) for name, w in weights.items()}
-    return {name: w * len(changed) / sum(changed.values()) for name, w in changed.items()}
+    return {name: w * math.sqrt(min(4.0, max(0.25, losses[name] / mean))) for name, w in weights.items()}
