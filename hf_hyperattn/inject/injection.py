@@ -276,8 +276,7 @@ class CausalInjection(Injection):
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
-        # A loss counts in units of its budget from the start.
-        self.weights = {name: 1 / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name in self.texts[0]}
+        self.weights = dict.fromkeys(self.texts[0], 1.0)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""

@@ -36,6 +36,10 @@ void hyper_selected_choice(const hyper::Selected* c, const hyper::Choice* s) {
   c->half ? hyper::selected_choice<Bfloat>(*c, *s) : hyper::selected_choice<float>(*c, *s);
 }
 
+void hyper_page_summaries(const hyper::Summaries* s) {
+  s->half ? hyper::page_summaries<Bfloat>(*s) : hyper::page_summaries<float>(*s);
+}
+
 void hyper_selected_forward(const hyper::Selected* c) {
   c->half ? hyper::selected_forward<Bfloat>(*c) : hyper::selected_forward<float>(*c);
 }
