@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import math
 import os
-import platform
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -25,9 +22,9 @@ from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
 from ..selection import checked
 from .compare_training import NONE, Trial, load, survey, train
-from .console import ProgressBar, progress
-from .inject_task import public_command, public_name
-from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
+from .console import ProgressBar, output, progress, table
+from .inject_task import circumstances, public_name
+from .inputs import check_folder, encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 from .models import causal_config, is_patched
 
 STATE, CARD = "hyperattn_compare.json", "README.md"
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     report = judged(args, state)
     if args.out is not None:
         write(args, report)
-    print(json.dumps(report, indent=2)) if args.json else print(as_text(report))
+    output(args, report, show)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -76,11 +73,7 @@ def check(args: argparse.Namespace) -> None:
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
     if args.out is not None:
-        folder = Path(args.out)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {args.out}: a file; allowed: a folder, also one to be made")
-        if not folder.absolute().parent.is_dir():
-            raise ValueError(f"--out {args.out}: {folder.absolute().parent} is no folder; allowed: a place in one")
+        check_folder("--out", args.out)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
@@ -231,9 +224,7 @@ def judged(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
                              "verdict": verdict(tests[recipe].mean, corrected[recipe])}  # fmt: skip
     return {
         **state["request"], "steps": state["steps"], "stock_loss": state["stock"], "rows": rows,
-        "seconds": state["seconds"], "command": public_command(args), "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+        "seconds": state["seconds"], **circumstances(args, "torch", "transformers", "peft"),
     }  # fmt: skip
 
 
@@ -288,14 +279,11 @@ def title(report: dict[str, Any]) -> str:
     )
 
 
-def as_text(report: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> None:
     """The report for a terminal."""
-    head, rows = cells(report)
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in (head, *rows)
-    ]
-    return "\n".join([title(report), "", *lines, "", *sentences(report)])
+    print(title(report) + "\n")
+    table(*cells(report))
+    print("\n".join(["", *sentences(report)]))
 
 
 def write(args: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ the logits on their first two thirds, and what the model loses is measured on th
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..mechanisms.collaborative.config import CollaborativeConfig
 from . import device_map
 from .console import table
 from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write
-from .inputs import read_tokenizer
+from .inputs import tokenizer_or_none
 
 
 def inject_collaborative(args: argparse.Namespace) -> int:
@@ -50,10 +49,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         name = "1 - cosine" if task.is_encoder else "perplexity"
         rows = [[text, f"{a:.4f}", f"{b:.4f}"] for text, (a, b) in losses.items()]
         table(("text", f"{name} before", "after"), rows)
-    tokenizer = None
-    with suppress(Exception):  # a model of images, or saved without one: the checkpoint is what counts
-        tokenizer = read_tokenizer(args.model, args.model)
-    write(args, model, dtype, tokenizer, report_of(args, parts, losses))
+    write(args, model, dtype, tokenizer_or_none(args.model), report_of(args, parts, losses))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,19 +84,11 @@ def measure_both(args: argparse.Namespace, model: Any, measure: Callable[[Any], 
     """What `measure` says of a model with its own attention and patched, by `OWN` and `PATCHED`; of one alone where
     there is no other: a stock model without --mechanism, a conversion.
     """
-    return dict(_both(args, model, measure))
-
-
-def _both(args: argparse.Namespace, model: Any, measure: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
     if not is_patched(model.config):
-        yield OWN, measure(model)
-        if args.mechanism:
-            yield PATCHED, measure(patch(model, args.mechanism, args.mode).eval())
-        return
+        own = {OWN: measure(model)}
+        return own | ({PATCHED: measure(patch(model, args.mechanism, args.mode).eval())} if args.mechanism else {})
     patched = measure(model)
-    if own_attention(model):
-        yield OWN, measure(model)
-    yield PATCHED, patched
+    return ({OWN: measure(model)} if own_attention(model) else {}) | {PATCHED: patched}
 
 
 def own_attention(model: Any) -> bool:
