@@ -14,7 +14,7 @@ import hf_hyperattn as ha
 from ..config import MechanismConfig
 from ..integration.checkpoint_config import patched_hosts
 from ..integration.checkpoint_files import errors_as, load_config
-from ..registry import MECHANISMS
+from ..registry import MECHANISMS, named_configs
 from .demo import device_of
 
 OWN, PATCHED = "own attention", "patched"
@@ -22,7 +22,7 @@ OWN, PATCHED = "own attention", "patched"
 
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
     """The configs that a recipe names, such as "cone+hype": mechanisms with their defaults, or names of attention."""
-    named = {name: config for mechanism in MECHANISMS.values() for name, config in mechanism.names.items()}
+    named = named_configs()
     return [named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")]
 
 
@@ -62,8 +62,7 @@ def is_patched(config: PreTrainedConfig) -> bool:
 
 def by_name(config: PreTrainedConfig) -> bool:
     """Whether attention of ours runs by its name alone."""
-    named = {name for mechanism in MECHANISMS.values() for name in mechanism.names}
-    return getattr(config, "_attn_implementation", None) in named
+    return getattr(config, "_attn_implementation", None) in named_configs()
 
 
 def load(args: argparse.Namespace) -> Any:

@@ -11,6 +11,7 @@ information along the change.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -139,7 +140,7 @@ def measure(
         options = {"rows": rows, "seed": seed, "spans": None if spans is None else [list(span) for span in spans]}
         kept = Kept(Path(folder) / fingerprint(model, ids, rules, **options))
         if not resume:
-            kept.clear()
+            shutil.rmtree(kept.folder, ignore_errors=True)
         elif whole := kept.whole():
             return read_whole(result, kept, whole, on_layer)
     seen: list[str] = []

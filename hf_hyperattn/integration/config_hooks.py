@@ -17,9 +17,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import HyperAttnConfig
 from ..mechanisms.scores import ScoreConfig
-from ..registry import MECHANISMS
+from ..registry import named_configs
 from .checkpoint_config import INTERNAL, LOADING, saved_name, sub_configs, tree
 from .hooks import running_on, set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
@@ -34,16 +34,11 @@ def _to_dict(original, self):
     values, name = original(self), saved_name(self)
     if name:
         values["attn_implementation"] = name
-        if "hyperattn" not in values and isinstance(config := named_config(name), ScoreConfig):
+        if "hyperattn" not in values and isinstance(config := named_configs().get(str(name)), ScoreConfig):
             values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()  # what a reader must import
     elif PATCHED in str(values.get("attn_implementation")):
         del values["attn_implementation"]  # left by an exported checkpoint that was unpatched
     return values
-
-
-def named_config(name: object) -> MechanismConfig | None:
-    """What one of our names stands for."""
-    return next((m.names[name] for m in MECHANISMS.values() if isinstance(name, str) and name in m.names), None)
 
 
 @wrap("from_dict", PreTrainedConfig)

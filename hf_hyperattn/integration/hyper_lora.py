@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import peft.utils.hotswap
@@ -198,7 +197,7 @@ class HyperLoraModel(LoraModel):
                 connect(self.model, [(host, adapter.layers(names)) for host, adapter in adapters])
                 for _, adapter in adapters:
                     rows = names if adapter in inside else [name for name in names for _ in range(beams)]
-                    hook = partial(_add_names, rows)
+                    hook = lambda _, args, keywords, rows=rows: (args, {**keywords, "adapter_names": rows})
                     handles.append(adapter.register_forward_pre_hook(hook, with_kwargs=True))
                 try:
                     yield
@@ -275,10 +274,6 @@ if NAME not in PeftType.__members__:
     register_peft_method(name=NAME.lower(), config_cls=HyperLoraConfig, model_cls=HyperLoraModel, prefix="lora_")
     checked = peft.utils.hotswap.CONFIG_KEYS_TO_CHECK
     checked[getattr(PeftType, NAME)] = [*checked[PeftType.LORA], "hyperattn"]
-
-
-def _add_names(names: list[str], module, args, kwargs):
-    return args, {**kwargs, "adapter_names": names}
 
 
 def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[HyperAttnConfig, list[Selected], bool]:

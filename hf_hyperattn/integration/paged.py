@@ -13,7 +13,7 @@ from importlib import import_module
 from transformers import PreTrainedModel
 
 from ..config import MechanismConfig
-from ..registry import MECHANISMS
+from ..registry import named_configs
 from .checkpoint_config import all_configs, inner, patched_hosts
 from .stock import OURS
 from .wrapping import wrap
@@ -24,8 +24,7 @@ BATCHING = "transformers.generation.continuous_batching"
 def mechanisms_in(model: PreTrainedModel) -> Iterator[MechanismConfig]:
     """The mechanisms that a model runs, by patch or by name."""
     running = {config._attn_implementation for config in all_configs(model)}
-    for mechanism in MECHANISMS.values():
-        yield from (config for name, config in mechanism.names.items() if name in running)
+    yield from (config for name, config in named_configs().items() if name in running)
     for _, host in patched_hosts(model):
         yield from inner(host.hyper).mechanisms()
 
