@@ -20,6 +20,7 @@ from hub_cards.beside import replace_file
 from ..analysis import perplexity
 from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
+from ..inject.kept import fingerprint
 from ..selection import checked
 from .compare_training import NONE, Trial, load, survey, train
 from .console import ProgressBar, output, progress, table
@@ -32,7 +33,6 @@ BUDGET, LEAST_STEPS, PROBE = 1200.0, 10, 3  # seconds; of a run; of the run by w
 SPARE = 0.9  # of the budget is planned
 HELD_OUT = 0.2  # of every text, its end
 LARGEST_TEXT = 20_000_000  # characters of a file
-PIECES, PIECE = 64, 4096  # samples of a file of weights, and bytes of each
 #: What must be the same for runs to be compared, of the command line.
 REQUEST = ("mechanisms", "seeds", "length", "held_out", "layers", "rank", "rate", "added_rate", "device")
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
@@ -104,26 +104,10 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     request = {name: getattr(args, name) for name in REQUEST} | {
         "model": public_name(args.model) if os.path.exists(args.model) else args.model,
         "texts": [name for _, name in texts], "tokens": digest, "length": length,
-        "trained_on": sum(map(len, trained)), "read": len(held_out), "weights": weights_of(args.model),
+        "trained_on": sum(map(len, trained)), "read": len(held_out),
+        "weights": fingerprint(load(args), torch.empty(0), ()),
     }  # fmt: skip
     return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(json.dumps(request))
-
-
-def weights_of(path: str) -> str | None:
-    """A digest of a folder's config and of samples of its weights, which tell models of one name apart; None for the
-    Hub's, whose names do.
-    """
-    if not Path(path).is_dir():
-        return None
-    digest = hashlib.sha256((Path(path) / "config.json").read_bytes())
-    for file in sorted(file for kind in ("safetensors", "bin") for file in Path(path).glob(f"*.{kind}")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as data:
-            for i in range(PIECES):
-                data.seek(i * max(0, size - PIECE) // (PIECES - 1))
-                digest.update(data.read(PIECE))
-    return digest.hexdigest()
 
 
 def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:

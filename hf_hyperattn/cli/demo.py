@@ -156,7 +156,12 @@ def prepare(args: argparse.Namespace) -> Demo:
     device = device_of(args.device)
     tokens = args.tokens or tokens_of(args.length or 1024)
     text, text_name = default_text() if args.text is None else read_text(args.text, CHARACTERS * tokens)
-    path, name = (smollm2_folder(), smollm2.NAME) if args.model is None else (args.model, args.model)
+    path = name = args.model
+    if path is None:
+        if smollm2.cached_smollm2() is None:
+            smollm2.find_gguf()
+            print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
+        path, name = str(smollm2.smollm2()), smollm2.NAME
     config = load_config(path, f"--model {path}")
     if Path(path).expanduser().is_dir():
         path = str(Path(path).expanduser())
@@ -169,14 +174,6 @@ def prepare(args: argparse.Namespace) -> Demo:
     ids = encode(tokenizer, text, args.tokens or tokens_of(window), text_name)
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
     return Demo(path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate)
-
-
-def smollm2_folder() -> str:
-    """The converted model; says that it is being converted where it was not yet."""
-    if smollm2.cached_smollm2() is None:
-        smollm2.find_gguf()
-        print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
-    return str(smollm2.smollm2())
 
 
 def tokens_of(window: int) -> int:

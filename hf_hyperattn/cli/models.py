@@ -87,16 +87,11 @@ def measure_both(args: argparse.Namespace, model: Any, measure: Callable[[Any], 
         own = {OWN: measure(model)}
         return own | ({PATCHED: measure(patch(model, args.mechanism, args.mode).eval())} if args.mechanism else {})
     patched = measure(model)
-    return ({OWN: measure(model)} if own_attention(model) else {}) | {PATCHED: patched}
-
-
-def own_attention(model: Any) -> bool:
-    """Give a model its own attention back; False where it cannot, as after a conversion."""
-    if not any(patched_hosts(model)) and by_name(model.config):
-        model.set_attn_implementation("sdpa")
-        return True
     try:
-        ha.unpatch_model(model)
-    except ValueError:
-        return False
-    return True
+        if not any(patched_hosts(model)) and by_name(model.config):
+            model.set_attn_implementation("sdpa")
+        else:
+            ha.unpatch_model(model)
+    except ValueError:  # a conversion, whose original is not there
+        return {PATCHED: patched}
+    return {OWN: measure(model), PATCHED: patched}

@@ -73,12 +73,6 @@ class Sample:
     weights: Tensor
     counted: int
 
-    def of_slopes(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """What is expected to be lost, a token that counts, and its variance: [H, C] of slopes [R, H, C]."""
-        squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
-        shares = (0.5 * CHUNK / self.counted * len(self.starts)) * self.weights[:, None, None] * squares
-        return shares.mean(0), shares.var(0, correction=0) / len(self.starts)
-
 
 def sampled(length: int, rows: int, seed: int) -> list[int]:
     """Starts of chunks of queries, spread evenly over a text with a random shift of each."""
@@ -183,7 +177,9 @@ def layer_costs(
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
     slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
-    costs, noise = drawn.of_slopes(slopes)
+    squares, count = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1), len(drawn.starts)  # [chunks, H, C]
+    losses = (0.5 * CHUNK / drawn.counted * count) * drawn.weights[:, None, None] * squares  # a token that counts
+    costs, noise = losses.mean(0), losses.var(0, correction=0) / count
     return {"costs": costs, "noise": noise, "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
 
 

@@ -7,12 +7,8 @@ a key stands in its text, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 
-from transformers import PreTrainedModel
-
-from ..config import MechanismConfig
 from ..registry import named_configs
 from .checkpoint_config import all_configs, inner, patched_hosts
 from .stock import OURS
@@ -21,19 +17,14 @@ from .wrapping import wrap
 BATCHING = "transformers.generation.continuous_batching"
 
 
-def mechanisms_in(model: PreTrainedModel) -> Iterator[MechanismConfig]:
-    """The mechanisms that a model runs, by patch or by name."""
-    running = {config._attn_implementation for config in all_configs(model)}
-    yield from (config for name, config in named_configs().items() if name in running)
-    for _, host in patched_hosts(model):
-        yield from inner(host.hyper).mechanisms()
-
-
 @wrap("switch_to_cb_friendly_attn", import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager)
 def _switch(original, self, model, *args, **kwargs):
     if model.config._attn_implementation not in OURS:
         return original(self, model, *args, **kwargs)
-    for config in mechanisms_in(model):
+    running = {config._attn_implementation for config in all_configs(model)}
+    mechanisms = [config for name, config in named_configs().items() if name in running]
+    mechanisms += [config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()]
+    for config in mechanisms:
         if config.positional:
             raise ValueError(
                 f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own "
