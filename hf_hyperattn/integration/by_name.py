@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ..registry import get_mechanism, named_configs
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function
 
-logger = logging.getLogger("hf_hyperattn")
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
 
 
 class NamedMechanism:
@@ -86,19 +87,14 @@ def _number(data: dict, default: MechanismConfig) -> int:
             )
     others = [m.mechanism for m in record.mechanisms if m.mechanism != mechanism]
     if others:
-        _warn_of_others(mechanism, " and ".join(others))
+        logger.warning_once(
+            f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not run; "
+            "to run several mechanisms call patch_model with this config"
+        )
     config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
     if config not in BY_NAME:
         BY_NAME.append(config)
     return BY_NAME.index(config)
-
-
-@lru_cache(maxsize=64)
-def _warn_of_others(mechanism: str, others: str) -> None:
-    logger.warning(
-        f"config.hyperattn holds parameters of {others}, which {mechanism} used by name does not run; to run several "
-        "mechanisms call patch_model with this config"
-    )
 
 
 @lru_cache(maxsize=64)
