@@ -88,8 +88,8 @@ def _number(data: dict, default: MechanismConfig) -> int:
     others = [m.mechanism for m in record.mechanisms if m.mechanism != mechanism]
     if others:
         logger.warning_once(
-            f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not run; "
-            "to run several mechanisms call patch_model with this config"
+            f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not "
+            "run; to run several mechanisms call patch_model with this config"
         )
     config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
     if config not in BY_NAME:
