@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..analysis import perplexity
 from ..inject.injection import distance, embeddings
@@ -40,7 +39,11 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         print(report(model, parts, dtype), flush=True)
         before.update({} if task is None else read(task, model))
 
-    parts = share_heads(model, config, False, None if task is None else calls(task), show_and_measure)
+    examples = None
+    if task is not None:  # the first two parts of every text
+        read_parts = [ids if task.is_encoder else ids[None] for part in task.texts[:2] for ids in part.values()]
+        examples = [{"input_ids": ids} for ids in read_parts]
+    parts = share_heads(model, config, False, examples, show_and_measure)
     losses: dict[str, list[float]] = {}
     if task is not None:
         for text, value in read(task, model).items():
@@ -65,11 +68,6 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank")
     if args.length is not None and not args.text:
         raise ValueError("--length says nothing without --text; leave it out")
-
-
-def calls(task: Task) -> list[dict[str, Tensor]]:
-    """The first two parts of every text, as calls of the model."""
-    return [{"input_ids": ids if task.is_encoder else ids[None]} for part in task.texts[:2] for ids in part.values()]
 
 
 @torch.no_grad()

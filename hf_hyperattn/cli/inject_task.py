@@ -35,12 +35,10 @@ class Task:
     """A model and the texts that its attention is changed on.
 
     Args:
-        args: of the command line.
         texts: for each of the `PARTS`, by name: token ids [length], for an encoder passages [PASSAGES, length].
         is_encoder: whether the model reads both ways, which is then loaded without its head.
     """
 
-    args: argparse.Namespace
     config: PreTrainedConfig
     tokenizer: Any
     texts: list[dict[str, Tensor]]
@@ -70,7 +68,7 @@ def prepare(args: argparse.Namespace) -> Task:
             )
         for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
             part[name] = passages(tokenizer, ids_of_part, length) if is_encoder else ids_of_part
-    return Task(args, config, tokenizer, texts, length, is_encoder)
+    return Task(config, tokenizer, texts, length, is_encoder)
 
 
 def read_stock_config(path: str) -> PreTrainedConfig:

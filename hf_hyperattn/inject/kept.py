@@ -42,19 +42,15 @@ def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], *
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if (values := values_of(model, name, parameter)) is not None:
+        values: Any = parameter
+        if parameter.device.type == "meta":
+            module = model.get_submodule(name.rpartition(".")[0])
+            values = storage_of(module)[1].get(name) if is_offloaded(module) else None
+        if values is not None:
             numbers = values.detach().flatten()
             some = numbers[:: max(1, len(numbers) // PIECES)]
             digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def values_of(model: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
-    """A parameter, from where it is offloaded to; None where nobody has its values."""
-    if parameter.device.type != "meta":
-        return parameter
-    module = model.get_submodule(name.rpartition(".")[0])
-    return storage_of(module)[1].get(name) if is_offloaded(module) else None
 
 
 @dataclass(frozen=True)
