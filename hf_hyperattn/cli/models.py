@@ -87,11 +87,11 @@ def measure_both(args: argparse.Namespace, model: Any, measure: Callable[[Any], 
         own = {OWN: measure(model)}
         return own | ({PATCHED: measure(patch(model, args.mechanism, args.mode).eval())} if args.mechanism else {})
     patched = measure(model)
-    try:
-        if not any(patched_hosts(model)) and by_name(model.config):
-            model.set_attn_implementation("sdpa")
-        else:
+    if not any(patched_hosts(model)) and by_name(model.config):
+        model.set_attn_implementation("sdpa")
+    else:
+        try:
             ha.unpatch_model(model)
-    except ValueError:  # a conversion, whose original is not there
-        return {PATCHED: patched}
+        except ValueError:  # a conversion, whose original is not there
+            return {PATCHED: patched}
     return {OWN: measure(model), PATCHED: patched}
