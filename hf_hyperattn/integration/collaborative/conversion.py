@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...config import HyperAttnConfig, MechanismConfig, mechanisms_of
+from ...config import HyperAttnConfig, MechanismConfig
 from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
@@ -116,8 +116,7 @@ def plan(model: PreTrainedModel, config: HyperAttnConfig) -> tuple[list[Selected
     config = resolve_overrides(config, chosen, model)
     parts = []
     for module, host in chosen:
-        mechanisms = mechanisms_of(config.mechanisms, (config.overrides or {}).get(host.name, ()))
-        mechanism = next(m for m in mechanisms if isinstance(m, CollaborativeConfig))
+        mechanism = next(m for m in config.mechanisms_at(host.name) if isinstance(m, CollaborativeConfig))
         if mechanism.rank is not None:
             parts.append(check_part(module, host, mechanism, config.heads))
     return chosen, parts
