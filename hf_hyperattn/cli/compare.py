@@ -62,13 +62,6 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.steps is not None and args.budget is not None:
         raise ValueError("--steps and --budget say the same thing; leave one out")
-    for name in ("rate", "added_rate"):
-        if not 0 < getattr(args, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name):g} is not allowed; allowed: above 0 and below 1"
-            )
-    if args.seeds > 100:
-        raise ValueError(f"--seeds {args.seeds} is not allowed; allowed: 3 to 100")
     args.layers = checked("--layers", args.layers)
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"

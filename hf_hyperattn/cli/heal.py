@@ -68,11 +68,6 @@ def heal(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> Path:
     """Refuse what is wrong in itself, before anything is read; the file that the work is kept in while it goes on."""
-    for name, rate in (("lr", args.lr), ("patch-lr", args.patch_lr)):
-        if not 0 < rate <= 1:
-            raise ValueError(f"--{name} {rate:g} is not allowed; allowed: above 0, up to 1")
-    if not 0 <= args.seed < 2**31:
-        raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**31 - 1")
     target = Path(args.output).absolute()
     check_place("--output", args.output)
     check_replaceable(target, args.force, args.model)

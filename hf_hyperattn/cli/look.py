@@ -146,18 +146,14 @@ def of_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[s
             command("inject", args.model, "--mechanism", "hsa", "--text", args.text, "--output", f"{stem(args)}-hsa"),
         )
     ]
+    text = "Hidden states are not nearer to a tree than their control. Whether cones help all the same,"
     if nearer:
-        return [
-            *steps,
-            (
-                f"Hidden states are at least 10 % nearer to a tree than their control in {len(nearer)} of "
-                f"{len(data['hyperbolicity'])} places. Whether distances in a curved space help, from an unchanged "
-                "start (in a clone; the recipe names its model):",
-                RECIPE.format("hyperbolic"),
-            ),
-        ]
-    text = "Hidden states are not nearer to a tree than their control. Whether cones help all the same, from an"
-    return [*steps, (f"{text} unchanged start (in a clone; the recipe names its model):", RECIPE.format("cone"))]
+        text = (
+            f"Hidden states are at least 10 % nearer to a tree than their control in {len(nearer)} of "
+            f"{len(data['hyperbolicity'])} places. Whether distances in a curved space help,"
+        )
+    text += " from an unchanged start (in a clone; the recipe names its model):"
+    return [*steps, (text, RECIPE.format("hyperbolic" if nearer else "cone"))]
 
 
 def of_patched(args: argparse.Namespace, data: dict[str, Any], patched: set[str]) -> list[tuple[str, str]]:
