@@ -11,6 +11,7 @@ information along the change.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -71,12 +72,6 @@ class Sample:
     starts: list[int]
     weights: Tensor
     counted: int
-
-    def of_slopes(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """What is expected to be lost, a token that counts, and its variance: [H, C] of slopes [R, H, C]."""
-        squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
-        shares = (0.5 * CHUNK / self.counted * len(self.starts)) * self.weights[:, None, None] * squares
-        return shares.mean(0), shares.var(0, correction=0) / len(self.starts)
 
 
 def sampled(length: int, rows: int, seed: int) -> list[int]:
@@ -139,7 +134,7 @@ def measure(
         options = {"rows": rows, "seed": seed, "spans": None if spans is None else [list(span) for span in spans]}
         kept = Kept(Path(folder) / fingerprint(model, ids, rules, **options))
         if not resume:
-            kept.clear()
+            shutil.rmtree(kept.folder, ignore_errors=True)
         elif whole := kept.whole():
             return read_whole(result, kept, whole, on_layer)
     seen: list[str] = []
@@ -182,7 +177,9 @@ def layer_costs(
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
     slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
-    costs, noise = drawn.of_slopes(slopes)
+    squares, count = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1), len(drawn.starts)  # [chunks, H, C]
+    losses = (0.5 * CHUNK / drawn.counted * count) * drawn.weights[:, None, None] * squares  # a token that counts
+    costs, noise = losses.mean(0), losses.var(0, correction=0) / count
     return {"costs": costs, "noise": noise, "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
 
 

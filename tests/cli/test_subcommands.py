@@ -306,11 +306,11 @@ def test_runs_of_another_model_or_budget_are_not_taken_up(place, tmp_path):
     with pytest.raises(ValueError, match="budget differ"):
         compare.opened(arguments(place, *words, "--budget", "2h"), request)
     shutil.copytree(place / "model", tmp_path / "model")
-    assert compare.weights_of(str(tmp_path / "model")) == request["weights"]
+    args.model = str(tmp_path / "model")
+    assert compare.prepare(args)[1]["weights"] == request["weights"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data.mul_(1.01)
     model.save_pretrained(tmp_path / "model")
-    args.model = str(tmp_path / "model")
     with pytest.raises(ValueError, match="weights differ"):
         compare.opened(args, compare.prepare(args)[1])
 
