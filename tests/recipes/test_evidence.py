@@ -7,7 +7,7 @@ import re
 import pytest
 from experiments import evidence_tables, findings
 from experiments.claims import CLAIMS, SOURCES
-from experiments.command import EVIDENCE, GEOMETRY, HEADS, HSA, NAMES
+from experiments.command import EVIDENCE, GEOMETRY, HEADS, HSA, MIXTURES, NAMES
 from experiments.findings import HOLDS, NOT, PARTLY, UNDECIDED
 
 from .tiny import ROOT
@@ -26,7 +26,7 @@ def test_every_claim_has_a_verdict_and_a_command_that_exists(claim):
     for path in re.findall(r"(?:tests|benchmarks|recipes|docs)/[\w/]+\.(?:py|md)", f"{claim.command} {text}"):
         assert (ROOT / path).exists(), path
     name = re.fullmatch(r"python recipes/experiments (\w+)", claim.command)
-    assert name is None or name[1] in NAMES | HSA | HEADS | GEOMETRY | EVIDENCE
+    assert name is None or name[1] in NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE
     assert callable(claim.found) or not re.search(r"\d\.\d", claim.found), "numbers of results are read from them"
 
 
