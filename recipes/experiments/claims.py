@@ -254,6 +254,14 @@ CLAIMS = (
         command=HYPERBOLICITY,
     ),
     Claim(
+        "B12b",
+        "hyperbolic distance and cones read a hierarchy off a pretrained model",
+        "which of 64 words is above a noun, by MiniLM's frozen states and one trained score, six seeds, rate searched "
+        "for every row",
+        lambda: f.both(of(f.hypernyms, HYP), of(f.hypernyms, PSI)),
+        command="python recipes/experiments hypernyms",
+    ),
+    Claim(
         "B13",
         "words fit into fewer dimensions in the ball",
         "WordNet's mammals, three seeds, rates searched",

@@ -17,6 +17,7 @@ from . import (
     head_tables,
     hsa_joined_deep_tables,
     hyperbolicity_tables,
+    hypernyms_tables,
     kernels_tables,
     length,
     starts,
@@ -367,6 +368,13 @@ def ball_orders(level: int) -> Found:
     more, _ = gain(mine, {"Euclidean distance": others}, "more", 0.0, 2)
     # a correlation of less than 0.3 orders nothing
     return f"{text}; {more}", judge(*interval(mine, [0.0] * len(mine)), 0.3)
+
+
+def hypernyms(kind: str) -> Found:
+    """How much oftener a score over frozen states finds the word above a noun than scores without geometry do."""
+    found = hypernyms_tables.whole(load("hypernyms"))
+    others = {control: hypernyms_tables.accuracies(found[control]) for control in hypernyms_tables.CONTROLS[1:]}
+    return gain(hypernyms_tables.accuracies(found[kind]), others, f"{kind}, points")
 
 
 def words_order(name: str) -> Found:
