@@ -3,8 +3,8 @@ hangs on gamma and the mapping of a cone?
 
 After Coneheads (arXiv 2306.00392), which reports gains of cone attention in DeiT on ImageNet.
 
-The plan, by what was measured before (0.09 s of one core for a step of 64 images, 0.11 with a cone): 13 rows in order of
-what they are worth, each with three runs of 200 steps for its learning rate and three of 800 steps.
+The plan, by what was measured before (0.08 s of one core for a step of 64 images, 0.11 with a cone): 13 rows in order
+of what they are worth, each with three runs of 200 steps for its learning rate and three of 800 steps.
 """
 
 from __future__ import annotations
