@@ -104,7 +104,7 @@ class Data(Group):
     subset: str | None = option(None, "hub: the data set's configuration", types=(str,))
     revision: str | None = option(None, "hub: branch, tag or commit", types=(str,))
     split: str = option("train", "hub: what is trained on")
-    held_out_split: str | None = option(None, "hub: what is held out; null: every tenth document", types=(str,))
+    held_out_split: str | None = option(None, "hub: what is held out; null: a tenth at most", types=(str,))
     column: str = option("text", "hub: where the text or the image is")
     label: str = option("label", "hub: where the number of the class, or the translation, is")
     length: int = option(512, "tokens a row, or at most", least=8)

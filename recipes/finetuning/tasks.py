@@ -102,7 +102,7 @@ def pairs_of(settings: Settings) -> tuple[Pairs, Pairs]:
         if data.held_out_split:
             return rows[: data.train_rows], texts.rows_from_hub(data, data.held_out_split, data.held_out_rows)
         at = max(len(rows) - data.held_out_rows, 9 * len(rows) // 10)
-        return rows[:at], rows[at:]
+        return rows[:at][: data.train_rows], rows[at:]
     # The data of packages, which the experiments read too.
     if data.source == "reviews":
         from experiments.hsa_texts import labelled
@@ -125,7 +125,9 @@ def classified(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
 
     def rows(pairs: Pairs) -> list[dict]:
         ids = tokenizer([text for text, _ in pairs], truncation=True, max_length=settings.data.length)["input_ids"]
-        return [{"input_ids": row, "labels": int(label)} for row, (_, label) in zip(ids, pairs, strict=True)]
+        return [
+            {"input_ids": row, "labels": class_of(label, settings)} for row, (_, label) in zip(ids, pairs, strict=True)
+        ]
 
     return examples(settings, rows(train), rows(held_out), hf.DataCollatorWithPadding(tokenizer), tokenizer)
 
@@ -142,9 +144,20 @@ def seen(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:
         return processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
 
     def rows(pairs: Pairs) -> list[dict]:
-        return [{"pixel_values": pixels(image), "labels": int(label)} for image, label in pairs]
+        return [{"pixel_values": pixels(image), "labels": class_of(label, settings)} for image, label in pairs]
 
     return examples(settings, rows(train), rows(held_out), hf.default_data_collator, processor)
+
+
+def class_of(label: Any, settings: Settings) -> int:
+    """The number of a class.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(label, str | float) or int(label) < 0:
+        raise ValueError(f"data.label={settings.data.label!r} holds {label!r}; allowed: numbers of classes, from 0")
+    return int(label)
 
 
 def translated(settings: Settings, train: Pairs, held_out: Pairs) -> Examples:

@@ -126,7 +126,14 @@ def test_a_classifier_learns_and_tells_what_it_learned(folders, tmp_path):
     ]
     results = run(tiny("minilm/cone", folders, *more, "data.train_rows=30"), "a command")
     assert results["after"]["accuracy"] == 1 and results["after"]["loss"] < 0.5 < results["before"]["loss"]
-    assert results["data"]["train"] == {"rows": 34 - 4} and results["data"]["held_out"] == {"rows": 6}
+    assert results["data"]["train"] == {"rows": 30} and results["data"]["held_out"] == {"rows": 4}
+
+
+@pytest.mark.parametrize("label", ["good", -1, 0.5])
+def test_labels_that_are_no_classes_are_named(label, folders):
+    settings = tiny("minilm/cone", folders)
+    with pytest.raises(ValueError, match=f"^data.label='label' holds {label!r}; allowed: numbers of classes, from 0$"):
+        tasks.classified(settings, [("a", 0), ("b", label)], [("c", 1)])
 
 
 def test_a_translation_model_has_a_tokenizer_that_gives_sentences_back(folders, tmp_path):
