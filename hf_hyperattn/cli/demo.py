@@ -41,7 +41,7 @@ ADVICE = """\
 and training moves the gates. "cone, replaced" computes every attention by the cone formula, with weights
 that were trained for dot products: without training this loses the model's quality, as its perplexity and
 its text show. To keep the quality, patch and train:
-    accelerate launch recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
+    accelerate launch recipes/finetune.py --config recipes/smollm2/cone.yaml
 and use attn_implementation="cone" for models that were trained with it.
 "hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
 were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:

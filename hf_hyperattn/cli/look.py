@@ -26,7 +26,7 @@ PLACE = "/*DATA*/null"
 LENGTH = 256
 CHARACTERS = 64  # of the text are read for a token; texts have about 4
 #: The recipe that trains a mechanism.
-RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}_lora.yaml"
+RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}.yaml"
 RECIPES = ("cone", "head_fusion", "hype", "hyperbolic", "mkl", "talking_heads", "trilinear")
 #: A head that gives the first token more of its attention than this mostly rests there.
 RESTING = 0.5

@@ -46,10 +46,11 @@ GEOMETRY = {
     "operations": "what distance, maps and attention over 64 tokens cost",
     "starts": "the depth task from other starts of cones and distances",
 }
-#: The same, in docs/translation.md and docs/adaptation.md.
+#: The same, in docs/translation.md, docs/adaptation.md and docs/vision.md.
 EVIDENCE = {
     "translation": "German to English from scratch, by attention with seven scores and several widths",
     "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
+    "vision": "a small DeiT on Fashion-MNIST from scratch, with seven scores and several gammas",
 }
 #: The long ones, the one first whose answer is worth most for its time.
 QUEUE = ("depth", "length", "hat_imdb", "head_pruning", "coattention", "hsa_joined_deep", *EVIDENCE)
@@ -82,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
     parser.add_argument("--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU")
-    parser.add_argument("--data", help="translation --full: a folder with train.de, train.en and so on")
+    parser.add_argument(
+        "--data", help="translation and vision --full: a folder with train.de and so on, or train/CLASS"
+    )
     parser.add_argument("--left", action="store_true", help="with queue: only say what is left")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
@@ -123,9 +126,9 @@ def experiment_of(name: str, args: argparse.Namespace):
     """
     module = importlib.import_module(f"experiments.{name}")
     if args.full and name not in EVIDENCE:
-        raise ValueError(f"--full is for {' and '.join(EVIDENCE)}; leave it out with {name}")
-    if args.data is not None and not (args.full and name == "translation"):
-        raise ValueError("--data is for translation --full; leave it out")
+        raise ValueError(f"--full is for {', '.join(EVIDENCE)}; leave it out with {name}")
+    if args.data is not None and not (args.full and "data" in module.EXPERIMENT.settings):
+        raise ValueError("--data is for translation --full and vision --full; leave it out")
     given = args.model is not None and args.layers is not None
     if name != CLASSIFIER:
         if args.model is not None or args.layers is not None:

@@ -27,6 +27,8 @@ from . import (
     token_weights_tables,
     translation_tables,
     trilinear_tables,
+    vision,
+    vision_tables,
 )
 from .adaptation_tables import ALONE
 from .adaptation_tables import losses as adaptation_losses
@@ -425,6 +427,35 @@ def graph_gain(kind: str) -> Found:
         raise KeyError(kind)
     others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
     return gain(values[kind], others, "points")
+
+
+def vision_gain(kind: str, gamma: float, claimed: float = 0.0) -> Found:
+    """Accuracy of a small DeiT, against scores without geometry."""
+    values = vision_tables.whole(load("vision"))
+    others = {control: values[control, 1.0] for control in vision.CONTROLS}
+    return gain(values[kind, gamma], others, f"points on Fashion-MNIST, gamma {gamma:g}", claimed, 2)
+
+
+def vision_gammas() -> Found:
+    """What another gamma at the start changes there; one change is enough that is none by chance in so many tests."""
+    from scipy.stats import ttest_rel
+
+    values = vision_tables.whole(load("vision"))
+    tests = {(kind, gamma): (values[kind, gamma], values[kind, 1.0])
+             for kind in vision.CONES for gamma in vision.GAMMAS[1:]}  # fmt: skip
+    said = (f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}" for (kind, gamma), both in tests.items())
+    changes = any(ttest_rel(*both).pvalue < 0.05 / len(tests) for both in tests.values())
+    return f"points on Fashion-MNIST: {'; '.join(said)}", HOLDS if changes else UNDECIDED
+
+
+def gammas(kinds: tuple[str, ...], start: str) -> Found:
+    """What gamma changes in the depth task and, once its runs are done, on images."""
+    text, verdict = any_start(kinds, start)
+    try:
+        more, other = vision_gammas()
+    except (KeyError, ValueError):
+        return f"{text}; on images the runs are not done", verdict
+    return f"{text}; {more}", HOLDS if HOLDS in (verdict, other) else UNDECIDED
 
 
 def ball_times() -> Found:
