@@ -55,8 +55,8 @@ test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers s
 test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own
 	$(MAKE) test CONSTRAINTS=constraints-lowest.txt VENV=$(VENV)-lowest
 
-test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks (a minute or two)
-	$(BIN)/python -m pytest -m docs tests/docs/test_notebooks.py $(ARGS)
+test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks, and build the site (a minute or two)
+	$(BIN)/python -m pytest -m docs tests/docs $(ARGS)
 
 faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
 	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
