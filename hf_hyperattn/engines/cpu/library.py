@@ -25,6 +25,7 @@ CORE = [
     for name in (
         "core.cpp",
         "product.h",
+        "tiles.h",
         "bf16.h",
         "call.h",
         "forward.h",
