@@ -80,6 +80,12 @@ def core() -> Any:
     return CORES[setting]
 
 
+def bfloat16_products() -> str | None:
+    """How bfloat16 numbers are multiplied here: "as float32", "by avx512_bf16" or "by AMX"; None without the engine."""
+    engine = core()
+    return engine and ("as float32", "by avx512_bf16", "by AMX")[engine.hyper_bfloat16()]
+
+
 @torch.compiler.assume_constant_result
 def core_is_ready() -> bool:
     """Whether the engine is there, or can be built now. A constant while a call is traced."""
