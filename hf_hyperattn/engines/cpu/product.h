@@ -114,17 +114,29 @@ inline void panel_product(int64_t registers, const E* left, int64_t left_row, co
 }
 
 // to[r][j] = left row r · row j of what was packed in panels of kPanel rows, `count` numbers a row, for j in
-// [low, high); of each kRows rows from r on only j in seen(r) count, whole registers.
+// [low, high); of each kRows rows from r on only j in seen(r, kRows) count, whole registers.
 template <class E, class Seen>
 inline void product_of_panels(const E* left, int64_t left_row, const E* packed, int64_t count, float* to,
                               int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen, Factors by = {}) {
   for (int64_t j = low / kPanel * kPanel; j < high; j += kPanel)
     for (int64_t r = 0; r < rows; r += kRows) {
-      const auto [first, last] = seen(r);
+      const auto [first, last] = seen(r, kRows);
       if (first < j + kPanel && j < last)
         panel_product((last - j + kLanes - 1) / kLanes, left + r * left_row, left_row, packed + j * count, count,
                       to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r), by.from(r, j));
     }
+}
+
+// to[r][w] += sum over j of left[r][j] · right[j][w]; of each kRows rows from r on only j in seen(r, kRows) count.
+template <class E, class Seen>
+inline void product_of_seen(const E* left, int64_t left_row, const E* right, int64_t right_step, float* to,
+                            int64_t to_step, int64_t rows, int64_t width, Seen seen) {
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const auto [first, last] = seen(r, kRows);
+    const int64_t skipped = paired<E> ? first / 2 : first;  // pairs
+    product(left + r * left_row + skipped, left_row, 1, right + skipped * right_step, right_step,
+            terms<E>(last) - skipped, to + r * to_step, to_step, std::min<int64_t>(kRows, rows - r), width, true);
+  }
 }
 
 // Lanes of a and b in turn, the lower halves or the upper ones.
