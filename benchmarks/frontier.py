@@ -62,9 +62,8 @@ RESULTS = Path(__file__).parent / "results" / "frontier.json"
 BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 ROWS = 384  # queries measured a text
-#: What rules are measured on beside three texts, and the weight of each: a text that loses 1 % weighs as much as
-#: answers that lose 4 %.
-ANSWERS = {"copying": 0.25, "mixture": 0.25}
+#: What rules are measured on beside three texts, and the weight of each.
+ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
 TASKS, IN_FULL = ("copying",), ("all rules",)
 #: At 8,192 tokens: methods by head, and with one rule for all heads.
