@@ -127,7 +127,8 @@ inline void turn(const Two* from, int64_t step, int64_t count, Two* to, int64_t 
   for (int64_t k = 0; k < count; k += kSide)
     for (int64_t r = 0; r < kBlock; r += kSide) {
       Vec square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = k + i < count ? load(reinterpret_cast<const float*>(from + (k + i) * step + r)) : Vec{};
+      for (int i = 0; i < kLanes; ++i)
+        square[i] = k + i < count ? load(reinterpret_cast<const float*>(from + (k + i) * step + r)) : Vec{};
       transpose(square);
       for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to + (r + i) * to_step + k), square[i]);
     }
