@@ -43,7 +43,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def output(args: argparse.Namespace, report: Any, show: Callable[[Any], object]) -> None:
     """Print a report: as JSON with --json, else as `show` prints it."""
-    print(json.dumps(report, indent=2, ensure_ascii=False)) if args.json else show(report)
+    # in ASCII: the name of a file may hold bytes that no terminal takes, and what was measured would be lost
+    print(json.dumps(report, indent=2)) if args.json else show(report)
 
 
 def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

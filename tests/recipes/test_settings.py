@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
+from finetuning.checkpoints import RECIPE, check_same_recipe
 from finetuning.settings import GROUPS, read_settings
 
 import hf_hyperattn as ha
@@ -27,6 +30,18 @@ def test_published_recipes_are_valid_and_come_back_from_their_own_json(published
     settings = read_settings(published)
     assert read_settings(write(path, settings.to_dict())) == settings
     assert settings.to_dict().keys() == GROUPS.keys()
+
+
+def test_a_run_that_was_begun_with_fewer_settings_goes_on(tmp_path):
+    now = read_settings(ROOT / "recipes/smollm2/cone.yaml").to_dict()
+    begun = json.loads(json.dumps(now))
+    for group, name in (("model", "task"), ("model", "config"), ("data", "label"), ("data", "train_rows")):
+        del begun[group][name]
+    (tmp_path / RECIPE).write_text(json.dumps(begun))
+    check_same_recipe(tmp_path, now | {"launch": {}})
+    now["model"]["task"] = "translation"
+    with pytest.raises(ValueError, match="model.task='text-generation', now it is 'translation'"):
+        check_same_recipe(tmp_path, now)
 
 
 @pytest.mark.parametrize("published", [p for p in RECIPES if p.parent.name == "smollm2"], ids=lambda p: p.stem)
