@@ -58,7 +58,7 @@ class Allocation:
 
 
 def predicted_losses(
-    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None, *, shrink: bool = True
+    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None, *, shrink: bool = False
 ) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
@@ -66,7 +66,9 @@ def predicted_losses(
         measured: one for each text, of the same rules.
         weights: of the texts; None: the same for all.
         shrink: draw what was measured at a head towards the mean of its layer, as far as noise explains that heads
-            differ: the choice among many rules else falls on those that were lucky in the sample.
+            differ: the choice among many rules else falls on those that were lucky in the sample. All heads of a layer
+            are drawn by the same share, although those that cost little are known best: in eight of nine trials with
+            SmolLM2, of one to three texts of 512 or 2,048 tokens, the choice was worse for it.
     """
     weights = weights or [1.0] * len(measured)
     shares = [w / sum(weights) for w in weights]

@@ -180,6 +180,17 @@ def test_noisy_costs_are_drawn_to_their_layers_mean():
     assert half.tolist() == [[1.5, 1.5], [2.5, 2.5]]
 
 
+def test_what_was_measured_is_taken_as_it_is_unless_it_is_to_be_drawn(model, ids):
+    one, two = (measure(model, ids, RULES, rows=64, seed=seed) for seed in (0, 1))
+    for name, costs in predicted_losses([one]).items():
+        assert torch.equal(costs, one.costs[name])
+    drawn = predicted_losses([one, two], [3.0, 1.0], shrink=True)
+    for name, costs in predicted_losses([one, two], [3.0, 1.0]).items():
+        assert torch.allclose(costs, 0.75 * one.costs[name] + 0.25 * two.costs[name])
+        noise = 0.75**2 * one.noise[name] + 0.25**2 * two.noise[name]
+        assert torch.allclose(drawn[name], shrunk(costs, noise)) and not torch.equal(drawn[name], costs)
+
+
 def test_a_cost_of_ones_own_is_kept_to():
     rules = [SparseHeadRule(Window(8)), SparseHeadRule(Window(32))]
     prices = {None: 1.0, 8: 0.9, 32: 0.2}
