@@ -202,6 +202,12 @@ def examples(settings: Settings, rows: list[dict], held_out: list[dict], collate
     }
     classes = None
     if settings.model.task != "translation":
+        for option, part in (("train_rows", rows), ("held_out_rows", held_out)):
+            if len({row["labels"] for row in part}) == 1:  # as in the first rows of a data set that is sorted
+                raise ValueError(
+                    f"data.{option}={getattr(settings.data, option)} gives {len(part)} rows, all of class "
+                    f"{part[0]['labels']}; allowed: so many that there are two classes, or a data set in another order"
+                )
         classes = 1 + max(row["labels"] for row in (*rows, *held_out))
     return Examples(rows, held_out, collate, facts, processor, classes)
 

@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
     hf.BertModel(config).save_pretrained(root / "minilm")
     hf.AutoTokenizer.from_pretrained(root / "smollm2", pad_token="<end>").save_pretrained(root / "minilm")
     (root / "reviews").mkdir()
-    rows = [{"text": ("a good film" if i % 2 else "bad") + f" {i}", "label": i % 2} for i in range(40)]
+    rows = [{"text": ("a good film" if i // 2 % 2 else "bad") + f" {i}", "label": i // 2 % 2} for i in range(40)]
     (root / "reviews" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return root
 
@@ -134,6 +134,19 @@ def test_labels_that_are_no_classes_are_named(label, folders):
     settings = tiny("minilm/cone", folders)
     with pytest.raises(ValueError, match=f"^data.label='label' holds {label!r}; allowed: numbers of classes, from 0$"):
         tasks.classified(settings, [("a", 0), ("b", label)], [("c", 1)])
+
+
+def test_the_first_rows_of_a_sorted_data_set_are_refused(folders, tmp_path):
+    """Such as reviews on the Hub, of which the first half is bad: every model would be right on them."""
+    rows = [{"text": f"a film {i}", "label": int(i >= 30)} for i in range(60)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="^data.train_rows=12 gives 12 rows, all of class 0; allowed: so many that"):
+        tasks.prepare(tiny("minilm/cone", folders, f"data.name={tmp_path}"), 0)
+    wide = tiny("minilm/cone", folders, f"data.name={tmp_path}", "data.train_rows=50", "data.held_out_rows=10")
+    assert tasks.prepare(wide, 0).classes == 2
+    both = [("a", 0), ("b", 1)]
+    with pytest.raises(ValueError, match="^data.held_out_rows=10 gives 1 rows, all of class 1"):
+        tasks.classified(wide, both, both[1:])
 
 
 def test_a_translation_model_has_a_tokenizer_that_gives_sentences_back(folders, tmp_path):
