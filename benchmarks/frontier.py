@@ -295,7 +295,7 @@ class Choices:
         say = lambda layer: print(f"measured {name}, {layer}", file=sys.stderr, flush=True)
         options: Any = {"rows": ROWS, "folder": cache_directory() / "frontier", "on_layer": say}
         measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in self.items]
-        found = predicted_losses(measured, [weight for *_, weight in self.items], shrink=True)
+        found = predicted_losses(measured, [weight for *_, weight in self.items])
         tensors = {layer: costs.float().contiguous() for layer, costs in found.items()}
         save_file(tensors, file, told | {"layers": json.dumps(list(tensors))})
         return {layer: costs.double() for layer, costs in tensors.items()}

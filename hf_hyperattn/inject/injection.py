@@ -282,7 +282,7 @@ class CausalInjection(Injection):
         """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""
         rules, all_ = rules or self.rules, [*self.rules, *self.rivals]
         columns = [all_.index(rule) for rule in rules]
-        predicted = predicted_losses(self.measured, list(self.weights.values()), shrink=True)
+        predicted = predicted_losses(self.measured, list(self.weights.values()))
         return choose(rules, {n: costs[:, columns] for n, costs in predicted.items()}, self.length, pairs=pairs)
 
     def search(self, before: dict[str, Any]) -> Allocation | None:
@@ -338,7 +338,7 @@ class CausalInjection(Injection):
         for rule in (*self.rules, *self.rivals):
             families.setdefault(rule.family, []).append(rule)
         all_, made = [*self.rules, *self.rivals], {}
-        predicted = predicted_losses(self.measured, list(self.weights.values()), shrink=True)
+        predicted = predicted_losses(self.measured, list(self.weights.values()))
         total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
         for family, rules in families.items():
             cheap = [rule for rule in rules if rule.share(self.length) <= self.allocation.pairs]

@@ -20,7 +20,7 @@ from ..files import read_json, write_atomically
 from ..integration.offloaded import is_offloaded, storage_of
 from .rules import CandidateRule
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 PIECES = 512  # numbers of a parameter that its fingerprint is made of
 WHOLE = "whole.json"  # is there once all layers are
 #: Of a config, what says nothing of what the model computes.

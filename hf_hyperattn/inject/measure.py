@@ -38,7 +38,6 @@ class Sensitivity:
         kl: [H, C]: KL(under the rule ‖ ordinary attention), in nats.
         loss: of the text, a token that counts.
         slopes: [R, H, C]: G·(o_c - o) at R sampled queries; only where they are to be kept.
-        noise: [H, C]: the variance of `costs`, from how much the chunks of queries differ.
     """
 
     rules: list[CandidateRule]
@@ -46,7 +45,6 @@ class Sensitivity:
     kl: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     slopes: dict[str, Tensor] = field(default_factory=dict)
-    noise: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Take in what was measured of a layer."""
@@ -55,7 +53,7 @@ class Sensitivity:
 
     def order(self, names: Sequence[str]) -> None:
         """Put the layers in this order."""
-        for kind in ("costs", "kl", "slopes", "noise"):
+        for kind in ("costs", "kl", "slopes"):
             tensors = getattr(self, kind)
             setattr(self, kind, {name: tensors[name] for name in names if name in tensors})
 
@@ -177,10 +175,9 @@ def layer_costs(
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
     slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
-    squares, count = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1), len(drawn.starts)  # [chunks, H, C]
-    losses = (0.5 * CHUNK / drawn.counted * count) * drawn.weights[:, None, None] * squares  # a token that counts
-    costs, noise = losses.mean(0), losses.var(0, correction=0) / count
-    return {"costs": costs, "noise": noise, "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
+    squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
+    shares = (0.5 * CHUNK / drawn.counted) * drawn.weights[:, None, None]  # of a token that counts
+    return {"costs": (shares * squares).sum(0), "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
 
 
 def is_plain(call: HostCall, length: int) -> bool:

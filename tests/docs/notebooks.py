@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -131,6 +132,7 @@ def store(notebook: Path) -> None:
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     for number, (cell, made) in enumerate(zip(code, shown, strict=True), 1):
         cell.update(execution_count=number, outputs=made)
+    content["metadata"]["language_info"]["version"] = platform.python_version()
     notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
