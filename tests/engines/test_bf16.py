@@ -10,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.engines.score import is_upcast, upcast_for_grad
+from hf_hyperattn.functional import cone_attention
 from tests.engines.test_cpu import CALLS, every_call, run, threads
 from tests.engines.test_native import needs_compiler
-from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
+from tests.oracles.cases import PAIRINGS, assert_close, assert_gradients, qkv, tensor
 
 pytestmark = needs_compiler
 __all__ = ["threads"]  # a fixture of test_cpu.py
@@ -192,10 +193,13 @@ def test_what_earlier_calls_left_in_memory_is_not_added(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level, more", [("v2", ""), ("v3", ""), ("v4", ""), ("v4_bf16", "-DHYPER_NO_TILES")])
+@pytest.mark.parametrize(
+    "level, more",
+    [("v2", ""), ("v3", ""), ("v4", ""), ("v4_bf16", "-DHYPER_NO_TILES"), (native.BUILD, "-DHYPER_NO_TILES")],
+)
 def test_without_the_instruction(level, more, monkeypatch, tmp_path):
     """Other CPUs take pairs or widen: the same results but for rounding."""
-    if level not in native.levels():
+    if level not in (*native.levels(), native.BUILD):
         pytest.skip(f"no CPU of level {level}")
     if more and not amx():
         pytest.skip("pairs are what this CPU takes anyway")
@@ -213,8 +217,12 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
             out, grads = both(CALLS[name], tensors)[0]
             assert_close(out, here[name][0], 1e-2, name)
             assert_gradients(grads, [g.double() for g in here[name][1]], 2e-2, "qkv")
+        q, k, v = qkv(batch=1, heads=2, lq=63, d=2, dtype=HALF, seed=13)  # logits of 1e10, whose last digit is 1,000
+        leaves = [t.detach().requires_grad_() for t in (q * 100, k * 100, v)]
+        out = cone_attention(*leaves, backend="cpu", is_causal=True, **PAIRINGS["penumbral-xi"])
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), leaves))
         score = dot_score(*tensors[:2])
         assert attention(score, tensors[2], Options(), backend="cpu")[0].isfinite().all()
-        assert library.bfloat16_products() == ("by avx512_bf16" if level == "v4_bf16" else "as float32")
+        assert library.bfloat16_products() == ("by avx512_bf16" if more else "as float32")
     finally:
         native.load.cache_clear()

@@ -252,6 +252,21 @@ def test_a_cache_keeps_the_summaries_of_pages(monkeypatch, dtype):
         step(other[:, place : place + 1])
 
 
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_a_cache_goes_on_in_another_mode(modes):
+    """What inference mode has made can be read later, but not written to."""
+    ids = drawn()
+
+    def logits_with(cache):
+        model, parts = sparse(PAGED).float(), []
+        for mode, first, last in zip(modes * 3, (0, 20, 21, 22, 29, 30), (20, 21, 22, 29, 30, 40), strict=True):
+            with mode():
+                parts.append(model(ids[:, first:last], past_key_values=cache).logits)
+        return torch.cat(parts, 1)
+
+    torch.testing.assert_close(logits_with(ha.HierarchicalCache()), logits_with(hf.DynamicCache()), atol=1e-4, rtol=0)
+
+
 @needs_compiler
 def test_kept_summaries_know_padding(monkeypatch):
     """Rows of other lengths: pages count from the first token of each."""

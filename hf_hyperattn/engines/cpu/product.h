@@ -42,6 +42,11 @@ constexpr int64_t terms(int64_t count) {
 struct Factors {
   const float *row = nullptr, *column = nullptr;
 
+  // First by the column's, then by the row's, wherever this is inlined: the logits of both passes are the same numbers.
+  Vec times(Vec sum, int64_t r, int64_t w) const {
+    if (column) sum = as_it_is(sum * load(column + w));
+    return row ? sum * row[r] : sum;
+  }
   Factors from(int64_t r, int64_t j) const { return {row ? row + r : nullptr, column ? column + j : nullptr}; }
 };
 
@@ -69,9 +74,7 @@ inline void micro_product(const E* left, int64_t left_row, int64_t left_sum, con
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) {
-      if (paired<E> && by.row) sum[r][w] *= by.row[r];
-      if (paired<E> && by.column) sum[r][w] *= load(by.column + w * kLanes);
-      store(to + r * to_step + w * kLanes, sum[r][w]);
+      store(to + r * to_step + w * kLanes, paired<E> ? by.times(sum[r][w], r, w * kLanes) : sum[r][w]);
     }
 }
 

@@ -113,13 +113,9 @@ inline void block_product(const Two* left, int64_t left_row, const Two* right, i
   multiply_tiles(left, left_row, right, right_step, count, apart ? kept : to, apart ? kBlock : to_step, rows > kSide,
                  width > kSide, add);
   if (!apart) return;
-  for (int64_t w = 0; w < width; w += kLanes) {
-    const Vec column = by.column ? load(by.column + w) : splat(1.0f);
-    for (int64_t r = 0; r < rows; ++r) {
-      const Vec sum = load(kept + r * kBlock + w) * column;
-      store(to + r * to_step + w, by.row ? sum * by.row[r] : sum);
-    }
-  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t w = 0; w < width; w += kLanes)
+      store(to + r * to_step + w, by.times(load(kept + r * kBlock + w), r, w));
 }
 
 // 32 columns of pairs as rows of whole tiles, 0 where there are no pairs.
