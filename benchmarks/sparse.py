@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
 from common import environment, write_json
+from transformers import DynamicCache
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention, dot_score
@@ -111,18 +112,27 @@ def model(length: int, share: float, args) -> list[dict]:
 
 
 def decode(length: int, share: float, args) -> list[dict]:
-    """One token after a prompt, and the prompt's cache as it was."""
+    """One token after a prompt, and the prompt's cache as it was.
+
+    `DynamicCache` copies all keys and values at every token, and `HierarchicalCache` does not: so the stock model is
+    timed with that as well.
+    """
     args.share = share
     made, _, pairs = models(length, args)
-    seconds = lowest({name: one_token(m, length, args) for name, m in made.items()}, args.seconds, 1)
-    return [row("decode", length, pairs, seconds)]
+    steps = {name: one_token(m, length, args, DynamicCache()) for name, m in made.items()}
+    steps |= {f"{name}, grown": one_token(m, length, args, ha.HierarchicalCache()) for name, m in made.items()}
+    seconds = lowest(steps, args.seconds, 1)
+    grown = {"sdpa": seconds["sdpa"], **{name: seconds[f"{name}, grown"] for name in ("dense", "sparse")}}
+    return [
+        row("decode", length, pairs, {name: seconds[name] for name in made}),
+        row("decode, HierarchicalCache", length, pairs, grown),
+        row("the stock model with HierarchicalCache", length, 1.0, grown | {"sparse": seconds["sdpa, grown"]}),
+    ]
 
 
-def one_token(made: torch.nn.Module, length: int, args) -> Callable:
+def one_token(made: torch.nn.Module, length: int, args, cache: DynamicCache) -> Callable:
     """A step with the cache of the model's own prompt."""
-    from transformers import DynamicCache
-
-    cache, token = DynamicCache(), tokens(args, 1)
+    token = tokens(args, 1)
     with torch.inference_mode():
         made(tokens(args, length - 1), past_key_values=cache, logits_to_keep=1)
 

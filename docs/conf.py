@@ -21,9 +21,11 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own underlines the names of modules
 html_title = f"hf_hyperattn {version}"
 html_show_sourcelink = False
-html_static_path = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = "$ "
 
 autodoc_typehints = "signature"

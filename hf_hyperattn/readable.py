@@ -13,6 +13,12 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+@torch.compiler.assume_constant_result  # needless from torch 2.13 on; before, its compiler takes the answer for yes
+def is_exporting() -> bool:
+    """Whether `torch.export` or `torch.onnx.export` is running, and not `torch.compile`."""
+    return torch.compiler.is_exporting()
+
+
 def can_read(*tensors: Tensor | None) -> bool:
     """Whether the values of all these tensors can be read now.
 

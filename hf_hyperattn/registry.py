@@ -55,6 +55,12 @@ def register(mechanism: Mechanism) -> Mechanism:
     return mechanism
 
 
+def named_configs(stage: str | None = None) -> dict[str, Any]:
+    """What `attn_implementation=` accepts, of all mechanisms or of those of one stage, each with the config meant."""
+    mechanisms = (m for m in MECHANISMS.values() if stage in (None, m.stage))
+    return {name: config for m in mechanisms for name, config in m.names.items()}
+
+
 def on_register(listener: Callable[[Mechanism], None]) -> None:
     """Call a function with every mechanism: with those there are, and with each that is registered later."""
     for mechanism in MECHANISMS.values():

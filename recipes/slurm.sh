@@ -1,6 +1,6 @@
 #!/bin/bash
 # Many machines under Slurm, one launcher on each:
-#     sbatch --nodes 2 --gpus-per-node 8 recipes/slurm.sh --config recipes/smollm2/cone_lora.yaml
+#     sbatch --nodes 2 --gpus-per-node 8 recipes/slurm.sh --config recipes/smollm2/cone.yaml
 # GPUS says how many processes a machine gets, CONFIG how they share the model, PORT where they meet on the first one.
 #SBATCH --job-name=hyperattn
 #SBATCH --ntasks-per-node=1

@@ -44,7 +44,9 @@ def sparse() -> str:
     about = (
         f"{where['chip']}, torch {where['torch']}, {where['date']}, {where['threads']} thread, CPU time, the lowest of "
         "rounds; other work ran beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as "
-        f"`benchmarks/sparse.py` says; models of {result['arguments']['layers']} layers."
+        f"`benchmarks/sparse.py` says; models of {result['arguments']['layers']} layers.\nBeside them stands stock "
+        "with its own cache, which copies all keys and values at every token; our dense kernel has\n"
+        "the cache of the row."
     )
     return f"## Sparse rules by head\n\n{about}\n\n{grid(header, lines)}\n"
 

@@ -88,7 +88,9 @@ def attention_report(
     if len(ids) < QUERIES:
         raise ValueError(f"ids holds {len(ids)} tokens; allowed: {QUERIES} or more")
     seen, states = run(base, ids)
-    layers = checked("layers", layers, len(seen)) if layers is not None else default_layers(seen)
+    numbers = [i for i, layer in enumerate(seen) if layer.call is not None] or list(range(len(seen)))
+    spread = sorted({numbers[i * (len(numbers) - 1) // (LAYERS - 1)] for i in range(LAYERS)})
+    layers = checked("layers", layers, len(seen)) if layers is not None else spread
     spaced = torch.linspace(len(ids) / QUERIES, len(ids), QUERIES).long() - 1
     queries = checked("queries", queries, len(ids)) if queries is not None else spaced.tolist()
     for layer in seen:
@@ -150,12 +152,6 @@ def checked(name: str, numbers: Sequence[int], count: int) -> list[int]:
     if strange or not len(numbers):
         raise ValueError(f"{name} has {strange[0] if strange else 'no number'}; allowed: 0 to {count - 1}")
     return sorted({n % count for n in numbers})
-
-
-def default_layers(layers: Sequence[Layer]) -> list[int]:
-    """The first, the middle and the last one of those that are patched, or of all."""
-    numbers = [i for i, layer in enumerate(layers) if layer.call is not None] or list(range(len(layers)))
-    return sorted({numbers[i * (len(numbers) - 1) // (LAYERS - 1)] for i in range(LAYERS)})
 
 
 def plain(values: Tensor | None, digits: int = 4) -> Any:
@@ -328,18 +324,15 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     covers: list[Any] = []
     for head in range(heads):
         rules = {n: values[head] for n, values in counts.items()}
-        rows = [cover(logits[head, i], i, tree, facts, seen[head, i], **rules) for i in queries]
-        tied = part.heads is None or head in part.heads
-        covers.append([cover_of(row, facts[1]) for row in rows] if tied else None)
+        rows = []
+        for i in queries if part.heads is None or head in part.heads else ():
+            read, blocks = cover(logits[head, i], i, tree, facts, seen[head, i], **rules)
+            closed = sorted([facts[1][b][0], facts[1][b][-1] + 1] for b in blocks)
+            rows.append({"tokens": len(read), "closed": closed})
+        covers.append(rows or None)
     return {"windows": list(part.config.windows), "tying": rule.tying, **counts, "covers": covers}
 
 
 def by_head(value: Any, heads: int) -> list[int]:
     """One number for every head."""
     return list(value) if isinstance(value, tuple) else [value] * heads
-
-
-def cover_of(row: tuple[list[int], list[int]], leaves: list[list[int]]) -> dict[str, Any]:
-    """The closed blocks by their tokens, in order, and how many tokens are read."""
-    tokens, blocks = row
-    return {"tokens": len(tokens), "closed": sorted([leaves[b][0], leaves[b][-1] + 1] for b in blocks)}

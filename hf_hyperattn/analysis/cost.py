@@ -110,8 +110,11 @@ def measure_generation(
     """
     if not prompt or new_tokens < 1:
         raise ValueError(f"prompt of {len(prompt)} tokens, new_tokens={new_tokens}; allowed: at least 1 each")
-    device = next(model.parameters()).device
+    device, config = next(model.parameters()).device, cast(Any, model).generation_config
     ids = torch.tensor([prompt], device=device)
+    # a batch of one is never padded, but `generate` warns where no id is given for it
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    pad = next((i for i in (config.pad_token_id, eos) if i is not None), 0)
     with evaluation_mode(model):
         start = time.perf_counter()
         out = cast(Any, model).generate(
@@ -120,7 +123,7 @@ def measure_generation(
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
-            pad_token_id=_pad_id(model.generation_config),
+            pad_token_id=pad,
             streamer=_Streamer(on_token) if on_token else None,
         )
         if device.type == "cuda":
@@ -142,12 +145,6 @@ class _Streamer:
 
     def end(self) -> None:
         pass
-
-
-def _pad_id(config: Any) -> int:
-    """Any valid id: a batch of one is never padded, but `generate` warns where none is given."""
-    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    return next((i for i in (config.pad_token_id, eos) if i is not None), 0)
 
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -53,6 +53,7 @@ class Perplexity:
         windows: forward passes.
         seconds: time of the forward passes alone.
         read: tokens that went through the model, prefixes included.
+        by_window: the loss of every window, a token.
     """
 
     value: float
@@ -61,6 +62,7 @@ class Perplexity:
     windows: int
     seconds: float
     read: int
+    by_window: tuple[float, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -100,16 +102,19 @@ def perplexity(
     if len(ids) < 2:
         raise ValueError(f"the text holds {len(ids)} tokens; perplexity needs at least 2")
     pieces = [piece for piece in ids.split(window) if len(piece) > 1]  # of a single token nothing is predicted
-    total, predicted, seconds = 0.0, 0, 0.0
+    losses, counts, times = [], [], []
     with evaluation_mode(model):
         for piece in pieces:
             loss, count, took = _score(model, piece, prefix)
-            total, predicted, seconds = total + loss, predicted + count, seconds + took
+            losses.append(loss)
+            counts.append(count)
+            times.append(took)
             if on_window:
                 on_window(len(piece))
-    mean, read = total / predicted, sum(len(prefix) + len(piece) for piece in pieces)
+    predicted, read = sum(counts), sum(len(prefix) + len(piece) for piece in pieces)
+    mean, by_window = sum(losses) / predicted, tuple(loss / count for loss, count in zip(losses, counts))
     value = math.exp(mean) if not mean > LARGEST_EXPONENT else math.inf
-    return Perplexity(value, mean, predicted, len(pieces), seconds, read)
+    return Perplexity(value, mean, predicted, len(pieces), sum(times), read, by_window)
 
 
 @torch.inference_mode()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hf_hyperattn_autoload import VARIABLE
 
+from ..files import write_atomically
+
 #: What Python runs when it starts. Where the package is gone there is one line on stderr: what is raised here would
 #: show up in every program of the environment.
 CODE = f"""\
@@ -33,19 +35,12 @@ def run(args: argparse.Namespace) -> None:
     """Write, remove, or say; raises OSError where site-packages cannot be written."""
     file = path()
     if args.action == "on":
-        new = file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            new.write_text(LINE, encoding="ascii")
-            os.replace(new, file)  # whole or not at all: Python may start meanwhile
-        finally:
-            new.unlink(missing_ok=True)
+        write_atomically(file, LINE)  # Python may start meanwhile
     elif args.action == "off":
         file.unlink(missing_ok=True)
-    if args.json:
-        state = {"on": os.path.lexists(file), "file": str(file), VARIABLE: os.environ.get(VARIABLE)}
-        print(json.dumps(state, indent=2))
-        return
-    print(f"autoload is {'on' if os.path.lexists(file) else 'off'}: {file}")
-    print(
-        f"{VARIABLE} is {os.environ.get(VARIABLE) or 'not set'}; the names are registered where it is 1 and autoload on"
+    state = {"on": os.path.lexists(file), "file": str(file), VARIABLE: os.environ.get(VARIABLE)}
+    text = (
+        f"autoload is {'on' if state['on'] else 'off'}: {file}\n"
+        f"{VARIABLE} is {state[VARIABLE] or 'not set'}; the names are registered where it is 1 and autoload on"
     )
+    print(json.dumps(state, indent=2) if args.json else text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits
-from .console import ProgressBar, progress, table
-from .inputs import quiet
+from .console import ProgressBar, output, progress, table
+from .inputs import positions_of, quiet
 from .models import OWN, PATCHED, causal_config, check_request, load, measure_both
 
 COMPARED = 128  # tokens over which logits are compared
@@ -26,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     config = causal_config(args.model)
     check_request(args, config, needs_patch=True)
     text_config: Any = config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions is not None and args.length + args.generate > positions:
         raise ValueError(f"--length {args.length} and --generate {args.generate} exceed what the model reads; allowed: "
                          f"{positions} tokens together")  # fmt: skip
@@ -39,10 +38,7 @@ def run(args: argparse.Namespace) -> None:
         measured = measure_both(args, load(args), lambda model: measure(model, ids, args, bar))
     report = {"model": args.model, "length": args.length, "generate": args.generate, "dtype": args.dtype,
               "threads": torch.get_num_threads(), **compared(measured)}  # fmt: skip
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+    output(args, report, show)
 
 
 def measure(model: Any, ids: torch.Tensor, args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:

@@ -14,11 +14,7 @@ from ..files import read_json
 
 def run(args: argparse.Namespace) -> int:
     """Print or write the card; 1 where a README.md of a person's own was kept. Raises ValueError for bad input."""
-    folder, facts = saved_folder(args.model), read_facts(args.facts)
-    try:
-        text = str(hub_cards.card_for_directory(folder, **facts))
-    except TypeError as error:
-        raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error
+    folder, facts, text = read_card(args)
     written = hub_cards.write_card(folder, **facts) if args.write else None
     if args.json:
         print(json.dumps({"card": text, "written": written and str(written)}, indent=2))
@@ -31,15 +27,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.write and written is None else 0
 
 
-def saved_folder(path: str) -> Path:
-    """The folder of something saved; ValueError where it is none."""
-    folder = Path(path).expanduser()
+def read_card(args: argparse.Namespace) -> tuple[Path, dict[str, Any], str]:
+    """The folder of something saved, what the file of --facts says of it, and its card; ValueError where it is none."""
+    folder = Path(args.model).expanduser()
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
-        raise ValueError(f"{path}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig")
-    return folder
-
-
-def read_facts(path: str | None) -> dict[str, Any]:
-    """What a JSON file says for the card; nothing without one."""
-    return read_json(Path(path)) if path is not None else {}
+        raise ValueError(f"{args.model}: {kind}; allowed: the folder of a saved model, adapter or HyperAttnConfig")
+    facts = {} if args.facts is None else read_json(Path(args.facts))
+    try:
+        return folder, facts, str(hub_cards.card_for_directory(folder, **facts))
+    except TypeError as error:
+        raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error

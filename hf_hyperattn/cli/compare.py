@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import math
 import os
-import platform
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -23,11 +20,12 @@ from hub_cards.beside import replace_file
 from ..analysis import perplexity
 from ..analysis.paired import LEVEL, holm, paired
 from ..files import read_json
+from ..inject.kept import fingerprint
 from ..selection import checked
 from .compare_training import NONE, Trial, load, survey, train
-from .console import ProgressBar, progress
-from .inject_task import public_command, public_name
-from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
+from .console import ProgressBar, output, progress, table
+from .inject_task import circumstances, public_name
+from .inputs import check_folder, encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 from .models import causal_config, is_patched
 
 STATE, CARD = "hyperattn_compare.json", "README.md"
@@ -35,7 +33,6 @@ BUDGET, LEAST_STEPS, PROBE = 1200.0, 10, 3  # seconds; of a run; of the run by w
 SPARE = 0.9  # of the budget is planned
 HELD_OUT = 0.2  # of every text, its end
 LARGEST_TEXT = 20_000_000  # characters of a file
-PIECES, PIECE = 64, 4096  # samples of a file of weights, and bytes of each
 #: What must be the same for runs to be compared, of the command line.
 REQUEST = ("mechanisms", "seeds", "length", "held_out", "layers", "rank", "rate", "added_rate", "device")
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
@@ -58,29 +55,18 @@ def run(args: argparse.Namespace) -> None:
     report = judged(args, state)
     if args.out is not None:
         write(args, report)
-    print(json.dumps(report, indent=2)) if args.json else print(as_text(report))
+    output(args, report, show)
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what is wrong in itself, before anything is read."""
     if args.steps is not None and args.budget is not None:
         raise ValueError("--steps and --budget say the same thing; leave one out")
-    for name in ("rate", "added_rate"):
-        if not 0 < getattr(args, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name):g} is not allowed; allowed: above 0 and below 1"
-            )
-    if args.seeds > 100:
-        raise ValueError(f"--seeds {args.seeds} is not allowed; allowed: 3 to 100")
     args.layers = checked("--layers", args.layers)
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
     if args.out is not None:
-        folder = Path(args.out)
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--out {args.out}: a file; allowed: a folder, also one to be made")
-        if not folder.absolute().parent.is_dir():
-            raise ValueError(f"--out {args.out}: {folder.absolute().parent} is no folder; allowed: a place in one")
+        check_folder("--out", args.out)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
@@ -111,26 +97,10 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     request = {name: getattr(args, name) for name in REQUEST} | {
         "model": public_name(args.model) if os.path.exists(args.model) else args.model,
         "texts": [name for _, name in texts], "tokens": digest, "length": length,
-        "trained_on": sum(map(len, trained)), "read": len(held_out), "weights": weights_of(args.model),
+        "trained_on": sum(map(len, trained)), "read": len(held_out),
+        "weights": fingerprint(load(args), torch.empty(0), ()),
     }  # fmt: skip
     return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(json.dumps(request))
-
-
-def weights_of(path: str) -> str | None:
-    """A digest of a folder's config and of samples of its weights, which tell models of one name apart; None for the
-    Hub's, whose names do.
-    """
-    if not Path(path).is_dir():
-        return None
-    digest = hashlib.sha256((Path(path) / "config.json").read_bytes())
-    for file in sorted(file for kind in ("safetensors", "bin") for file in Path(path).glob(f"*.{kind}")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as data:
-            for i in range(PIECES):
-                data.seek(i * max(0, size - PIECE) // (PIECES - 1))
-                digest.update(data.read(PIECE))
-    return digest.hexdigest()
 
 
 def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
@@ -231,9 +201,7 @@ def judged(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
                              "verdict": verdict(tests[recipe].mean, corrected[recipe])}  # fmt: skip
     return {
         **state["request"], "steps": state["steps"], "stock_loss": state["stock"], "rows": rows,
-        "seconds": state["seconds"], "command": public_command(args), "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
+        "seconds": state["seconds"], **circumstances(args, "torch", "transformers", "peft"),
     }  # fmt: skip
 
 
@@ -288,14 +256,11 @@ def title(report: dict[str, Any]) -> str:
     )
 
 
-def as_text(report: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> None:
     """The report for a terminal."""
-    head, rows = cells(report)
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in (head, *rows)
-    ]
-    return "\n".join([title(report), "", *lines, "", *sentences(report)])
+    print(title(report) + "\n")
+    table(*cells(report))
+    print("\n".join(["", *sentences(report)]))
 
 
 def write(args: argparse.Namespace, report: dict[str, Any]) -> None:

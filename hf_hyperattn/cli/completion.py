@@ -25,21 +25,17 @@ _hyperattn() {{
 }}
 complete -o default -F _hyperattn hyperattn
 """
+#: What lets zsh run a script for bash.
 ZSH = "#compdef hyperattn\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the script."""
-    script = SCRIPTS[args.shell](parsers())
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    script = SCRIPTS[args.shell](dict(commands.choices))
     print(json.dumps({"shell": args.shell, "script": script}, indent=2) if args.json else script, end="")
     if args.json:
         print()
-
-
-def parsers() -> dict[str, Parser]:
-    """The parser of every sub-command, by name."""
-    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(commands.choices)
 
 
 def allowed(action: argparse.Action) -> list[str]:
@@ -60,17 +56,12 @@ def bash(commands: dict[str, Parser]) -> str:
     return BASH.format(commands=" ".join(commands), values="\n".join(values), options="\n".join(options))
 
 
-def zsh(commands: dict[str, Parser]) -> str:
-    """For zsh, by its own way of running bash's."""
-    return ZSH + bash(commands)
-
-
 def fish(commands: dict[str, Parser]) -> str:
     """For fish, with the lines of help."""
-    lines = [
-        f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(first_line(name))}"
-        for name in commands
-    ]
+    lines = []
+    for name in commands:
+        about = (COMMANDS[name].__doc__ or "").partition("\n")[0]
+        lines.append(f"complete -c hyperattn -n __fish_use_subcommand -f -a {name} -d {quoted(about)}")
     for name, parser in commands.items():
         inside = f"complete -c hyperattn -n '__fish_seen_subcommand_from {name}'"
         for action in parser._actions:
@@ -84,15 +75,14 @@ def fish(commands: dict[str, Parser]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def first_line(name: str) -> str:
-    """A sub-command's line of help."""
-    return (COMMANDS[name].__doc__ or "").partition("\n")[0]
-
-
 def quoted(text: str) -> str:
     """A word for fish, in single quotes."""
     text = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
 
 
-SCRIPTS: dict[str, Callable[[dict[str, Parser]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SCRIPTS: dict[str, Callable[[dict[str, Parser]], str]] = {
+    "bash": bash,
+    "zsh": lambda commands: ZSH + bash(commands),
+    "fish": fish,
+}

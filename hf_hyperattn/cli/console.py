@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tqdm import tqdm  # comes with Transformers
 
@@ -38,6 +39,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for first, *others in lines:
         cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
         print("  ".join(cells).rstrip())
+
+
+def output(args: argparse.Namespace, report: Any, show: Callable[[Any], object]) -> None:
+    """Print a report: as JSON with --json, else as `show` prints it."""
+    # in ASCII: the name of a file may hold bytes that no terminal takes, and what was measured would be lost
+    print(json.dumps(report, indent=2)) if args.json else show(report)
 
 
 def reported(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

@@ -20,11 +20,20 @@ import hub_cards
 from ..analysis import PeakMemory, max_logit_difference, measure_generation, next_token_logits, perplexity
 from ..engines import native
 from ..engines.cpu import library
-from ..folders import check_replaceable, replace_folder
+from ..folders import check_replaceable
 from ..integration.checkpoint_files import errors_as, load_config
 from . import smollm2
-from .console import ProgressBar, progress, table
-from .inputs import default_text, encode, prefix_of, quiet, read_text, read_tokenizer, window_of
+from .console import ProgressBar, output, progress, table
+from .inputs import (
+    default_text,
+    encode,
+    prefix_of,
+    quiet,
+    read_text,
+    read_tokenizer,
+    window_of,
+    write_checkpoint,
+)
 
 HEADER = ("attention", "perplexity", "prefill tok/s", "generate tok/s", "peak memory", "max |Δ logit|")
 ADVICE = """\
@@ -32,7 +41,7 @@ ADVICE = """\
 and training moves the gates. "cone, replaced" computes every attention by the cone formula, with weights
 that were trained for dot products: without training this loses the model's quality, as its perplexity and
 its text show. To keep the quality, patch and train:
-    accelerate launch recipes/finetune.py --config recipes/smollm2/cone_lora.yaml
+    accelerate launch recipes/finetune.py --config recipes/smollm2/cone.yaml
 and use attn_implementation="cone" for models that were trained with it.
 "hsa" ties distant keys to the means of their windows, without training. "injected": with the settings that
 were found for each head at 2,048 or 8,192 tokens; find them for your model and texts:
@@ -101,13 +110,10 @@ def run(args: argparse.Namespace) -> None:
         rows = measure(demo, bar)
     engine = cone_engine() if demo.device.type == "cpu" else f"the engine for {demo.device}"
     if args.output is not None:
-        save(demo, Path(args.output), hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
-    if args.json:
-        cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
-        report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
-        print(json.dumps(report, indent=2, ensure_ascii=False))
-    else:
-        show(args, rows, engine)
+        save(demo, args.output, hub_cards.hub_id_or_none(args.model) if args.model else HUB_ID)
+    cells = [dict(zip(HEADER, row.cells)) | {"text": row.text} for row in rows]
+    report = {"measured": demo.title(), "prompt": args.prompt, "rows": cells, "cone attention": engine}
+    output(args, report, lambda _: show(args, rows, engine))
 
 
 def show(args: argparse.Namespace, rows: list[Row], engine: str) -> None:
@@ -134,15 +140,12 @@ def cone_engine() -> str:
     return "the fused engine, cpu: kernels compiled on this machine"
 
 
-def save(demo: Demo, folder: Path, base: str | None) -> None:
+def save(demo: Demo, folder: str, base: str | None) -> None:
     """Write the model with cone attention patched in, its tokenizer and its card."""
     with errors_as(f"--model {demo.path}: cannot load it"):
         model: Any = AutoModelForCausalLM.from_pretrained(demo.path, dtype="auto")
     hf_hyperattn.patch_model(model, hf_hyperattn.ConeConfig())
-    with replace_folder(folder, keep_others=False) as stage:
-        model.save_pretrained(stage)
-        demo.tokenizer.save_pretrained(stage)
-        hub_cards.write_card(stage, base_model=base)
+    write_checkpoint(folder, model.save_pretrained, demo.tokenizer, base_model=base)
 
 
 def prepare(args: argparse.Namespace) -> Demo:
@@ -153,7 +156,12 @@ def prepare(args: argparse.Namespace) -> Demo:
     device = device_of(args.device)
     tokens = args.tokens or tokens_of(args.length or 1024)
     text, text_name = default_text() if args.text is None else read_text(args.text, CHARACTERS * tokens)
-    path, name = (smollm2_folder(), smollm2.NAME) if args.model is None else (args.model, args.model)
+    path = name = args.model
+    if path is None:
+        if smollm2.cached_smollm2() is None:
+            smollm2.find_gguf()
+            print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
+        path, name = str(smollm2.smollm2()), smollm2.NAME
     config = load_config(path, f"--model {path}")
     if Path(path).expanduser().is_dir():
         path = str(Path(path).expanduser())
@@ -166,14 +174,6 @@ def prepare(args: argparse.Namespace) -> Demo:
     ids = encode(tokenizer, text, args.tokens or tokens_of(window), text_name)
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
     return Demo(path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate)
-
-
-def smollm2_folder() -> str:
-    """The converted model; says that it is being converted where it was not yet."""
-    if smollm2.cached_smollm2() is None:
-        smollm2.find_gguf()
-        print(f"Converting {smollm2.NAME} into {smollm2.cache_directory()} (once)", file=sys.stderr)
-    return str(smollm2.smollm2())
 
 
 def tokens_of(window: int) -> int:

@@ -100,4 +100,5 @@ def check_engine() -> str:
     query, key, value = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     name = "cpu" if library.load("umbral", False) is not None else "blockwise"
     out, expected = (functional.cone_attention(query, key, value, backend=b) for b in (name, "reference"))
-    return f"{name}, {float((out - expected).abs().max()):.0e} from the definition"
+    half = f"; bfloat16 {library.bfloat16_products()}" if name == "cpu" else ""
+    return f"{name}, {float((out - expected).abs().max()):.0e} from the definition{half}"

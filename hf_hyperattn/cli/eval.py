@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from ..analysis import perplexity
-from .console import ProgressBar, progress, table
+from .console import ProgressBar, output, progress, table
 from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 from .models import OWN, PATCHED, causal_config, check_request, is_patched, load, measure_both
 
@@ -34,25 +33,16 @@ def run(args: argparse.Namespace) -> None:
         bar.describe("loading")
         measured = measure_both(args, load(args), lambda model: read(model, ids, window, prefix, bar))
     report = {"model": args.model, "text": name, "tokens": len(ids), "window": window, **summary(measured)}
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+    output(args, report, show)
 
 
 def read(model: Any, ids: list[int], window: int, prefix: list[int], bar: ProgressBar) -> dict[str, Any]:
     """Perplexity, loss in nats, speed, and the loss of every whole window."""
     bar.describe("reading")
-    windows = [ids[start : start + window] for start in range(0, len(ids), window)]
-    parts = [
-        perplexity(model, part, window, prefix=prefix, on_window=bar.advance) for part in windows if len(part) > 1
-    ]
-    predicted = sum(p.predicted for p in parts)
-    loss = sum(p.loss * p.predicted for p in parts) / predicted
-    speed = sum(p.read for p in parts) / sum(p.seconds for p in parts)
-    value = math.exp(loss) if loss < 700 else math.inf
-    whole = [p.loss for p in parts if p.predicted == parts[0].predicted]  # a short last one would count as much
-    return {"perplexity": value, "loss": loss, "tokens_per_second": speed, "windows": whole}
+    read = perplexity(model, ids, window, prefix=prefix, on_window=bar.advance)
+    whole = list(read.by_window[: max(1, len(ids) // window)])  # a short last one would count as much
+    speed = read.tokens_per_second
+    return {"perplexity": read.value, "loss": read.loss, "tokens_per_second": speed, "windows": whole}
 
 
 def summary(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:

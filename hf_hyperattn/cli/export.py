@@ -19,10 +19,8 @@ def run(args: argparse.Namespace) -> None:
         if args.force:
             raise ValueError("--force replaces checkpoints only; with --kernel choose an absent or empty directory")
         names = export_kernel(args.model.split(","), args.out)
-        if args.json:
-            print(json.dumps({"out": args.out, "names": names}, indent=2))
-            return
-        print(f'{args.out}: a kernel repository; upload it, and load with attn_implementation="OWNER/REPO:{names[0]}"')
+        text = f'{args.out}: a kernel repository; upload it, and load with attn_implementation="OWNER/REPO:{names[0]}"'
+        print(json.dumps({"out": args.out, "names": names}, indent=2) if args.json else text)
         return
     packages, left_out = export_remote_code(args.model, args.out, args.force)
     if args.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +14,14 @@ from torch import Tensor
 import hub_cards
 
 from ..files import parts_of
-from ..folders import check_replaceable, replace_folder
+from ..folders import check_replaceable
 from ..inject.heal import Healing, Losses
 from ..integration.checkpoint_config import recorded_hosts
 from ..integration.checkpoint_files import class_of, errors_as, load_config
 from .console import progress, reported, table
 from .demo import device_of
 from .inject_task import CHARACTERS, dtype_of, is_causal, results
-from .inputs import encode, quiet, read_text, read_tokenizer, window_of
+from .inputs import check_place, encode, quiet, read_text, read_tokenizer, window_of, write_checkpoint
 
 REPORT, STATE = "hyperattn_heal.json", ".heal-state.safetensors"  # the state is beside the output, until it is there
 
@@ -69,14 +68,8 @@ def heal(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> Path:
     """Refuse what is wrong in itself, before anything is read; the file that the work is kept in while it goes on."""
-    for name, rate in (("lr", args.lr), ("patch-lr", args.patch_lr)):
-        if not 0 < rate <= 1:
-            raise ValueError(f"--{name} {rate:g} is not allowed; allowed: above 0, up to 1")
-    if not 0 <= args.seed < 2**31:
-        raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**31 - 1")
     target = Path(args.output).absolute()
-    if not target.parent.is_dir():
-        raise ValueError(f"--output {args.output}: {target.parent} is no folder; allowed: a place in a folder")
+    check_place("--output", args.output)
     check_replaceable(target, args.force, args.model)
     state = target.with_name(target.name + STATE)
     if state.exists() and not args.resume:
@@ -127,14 +120,10 @@ def report_of(args: argparse.Namespace, healing: Healing, before: Losses, after:
 
 
 def write(args: argparse.Namespace, healing: Healing, tokenizer: Any, dtype: torch.dtype) -> None:
-    """Write the folder, whole or not at all: an adapter in float32, or the checkpoint in its own type."""
-    report = args.report
-    with replace_folder(Path(args.output), keep_others=False) as stage:
-        if args.adapter or args.lora:
-            healing.adapter.save_pretrained(str(stage))
-        else:
-            healing.adapter.merge_and_unload().to(dtype).save_pretrained(stage)
-        tokenizer.save_pretrained(stage)
-        (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model), results=results(args, report))
+    """Write the folder: an adapter in float32, or the checkpoint in its own type."""
+    healed: Any = healing.adapter
+    healed = healed if args.adapter or args.lora else healed.merge_and_unload().to(dtype)
+    base, measured = hub_cards.hub_id_or_none(args.model), results(args, args.report)
+    save = lambda stage: healed.save_pretrained(str(stage))
+    write_checkpoint(args.output, save, tokenizer, {REPORT: args.report}, base_model=base, results=measured)
     print(f"\nwritten: {Path(args.output)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModel
 
 from ..analysis.hyperbolicity import hyperbolicity, shuffled
 from ..integration.checkpoint_files import errors_as, find_folder, load_config
-from .console import progress, table
+from .console import output, progress, table
 from .inputs import encode, prefix_of, quiet, read_text, read_tokenizer, window_of
 
 #: How files of points are read. No pickles: they can hold code.
@@ -37,10 +36,7 @@ def run(args: argparse.Namespace) -> None:
             bar.describe(name)
             rows[name] = measure(points, args)
             bar.advance(1)
-    if args.json:
-        print(json.dumps({"source": args.source, "size": args.size, "rows": rows}, indent=2))
-        return
-    show(rows)
+    output(args, {"source": args.source, "size": args.size, "rows": rows}, lambda _: show(rows))
 
 
 def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
@@ -49,16 +45,12 @@ def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
     if path.suffix in READERS and not path.is_dir():
         if args.text is not None:
             raise ValueError("--text says nothing for a file of points; leave it out")
-        return {path.name: checked(args.source, read_points(path))}
+        with errors_as(f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"):
+            points = READERS[path.suffix](path)
+        return {path.name: checked(args.source, points)}
     if path.is_file():
         raise ValueError(f"{args.source}: no file of points; allowed: {', '.join(READERS)}, or the folder of a model")
     return vectors(args)
-
-
-def read_points(path: Path) -> Tensor:
-    """What a file holds."""
-    with errors_as(f"{path}: no points; allowed: numbers, one point a row, in {', '.join(READERS)}"):
-        return READERS[path.suffix](path)
 
 
 def only_matrix(tensors: dict[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from . import device_map
 from .console import progress, reported, table
 from .inject_collaborative import inject_collaborative
 from .inject_task import Task, dtype_of, prepare, results, write
-from .inputs import quiet
+from .inputs import check_place, positions_of, quiet
 from .smollm2 import cache_directory
 
 BUDGET, RETRIEVAL_BUDGET = 0.02, 0.05  # by default; the second of sparse alone, which no earlier script runs
@@ -60,24 +60,14 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--mechanism {args.mechanism} cannot be injected without training; allowed: {allowed}{close}"
         )
-    if args.budget is not None and not 0 < args.budget < 1:
-        raise ValueError(f"--budget {args.budget:g} is not allowed; allowed: above 0 and below 1, such as 0.02")
-    if args.pairs is not None and not 0 < args.pairs <= 1:
-        raise ValueError(f"--pairs {args.pairs:g} is not allowed; allowed: above 0, up to 1")
-    if args.retrieval_budget is not None and not 0 < args.retrieval_budget <= 1000:
-        raise ValueError(f"--retrieval-budget {args.retrieval_budget:g} is not allowed; allowed: above 0, up to 1000")
     for name, mechanisms in SAYS_NOTHING:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} says nothing for --mechanism {args.mechanism}; leave it out")
-    if not 0 <= args.seed < 2**63:
-        raise ValueError(f"--seed {args.seed} is not allowed; allowed: 0 to 2**63 - 1")
     device_map.read_device_map(args.device_map)
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
-        above = Path(args.output).absolute().parent
-        if not above.is_dir():
-            raise ValueError(f"--output {args.output}: {above} is no folder; allowed: a place in an existing folder")
+        check_place("--output", args.output)
 
 
 def inject_rules(args: argparse.Namespace) -> int:
@@ -102,7 +92,7 @@ def inject_rules(args: argparse.Namespace) -> int:
         report = injection.run(bar)
         rivals = injection.compare(bar) if args.compare and isinstance(injection, CausalInjection) else {}
         bar.describe("timing")
-        pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions(task))
+        pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config))
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
@@ -147,11 +137,6 @@ def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInje
         model, task.texts, rules, *options, args.rows, args.seed, task.tokenizer, args.retrieval_budget,
         cache_directory() / "inject", args.resume, rivals,
     )  # fmt: skip
-
-
-def positions(task: Task) -> int | None:
-    """What the model reads at most."""
-    return getattr(task.config.get_text_config(), "max_position_embeddings", None)
 
 
 def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) -> str | None:

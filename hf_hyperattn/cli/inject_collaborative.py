@@ -7,12 +7,10 @@ the logits on their first two thirds, and what the model loses is measured on th
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..analysis import perplexity
 from ..inject.injection import distance, embeddings
@@ -22,7 +20,7 @@ from ..mechanisms.collaborative.config import CollaborativeConfig
 from . import device_map
 from .console import table
 from .inject_task import Task, dtype_of, prepare, public_name, read_stock_config, write
-from .inputs import read_tokenizer
+from .inputs import tokenizer_or_none
 
 
 def inject_collaborative(args: argparse.Namespace) -> int:
@@ -41,7 +39,11 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         print(report(model, parts, dtype), flush=True)
         before.update({} if task is None else read(task, model))
 
-    parts = share_heads(model, config, False, None if task is None else calls(task), show_and_measure)
+    examples = None
+    if task is not None:  # the first two parts of every text
+        read_parts = [ids if task.is_encoder else ids[None] for part in task.texts[:2] for ids in part.values()]
+        examples = [{"input_ids": ids} for ids in read_parts]
+    parts = share_heads(model, config, False, examples, show_and_measure)
     losses: dict[str, list[float]] = {}
     if task is not None:
         for text, value in read(task, model).items():
@@ -50,10 +52,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         name = "1 - cosine" if task.is_encoder else "perplexity"
         rows = [[text, f"{a:.4f}", f"{b:.4f}"] for text, (a, b) in losses.items()]
         table(("text", f"{name} before", "after"), rows)
-    tokenizer = None
-    with suppress(Exception):  # a model of images, or saved without one: the checkpoint is what counts
-        tokenizer = read_tokenizer(args.model, args.model)
-    write(args, model, dtype, tokenizer, report_of(args, parts, losses))
+    write(args, model, dtype, tokenizer_or_none(args.model), report_of(args, parts, losses))
     return 0
 
 
@@ -69,11 +68,6 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} says nothing for --mechanism collaborative; leave it out, use --rank")
     if args.length is not None and not args.text:
         raise ValueError("--length says nothing without --text; leave it out")
-
-
-def calls(task: Task) -> list[dict[str, Tensor]]:
-    """The first two parts of every text, as calls of the model."""
-    return [{"input_ids": ids if task.is_encoder else ids[None]} for part in task.texts[:2] for ids in part.values()]
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import os
 import platform
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 import hub_cards
 
-from ..folders import replace_folder
 from ..integration.checkpoint_files import errors_as, load_config
 from . import device_map
-from .inputs import encode, read_text, read_tokenizer, window_of
+from .inputs import encode, read_text, read_tokenizer, window_of, write_checkpoint
 
 REPORT = "hyperattn_inject.json"
 CHARACTERS = 16  # of a text are read for a token; texts have about 4
@@ -36,12 +35,10 @@ class Task:
     """A model and the texts that its attention is changed on.
 
     Args:
-        args: of the command line.
         texts: for each of the `PARTS`, by name: token ids [length], for an encoder passages [PASSAGES, length].
         is_encoder: whether the model reads both ways, which is then loaded without its head.
     """
 
-    args: argparse.Namespace
     config: PreTrainedConfig
     tokenizer: Any
     texts: list[dict[str, Tensor]]
@@ -71,7 +68,7 @@ def prepare(args: argparse.Namespace) -> Task:
             )
         for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
             part[name] = passages(tokenizer, ids_of_part, length) if is_encoder else ids_of_part
-    return Task(args, config, tokenizer, texts, length, is_encoder)
+    return Task(config, tokenizer, texts, length, is_encoder)
 
 
 def read_stock_config(path: str) -> PreTrainedConfig:
@@ -124,22 +121,14 @@ def write(
     if args.output is None:
         print("\nnothing is written: no --output")
         return
-    with replace_folder(Path(args.output), keep_others=False) as stage:
-        device_map.save(model, dtype, stage)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(stage)
-        (stage / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-        hub_cards.write_card(stage, base_model=hub_cards.hub_id_or_none(args.model), results=results)
+    base, save = hub_cards.hub_id_or_none(args.model), partial(device_map.save, model, dtype)
+    write_checkpoint(args.output, save, tokenizer, {REPORT: report}, base_model=base, results=results)
     print(f"\nwritten: {Path(args.output)}")
 
 
 def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
     """What the card says was measured."""
-    common = {
-        "command": public_command(args),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "date": datetime.date.today().isoformat(),
+    common = circumstances(args, "torch", "transformers") | {
         "metric": report["metric"],
         "notes": report.get("notes")
         or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
@@ -147,6 +136,16 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
     rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
     rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
     return [{**common, "value": r["after"], "base_value": r["before"], "dataset": where} for where, r in rows]
+
+
+def circumstances(args: argparse.Namespace, *programs: str) -> dict[str, Any]:
+    """How and where something was measured."""
+    return {
+        "command": public_command(args),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in programs},
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def time_note(report: dict[str, Any]) -> str:

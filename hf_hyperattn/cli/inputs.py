@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoTokenizer, PreTrainedConfig
 
+import hub_cards
+
+from ..folders import replace_folder
 from ..integration.checkpoint_files import errors_as
 
 #: Below this many tokens a perplexity says nothing.
@@ -32,14 +38,62 @@ def read_tokenizer(path: str, label: str) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
+def tokenizer_or_none(path: str) -> Any:
+    """The tokenizer of a model; None for a model of images, or one saved without: the checkpoint is what counts."""
+    try:
+        return read_tokenizer(path, path)
+    except ValueError:
+        return None
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model reads at most; None where its config names no number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def window_of(config: PreTrainedConfig, length: int | None, default: int, prefix: int = 0) -> int:
     """Tokens a window: --length or the default, as far as the model has positions for them and for a prefix."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = positions_of(config)
     if positions is None:
         return length or default
     if length and length + prefix > positions:
         raise ValueError(f"--length {length} exceeds what the model reads; allowed: up to {positions - prefix}")
     return length or min(default, positions - prefix)
+
+
+def check_folder(option: str, path: str) -> None:
+    """Refuse what is no folder that files can be put into, nor a place for one."""
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(f"{option} {path}: a file; allowed: a folder, or a name for a new one")
+    check_place(option, path)
+
+
+def check_place(option: str, path: str) -> None:
+    """Refuse a place for a folder where none can be made."""
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(
+            f"{option} {path}: {Path(path).absolute().parent} is no folder; allowed: a place in an existing folder"
+        )
+
+
+def write_checkpoint(
+    target: str, save: Callable[[Path], object], tokenizer: Any, reports: Mapping[str, Any] | None = None, **facts
+) -> None:
+    """Write a folder in place of what is there, whole or not at all.
+
+    Args:
+        save: writes the model or adapter into the folder that it is given.
+        tokenizer: None where the model has none.
+        reports: by the name of their file, what is written as JSON.
+        facts: for the card, see `hub_cards.write_card`.
+    """
+    with replace_folder(Path(target), keep_others=False) as stage:
+        save(stage)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(stage)
+        for name, report in (reports or {}).items():
+            (stage / name).write_text(json.dumps(report, indent=1) + "\n")
+        hub_cards.write_card(stage, **facts)
 
 
 def default_text() -> tuple[str, str]:

@@ -16,7 +16,7 @@ from ..integration import describe
 from ..integration.checkpoint_files import class_of, errors_as, load_config
 from ..integration.stock import OURS, PATCHED, RUNNING
 from ..selection import checked, numbers
-from .inputs import MIN_TOKENS, quiet, read_text, read_tokenizer, window_of
+from .inputs import MIN_TOKENS, check_folder, quiet, read_text, read_tokenizer, window_of
 
 #: Names of mechanisms, which a config may have as its attention.
 BY_NAME = OURS - {PATCHED, RUNNING}
@@ -26,7 +26,7 @@ PLACE = "/*DATA*/null"
 LENGTH = 256
 CHARACTERS = 64  # of the text are read for a token; texts have about 4
 #: The recipe that trains a mechanism.
-RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}_lora.yaml"
+RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}.yaml"
 RECIPES = ("cone", "head_fusion", "hype", "hyperbolic", "mkl", "talking_heads", "trilinear")
 #: A head that gives the first token more of its attention than this mostly rests there.
 RESTING = 0.5
@@ -35,7 +35,7 @@ RESTING = 0.5
 def run(args: argparse.Namespace) -> None:
     """Measure and write; raises ValueError or OSError for bad input."""
     quiet()
-    check_out(Path(args.out))
+    check_folder("--out", args.out)
     config = load_config(args.model, args.model)
     if config.is_encoder_decoder:
         raise ValueError(f"{args.model} has an encoder and a decoder; allowed: a decoder or an encoder of one stack")
@@ -55,14 +55,6 @@ def run(args: argparse.Namespace) -> None:
         (stage / PAGE).write_text(page(text), encoding="utf-8")
     said = {"page": os.path.join(args.out, PAGE), "data": os.path.join(args.out, DATA), "next": data["next"]}
     print(json.dumps(said, indent=2) if args.json else lines(data, said))
-
-
-def check_out(folder: Path) -> None:
-    """Refuse a place that cannot become the folder, before anything is measured."""
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(f"--out {folder}: a file; allowed: a folder, or a name for a new one")
-    if not folder.parent.is_dir():
-        raise ValueError(f"--out {folder}: no folder {folder.parent}; allowed: a folder, or a name for a new one")
 
 
 def layers_of(option: str | None, config: Any) -> list[int] | None:
@@ -93,7 +85,9 @@ def load(path: str, config: Any) -> Any:
 def report(args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int], text: str, layers) -> dict:
     """What the page shows."""
     with errors_as(f"{args.model}: cannot look at it"):
-        data = attention_report(model, ids, layers=layers, queries=queries_of(args.query, len(ids)))
+        spaced = {len(ids) * i // 8 - 1 for i in range(1, 9)}
+        queries = None if args.query is None else sorted({args.query, *spaced})
+        data = attention_report(model, ids, layers=layers, queries=queries)
     facts = describe(model)
     name = getattr(model.config, "_attn_implementation", None)
     by_name = name if name in BY_NAME else None
@@ -113,13 +107,6 @@ def report(args: argparse.Namespace, model: Any, tokenizer: Any, ids: list[int],
         "tokens": [tokenizer.decode([i]) for i in ids],
         "next": suggestions(args, data, by_name is not None),
     }
-
-
-def queries_of(query: int | None, count: int) -> list[int] | None:
-    """Eight queries, evenly spaced, and the one that was chosen."""
-    if query is None:
-        return None
-    return sorted({query, *(count * i // 8 - 1 for i in range(1, 9))})
 
 
 def page(data: str) -> str:
@@ -159,18 +146,14 @@ def of_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[s
             command("inject", args.model, "--mechanism", "hsa", "--text", args.text, "--output", f"{stem(args)}-hsa"),
         )
     ]
+    text = "Hidden states are not nearer to a tree than their control. Whether cones help all the same,"
     if nearer:
-        return [
-            *steps,
-            (
-                f"Hidden states are at least 10 % nearer to a tree than their control in {len(nearer)} of "
-                f"{len(data['hyperbolicity'])} places. Whether distances in a curved space help, from an unchanged "
-                "start (in a clone; the recipe names its model):",
-                RECIPE.format("hyperbolic"),
-            ),
-        ]
-    text = "Hidden states are not nearer to a tree than their control. Whether cones help all the same, from an"
-    return [*steps, (f"{text} unchanged start (in a clone; the recipe names its model):", RECIPE.format("cone"))]
+        text = (
+            f"Hidden states are at least 10 % nearer to a tree than their control in {len(nearer)} of "
+            f"{len(data['hyperbolicity'])} places. Whether distances in a curved space help,"
+        )
+    text += " from an unchanged start (in a clone; the recipe names its model):"
+    return [*steps, (text, RECIPE.format("hyperbolic" if nearer else "cone"))]
 
 
 def of_patched(args: argparse.Namespace, data: dict[str, Any], patched: set[str]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import hf_hyperattn as ha
 from ..config import MechanismConfig
 from ..integration.checkpoint_config import patched_hosts
 from ..integration.checkpoint_files import errors_as, load_config
-from ..registry import MECHANISMS
+from ..registry import MECHANISMS, named_configs
 from .demo import device_of
 
 OWN, PATCHED = "own attention", "patched"
@@ -22,7 +22,7 @@ OWN, PATCHED = "own attention", "patched"
 
 def mechanism_configs(recipe: str) -> list[MechanismConfig]:
     """The configs that a recipe names, such as "cone+hype": mechanisms with their defaults, or names of attention."""
-    named = {name: config for mechanism in MECHANISMS.values() for name, config in mechanism.names.items()}
+    named = named_configs()
     return [named[name] if name in named else MECHANISMS[name].config() for name in recipe.split("+")]
 
 
@@ -62,8 +62,7 @@ def is_patched(config: PreTrainedConfig) -> bool:
 
 def by_name(config: PreTrainedConfig) -> bool:
     """Whether attention of ours runs by its name alone."""
-    named = {name for mechanism in MECHANISMS.values() for name in mechanism.names}
-    return getattr(config, "_attn_implementation", None) in named
+    return getattr(config, "_attn_implementation", None) in named_configs()
 
 
 def load(args: argparse.Namespace) -> Any:
@@ -84,28 +83,15 @@ def measure_both(args: argparse.Namespace, model: Any, measure: Callable[[Any], 
     """What `measure` says of a model with its own attention and patched, by `OWN` and `PATCHED`; of one alone where
     there is no other: a stock model without --mechanism, a conversion.
     """
-    return dict(_both(args, model, measure))
-
-
-def _both(args: argparse.Namespace, model: Any, measure: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
     if not is_patched(model.config):
-        yield OWN, measure(model)
-        if args.mechanism:
-            yield PATCHED, measure(patch(model, args.mechanism, args.mode).eval())
-        return
+        own = {OWN: measure(model)}
+        return own | ({PATCHED: measure(patch(model, args.mechanism, args.mode).eval())} if args.mechanism else {})
     patched = measure(model)
-    if own_attention(model):
-        yield OWN, measure(model)
-    yield PATCHED, patched
-
-
-def own_attention(model: Any) -> bool:
-    """Give a model its own attention back; False where it cannot, as after a conversion."""
     if not any(patched_hosts(model)) and by_name(model.config):
         model.set_attn_implementation("sdpa")
-        return True
-    try:
-        ha.unpatch_model(model)
-    except ValueError:
-        return False
-    return True
+    else:
+        try:
+            ha.unpatch_model(model)
+        except ValueError:  # a conversion, whose original is not there
+            return {PATCHED: patched}
+    return {OWN: measure(model), PATCHED: patched}

@@ -28,7 +28,7 @@ from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
 from ..integration.checkpoint_files import check_weights, class_of, errors_as, files_of, load_config, regular_file
 from ..integration.export import MANIFEST, auto_classes
-from .card import read_facts, saved_folder
+from .card import read_card
 from .inputs import quiet
 
 ADAPTER = "adapter_config.json"
@@ -39,13 +39,9 @@ WEIGHTS = re.compile(r"(adapter_)?(model|pytorch_model)([.-][\w.-]+)?\.(safetens
 def run(args: argparse.Namespace) -> None:
     """Check and upload; raises ValueError for bad input, for what does not reload, and where the Hub fails."""
     quiet()
-    folder, facts = saved_folder(args.model), read_facts(args.facts)
     if not is_hub_id(args.repo):
         raise ValueError(f"{args.repo!r} is no repository of the Hub; allowed: a name of the form owner/name")
-    try:
-        hub_cards.card_for_directory(folder, **facts)  # before anything slow; raises for what is not of ours
-    except TypeError as error:
-        raise ValueError(f"--facts {args.facts}: {error}; allowed: the fields of hub_cards.Facts") from error
+    folder, facts, _ = read_card(args)  # before anything slow; raises for what is not of ours
     files, left_out = files_to_push(folder)
     tensors = check_reload(folder, files)
     report: dict[str, Any] = {

@@ -11,8 +11,5 @@ from ..folders import recover
 def run(args: argparse.Namespace) -> None:
     """Recover and say what was done; raises OSError where that cannot be."""
     done = recover(args.folder)
-    if args.json:
-        print(json.dumps({"folder": args.folder, "done": done}, indent=2))
-        return
-    for line in done or [f"{args.folder}: nothing to recover"]:
-        print(line)
+    said = "\n".join(done) or f"{args.folder}: nothing to recover"
+    print(json.dumps({"folder": args.folder, "done": done}, indent=2) if args.json else said)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..readable import is_recorded
+from ..readable import is_exporting, is_recorded
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
 from .score import DOT, PairScore, learns, repeat_heads, working_dtype
@@ -199,7 +199,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
     for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
     """
-    if weights or torch.compiler.is_exporting():  # a program is made of plain operators, and needs nothing of ours
+    if weights or is_exporting():  # a program is made of plain operators, and needs nothing of ours
         return "reference"
     compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
@@ -228,7 +228,7 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
 
 def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether compiled tiles compute a plain dot product faster than SDPA; its lengths are not asked while tracing."""
-    if not is_plain(score) or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if not is_plain(score) or is_exporting() or torch.jit.is_tracing():
         return False
     if not torch.compiler.is_compiling():
         size = math.prod(score.shape)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..readable import is_exporting
 from .graph_torch import graph_of, vjp
 from .options import Options
 
@@ -482,14 +483,14 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[1] == heads:
         return x
     group = heads // x.shape[1]
-    if torch.compiler.is_exporting() and OLD_EXPORTER:
+    if is_exporting() and OLD_EXPORTER:
         return torch.cat([head.expand(-1, group, *head.shape[2:]) for head in x.split(1, 1)], 1)
     return x.repeat_interleave(group, dim=1)
 
 
 def euclidean(x: Tensor, y: Tensor) -> Tensor:
     """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
-    if torch.compiler.is_exporting():  # ONNX has no cdist
+    if is_exporting():  # ONNX has no cdist
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
     return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
 

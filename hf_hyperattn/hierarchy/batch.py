@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .ids import checked_ids, checked_mask, extended_ids, ids_of_tree, levels_of, tree_of_ids
-from .shapes import around, joined, quadtree_ids, span_parents
+from .shapes import around, joined_ids, quadtree_ids, span_parents
 from .text import Level, checked_levels, outlined
 from .tree import Tree
 from .windows import checked_sizes, window_ids, windows_tree
@@ -193,7 +193,7 @@ class Hierarchy:
         Raises:
             ValueError: no hierarchy, or numbers of rows that differ.
         """
-        return cls.of_trees(*joined(parts, kind))
+        return cls.from_ids(*joined_ids(parts, kind))
 
     @property
     def is_windows(self) -> bool:

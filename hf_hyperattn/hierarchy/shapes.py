@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .ids import KIND
-from .tree import Tree
+from .ids import KIND, deepened_ids
 
 
 def quadtree_ids(rows: int, columns: int, factor: int) -> Tensor:
@@ -80,39 +78,28 @@ def span_parents(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
     return parents
 
 
-def joined_tree(parts: Sequence[Tree | int], kind: str) -> Tree:
-    """One tree with a root over all parts; a number stands for so many leaves."""
-    names = ["", kind, *dict.fromkeys(n for p in parts if isinstance(p, Tree) for n in p.kind_names[1:])]
-    counts = [p if isinstance(p, int) else p.leaves for p in parts]
-    inner = sum(p.nodes - p.leaves for p in parts if isinstance(p, Tree))
-    leaves, begins = sum(counts), [sum(counts[:i]) for i in range(len(parts))]
-    root, first = leaves + inner, leaves
-    parents = torch.full((root + 1,), root, dtype=torch.long)
-    kinds = torch.zeros(root + 1, dtype=torch.long)
-    kinds[root], parents[root] = 1, -1
-    for part, begin in zip(parts, begins, strict=True):
-        if isinstance(part, int):
-            continue
-        place = torch.cat([begin + torch.arange(part.leaves), first + torch.arange(part.nodes - part.leaves)])
-        parents[place[:-1]] = place[part.parents[:-1]]
-        numbers = torch.tensor([names.index(n) if n else 0 for n in part.kind_names])
-        kinds[place] = numbers[part.kinds]
-        first += part.nodes - part.leaves
-    return Tree.from_parents(parents, kinds, names)
-
-
-def joined(parts: Sequence, kind: str) -> tuple[list[Tree], list[Tensor], int]:
-    """Trees, tokens and length of hierarchies that follow each other; arguments as in `Hierarchy.join`."""
-    parts = [p if isinstance(p, int) else p.materialised for p in parts]
-    rows = sorted({p.rows for p in parts if not isinstance(p, int)} - {1}) or [1]
-    if all(isinstance(p, int) for p in parts) or len(rows) > 1:
+def joined_ids(parts: Sequence, kind: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Group ids [rows, length, levels] of hierarchies that follow each other, and names of kinds; arguments as in
+    `Hierarchy.join`.
+    """
+    trees = [p for p in parts if not isinstance(p, int)]
+    rows = sorted({p.rows for p in trees} - {1}) or [1]
+    if not trees or len(rows) > 1:
         raise ValueError(
             f"the parts have {rows} rows; allowed: at least one hierarchy, and one number of rows besides 1"
         )
-    starts = [0, *accumulate(p if isinstance(p, int) else p.length for p in parts)]
-    trees, tokens = [], []
-    for row in range(rows[0]):
-        trees.append(joined_tree([p if isinstance(p, int) else p.tree(row) for p in parts], kind))
-        places = [torch.arange(p) if isinstance(p, int) else p.tokens_of(row) for p in parts]
-        tokens.append(torch.cat([start + place for start, place in zip(starts, places)]))
-    return trees, tokens, starts[-1]
+    names = tuple(dict.fromkeys(["", kind, *(name for p in trees for name in p.kind_names)]))
+    columns, alone = [], len(parts)  # numbers below stand for whole parts, those from there on for special tokens
+    for number, part in enumerate(parts):
+        if isinstance(part, int):
+            ids = torch.arange(alone, alone + part)[None, :, None]
+            alone += part
+        else:
+            ids, kinds = part.to_ids(), torch.tensor([names.index(name) for name in part.kind_names])
+            ids = torch.where(ids >= 0, ids % KIND + KIND * kinds[ids.clamp_min(0) // KIND], -1)
+            ids = torch.cat([torch.where(ids[..., :1] >= 0, number, -1), ids], -1)
+        columns.append(ids.expand(rows[0], -1, -1))
+    levels = max(ids.shape[-1] for ids in columns)
+    joined = torch.cat([deepened_ids(ids, levels) for ids in columns], 1)
+    whole = torch.where(joined[..., :1] >= 0, KIND * names.index(kind), -1)
+    return torch.cat([whole, joined], -1), names

@@ -24,8 +24,8 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     for small, large in zip(sizes, sizes[1:]):
         if large % small or large == small:
             raise ValueError(
-                f"windows {sizes}: {small} does not divide {large}; allowed: sizes bottom first, each dividing the "
-                "next, such as (16, 64, 256)"
+                f"windows {sizes}: {large} is no larger multiple of {small}; allowed: sizes bottom first, each "
+                "dividing the next, such as (16, 64, 256)"
             )
     return sizes
 

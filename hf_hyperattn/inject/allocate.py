@@ -57,34 +57,16 @@ class Allocation:
         )
 
 
-def predicted_losses(
-    measured: Sequence[Sensitivity], weights: Sequence[float] | None = None, *, shrink: bool = True
-) -> dict[str, Tensor]:
+def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
     Args:
         measured: one for each text, of the same rules.
         weights: of the texts; None: the same for all.
-        shrink: draw what was measured at a head towards the mean of its layer, as far as noise explains that heads
-            differ: the choice among many rules else falls on those that were lucky in the sample.
     """
     weights = weights or [1.0] * len(measured)
-    shares = [w / sum(weights) for w in weights]
-    losses = {}
-    for name in measured[0].costs:
-        cost = torch.stack([w * m.costs[name] for w, m in zip(shares, measured)]).sum(0)
-        if shrink and all(name in m.noise for m in measured):
-            noise = torch.stack([w**2 * m.noise[name] for w, m in zip(shares, measured)]).sum(0)
-            cost = shrunk(cost, noise)
-        losses[name] = cost
-    return losses
-
-
-def shrunk(costs: Tensor, noise: Tensor) -> Tensor:
-    """Costs [H, C] drawn to their means over heads, by the share of the spread over heads that the noise explains."""
-    mean = costs.mean(0)
-    spread = costs.var(0, correction=0).clamp_min(1e-30)
-    return mean + (1 - noise.mean(0) / spread).clamp_min(0) * (costs - mean)
+    of_layer = lambda name: torch.stack([w / sum(weights) * m.costs[name] for w, m in zip(weights, measured)]).sum(0)
+    return {name: of_layer(name) for name in measured[0].costs}
 
 
 def choose(

@@ -70,7 +70,14 @@ class Healing:
         for name in (name for name, ids in self.texts.items() if len(ids) < 2 * self.length):
             raise ValueError(f"the text {name} is short of tokens; allowed: {2 * self.length} or more")
         self.origin = fingerprint(self.model, torch.empty(0), ())  # before anything learns
-        self.adapter = adapted(self.model, self.rank, self.seed)
+        if not hyper_parameters(self.model) and not self.rank:
+            raise ValueError(
+                f"the patch of {type(self.model).__name__} has no parameter that could learn; allowed: --lora R "
+                "(rank=R), which trains LoRA's matrices beside it"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.adapter = get_peft_model(self.model, lora_config(self.model, self.rank))
         self.head = head_of(self.model, next(iter(self.texts.values())))
         groups = parameter_groups(self.adapter, self.lr, self.patch_lr)
         self.optimizer = torch.optim.AdamW(groups, foreach=False)
@@ -164,18 +171,6 @@ class Healing:
             kept = (key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors)
             moments = {key: tensors[f"{name}/{key}"] for key in kept}  # none where no loss has reached the parameter
             self.optimizer.state[p] = {k: t if k == "step" else t.to(p.device) for k, t in moments.items()}
-
-
-def adapted(model: PreTrainedModel, rank: int, seed: int) -> PeftModel:
-    """A patched model in an adapter that trains what the patch added, and LoRA of a rank where that is above 0."""
-    if not hyper_parameters(model) and not rank:
-        raise ValueError(
-            f"the patch of {type(model).__name__} has no parameter that could learn; allowed: --lora R (rank=R), "
-            "which trains LoRA's matrices beside it"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return get_peft_model(model, lora_config(model, rank))
 
 
 @contextmanager

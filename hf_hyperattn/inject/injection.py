@@ -437,7 +437,10 @@ def distance(before: Tensor, after: Tensor) -> float:
 
 
 def reweighted(weights: dict[str, float], losses: Losses) -> dict[str, float]:
-    """More weight for the texts that lose more than the mean, at most four times as much a step."""
+    """More weight for the texts that lose more than the mean.
+
+    The root of how much more they lose, at most twice the weight a step: with the whole of it texts and answers took
+    turns at losing most.
+    """
     mean = max(sum(max(x, 0.0) for x in losses.values()) / len(losses), 1e-6)
-    changed = {name: w * min(4.0, max(0.25, losses[name] / mean)) for name, w in weights.items()}
-    return {name: w * len(changed) / sum(changed.values()) for name, w in changed.items()}
+    return {name: w * math.sqrt(min(4.0, max(0.25, losses[name] / mean))) for name, w in weights.items()}

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..files import read_json, write_atomically
 from ..integration.offloaded import is_offloaded, storage_of
 from .rules import CandidateRule
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 PIECES = 512  # numbers of a parameter that its fingerprint is made of
 WHOLE = "whole.json"  # is there once all layers are
 #: Of a config, what says nothing of what the model computes.
@@ -44,19 +42,15 @@ def fingerprint(model: nn.Module, ids: Tensor, rules: Iterable[CandidateRule], *
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if (values := values_of(model, name, parameter)) is not None:
+        values: Any = parameter
+        if parameter.device.type == "meta":
+            module = model.get_submodule(name.rpartition(".")[0])
+            values = storage_of(module)[1].get(name) if is_offloaded(module) else None
+        if values is not None:
             numbers = values.detach().flatten()
             some = numbers[:: max(1, len(numbers) // PIECES)]
             digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def values_of(model: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
-    """A parameter, from where it is offloaded to; None where nobody has its values."""
-    if parameter.device.type != "meta":
-        return parameter
-    module = model.get_submodule(name.rpartition(".")[0])
-    return storage_of(module)[1].get(name) if is_offloaded(module) else None
 
 
 @dataclass(frozen=True)
@@ -79,12 +73,7 @@ class Kept:
     def write(self, layer: str, tensors: dict[str, Tensor]) -> None:
         """Keep the tensors of a layer, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        draft = self.folder / f".draft-{os.getpid()}"
-        try:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft)
-            os.replace(draft, self.file(layer))
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(self.file(layer), save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
     def whole(self) -> dict[str, Any] | None:
         """What `finish` wrote: the layers in their order, and the loss of the text; None where layers are missing."""
@@ -95,7 +84,3 @@ class Kept:
         """Say that all layers are there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / WHOLE, json.dumps({"layers": layers, "loss": loss}))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        shutil.rmtree(self.folder, ignore_errors=True)

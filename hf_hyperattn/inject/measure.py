@@ -11,6 +11,7 @@ information along the change.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -37,7 +38,6 @@ class Sensitivity:
         kl: [H, C]: KL(under the rule ‖ ordinary attention), in nats.
         loss: of the text, a token that counts.
         slopes: [R, H, C]: G·(o_c - o) at R sampled queries; only where they are to be kept.
-        noise: [H, C]: the variance of `costs`, from how much the chunks of queries differ.
     """
 
     rules: list[CandidateRule]
@@ -45,7 +45,6 @@ class Sensitivity:
     kl: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     slopes: dict[str, Tensor] = field(default_factory=dict)
-    noise: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Take in what was measured of a layer."""
@@ -54,7 +53,7 @@ class Sensitivity:
 
     def order(self, names: Sequence[str]) -> None:
         """Put the layers in this order."""
-        for kind in ("costs", "kl", "slopes", "noise"):
+        for kind in ("costs", "kl", "slopes"):
             tensors = getattr(self, kind)
             setattr(self, kind, {name: tensors[name] for name in names if name in tensors})
 
@@ -71,12 +70,6 @@ class Sample:
     starts: list[int]
     weights: Tensor
     counted: int
-
-    def of_slopes(self, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """What is expected to be lost, a token that counts, and its variance: [H, C] of slopes [R, H, C]."""
-        squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
-        shares = (0.5 * CHUNK / self.counted * len(self.starts)) * self.weights[:, None, None] * squares
-        return shares.mean(0), shares.var(0, correction=0) / len(self.starts)
 
 
 def sampled(length: int, rows: int, seed: int) -> list[int]:
@@ -139,7 +132,7 @@ def measure(
         options = {"rows": rows, "seed": seed, "spans": None if spans is None else [list(span) for span in spans]}
         kept = Kept(Path(folder) / fingerprint(model, ids, rules, **options))
         if not resume:
-            kept.clear()
+            shutil.rmtree(kept.folder, ignore_errors=True)
         elif whole := kept.whole():
             return read_whole(result, kept, whole, on_layer)
     seen: list[str] = []
@@ -182,8 +175,9 @@ def layer_costs(
 ) -> dict[str, Tensor]:
     """What is measured of one layer, by the fields of `Sensitivity`."""
     slopes, kl = (t.cpu() for t in compare(call, out, gradient, rules, drawn.starts))  # layers may be on any device
-    costs, noise = drawn.of_slopes(slopes)
-    return {"costs": costs, "noise": noise, "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
+    squares = slopes.double().square().unflatten(0, (-1, CHUNK)).mean(1)  # [chunks, H, C]
+    shares = (0.5 * CHUNK / drawn.counted) * drawn.weights[:, None, None]  # of a token that counts
+    return {"costs": (shares * squares).sum(0), "kl": kl} | ({"slopes": slopes} if keep_slopes else {})
 
 
 def is_plain(call: HostCall, length: int) -> bool:

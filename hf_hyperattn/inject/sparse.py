@@ -35,7 +35,12 @@ class SparseHeadRule(CandidateRule):
 
     @property
     def family(self) -> str:
-        return family_of(self.rule)
+        if isinstance(self.rule, sparse.Window):
+            return "sinks and window"
+        if isinstance(self.rule, sparse.Pages):
+            kind = "Quest pages" if self.rule.summary == "bounds" else "mean pages"
+            return kind if self.rule.query == "own" else f"{kind}, shared by {self.rule.chunk}"
+        return self.rule.name
 
     def share(self, length: int) -> float:
         return share_of(self.rule, length)
@@ -101,16 +106,6 @@ def seen(
 def share_of(rule: sparse.SparseRule, length: int) -> float:
     """The rule's own; it is asked for often."""
     return rule.share(length)
-
-
-def family_of(rule: sparse.SparseRule) -> str:
-    """Sinks and window, the pages of Quest, or those of others."""
-    if isinstance(rule, sparse.Window):
-        return "sinks and window"
-    if isinstance(rule, sparse.Pages):
-        kind = "Quest pages" if rule.summary == "bounds" else "mean pages"
-        return kind if rule.query == "own" else f"{kind}, shared by {rule.chunk}"
-    return rule.name
 
 
 #: What pages are scored by, and by whose query.

@@ -3,9 +3,8 @@
 from . import (
     adapters,  # noqa: F401  wraps a method of PEFT's
     collaborative,  # noqa: F401  registers its conversion
-    config_hooks,  # noqa: F401  wraps what configs say of names
+    config_hooks,  # noqa: F401  wraps what configs and continuous batching say of names
     hooks,  # noqa: F401  wraps methods of PreTrainedModel
-    paged,  # noqa: F401  wraps what continuous batching asks of an implementation
     saving,  # noqa: F401  wraps saving and loading
 )
 from .call import set_backend

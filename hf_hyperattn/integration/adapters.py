@@ -142,7 +142,9 @@ def _load_natively(original, self, *args, **kwargs):
     # before 5.18 it makes the modules and reads nothing into them; it never reads DoRA's vectors
     before = Version(transformers.__version__) < Version("5.18")
     if (before and (ours or holds_hyper(config))) or (ours and config.use_dora):
-        set_peft_model_state_dict(self, adapter_weights(arguments), name)
+        read = set_peft_model_state_dict(self, adapter_weights(arguments), name)
+        if before:  # its report names what has been read only now
+            result.missing_keys &= {*read.missing_keys}
     if before:
         return result
     if ours:

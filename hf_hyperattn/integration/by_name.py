@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import MechanismConfig, read_record
-from ..registry import MECHANISMS, get_mechanism
+from ..registry import get_mechanism, named_configs
 from .hosts import is_cross_attention
 from .hyper import Layers, attention_function
 
-logger = logging.getLogger("hf_hyperattn")
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
 
 
 class NamedMechanism:
@@ -34,19 +35,15 @@ class NamedMechanism:
     def of(self, module: nn.Module) -> Layers:
         """The layers for this module."""
         cross_attention = get_mechanism(self.default.mechanism).cross_attention
-        if not cross_attention and is_cross_module(module):
-            return _layers(None)
+        if not cross_attention:  # whether it reads another sequence: its name in the model is not known here
+            says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
+            if says_decoder or is_cross_attention("", module):
+                return _layers(None)
         config = by_name_config(module, self.default).for_model(getattr(module, "config", None))
         layers = _layers(config)
         if cross_attention and config is self.default and not torch.compiler.is_compiling():
             self.layers = layers
         return layers
-
-
-def is_cross_module(module: nn.Module) -> bool:
-    """Whether the module reads another sequence, as far as it tells: its name in the model is not known here."""
-    says_decoder = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
-    return says_decoder or is_cross_attention("", module)
 
 
 def by_name_config(module: nn.Module, default: MechanismConfig) -> MechanismConfig:
@@ -90,19 +87,14 @@ def _number(data: dict, default: MechanismConfig) -> int:
             )
     others = [m.mechanism for m in record.mechanisms if m.mechanism != mechanism]
     if others:
-        _warn_of_others(mechanism, " and ".join(others))
+        logger.warning_once(
+            f"config.hyperattn holds parameters of {' and '.join(others)}, which {mechanism} used by name does not "
+            "run; to run several mechanisms call patch_model with this config"
+        )
     config = next((m for m in record.mechanisms if m.mechanism == mechanism), default)
     if config not in BY_NAME:
         BY_NAME.append(config)
     return BY_NAME.index(config)
-
-
-@lru_cache(maxsize=64)
-def _warn_of_others(mechanism: str, others: str) -> None:
-    logger.warning(
-        f"config.hyperattn holds parameters of {others}, which {mechanism} used by name does not run; to run several "
-        "mechanisms call patch_model with this config"
-    )
 
 
 @lru_cache(maxsize=64)
@@ -120,7 +112,7 @@ def kernel(names: Iterable[str]) -> Callable:
     Args:
         names: what may stand there; it may be left out where there is but one.
     """
-    named = {name: config for mechanism in MECHANISMS.values() for name, config in mechanism.names.items()}
+    named = named_configs()
     functions = {name: attention_function(NamedMechanism(named[name])) for name in names}
 
     def forward(module, query, key, value, attention_mask=None, **keywords):

@@ -4,6 +4,7 @@ single families do differently in it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils import output_capturing
 
 from ..engines import check_backend
 from ..mechanisms.base import FirstKey
+from ..readable import is_exporting
 from .hosts import find_hosts
 
 #: Where a host keeps the engine that `set_backend` chose.
@@ -73,7 +75,7 @@ def set_backend(model: nn.Module, backend: str) -> nn.Module:
 
 def check_onnx(module: nn.Module, backend: str) -> None:
     """Raise where `torch.onnx.export` records a call of which no plain operators can be made."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         raise ValueError(
             f"{type(module).__name__} has an attention of hf_hyperattn, which ONNX cannot hold by torch.jit.trace; use "
             "torch.onnx.export(..., dynamo=True)"
@@ -119,9 +121,17 @@ def update_paged(module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | N
             f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "
             "other; call model.generate_batch, or generate()"
         )
-    return keywords.pop("cache").update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords
-    )
+    cache, states = keywords.pop("cache"), dict(key_states=key, value_states=value, layer_idx=module.layer_idx)
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        return cache.update(**states, kwargs=keywords)
+    # Transformers 5.17: tokens come first, and layers of several kinds get all their masks
+    if isinstance(mask, dict):
+        raise ValueError(
+            f"{type(module).__name__} is one of layers of several kinds, which this Transformers gives no mask of "
+            "their own in continuous batching; allowed: generate(), or Transformers 5.23"
+        )
+    places = {name: keywords.pop(name) for name in ("read_index", "write_index")}
+    return tuple(t.transpose(0, 1)[None] for t in cache.update(**states, **places))
 
 
 def refuse_keywords(module: nn.Module, mask: Tensor | None, keywords: dict) -> None:

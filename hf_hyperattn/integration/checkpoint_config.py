@@ -63,7 +63,7 @@ def write_records(model: PreTrainedModel) -> None:
     """
     hosts = dict(patched_hosts(model))
     if not hosts:
-        return erase_records(model)
+        return erase_records(all_configs(model))
     configs = {id(host.config): host.config for host in hosts.values()}
     if not configs.keys() <= set(map(id, tree(model.config))):
         configs[id(model.config)] = model.config  # T5's encoder and decoder run on copies, made anew at every load
@@ -106,24 +106,20 @@ def record_of(hypers: dict[str, Hyper]) -> dict | None:
     return record | ({"overrides": overrides} if overrides else {})
 
 
-def erase_records(model: PreTrainedModel) -> None:
-    """Take out of every config what `write_records` put there."""
-    _erase(all_configs(model))
-
-
 @contextmanager
 def without_records(model: PreTrainedModel) -> Iterator[None]:
     """For a while the model has a copy of its config that says nothing of patches."""
     config = model.config
     model.config = copy.deepcopy(config)
     try:
-        _erase(tree(model.config))
+        erase_records(tree(model.config))
         yield
     finally:
         model.config = config
 
 
-def _erase(configs: Iterable[PreTrainedConfig]) -> None:
+def erase_records(configs: Iterable[PreTrainedConfig]) -> None:
+    """Take out of these configs what `write_records` put there."""
     for config in configs:
         if config.__dict__.get(INTERNAL) == RUNNING and STOCK in config.__dict__:
             setattr(config, INTERNAL, name_before(config))

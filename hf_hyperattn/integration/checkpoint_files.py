@@ -196,7 +196,8 @@ def find_folder(source: str | os.PathLike, label: str) -> Path | None:
         ValueError: it can be neither.
     """
     folder, allowed = Path(source).expanduser(), "allowed: the folder of a saved model or a Hub id"
-    if not folder.is_dir() and is_path(source):
+    only_on_disk = str(source).startswith((".", "/", "~")) or str(source).count("/") > 1  # an id on the Hub is not
+    if not folder.is_dir() and (only_on_disk or Path(source).exists()):
         raise ValueError(f"{label}: {'a file' if folder.exists() else 'no such folder'}; {allowed}")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{label}: a folder without config.json, not a model; {allowed}")
@@ -211,11 +212,6 @@ def errors_as(message: str) -> Iterator[None]:
     except Exception as error:
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
         raise ValueError(f"{message}: {kind}{error}") from error
-
-
-def is_path(source: str | os.PathLike) -> bool:
-    """Whether a name can only mean something on the disk, and no id on the Hub."""
-    return Path(source).exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
 
 
 def class_of(config: Any) -> Any:

@@ -6,25 +6,30 @@ with SDPA. Wrapped, once, at import:
 - `PreTrainedConfig.to_dict`: the dict, and so every config.json, has `attn_implementation` where a name of ours runs;
 - `PreTrainedConfig.from_dict` and the setter of `_attn_implementation`: a name that the caller gives in place of a
   saved one wins, with one warning; on a patched config it is what runs beneath;
-- `PreTrainedConfig.output_attentions` and its validator, which allow "eager" alone.
+- `PreTrainedConfig.output_attentions` and its validator, which allow "eager" alone;
+- continuous batching (`model.generate_batch`, `transformers serve --continuous-batching`), which lets in "sdpa", eager
+  and flash attention by their names, and makes a mask for the first two. Names of ours get the same mask, which says of
+  every pair whether it belongs together; a mechanism that asks where a key stands in its text is refused.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from importlib import import_module
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..config import HyperAttnConfig, MechanismConfig
+from ..config import HyperAttnConfig
 from ..mechanisms.scores import ScoreConfig
-from ..registry import MECHANISMS
-from .checkpoint_config import INTERNAL, LOADING, saved_name, sub_configs, tree
+from ..registry import named_configs
+from .checkpoint_config import INTERNAL, LOADING, all_configs, inner, patched_hosts, saved_name, sub_configs, tree
 from .hooks import running_on, set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 
+BATCHING = "transformers.generation.continuous_batching"
 #: The class whose properties are replaced.
 CONFIG: Any = PreTrainedConfig
 
@@ -34,16 +39,11 @@ def _to_dict(original, self):
     values, name = original(self), saved_name(self)
     if name:
         values["attn_implementation"] = name
-        if "hyperattn" not in values and isinstance(config := named_config(name), ScoreConfig):
+        if "hyperattn" not in values and isinstance(config := named_configs().get(str(name)), ScoreConfig):
             values["hyperattn"] = HyperAttnConfig([config], mode="replace").to_dict()  # what a reader must import
     elif PATCHED in str(values.get("attn_implementation")):
         del values["attn_implementation"]  # left by an exported checkpoint that was unpatched
     return values
-
-
-def named_config(name: object) -> MechanismConfig | None:
-    """What one of our names stands for."""
-    return next((m.names[name] for m in MECHANISMS.values() if isinstance(name, str) and name in m.names), None)
 
 
 @wrap("from_dict", PreTrainedConfig)
@@ -126,6 +126,28 @@ def allow_output_attentions() -> None:
     for cls in (PreTrainedConfig, *subclasses(PreTrainedConfig)):  # each keeps a list of its validators
         validators = vars(cls).get("__class_validators__", [])
         validators[:] = [new if v is new.__wrapped__ else v for v in validators]
+
+
+@wrap("switch_to_cb_friendly_attn", import_module(f"{BATCHING}.continuous_api").ContinuousBatchingManager)
+def _switch(original, self, model, *args, **kwargs):
+    if model.config._attn_implementation not in OURS:
+        return original(self, model, *args, **kwargs)
+    running = {config._attn_implementation for config in all_configs(model)}
+    mechanisms = [config for name, config in named_configs().items() if name in running]
+    mechanisms += [config for _, host in patched_hosts(model) for config in inner(host.hyper).mechanisms()]
+    for config in mechanisms:
+        if config.positional:
+            raise ValueError(
+                f"{config.mechanism} is refused in continuous batching: it needs the place of every key in its own "
+                "text, and Transformers hands to attention the keys of all requests without it; allowed: generate(), "
+                "or continuous batching of a model without it"
+            )
+    return None
+
+
+@wrap("attn_mask_is_needed", import_module(f"{BATCHING}.input_outputs"))
+def _needs_mask(original, config):
+    return config._attn_implementation in OURS or original(config)
 
 
 allow_output_attentions()

@@ -214,9 +214,14 @@ def _checked(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} is patched, and a conversion starts from the original; call "
             "unpatch_model(model) first"
         )
-    if getattr(model.config, "hyperattn", None) is not None:
+    refuse_by_name(model, "converting")
+    return model
+
+
+def refuse_by_name(model: PreTrainedModel, what: str) -> None:
+    """Raise before `what` where the config holds parameters of mechanisms that are used by name."""
+    if getattr(model.config, "hyperattn", None) is not None and recorded_hosts(model.config) is None:
         raise ValueError(
             f"config.hyperattn of {type(model).__name__} holds parameters of mechanisms used by name; take it out "
-            "before converting: del model.config.hyperattn"
+            f"before {what}: del model.config.hyperattn"
         )
-    return model

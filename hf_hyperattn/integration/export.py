@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+import hub_cards
 import model_patches
 
 from ..address import NAME, VERSION, install
@@ -77,30 +78,8 @@ KERNEL = f"""\
 supports_flash_attn = False
 flash_attn_forward = kernel({{names}})
 """
-KERNEL_CARD = """\
----
-library_name: kernels
-license: apache-2.0
-tags:
-- hf-hyperattn
----
-
-# Hierarchy-aware attention by name
-
-Attention of hf_hyperattn in place of a model's own, without the package: {names}. Nothing is learned in it, and nothing
-starts as the identity.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(
-    "HuggingFaceTB/SmolLM2-135M", attn_implementation="OWNER/REPO:{name}", allow_all_kernels=True
-)
-```
-
-It runs on plain torch, without the compiled kernels of the package. A model whose own code never calls the attention
-interface of Transformers (BLOOM, MPT, DeBERTa) ignores it without a word; the package refuses those, or serves them.
-"""
+#: The card of a kernel repository.
+KERNEL_CARD = Path(hub_cards.__file__).parent / "templates" / "kernel.md"
 MANIFEST = f"{PREFIX}_manifest.json"
 #: What an export writes itself, and what caches and git keep: left out without a word.
 UNLISTED = re.compile(
@@ -191,7 +170,8 @@ def export_kernel(names: Iterable[str], target: str | os.PathLike) -> list[str]:
     copies += [f"from .{flat_name(room)} import __name__ as _room{i}  # noqa: F401" for i, room in enumerate(needed)]
     main = KERNEL.format(imports="\n".join(copies), names=tuple(names))
     build = {"__init__.py": main, **flat_copies([BY_NAME, *needed], COPIED)}
-    texts = {"README.md": KERNEL_CARD.format(name=names[0], names=", ".join(f"`{name}`" for name in names))}
+    card = KERNEL_CARD.read_text(encoding="utf-8")
+    texts = {"README.md": card.format(name=names[0], names=", ".join(f"`{name}`" for name in names))}
     for backend in BACKENDS:
         metadata = {
             "id": f"_{PREFIX}_{backend}_{VERSION}".replace(".", "_"),

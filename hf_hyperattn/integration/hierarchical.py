@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..hierarchy import Hierarchy
-from ..registry import MECHANISMS
+from ..registry import MECHANISMS, named_configs
 from .checkpoint_config import inner, patched_hosts, tree
 from .hierarchy_context import (
     CONTEXT,
@@ -172,7 +171,9 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
     context, prefix = getattr(model, PART, None) or (HierarchyContext(), ".")
     for _, host in find_hosts(model):
         setattr(host, CONTEXT, context if id(host) in using else None)
-    for name, part in parts_with_hosts(model):
+    for name, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel) or next(find_hosts(part), None) is None:
+            continue
         setattr(part, PART, (context, f"{prefix}{name}." if name else prefix))
         if not isinstance(part, Accepting):
             stock: Any = type(part)
@@ -181,25 +182,19 @@ def accept_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> None:
 
 def resolve_names(model: PreTrainedModel) -> None:
     """Let a model take `hierarchy=` where one of its parts runs a structure by name, and only there."""
-    structures = {name: m for name, m in MECHANISMS.items() if m.stage == "structure"}
-    names = {n for m in structures.values() for n in m.names}
+    names = named_configs("structure")
     if not any(getattr(config, "_attn_implementation", None) in names for config in tree(model.config)):
         if isinstance(model, Accepting) and not (any(patched_hosts(model)) and PART in model.__dict__):
             ignore_hierarchy(model)
         return
     hosts = [m for n, m in find_hosts(model) if not is_cross_attention(n, m)]
     hosts = [m for m in hosts if getattr(m.config, "_attn_implementation", None) in names]
-    hosts += structured_hosts(model)
+    structures = {name for name, mechanism in MECHANISMS.items() if mechanism.stage == "structure"}
+    hosts += [host for _, host in patched_hosts(model) if structures & inner(host.hyper)._modules.keys()]
     if hosts:
         accept_hierarchy(model, hosts)
     else:
         ignore_hierarchy(model)
-
-
-def structured_hosts(model: nn.Module) -> list[nn.Module]:
-    """The hosts that are patched with a mechanism over hierarchies."""
-    structures = {name for name, mechanism in MECHANISMS.items() if mechanism.stage == "structure"}
-    return [host for _, host in patched_hosts(model) if structures & inner(host.hyper)._modules.keys()]
 
 
 def ignore_hierarchy(model: nn.Module) -> None:
@@ -241,10 +236,3 @@ def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[n
     except (ValueError, AttributeError):  # several text models
         return hosts
     return [host for host in hosts if getattr(host, "config", None) is text] or hosts
-
-
-def parts_with_hosts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
-    """Name and module of the model and the models inside it that hold attention hosts."""
-    for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and next(find_hosts(part), None) is not None:
-            yield name, part

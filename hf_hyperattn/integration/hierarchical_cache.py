@@ -1,4 +1,4 @@
-"""A Transformers cache that keeps the means of windows, so that a generated token reads few keys, not all."""
+"""A Transformers cache that keeps what stands for many keys, so that a generated token reads few of them, not all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers.cache_utils import DynamicLayer
 from ..engines.score import WORKING_COPIES
 from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
+from ..mechanisms.sparse.page_cache import PAGE_CACHES, PageCache
 from .checkpoint_config import inner, patched_hosts
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `MeanCache`, which attention knows by the tensors that `update` returns.
+    """The cache of one layer: a `MeanCache` and a `PageCache`, which attention knows by what `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
@@ -27,6 +28,7 @@ class HierarchicalLayer(DynamicLayer):
         super().__init__()
         self.keep = keep
         self.store: Any = None
+        self.pages = PageCache()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
@@ -52,6 +54,8 @@ class HierarchicalLayer(DynamicLayer):
             MEAN_CACHES[shown] = self.store
         if self.store.exact is not self.store.tokens:
             WORKING_COPIES[self.keys] = self.store.exact[0].view()
+        if self.keep is None:
+            PAGE_CACHES[self.keys] = self.pages
         return self.keys, self.values
 
     def _shown(self, grown: GrowingTensor) -> Tensor:
@@ -67,12 +71,15 @@ class HierarchicalLayer(DynamicLayer):
                 f"crop({tokens_to_remove}) is not allowed; allowed: 0 or minus the number of tokens to remove"
             )
         if tokens_to_remove and self.is_initialized:
-            self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
+            length = max(0, self.get_seq_length() + tokens_to_remove)
+            self.store.crop(length)
+            self.pages.crop(length)
             self._show()
 
     def _pick(self, rows: Tensor) -> None:
         if self.get_seq_length() > 0:
             self.store.pick(rows)
+            self.pages.pick(rows)
             self._show()
 
     def _rows(self) -> int:
@@ -94,6 +101,7 @@ class HierarchicalLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
         self.keys = self.values = self.store = None
+        self.pages = PageCache()
         self.is_initialized = False
 
     def offload(self) -> None:
@@ -106,10 +114,11 @@ class HierarchicalLayer(DynamicLayer):
 
 
 class HierarchicalCache(DynamicCache):
-    """A cache for models with hierarchical attention (tying="key"): `generate(..., past_key_values=...)`.
+    """A cache for hierarchical (tying="key") and sparse attention: `generate(..., past_key_values=...)`.
 
-    It holds all keys and values, and beside them their means over the windows of every level, so that a new token
-    costs O(near + refine_top_k · branching + windows of the largest size) reads. Outputs are those of any other cache.
+    It holds all keys and values. Beside them, for HSA, their means over the windows of every level, so that a new token
+    costs O(near + refine_top_k · branching + windows of the largest size) reads; for sparse rules that choose pages,
+    the summaries of these. Outputs are those of any other cache.
     Layers with a sliding window keep the layer that `DynamicCache` gives them.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .stock import HYPER_DOT, STOCK, stock_forward
 from .tensor_parallel import PARTITIONED, heads_of_rank, on_rank, refuse_partitioned
 
-logger = logging.getLogger("hf_hyperattn")
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
 
 
 class Layers(nn.Module):
@@ -156,15 +156,10 @@ class Hyper(Layers):
 def warn_of_hierarchy(names: tuple[str, ...]) -> None:
     """Warn where none of these mechanisms can use the hierarchy of a call."""
     if not torch.compiler.is_compiling() and all(get_mechanism(name).stage != "structure" for name in names):
-        _warn_of_hierarchy(" and ".join(names))
-
-
-@lru_cache(maxsize=64)
-def _warn_of_hierarchy(names: str) -> None:
-    logger.warning(
-        f"hierarchy= reached attention that runs {names}, which ignores it; leave it out, or patch the model with a "
-        "mechanism over hierarchies too, such as HsaConfig()"
-    )
+        logger.warning_once(
+            f"hierarchy= reached attention that runs {' and '.join(names)}, which ignores it; leave it out, or patch "
+            "the model with a mechanism over hierarchies too, such as HsaConfig()"
+        )
 
 
 def check_heads(layer: MechanismLayer, heads: tuple[int, ...], host: Host) -> None:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import peft.utils.hotswap
@@ -131,7 +130,10 @@ class HyperLoraModel(LoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             # after LoRA: were there a tuner layer before, PEFT would leave the base open to training
             trained = adapter_name in self.active_adapters and not config.inference_mode
-            for hyper, (module, _) in zip(built(base, config, selected, newly_routed), selected, strict=True):
+            hypers = build(base, config.hyperattn, selected, newly_routed)
+            for hyper, (module, _) in zip(hypers, selected, strict=True):
+                if (patched := base_hyper(module)) is not None:  # else it starts anew
+                    hyper = copy.deepcopy(patched)
                 if not isinstance(module._modules.get("hyper"), HyperAdapter):
                     there: Any = module._modules.pop("hyper", None)
                     module.hyper = HyperAdapter(there and there.requires_grad_(False))
@@ -198,7 +200,7 @@ class HyperLoraModel(LoraModel):
                 connect(self.model, [(host, adapter.layers(names)) for host, adapter in adapters])
                 for _, adapter in adapters:
                     rows = names if adapter in inside else [name for name in names for _ in range(beams)]
-                    hook = partial(_add_names, rows)
+                    hook = lambda _, args, keywords, rows=rows: (args, {**keywords, "adapter_names": rows})
                     handles.append(adapter.register_forward_pre_hook(hook, with_kwargs=True))
                 try:
                     yield
@@ -277,10 +279,6 @@ if NAME not in PeftType.__members__:
     checked[getattr(PeftType, NAME)] = [*checked[PeftType.LORA], "hyperattn"]
 
 
-def _add_names(names: list[str], module, args, kwargs):
-    return args, {**kwargs, "adapter_names": names}
-
-
 def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[HyperAttnConfig, list[Selected], bool]:
     """What an adapter does to this model, its hosts by name; these; and whether their family was routed for it.
 
@@ -341,15 +339,6 @@ def linear_layers(module: nn.Module, path: str = "") -> Iterator[str]:
             yield path + name
         elif layer is child and name != "hyper":
             yield from linear_layers(child, f"{path}{name}.")
-
-
-def built(base, config: HyperLoraConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
-    """A `Hyper` for each host: a copy of that of a patched base, else one at its start."""
-    hypers = build(base, config.hyperattn, selected, newly_routed)
-    for i, (module, _) in enumerate(selected):
-        if (there := base_hyper(module)) is not None:
-            hypers[i] = copy.deepcopy(there)
-    return hypers
 
 
 def hypers_of_adapters(model: nn.Module) -> Iterator[Hyper]:

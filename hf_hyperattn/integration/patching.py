@@ -18,8 +18,8 @@ from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
 from .call import note_all
-from .checkpoint_config import erase_records, inner, patched_hosts, recorded_hosts, tree
-from .conversions import CONVERSIONS, conversion_of, give_back, refuse_conversions
+from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, tree
+from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
@@ -81,11 +81,7 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
     Raises:
         ValueError: as `patch_model`.
     """
-    if getattr(base.config, "hyperattn", None) is not None and recorded_hosts(base.config) is None:
-        raise ValueError(
-            f"config.hyperattn of {type(base).__name__} holds parameters of mechanisms used by name; take it out "
-            "before patching: del model.config.hyperattn"
-        )
+    refuse_by_name(base, "patching")
     note_all(base)
     newly_routed = route(base)
     selected = select_hosts(base, config)
@@ -136,7 +132,7 @@ def take_off(base: PreTrainedModel) -> None:
         del host.hyper
         remove_hooks(host)
     ignore_hierarchy(base)
-    erase_records(base)
+    erase_records(all_configs(base))
     resolve_names(base)  # parts that run a structure by name
     if newly_routed:
         model_patches.unserve(base)

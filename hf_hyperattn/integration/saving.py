@@ -200,7 +200,8 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
         return original(self, save_directory, *args, **kwargs)
     if not call.get("is_main_process", True) or os.path.isfile(save_directory):
         return original(self, save_directory, *args, **kwargs)
-    if gathers_elsewhere(self):
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if together and torch.distributed.get_rank() and any(isinstance(p, DTensor) for p in self.parameters()):
         with tempfile.TemporaryDirectory() as nothing_is_kept_here:
             return original(self, nothing_is_kept_here, *args, **kwargs)
     with checkpoint_folder(save_directory, self) as folder:
@@ -208,13 +209,6 @@ def _save_adapters(original, self, save_directory, *args, **kwargs):
         if description is not None:
             write_config_beside(folder, description)
     return result
-
-
-def gathers_elsewhere(model: torch.nn.Module) -> bool:
-    """Whether the weights are shared out among processes and another one than this writes them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    return torch.distributed.get_rank() != 0 and any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def before_saving_adapters(base: PreTrainedModel, configs: dict, names: list[str]) -> None:

@@ -96,15 +96,18 @@ EAGER: dict[type, Callable] = {}
 
 
 def find_eager(classes: Iterable[type]) -> None:
-    """Look for the eager attention of these classes; some have none."""
+    """Look for the eager attention of these classes, which their code hands to the attention interface as the default;
+    some have none.
+    """
     for cls in set(classes) - EAGER.keys():
-        eager = _eager_function(cls)
-        if eager is not None:
-            EAGER[cls] = eager
+        named = [(f.__globals__, name) for f in interface_callers(cls) for name in f.__code__.co_names]
+        eager = [known[name] for known, name in named if "eager" in name and callable(known.get(name))]
+        if eager:
+            EAGER[cls] = eager[0]
 
 
 def eager_function(cls: type) -> Callable:
-    """The family's own eager attention: what its code hands to the attention interface as the default."""
+    """The family's own eager attention."""
     if cls not in EAGER:
         find_eager([cls])
     if cls not in EAGER:
@@ -113,11 +116,3 @@ def eager_function(cls: type) -> Callable:
             "without them, under attn_implementation='sdpa'"
         )
     return EAGER[cls]
-
-
-def _eager_function(cls: type) -> Callable | None:
-    for function in interface_callers(cls):
-        for name in function.__code__.co_names:
-            if "eager" in name and callable(function.__globals__.get(name)):
-                return function.__globals__[name]
-    return None

@@ -220,7 +220,9 @@ def _model(family: str, **changes) -> hf.PreTrainedModel:
         for name in _DROPOUTS.split():
             if hasattr(config, name):
                 setattr(config, name, 0.0)
-        return getattr(hf, auto).from_config(config).eval()
+        # of Transformers 5.17, Gemma2 takes SDPA by itself, which leaves its softcap out
+        own = dict(attn_implementation="eager") if family == "gemma2" else {}
+        return getattr(hf, auto).from_config(config, **own).eval()
 
 
 def inputs_of(family: str) -> dict[str, Tensor]:

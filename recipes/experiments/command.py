@@ -21,39 +21,50 @@ HSA = {
     "hsa_minilm": "hierarchical attention injected into three of MiniLM's six layers",
     "hsa_probe": "the same model read by a linear probe on IMDB",
     "hsa_joined": "HsaEncoder on images joined with texts, each partly corrupted",
+    "hsa_joined_deep": "the same with one, two and four layers and a rate searched for each",
     "hsa_imdb": "HsaEncoder of one layer on reviews, from scratch",
 }
-#: The same, in docs/collaborative.md, docs/head_fusion.md, docs/trilinear.md and docs/hat.md.
+#: The same, in docs/collaborative.md, docs/head_fusion.md and docs/hat.md.
 HEADS = {
     "collaborative": "MiniLM with queries and keys shared by its heads, at several ranks",
     "head_pruning": "SmolLM2 without some of its heads, chosen by their weight and by rivals of it",
-    "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
     "hat_imdb": "HAT made from MiniLM on long reviews, against the model cut off, and with full attention",
+}
+#: The same, in docs/mkl.md and docs/trilinear.md.
+MIXTURES = {
+    "kernels": "whether a learned mixture of kernels aligns with the task, on nouns of WordNet",
+    "token_weights": "language models of bytes whose heads are weighted by each token, or each by one number",
+    "trilinear": "a relation of three tokens, learned by three-way and by pairwise attention",
+    "coattention": "a question, a context and answers, by three-way and by pairwise attention",
 }
 #: The same, in docs/hyperbolicity.md and docs/graphs.md; minutes each.
 GEOMETRY = {
     "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
     "ball": "WordNet's mammals as points of the ball and of Euclidean space",
     "graphs": "sections of Debian's packages by attention over their dependencies",
+    "hypernyms": "which word is above a noun, by MiniLM's frozen states and one score over them",
     "operations": "what distance, maps and attention over 64 tokens cost",
     "starts": "the depth task from other starts of cones and distances",
 }
-#: The same, in docs/translation.md and docs/adaptation.md.
+#: The same, in docs/translation.md, docs/adaptation.md and docs/vision.md.
 EVIDENCE = {
     "translation": "German to English from scratch, by attention with seven scores and several widths",
     "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
+    "vision": "a small DeiT on Fashion-MNIST from scratch, with seven scores and several gammas",
 }
 #: The long ones, the one first whose answer is worth most for its time.
-QUEUE = ("depth", "length", "hat_imdb", "head_pruning", *EVIDENCE)
+QUEUE = ("depth", "length", "hat_imdb", "head_pruning", "coattention", "hsa_joined_deep", *EVIDENCE)
 #: Those that draw pages of their own, each in a module NAME_tables.
-PAGES = ("hsa", "head", "hat", "collaborative", "trilinear", *GEOMETRY, *EVIDENCE, "evidence")
+PAGES = ("hsa", "hsa_joined_deep", "head", "hat", "collaborative", *MIXTURES, *GEOMETRY, *EVIDENCE, "evidence")
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and act; an error is one line on stderr and exit code 2."""
-    listing = "\n".join(f"  {name:13}{what}" for name, what in (NAMES | HSA | HEADS | GEOMETRY | EVIDENCE).items())
+    listing = "\n".join(
+        f"  {name:16}{what}" for name, what in (NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE).items()
+    )
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,13 +77,15 @@ def main(argv: list[str] | None = None) -> int:
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
     parser.add_argument(
-        "what", choices=[*NAMES, *HSA, *HEADS, *GEOMETRY, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"]
+        "what", choices=[*NAMES, *HSA, *HEADS, *MIXTURES, *GEOMETRY, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"]
     )
     parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")
     parser.add_argument("--full", action="store_true", help=f"{', '.join(EVIDENCE)}: sizes for a GPU")
-    parser.add_argument("--data", help="translation --full: a folder with train.de, train.en and so on")
+    parser.add_argument(
+        "--data", help="translation and vision --full: a folder with train.de and so on, or train/CLASS"
+    )
     parser.add_argument("--left", action="store_true", help="with queue: only say what is left")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
@@ -113,9 +126,9 @@ def experiment_of(name: str, args: argparse.Namespace):
     """
     module = importlib.import_module(f"experiments.{name}")
     if args.full and name not in EVIDENCE:
-        raise ValueError(f"--full is for {' and '.join(EVIDENCE)}; leave it out with {name}")
-    if args.data is not None and not (args.full and name == "translation"):
-        raise ValueError("--data is for translation --full; leave it out")
+        raise ValueError(f"--full is for {', '.join(EVIDENCE)}; leave it out with {name}")
+    if args.data is not None and not (args.full and "data" in module.EXPERIMENT.settings):
+        raise ValueError("--data is for translation --full and vision --full; leave it out")
     given = args.model is not None and args.layers is not None
     if name != CLASSIFIER:
         if args.model is not None or args.layers is not None:

@@ -11,17 +11,24 @@ from functools import partial
 from . import (
     ball,
     ball_tables,
+    coattention_tables,
     depth,
     graphs_tables,
     head_tables,
+    hsa_joined_deep_tables,
     hyperbolicity_tables,
+    hypernyms_tables,
+    kernels_tables,
     length,
     starts,
     starts_tables,
     store,
     tables,
+    token_weights_tables,
     translation_tables,
     trilinear_tables,
+    vision,
+    vision_tables,
 )
 from .adaptation_tables import ALONE
 from .adaptation_tables import losses as adaptation_losses
@@ -192,6 +199,16 @@ def of_models(experiment: str, mine: str, others: dict[str, str], claimed: float
     return gain(values(mine), {label: values(name) for label, name in others.items()}, "points", claimed)
 
 
+def joined_deep(layers: int) -> Found:
+    """Hierarchical against flat attention over joined text and image, at a depth and each at its own rate."""
+    tree, flat = (
+        hsa_joined_deep_tables.accuracies(load("hsa_joined_deep"), m, layers) for m in ("joined, tree", "joined, flat")
+    )
+    if not tree or not flat:
+        raise KeyError(str(layers))
+    return gain(tree, {f"flat, {layers} layers": flat}, "points")
+
+
 def hat_pairs(other: str) -> Found:
     """Reviews that trained HAT alone judges rightly, against those that another model alone does; where it wins, beside
     its segments without cross-segment attention, before they were trained on long reviews.
@@ -271,6 +288,59 @@ def match3(rival: str) -> Found:
     return gain(mine, {rival: others}, "points")
 
 
+def kernel_alignment(lead: str = "") -> Found:
+    """How much more the learned mixture of kernels aligns with the classes than mixtures that are not learned, and than
+    no mixture; with projections, first of all than before its training.
+    """
+    found = kernels_tables.whole(load("kernels"))
+    learned, align = found[f"{lead}learned mixture"], kernels_tables.aligned
+    others = {"itself before training": align(learned, "before")} if lead else {}
+    others |= {control: align(found[lead + control]) for control in kernels_tables.CONTROLS}
+    return gain(align(learned), others, f"{lead}100 x alignment above chance")
+
+
+def kernels_by_token(lead: str = "") -> Found:
+    """Accuracy with weights of kernels by token, against one weight a kernel."""
+    found = kernels_tables.whole(load("kernels"))
+    mine, others = (kernels_tables.accuracies(found[lead + kind]) for kind in reversed(kernels_tables.MIXTURES))
+    return gain(mine, {"one weight a kernel": others}, f"nouns, {lead}points")
+
+
+def token_weights() -> Found:
+    """The loss of small language models with weights of heads by token, against one number a head."""
+    found = token_weights_tables.whole(load("token_weights"))
+    mine, *others = ([-x for x in found[kind]] for kind in ("weights by token", "one weight a head", "no weights"))
+    return gain(mine, dict(zip(("one weight a head", "none"), others)), "language model, nats x 100", digits=2)
+
+
+def coattention() -> Found:
+    """Three-way attention over question and context, against pairwise attention, and without either of the two."""
+    found = coattention_tables.whole(load("coattention"))
+    others = ("pairwise", "pairwise, chained", "without question", "without context")
+    return gain(found[coattention_tables.THREE_WAY], {other: found[other] for other in others}, "points")
+
+
+def entropy_effect(ways: tuple[str, ...], usual: str = "input-dependent") -> Found:
+    """What subtracting entropy changes: how evenly heads are weighed, and the perplexity; the claim is that it keeps
+    weights from collapsing, which they have to do without it.
+    """
+    results, texts = load("head_pruning"), []
+    runs = {way: head_tables.seeds(results, way, "trained") for way in (usual, *ways)}
+    if any(len(found) != len(results["settings"]["seeds"]) for found in runs.values()):
+        raise KeyError(usual)
+    loss = {way: [-100 * head_tables.losses(run["perplexity"]) for run in found] for way, found in runs.items()}
+    least = {way: [min(run["entropy"].values()) for run in found] for way, found in runs.items()}
+    for way in ways:
+        cost, _ = gain(loss[way], {"none": loss[usual]}, "percents of perplexity gained", 0.0, 2)
+        texts.append(f"{way}: {tables.mean_and_deviation(least[way], 3)} of the largest, {cost}")
+    even = f"least entropy of a layer without it {tables.mean_and_deviation(least[usual], 3)} of the largest"
+    # a layer of nine heads that uses half of them evenly has 0.68 of the largest entropy
+    if statistics.mean(least[usual]) > 0.68:
+        return f"{even}: no collapse to prevent; {'; '.join(texts)}", UNDECIDED
+    kept = all(interval(least[way], least[usual])[0] > 0 for way in ways)
+    return f"{even}; {'; '.join(texts)}", HOLDS if kept else NOT
+
+
 def collaborative(way: str) -> Found:
     """Cosine and probe of MiniLM with fewer parameters, without training."""
     runs = load("collaborative")["runs"]
@@ -300,6 +370,13 @@ def ball_orders(level: int) -> Found:
     more, _ = gain(mine, {"Euclidean distance": others}, "more", 0.0, 2)
     # a correlation of less than 0.3 orders nothing
     return f"{text}; {more}", judge(*interval(mine, [0.0] * len(mine)), 0.3)
+
+
+def hypernyms(kind: str) -> Found:
+    """How much oftener a score over frozen states finds the word above a noun than scores without geometry do."""
+    found = hypernyms_tables.whole(load("hypernyms"))
+    others = {control: hypernyms_tables.accuracies(found[control]) for control in hypernyms_tables.CONTROLS[1:]}
+    return gain(hypernyms_tables.accuracies(found[kind]), others, f"{kind}, points")
 
 
 def words_order(name: str) -> Found:
@@ -350,6 +427,35 @@ def graph_gain(kind: str) -> Found:
         raise KeyError(kind)
     others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
     return gain(values[kind], others, "points")
+
+
+def vision_gain(kind: str, gamma: float, claimed: float = 0.0) -> Found:
+    """Accuracy of a small DeiT, against scores without geometry."""
+    values = vision_tables.whole(load("vision"))
+    others = {control: values[control, 1.0] for control in vision.CONTROLS}
+    return gain(values[kind, gamma], others, f"points on Fashion-MNIST, gamma {gamma:g}", claimed, 2)
+
+
+def vision_gammas() -> Found:
+    """What another gamma at the start changes there; one change is enough that is none by chance in so many tests."""
+    from scipy.stats import ttest_rel
+
+    values = vision_tables.whole(load("vision"))
+    tests = {(kind, gamma): (values[kind, gamma], values[kind, 1.0])
+             for kind in vision.CONES for gamma in vision.GAMMAS[1:]}  # fmt: skip
+    said = (f"{kind}, gamma {gamma:g}: {tables.paired(*both, 2)}" for (kind, gamma), both in tests.items())
+    changes = any(ttest_rel(*both).pvalue < 0.05 / len(tests) for both in tests.values())
+    return f"points on Fashion-MNIST: {'; '.join(said)}", HOLDS if changes else UNDECIDED
+
+
+def gammas(kinds: tuple[str, ...], start: str) -> Found:
+    """What gamma changes in the depth task and, once its runs are done, on images."""
+    text, verdict = any_start(kinds, start)
+    try:
+        more, other = vision_gammas()
+    except (KeyError, ValueError):
+        return f"{text}; on images the runs are not done", verdict
+    return f"{text}; {more}", HOLDS if HOLDS in (verdict, other) else UNDECIDED
 
 
 def ball_times() -> Found:

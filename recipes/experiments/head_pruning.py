@@ -28,18 +28,22 @@ from .hsa_texts import reviews, verses
 from .store import Experiment
 
 BETA_PER_TOKEN, RANDOM_PER_TOKEN = "beta, per token", "random, per token"
+FUSION = ["query_map", "kappa", "bias"]
 BY_LAYER = ["gradient", "contribution, by layer", "weight norm, by layer", "random"]
 SETTINGS = {
     "model": "SmolLM2-135M-Instruct",
     # What is trained (None: nothing), how much of the entropy is added to the loss, and what heads are dropped by.
     "ways": {
         "input-dependent": {
-            "trained": ["query_map", "kappa", "bias"],
+            "trained": FUSION,
             "entropy": 0.0,
             "rankings": ["beta", *BY_LAYER, BETA_PER_TOKEN, RANDOM_PER_TOKEN],
         },
         "static": {"trained": ["bias"], "entropy": 0.0, "rankings": ["beta", "gradient", "random"]},
         "untrained": {"trained": None, "rankings": ["gradient", "random"]},
+        # so much of the entropy is subtracted: tokens are kept from choosing few heads
+        "input-dependent, entropy x 0.01": {"trained": FUSION, "entropy": -0.01, "rankings": ["beta"]},
+        "input-dependent, entropy x 0.1": {"trained": FUSION, "entropy": -0.1, "rankings": ["beta"]},
     },
     "seeds": [0, 1, 2],
     "steps": 30,

@@ -66,28 +66,37 @@ def spread(values: list[float]) -> str:
 def training(results: dict) -> str:
     """Perplexity before and after the weights of heads were trained, with their entropy."""
     stock, rows = results["runs"]["stock"]["perplexity"], []
-    rows.append(["SmolLM2 as it is", "0", "-", *(f"{x:.2f}" for x in stock.values()), "1", "1"])
+    rows.append(["SmolLM2 as it is", "0", "-", *(f"{x:.2f}" for x in stock.values()), "1", "1", "1"])
     for way, wanted in results["settings"]["ways"].items():
         found = seeds(results, way, "trained")
         if not wanted["trained"] or len(found) < 2:
             continue
-        entropy = statistics.mean(x for run in found for x in run["entropy"].values())
+        entropies = [list(run["entropy"].values()) for run in found]
+        entropy = statistics.mean(x for values in entropies for x in values)
         means = [x for run in found for mean in run["mean"].values() for x in mean]
         cells = [mean_and_deviation([run["perplexity"][k] for run in found], 2) for k in stock]
         rows.append([way, f"{found[0]['parameters']:,}", f"{found[0]['learning_rate']:g}", *cells])
-        rows[-1] += [f"{entropy:.3f}", f"{min(means):.2f} to {max(means):.2f}"]
-    head = ["weights of heads", "parameters", "learning rate", *stock, "entropy", "mean M·beta of a head"]
+        rows[-1] += [f"{entropy:.3f}", f"{min(map(min, entropies)):.3f}", f"{min(means):.2f} to {max(means):.2f}"]
+    head = ["weights of heads", "parameters", "learning rate", *stock, "entropy", "of the least even layer"]
+    head.append("mean M·beta of a head")
     return table(head, rows)
 
 
 def fusion(results: dict) -> str:
-    """Growth of the perplexity in percent, seed by seed: input-dependent less static, and both less the stock model."""
-    stock = losses(results["runs"]["stock"]["perplexity"])
+    """Growth of the perplexity in percent, seed by seed: input-dependent less static, both less the stock model, and
+    with a penalty less without.
+    """
+    stock, every = losses(results["runs"]["stock"]["perplexity"]), len(results["settings"]["seeds"])
     gains = {way: [100 * (losses(run["perplexity"]) - stock) for run in seeds(results, way, "trained")]
-             for way in ("input-dependent", "static")}  # fmt: skip
-    zero = [0.0] * len(gains["static"])
-    tests = {f"{way} against none": (found, zero) for way, found in gains.items()}
-    tests["input-dependent against static"] = (gains["input-dependent"], gains["static"])
+             for way, wanted in results["settings"]["ways"].items() if wanted["trained"]}  # fmt: skip
+    usual, static = gains["input-dependent"], gains["static"]
+    tests = {f"{way} against none": (gains[way], [0.0] * len(gains[way])) for way in ("input-dependent", "static")}
+    tests["input-dependent against static"] = (usual, static)
+    tests |= {
+        f"{way} against without": (gains[way], usual)
+        for way, wanted in results["settings"]["ways"].items()
+        if wanted.get("entropy") and len(gains[way]) == every
+    }
     rows = [[name, paired(*both, 2), f"{detectable(*both):.2f}"] for name, both in tests.items()]
     return table(["weights of heads", "difference of log perplexity, x 100", "what would be found"], rows)
 
@@ -117,8 +126,8 @@ def plot(results: dict):
     from . import figures
 
     settings = results["settings"]
-    ways = [way for way in settings["ways"] if any(way == w for w, _ in rankings(results))]
-    names = list(dict.fromkeys(ranking for _, ranking in rankings(results)))
+    ways = [way for way, wanted in settings["ways"].items() if len(wanted["rankings"]) > 1]  # with rivals
+    names = list(dict.fromkeys(ranking for way, ranking in rankings(results) if way in ways))
     colours = dict(zip(names, (*figures.COLOURS, "#da8bc3")))
     figure = Figure(figsize=(3.4 * len(ways), 4.4), layout="constrained")
     plots = figure.subplots(1, len(ways), squeeze=False, sharey=True)[0]

@@ -101,7 +101,8 @@ def train(settings: dict, name: str, seed: int) -> dict:
 @torch.no_grad()
 def accuracy(settings: dict, name: str, model) -> float:
     """The share of test images that the model names rightly."""
-    images, labels = (x[: settings["test"]] for x in fashion("t10k"))
+    first = settings.get("first", 0)
+    images, labels = (x[first : first + settings["test"]] for x in fashion("t10k"))
     draw, right = torch.Generator().manual_seed(12345), 0
     for rows in torch.arange(len(labels)).split(200):
         inputs = inputs_of(settings, name, images[rows], labels[rows], draw)

@@ -22,8 +22,7 @@ def distance_attention(
         attn_mask: bool, True where a pair takes part; broadcast to [B, H, L, M].
         temperature: [H].
     """
-    squared = (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
-    distance = squared.clamp_min(1e-12).sqrt()
+    distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
     return masked(-distance / temperature[:, None, None], attn_mask).softmax(-1) @ value
 
 

@@ -35,6 +35,18 @@ def read_parents(path: str | Path) -> dict[str, str | None]:
     return {names[child]: parent and names[parent] for child, parent in parents.items()}
 
 
+def read_glosses(path: str | Path) -> dict[str, str]:
+    """What every noun synset means, without the examples; synsets are named as in `read_parents`."""
+    found = {}
+    with open(path, encoding="latin-1") as lines:
+        for line in lines:
+            if not line.startswith("  "):
+                fields, gloss = line.split(" | ", 1)
+                offset, _, _, _, word = fields.split()[:5]
+                found[f"{word}.{offset}"] = gloss.split(";")[0].strip()
+    return found
+
+
 def sample_paths(parents: dict[str, str | None], depth: int, leaves: int, seed: int) -> list[tuple[str, ...]]:
     """Paths from depth 1 to depth `depth`, of as many distinct nodes at that depth.
 

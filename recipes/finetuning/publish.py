@@ -41,7 +41,7 @@ def publish(settings: Settings, folder: Path, results: dict) -> None:
         license=hub.license,
         gates=tuple(results["gates"][n] for n in ("lowest", "highest")) if results["gates"] else None,
         versions={n: v for n, v in results["versions"].items() if n != "python"},
-        results=[perplexity_result(settings, results)],
+        results=[measured(settings, results)],
     )
     if not hub.push:
         return
@@ -50,18 +50,20 @@ def publish(settings: Settings, folder: Path, results: dict) -> None:
     print(f"published            {hub.id}")
 
 
-def perplexity_result(settings: Settings, results: dict) -> dict:
-    """The measured perplexity as a card states it."""
+def measured(settings: Settings, results: dict) -> dict:
+    """The measured perplexity, or accuracy, as a card states it."""
     machine, versions = results["machine"], results["versions"]
+    metric = "perplexity" if "perplexity" in results["after"] else "accuracy"
+    what = f"tokens in rows of {settings.data.length}" if metric == "perplexity" else "labels"
     return {
-        "metric": "perplexity",
-        "value": results["after"]["perplexity"],
-        "base_value": results["before"]["perplexity"],
+        "metric": metric,
+        "task": settings.model.task,
+        "value": results["after"][metric],
+        "base_value": results["before"][metric],
         "dataset": f"{results['data']['source']}, held-out part",
         "command": results["command"],
         "machine": f"{machine['accelerator'] or machine['architecture']}, {machine['cores']} CPU cores",
         "versions": versions,
         "date": results["date"],
-        "notes": f"{results['after']['predicted']} tokens in rows of {settings.data.length}; base is "
-        f"{shown_name(settings.model)} as published.",
+        "notes": f"{results['after']['predicted']} {what}; base is {shown_name(settings.model)} as it was.",
     }

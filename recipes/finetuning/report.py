@@ -17,6 +17,12 @@ import hf_hyperattn
 from hf_hyperattn.files import write_atomically
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "evaluate", "safetensors", "numpy")
+#: What a person wants to know of both measurements, and how it is called.
+MEASURED = {
+    "perplexity": "held-out perplexity",
+    "next_token_accuracy": "next-token accuracy",
+    "accuracy": "held-out accuracy",
+}
 #: A point of a curve, which JSON with indents would stretch over four lines.
 PAIR = re.compile(r"\[\s+([-+.\deE]+),\s+([-+.\deE]+|null)\s+\]")
 
@@ -71,8 +77,7 @@ def summary(results: dict) -> str:
     before, after, seconds = results["before"], results["after"], results["seconds"]
     parameters, gates = results["parameters"], results["gates"]
     lines = [
-        f"held-out perplexity  {before['perplexity']:.3f} -> {after['perplexity']:.3f}",
-        f"next-token accuracy  {before['next_token_accuracy']:.4f} -> {after['next_token_accuracy']:.4f}",
+        *(f"{label:21}{before[name]:.4f} -> {after[name]:.4f}" for name, label in MEASURED.items() if name in after),
         f"trained              {parameters['trained']:,} of {parameters['all']:,} parameters "
         f"({parameters['added']:,} added by the patch)",
     ]

@@ -7,19 +7,16 @@ import time
 from pathlib import Path
 
 import datasets
-import torch
 import transformers
 from accelerate import PartialState
 from transformers.trainer_utils import set_seed
 
-from hf_hyperattn.analysis import PeakMemory, max_logit_difference, next_token_logits
+from hf_hyperattn.analysis import PeakMemory, max_logit_difference
 
-from . import checkpoints, metrics, models, publish, report, training
+from . import checkpoints, models, publish, report, tasks, training
 from .settings import Settings
-from .texts import Text, cut, prepare
-
-#: Held-out tokens on which the patched model is compared with the original before anything is learned.
-COMPARED = 256
+from .tasks import Examples
+from .texts import Text
 
 
 class Clock:
@@ -67,16 +64,15 @@ def run(settings: Settings, command: str, fresh: bool = False) -> dict:
     process.wait_for_everyone()
     clock, circumstances = Clock(), report.circumstances()
     with process.main_process_first():
-        tokenizer = models.load_tokenizer(settings.model)
-        text = prepare(settings.data, tokenizer, tokens_read(settings, process), settings.trainer.seed)
-    model = models.load_base(settings.model)
+        data = tasks.prepare(settings, tokens_read(settings, process))
+    model = models.load_base(settings, data.classes)
     models.check_length(model, settings.data.length)
     if process.is_main_process:
         publish.reserve(settings)
         checkpoints.begin(folder, recipe)
     process.wait_for_everyone()
     clock.lap("load")
-    results = train(model, tokenizer, text, settings, arguments, clock)
+    results = train(model, data, settings, arguments, clock)
     if process.is_main_process:
         results = {"command": command, **circumstances, "recipe": recipe, **results}
         report.write(folder / checkpoints.RESULTS, results)
@@ -86,33 +82,35 @@ def run(settings: Settings, command: str, fresh: bool = False) -> dict:
     return results
 
 
-def train(model, tokenizer, text: Text, settings: Settings, arguments, clock: Clock) -> dict:
+def train(model, data: Examples | Text, settings: Settings, arguments, clock: Clock) -> dict:
     """Train the loaded model; the results of the main process."""
     process, folder = PartialState(), Path(settings.trainer.output)
     before, reference = {}, None
     if process.is_main_process:
-        before, reference = look(model, text, settings, process)
+        model.to(process.device)
+        before, reference = data.measure(model), data.compared(model)
     clock.lap("before")
     set_seed(settings.trainer.seed)
     model = models.make_trainable(model, settings)
-    apart = None if reference is None else max_logit_difference(compared(model, text), reference)
+    apart = None if reference is None else max_logit_difference(data.compared(model), reference)
     parameters = models.count(model)
     trainer = training.Trainer(
         model,
         arguments,
-        train_dataset=text.rows,
-        eval_dataset=held_out_rows(text, settings),
+        train_dataset=data.rows,
+        eval_dataset=data.held_out_rows() if settings.trainer.held_out_every else None,
+        data_collator=data.collate,
         added_learning_rate=settings.trainer.added_learning_rate,
     )
     at = checkpoints.last_whole(folder)
     with PeakMemory(process.device, interval=0.1) as memory:
         trainer.train(resume_from_checkpoint=None if at is None else str(at))
     clock.lap("train")
-    save(trainer, tokenizer, settings)
+    save(trainer, data.processor, settings)
     after = {}
     if process.is_main_process:
         del model
-        after = look_again(text, tokenizer, settings, process)
+        after = look_again(data, settings, process)
     clock.lap("after")
     history = trainer.state.log_history
     return {
@@ -127,39 +125,38 @@ def train(model, tokenizer, text: Text, settings: Settings, arguments, clock: Cl
         "peak_memory_mib": round(memory.peak / 2**20),
         "resumed_from_step": None if at is None else int(at.name.rpartition("-")[2]),
         "distributed": trainer.accelerator.distributed_type.value,
-        "data": text.facts,
+        "data": data.facts,
     }
 
 
-def look(model, text: Text, settings: Settings, process: PartialState) -> tuple[dict, torch.Tensor]:
-    """What the original model makes of the held-out text, and its first logits."""
-    model.to(process.device)
-    return metrics.measure(model, text.held_out, settings.data.length, text.prefix), compared(model, text)
-
-
-def look_again(text: Text, tokenizer, settings: Settings, process: PartialState) -> dict:
-    """The same of what was saved, loaded afresh; where the merged model is wanted, it is made of that."""
-    model = models.load_again(settings, saved_in(settings)).to(process.device)
-    found = metrics.measure(model, text.held_out, settings.data.length, text.prefix)
+def look_again(data: Examples | Text, settings: Settings, process: PartialState) -> dict:
+    """What is made of the held-out data by what was saved, loaded afresh; where the merged model is wanted, it is made
+    of that.
+    """
+    model = models.load_again(settings, saved_in(settings), data.classes).to(process.device)
+    found = data.measure(model)
     found["gates"] = models.gates(model)
     if settings.trainer.merged and settings.peft.method == "lora":
         folder = Path(settings.trainer.output)
         merged = model.merge_and_unload()
         merged.save_pretrained(folder / "model.unfinished")
-        tokenizer.save_pretrained(folder / "model.unfinished")
+        if data.processor is not None:
+            data.processor.save_pretrained(folder / "model.unfinished")
         models.finish(folder / "model.unfinished", folder / "model", None)
     return found
 
 
-def save(trainer, tokenizer, settings: Settings) -> None:
+def save(trainer, processor, settings: Settings) -> None:
     """Save what was trained, whole or not at all; every process calls this."""
     target = saved_in(settings)
     draft = target.with_name(f"{target.name}.unfinished")
     base = models.base_of(trainer.accelerator.unwrap_model(trainer.model))
-    base.config.use_cache = True  # the Trainer turns it off, also in what is saved
+    if hasattr(base.config, "use_cache"):
+        base.config.use_cache = True  # the Trainer turns it off, also in what is saved
     training.save(trainer, draft)
     if trainer.is_world_process_zero():
-        tokenizer.save_pretrained(draft)
+        if processor is not None:
+            processor.save_pretrained(draft)
         models.finish(draft, target, models.id_on_hub(settings))
     trainer.accelerator.wait_for_everyone()
 
@@ -167,18 +164,6 @@ def save(trainer, tokenizer, settings: Settings) -> None:
 def saved_in(settings: Settings) -> Path:
     """The folder of what was trained: an adapter, or a whole model."""
     return Path(settings.trainer.output) / ("adapter" if settings.peft.method == "lora" else "model")
-
-
-def compared(model, text: Text) -> torch.Tensor:
-    """Logits [L, V] for the start of the held-out text, by which a model and what is loaded again are compared."""
-    return next_token_logits(model, text.prefix + text.held_out[:COMPARED])
-
-
-def held_out_rows(text: Text, settings: Settings) -> datasets.Dataset | None:
-    """The held-out text as rows for losses during training, where they are wanted."""
-    if not settings.trainer.held_out_every:
-        return None
-    return cut(text.held_out, settings.data.length, text.prefix)
 
 
 def tokens_read(settings: Settings, process: PartialState) -> int:

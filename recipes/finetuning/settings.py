@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .groups import Data, Group, Hub, Mechanisms, Model, Peft, Trainer
+from .groups import TASKS, Data, Group, Hub, Mechanisms, Model, Peft, Trainer
 from .reading import read_yaml, read_yaml_value
 
 GROUPS = {cls.__name__.lower(): cls for cls in (Model, Mechanisms, Peft, Data, Trainer, Hub)}
@@ -25,6 +25,22 @@ class Settings:
     trainer: Trainer
     hub: Hub = field(default_factory=Hub)
 
+    def __post_init__(self):
+        task, scratch = self.model.task, self.model.config is not None
+        if self.data.source not in TASKS[task]:
+            raise ValueError(
+                f"data.source={self.data.source!r} with model.task={task!r}; allowed: {', '.join(TASKS[task])}"
+            )
+        if scratch and self.peft.method != "full":
+            raise ValueError(
+                f"model.config with peft.method={self.peft.method!r} leaves random weights as they are; set "
+                "peft.method=full"
+            )
+        if scratch and task in ("text-generation", "text-classification"):
+            raise ValueError(f"model.config with model.task={task!r}: it has no tokenizer; set model.name")
+        if scratch and task == "image-classification" and self.data.source == "hub":
+            raise ValueError("model.config with data.source='hub': it has no image processor; set model.name")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them."""
         return plain(asdict(self))
@@ -40,7 +56,7 @@ def read_settings(path: str | Path, changes: list[str] = ()) -> Settings:
     Raises:
         ValueError: the file is no YAML, or a key or value in it is wrong; one line that names it and what is allowed.
     """
-    data = read_yaml(path)
+    data = read_recipe(path)
     for change in changes:
         key, equals, value = change.partition("=")
         group, dot, name = key.partition(".")
@@ -50,9 +66,35 @@ def read_settings(path: str | Path, changes: list[str] = ()) -> Settings:
         check_mapping(group, data[group])
         data[group][name] = read_yaml_value(value)
     check_known("the recipe", data, GROUPS)
+    trainer = data.setdefault("trainer", {}) or {}
+    if isinstance(trainer, dict) and trainer.get("output") is None:
+        at = Path(path).resolve().with_suffix("")
+        data["trainer"] = trainer | {"output": f"outputs/{at.parent.name}/{at.name}"}
     settings = Settings(**{name: read_group(cls, data.get(name) or {}) for name, cls in GROUPS.items()})
     settings.mechanisms.config  # noqa: B018  a bad mechanism is an error now, not when the model is loaded
     return settings
+
+
+def read_recipe(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in a YAML file; what it says wins, key by key, over the file that it names as its `base`.
+
+    Args:
+        seen: files that this one is the base of.
+    """
+    data = read_yaml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ValueError(f"base is {base!r}; allowed: the path of a YAML file, from the folder of {path}")
+    other = Path(path).parent / base
+    if other.resolve() in (seen := (*seen, Path(path).resolve())):
+        raise ValueError(f"base {base!r} is read from itself; allowed: a file that leads to no circle")
+    whole = read_recipe(other, seen)
+    for group, values in data.items():
+        both = isinstance(values, dict) and isinstance(whole.get(group), dict)
+        whole[group] = whole[group] | values if both else values
+    return whole
 
 
 def read_group(cls: type, data: Any) -> Group:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+import torch
 
+from hf_hyperattn.analysis import next_token_logits
 from hf_hyperattn.cli.inputs import prefix_of
 
+from . import metrics
 from .groups import Data
 
 #: Characters read for each token that is wanted; text of any kind has fewer than that a token.
 CHARACTERS = 8
 #: One document in this many is held out where the data set has no split for it.
 HELD_OUT = 10
+#: Held-out tokens on which the patched model is compared with the original before anything is learned.
+COMPARED = 256
 #: Documents that a data set on the Hub is read to at most.
 MOST_DOCUMENTS = 200_000
 
@@ -33,12 +40,29 @@ class Text:
         held_out: token ids.
         prefix: ids that every row starts with, such as BOS.
         facts: where the text is from, documents, tokens, and a checksum of the ids.
+        length: tokens a row, the prefix included.
+        processor: the tokenizer.
     """
 
     rows: datasets.Dataset
     held_out: list[int]
     prefix: list[int]
     facts: dict
+    length: int
+    processor: Any
+    collate = classes = None  # rows are of one length, and no classes
+
+    def held_out_rows(self) -> datasets.Dataset:
+        """The held-out text as rows for losses during training."""
+        return cut(self.held_out, self.length, self.prefix)
+
+    def compared(self, model) -> torch.Tensor:
+        """Logits [L, V] for the start of the held-out text, by which a model and what is loaded again are compared."""
+        return next_token_logits(model, self.prefix + self.held_out[:COMPARED])
+
+    def measure(self, model) -> dict[str, float]:
+        """Perplexity, and how often the likeliest next token is the right one."""
+        return metrics.measure(model, self.held_out, self.length, self.prefix)
 
 
 def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
@@ -67,7 +91,7 @@ def prepare(data: Data, tokenizer, tokens: int, seed: int) -> Text:
         "train": {"documents": read, "tokens": len(ids), "sha256": checksum(ids)},
         "held_out": {"documents": read_held_out, "tokens": len(kept), "sha256": checksum(kept)},
     }
-    return Text(cut(ids.tolist(), data.length, prefix), kept.tolist(), prefix, facts)
+    return Text(cut(ids.tolist(), data.length, prefix), kept.tolist(), prefix, facts, data.length, tokenizer)
 
 
 def documents(data: Data, characters: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -114,19 +138,36 @@ def split_file(path: str) -> tuple[datasets.Dataset, datasets.Dataset]:
 
 def from_hub(data: Data, split: str, characters: int) -> datasets.Dataset:
     """The first documents of a data set, on the Hub or in a folder, until there are enough characters."""
+    texts, read = [], 0
+    for (text,) in stream(data, split, ("column",)):
+        texts.append(text)
+        read += len(text)
+        if read >= characters and len(texts) >= 2 * HELD_OUT:
+            break
+    return datasets.Dataset.from_dict({"name": [str(i) for i in range(len(texts))], "text": texts})
+
+
+def rows_from_hub(data: Data, split: str, count: int) -> list[tuple[Any, Any]]:
+    """The first rows of a data set, each with its label, in an order that is drawn."""
+    rows = list(islice(stream(data, split, ("column", "label")), count))
+    return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+
+
+def stream(data: Data, split: str, fields: tuple[str, ...]) -> Iterator[tuple]:
+    """What the rows of a data set have in the columns that these fields of `data` name.
+
+    Raises:
+        ValueError: the data set cannot be read, or has no such column.
+    """
     try:
-        stream = datasets.load_dataset(data.name, data.subset, split=split, revision=data.revision, streaming=True)
-        texts, read = [], 0
-        for row in islice(stream, MOST_DOCUMENTS):
-            texts.append(row[data.column])
-            read += len(texts[-1])
-            if read >= characters and len(texts) >= 2 * HELD_OUT:
-                break
+        found = datasets.load_dataset(data.name, data.subset, split=split, revision=data.revision, streaming=True)
+        for row in islice(found, MOST_DOCUMENTS):
+            yield tuple(row[getattr(data, field)] for field in fields)
     except KeyError as error:
-        raise ValueError(f"data.column={data.column!r} is not in {data.name}; allowed: {', '.join(row)}") from error
+        field = next(field for field in fields if getattr(data, field) not in row)
+        raise ValueError(f"data.{field}={error} is not in {data.name}; allowed: {', '.join(row)}") from error
     except Exception as error:
         raise ValueError(f"data.name={data.name!r}, split {split!r}: {said(error)}") from error
-    return datasets.Dataset.from_dict({"name": [str(i) for i in range(len(texts))], "text": texts})
 
 
 def said(error: BaseException) -> str:

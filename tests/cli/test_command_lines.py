@@ -203,7 +203,7 @@ MENDS = [
     ([*COMPARE, "--held-out", "0"], "allowed: 1 or more"),
     ([*COMPARE, "--length", "97"], "allowed: up to 96"),
     ([*COMPARE, "--out", "text.txt"], "allowed: a folder"),
-    ([*COMPARE, "--out", "missing/out"], "allowed: a place in one"),
+    ([*COMPARE, "--out", "missing/out"], "allowed: a place in an existing folder"),
     ([*COMPARE, "--out", "other"], "use another --out, or remove it"),
     (["compare", "patched-model", *COMPARE[2:]], "allowed: a model with its own attention"),
     (["compare", "encoder", *COMPARE[2:]], "allowed: a model that AutoModelForCausalLM loads"),

@@ -237,7 +237,7 @@ def test_a_gate_that_has_not_moved(place, tmp_path):
     shutil.copytree(place / "unpatched", place / "fresh")
     model.save_pretrained(place / "fresh")
     data = look(place, "fresh")
-    assert "No gate has moved" in data["next"][0]["text"] and "cone_lora" in data["next"][0]["command"]
+    assert "No gate has moved" in data["next"][0]["text"] and "smollm2/cone.yaml" in data["next"][0]["command"]
     assert data["entropy"]["model"] == data["entropy"]["own"]
 
 

@@ -21,6 +21,7 @@ from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
 from hf_hyperattn.analysis.paired import paired
 from hf_hyperattn.cli import build_parser, compare, main
 from hf_hyperattn.cli.compare_training import NONE, Trial, ranks, survey, trainable
+from hf_hyperattn.cli.console import output
 from hf_hyperattn.cli.models import mechanism_configs
 from hf_hyperattn.integration.conversions import CONVERSIONS
 from hf_hyperattn.registry import MECHANISMS
@@ -96,6 +97,13 @@ def test_light_commands_import_nothing():
     code += "    assert c.main(words) == 0\nassert not {'torch', 'transformers', 'hf_hyperattn'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_report_is_json_whatever_a_file_is_called(capfdbinary):
+    """Bytes that are no text are in `sys.argv` as surrogates, which no stream takes."""
+    report = {"text": b"caf\xe9.txt".decode("utf-8", "surrogateescape"), "row": "é"}
+    output(argparse.Namespace(json=True), report, print)
+    assert json.loads(capfdbinary.readouterr().out.decode("ascii")) == report
 
 
 def test_list(capsys):
@@ -306,11 +314,11 @@ def test_runs_of_another_model_or_budget_are_not_taken_up(place, tmp_path):
     with pytest.raises(ValueError, match="budget differ"):
         compare.opened(arguments(place, *words, "--budget", "2h"), request)
     shutil.copytree(place / "model", tmp_path / "model")
-    assert compare.weights_of(str(tmp_path / "model")) == request["weights"]
+    args.model = str(tmp_path / "model")
+    assert compare.prepare(args)[1]["weights"] == request["weights"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model.model.norm.weight.data.mul_(1.01)
     model.save_pretrained(tmp_path / "model")
-    args.model = str(tmp_path / "model")
     with pytest.raises(ValueError, match="weights differ"):
         compare.opened(args, compare.prepare(args)[1])
 

@@ -12,6 +12,8 @@ import contextlib
 import io
 import json
 import os
+import platform
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -96,6 +98,26 @@ def outputs(printed: str, figures: list[bytes]) -> list[dict]:
     return stored
 
 
+def differences(stored: str, printed: str) -> list[str]:
+    """Where a cell prints something else than is stored; bars of # and near ties apart.
+
+    Words must be the same, and numbers within 1 % or two of their last stored digit. Of twenty numbers one may differ:
+    in a ranking near ties change places from one processor to another.
+    """
+    number = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
+    words = [re.sub(r"[ #]+", " ", re.sub(rf"[+-]?{number}", "0", text)) for text in (stored, printed)]
+    if words[0] != words[1]:
+        return [f"printed {printed!r}, stored {stored!r}"]
+    pairs = list(zip(*(re.findall(rf"[+-]?{number}", text) for text in (stored, printed))))
+    found = []
+    for before, now in pairs:
+        old, new = (float(text.replace(",", "")) for text in (before, now))
+        digits = len(before.partition("e")[0].partition(".")[2])
+        if abs(new - old) > max(0.01 * abs(old), 2 * 10**-digits if digits else 0.0):
+            found.append(f"printed {now}, stored {before}")
+    return found if len(found) > len(pairs) // 20 else []
+
+
 def store(notebook: Path) -> None:
     """Run a notebook and write what its cells show into it.
 
@@ -110,6 +132,7 @@ def store(notebook: Path) -> None:
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     for number, (cell, made) in enumerate(zip(code, shown, strict=True), 1):
         cell.update(execution_count=number, outputs=made)
+    content["metadata"]["language_info"]["version"] = platform.python_version()
     notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,13 +1,14 @@
-"""The notebooks run from top to bottom, and hold what they show.
+"""The notebooks run from top to bottom, and hold the numbers that they show, with the Python that they were made with.
 
 They take a minute of processor time together: marker `docs`, which `make test-docs` and CI run.
 """
 
 import json
+import platform
 
 import pytest
 
-from tests.docs.notebooks import FOLDER, NOTEBOOKS, cells, execute, lend_models
+from tests.docs.notebooks import FOLDER, NOTEBOOKS, cells, differences, execute, lend_models
 
 LARGEST = 200_000  # bytes of a notebook, pictures included
 
@@ -31,6 +32,33 @@ def test_every_notebook_is_named_in_the_docs():
 @pytest.mark.timeout(1800)  # of a minute of processor time, where other work shares the cores
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
-    lend_models(tmp_path)
+    real = lend_models(tmp_path)
+    made_with = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]["language_info"]["version"]
     for cell, printed, figures in execute(notebook, tmp_path):
-        assert bool(cell["outputs"]) == bool(printed or figures), "".join(cell["source"])
+        source = "".join(cell["source"])
+        assert bool(cell["outputs"]) == bool(printed or figures), source
+        assert sum("data" in output for output in cell["outputs"]) == len(figures), source
+        if (
+            real and made_with == platform.python_version()
+        ):  # of the real weights, and of the same texts: Python's library
+            stored = "".join(line for output in cell["outputs"] for line in output.get("text", ()))
+            assert not differences(stored, printed), source
+
+
+@pytest.mark.parametrize(
+    "printed, same",
+    [
+        ("perplexity 12.57, +1.8% ###", True),
+        ("perplexity 12.56, +1.7% ####", True),
+        ("perplexity 13.56, +1.7% ###", False),
+        ("perplexity 12.56, -1.7% ###", False),
+        ("loss 12.56, +1.7% ###", False),
+        ("perplexity 12.56", False),
+        ("perplexity nan, +1.7% ###", False),
+    ],
+)
+def test_a_stale_output_is_told(printed, same):
+    assert bool(differences("perplexity 12.56, +1.7% ###", printed)) != same
+    ranking = [f"{n}.5" for n in range(40)]
+    assert not differences(" ".join(ranking), " ".join([ranking[1], ranking[0], *ranking[2:]]))
+    assert differences(" ".join(ranking), " ".join([*ranking[1:], ranking[0]]))

@@ -29,7 +29,8 @@ def test_every_page_is_in_the_contents():
     assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {"index"} <= listed
 
 
-@pytest.mark.extras
+@pytest.mark.docs
+@pytest.mark.timeout(900)
 def test_the_site_builds(tmp_path):
     pytest.importorskip("furo")
     pytest.importorskip("myst_parser")

@@ -1,4 +1,7 @@
-"""bfloat16 inputs of the CPU engine: multiplied as they are where the CPU can (avx512_bf16), as floats elsewhere."""
+"""bfloat16 inputs of the CPU engine: multiplied as they are where the CPU can (AMX, avx512_bf16), else as floats."""
+
+import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_hyperattn.engines import Options, attention, dispatch, dot_score, native
 from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.engines.score import is_upcast, upcast_for_grad
+from hf_hyperattn.functional import cone_attention
 from tests.engines.test_cpu import CALLS, every_call, run, threads
 from tests.engines.test_native import needs_compiler
-from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
+from tests.oracles.cases import PAIRINGS, assert_close, assert_gradients, qkv, tensor
 
 pytestmark = needs_compiler
 __all__ = ["threads"]  # a fixture of test_cpu.py
@@ -133,16 +137,79 @@ def test_gradients_of_features_stay_in_float32_until_they_are_added_up():
     assert not is_upcast(upcast_for_grad(half.half()))  # no bfloat16 numbers
 
 
+def test_one_key_alone_leaves_nothing_for_its_logit():
+    """Both parts of the softmax's derivative are added up in the same order, whatever multiplies: they cancel."""
+    tensors = qkv(1, 2, 1, 40, 1, 70, 170, scale=1.7, dtype=HALF)
+    (_, grads), _ = both(run, tensors)
+    assert not grads[0].any() and not grads[1].any() and grads[2].any()
+
+
+def amx() -> bool:
+    """Whether the CPU has tiles for bfloat16 and this process may use them, as Linux says; asks it for them."""
+    info = Path("/proc/cpuinfo")
+    if "v4_bf16" not in native.levels() or not {"amx_tile", "amx_bf16"} <= set(info.read_text().split()):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+needs_amx = pytest.mark.skipif(not amx(), reason="needs AMX with bfloat16, and Linux's permission to use it")
+
+
+@needs_amx
+def test_tiles_are_used_where_the_cpu_has_them():
+    assert library.bfloat16_products() == "by AMX"
+
+
+@needs_amx
+@pytest.mark.parametrize("count", [1, 2])
+def test_torch_and_the_engine_take_turns_with_tiles(count, threads):
+    """Both shape the tiles of the same threads for themselves: neither sees the other's shapes."""
+    threads(count)
+    q, k, v = qkv(2, 4, 4, 130, 130, 40, dtype=HALF)
+    products = {
+        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
+        "matmul": lambda: q[0, 0] @ k[0, 0].mT,
+        "linear": lambda: torch.nn.functional.linear(q, k[0, 0]),
+        "engine": lambda: run(q, k, v, is_causal=True),
+    }
+    alone = {name: call() for name, call in products.items()}
+    for first in products:
+        for second, call in products.items():
+            products[first]()
+            assert torch.equal(call(), alone[second]), (first, second)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 7, 3, 17), (1, 17, 270, 33, 40), (2, 70, 33, 80, 64)], ids=str)
+def test_what_earlier_calls_left_in_memory_is_not_added(shape):
+    """Whole tiles are multiplied, also of pairs that a row has not; those are 0 on both sides."""
+    heads, n, m, d, dv = shape
+    tensors = qkv(1, heads, heads, n, m, d, dv, dtype=HALF)
+    for length in (m, 300):
+        both(run, [torch.full_like(t[:, :, :1], torch.nan).expand(-1, -1, length, -1) for t in tensors])
+    (out, grads), (expected, exact) = both(run, tensors)
+    assert_close(out, expected, 1e-2, "output")
+    assert_gradients(grads, exact, 2e-2, "qkv")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["v2", "v3", "v4"])
-def test_without_the_instruction(level, monkeypatch, tmp_path):
-    """Other CPUs widen: the same results but for rounding."""
-    if level not in native.levels():
+@pytest.mark.parametrize(
+    "level, more",
+    [("v2", ""), ("v3", ""), ("v4", ""), ("v4_bf16", "-DHYPER_NO_TILES"), (native.BUILD, "-DHYPER_NO_TILES")],
+)
+def test_without_the_instruction(level, more, monkeypatch, tmp_path):
+    """Other CPUs take pairs or widen: the same results but for rounding."""
+    if level not in (*native.levels(), native.BUILD):
         pytest.skip(f"no CPU of level {level}")
+    if more and not amx():
+        pytest.skip("pairs are what this CPU takes anyway")
     tensors = qkv(1, 4, 2, 150, 270, 33, 40, scale=1.7, dtype=HALF)
     here = {name: both(call, tensors)[0] for name, call in CALLS.items()}
     monkeypatch.setenv(native.SETTING, level)
+    flags = native.flags()
+    monkeypatch.setattr(native, "flags", lambda: [*flags, *more.split()])
     monkeypatch.setattr(library, "TABLES", {})
+    monkeypatch.setattr(library, "CORES", {})
     monkeypatch.setattr(dispatch, "RESOLVED", {})
     native.load.cache_clear()
     try:
@@ -150,7 +217,12 @@ def test_without_the_instruction(level, monkeypatch, tmp_path):
             out, grads = both(CALLS[name], tensors)[0]
             assert_close(out, here[name][0], 1e-2, name)
             assert_gradients(grads, [g.double() for g in here[name][1]], 2e-2, "qkv")
+        q, k, v = qkv(batch=1, heads=2, lq=63, d=2, dtype=HALF, seed=13)  # logits of 1e10, whose last digit is 1,000
+        leaves = [t.detach().requires_grad_() for t in (q * 100, k * 100, v)]
+        out = cone_attention(*leaves, backend="cpu", is_causal=True, **PAIRINGS["penumbral-xi"])
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), leaves))
         score = dot_score(*tensors[:2])
         assert attention(score, tensors[2], Options(), backend="cpu")[0].isfinite().all()
+        assert library.bfloat16_products() == ("by avx512_bf16" if more else "as float32")
     finally:
         native.load.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import hf_hyperattn as ha
 from hf_hyperattn import folders
 from hf_hyperattn.files import PREFIX
+from tests.faults.run import full_disk, kill_many, scenarios
 from tests.integration.models import llama, perturb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,16 @@ def model(**options):
     return made
 
 
-def test_twenty_kills_and_a_full_disk():
+def test_two_kills_and_a_full_disk(tmp_path):
+    """Two drawn kills of a save; the other scenarios are slow."""
+    save = scenarios(tmp_path / "made")["save"]
+    assert "2 killed" in kill_many("save", save, 2, tmp_path / "save", random.Random(0))
+    full_disk(tmp_path / "disk")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_of_all_that_writes():
     assert len(run("--kills", "20").splitlines()) >= 9
 
 

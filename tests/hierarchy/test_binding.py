@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging as hf_logging
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration.hierarchical import Accepting
-from hf_hyperattn.integration.hyper import _warn_of_hierarchy
 from hf_hyperattn.integration.stock import OURS
 from tests.hierarchy import toy_listener
 from tests.hierarchy.toy_listener import CALLS, ToyListenerConfig
@@ -228,7 +228,7 @@ def test_calls_that_are_checkpointed_before_any_is_computed_again(order, reentra
 
 @pytest.mark.parametrize("way", ["patched", "by name"])
 def test_a_hierarchy_that_no_mechanism_uses_is_warned_of_once(way, caplog):
-    _warn_of_hierarchy.cache_clear()
+    hf_logging.warning_once.cache_clear()
     model = llama()
     if way == "patched":
         ha.patch_model(model, ha.ConeConfig(), ha.HeadFusionConfig())

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
-from hf_hyperattn.inject.allocate import shrunk
 from hf_hyperattn.inject.gradients import attention_gradients
 from hf_hyperattn.inject.measure import sample
 from hf_hyperattn.inject.sparse import SparseHeadRule
@@ -109,7 +108,7 @@ def test_a_sample_stands_for_all_queries():
 
 
 def tensors(measured):
-    return [measured.costs, measured.kl, measured.noise]
+    return [measured.costs, measured.kl]
 
 
 def equal(a, b):
@@ -165,19 +164,12 @@ def test_an_interrupted_measurement_loses_one_layer(model, ids, tmp_path, monkey
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
 
 
-def test_noise_is_the_variance_of_the_mean_over_chunks(model, ids):
-    measured = measure(model, ids, RULES, rows=64, keep_slopes=True)
-    for name, slopes in measured.slopes.items():
-        chunks = torch.stack([part.double().square().mean(0) / 2 for part in slopes.split(16)])
-        assert torch.allclose(measured.noise[name], chunks.var(0, correction=0) / 4)
-
-
-def test_noisy_costs_are_drawn_to_their_layers_mean():
-    costs = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
-    noise = torch.tensor([[0.0, 9.0], [0.0, 9.0]], dtype=torch.float64)
-    assert shrunk(costs, noise).tolist() == [[1.0, 2.0], [3.0, 2.0]]
-    half = shrunk(costs, torch.full((2, 2), 0.5, dtype=torch.float64))
-    assert half.tolist() == [[1.5, 1.5], [2.5, 2.5]]
+def test_the_loss_of_a_rule_is_the_weighted_mean_over_texts(model, ids):
+    one, two = (measure(model, ids, RULES, rows=64, seed=seed) for seed in (0, 1))
+    for name, costs in predicted_losses([one]).items():
+        assert torch.equal(costs, one.costs[name])
+    for name, costs in predicted_losses([one, two], [3.0, 1.0]).items():
+        assert torch.allclose(costs, 0.75 * one.costs[name] + 0.25 * two.costs[name])
 
 
 def test_a_cost_of_ones_own_is_kept_to():

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -116,7 +117,8 @@ def test_a_method_from_training_to_the_merged_model(name, tmp_path):
             other.load_adapter(tmp_path / "adapter")
     else:
         missing = {k for k in other.load_adapter(tmp_path / "adapter").missing_keys if "ranknum" not in k}
-        assert bool(missing) == (method.native == "warned") and not any("hyper" in key for key in missing)
+        warned = method.native == "warned" and Version(hf.__version__) >= Version("5.18")  # before, ours reads all
+        assert bool(missing) == warned and not any("hyper" in key for key in missing)
         assert method.native == "warned" or gap(said(other), trained) <= 1e-6
     with pytest.raises(ValueError, match="is not patched; first call hf_hyperattn"):
         PeftModel.from_pretrained(llama(), tmp_path / "adapter")

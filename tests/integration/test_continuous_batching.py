@@ -1,5 +1,7 @@
 """Continuous batching (`generate_batch`) writes what `generate` writes, or is refused with the reason."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -33,7 +35,8 @@ def steep(family: str = "llama"):
 def generated(model, prompts=PROMPTS) -> list[list[int]]:
     """What continuous batching appends to each prompt, in steps that hold tokens of several requests."""
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    small = ContinuousBatchingConfig(num_blocks=8, page_size=8, max_batch_tokens=16)
+    size = "page_size" if "page_size" in {f.name for f in fields(ContinuousBatchingConfig)} else "block_size"  # 5.17
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16, **{size: 8})
     found = model.generate_batch(
         prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
     )

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers as hf
 from peft import get_peft_model
+from transformers.utils import logging as hf_logging
 
 import hf_hyperattn as ha
 from hf_hyperattn.cli import main
-from hf_hyperattn.integration.by_name import _warn_of_others
 from hf_hyperattn.mechanisms.sparse import Window
 from hub_cards.spec import read_spec
 from tests.integration.models import FAMILIES, State, difference, llama, llava, perturb, run, text_inputs
@@ -217,7 +217,7 @@ def test_a_mechanism_used_by_name_cannot_honour_what_is_for_some_hosts(name, val
 
 
 def test_parameters_of_mechanisms_that_a_name_does_not_run_are_warned_of_once(caplog):
-    _warn_of_others.cache_clear()
+    hf_logging.warning_once.cache_clear()
     config = FAMILIES["llama"][0]().config
     config.hyperattn = ha.HyperAttnConfig([ha.ConeConfig(gamma=0.7), ha.HeadFusionConfig()]).to_dict()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="cone_penumbral")

@@ -11,6 +11,7 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from tests.integration.models import TEXT, bert, perturb, set_implementation
+from tests.oracles.marks import first_always
 
 from .collaborative import shared
 from .hat_models import hat
@@ -36,7 +37,9 @@ MECHANISMS = {
     "hype by name": "hype",
     "hsa by name": "hsa",
 }
-#: Those that every change is tested with.
+#: What ExecuTorch takes beside core operators: a norm, and checks that it leaves out.
+BESIDE_CORE = {"aten.linalg_vector_norm.default", "aten._assert_tensor_metadata.default", "aten._assert_async.msg"}
+#: The first is tested with every change; another test takes the second.
 FEW = [("llama", "cone, hype, head_fusion"), ("llama", "hsa"), ("bert", "hsa"), ("bert", "talking_heads")]
 
 
@@ -98,12 +101,18 @@ def ours(exported) -> list[str]:
     return [str(node.target) for node in exported.graph.nodes if "hf_hyperattn." in str(node.target)]
 
 
-@pytest.mark.parametrize("family, mechanism", FEW)
+@first_always("family, mechanism", FEW)
 def test_a_program_has_plain_operators_alone(family, mechanism):
+    """And can be lowered to core ones, which is what ExecuTorch and other runtimes have kernels for."""
     model = make(family, mechanism)
     exported = program(model)
     assert not ours(exported)
     assert_same(exported.module(), model, 1e-4)
+    lowered = exported.run_decompositions()
+    called = {node.target for node in lowered.graph.nodes if node.op == "call_function"}
+    operators = {target for target in called if isinstance(target, torch._ops.OpOverload)}
+    assert {str(o) for o in operators if torch.Tag.core not in o.tags} <= BESIDE_CORE
+    assert {o.__module__ for o in called - operators} <= {"_operator"}  # arithmetic on sizes
 
 
 def test_a_program_refuses_a_mask_that_tying_both_forbids():
@@ -151,20 +160,6 @@ def onnx_runtime():
     """The module onnxruntime, where all that an export needs is installed."""
     reason = "needs pip install onnx onnxscript onnxruntime"
     return [pytest.importorskip(name, reason=reason) for name in ("onnx", "onnxscript", "onnxruntime")][-1]
-
-
-#: What ExecuTorch takes beside core operators: a norm, and checks that it leaves out.
-BESIDE_CORE = {"aten.linalg_vector_norm.default", "aten._assert_tensor_metadata.default", "aten._assert_async.msg"}
-
-
-@pytest.mark.parametrize("family, mechanism", FEW)
-def test_a_program_is_lowered_to_core_operators(family, mechanism):
-    """Which is what ExecuTorch and other runtimes have kernels for."""
-    lowered = program(make(family, mechanism)).run_decompositions()
-    called = {node.target for node in lowered.graph.nodes if node.op == "call_function"}
-    operators = {target for target in called if isinstance(target, torch._ops.OpOverload)}
-    assert {str(o) for o in operators if torch.Tag.core not in o.tags} <= BESIDE_CORE
-    assert {o.__module__ for o in called - operators} <= {"_operator"}  # arithmetic on sizes
 
 
 @pytest.mark.extras

@@ -239,7 +239,7 @@ BAD = {
     "near for three heads": ({**KEY, "near": (1, 2, 3)}, ["near", "3", "4"]),
     "bias for three heads": ({**KEY, "block_bias": torch.ones(3)}, ["block_bias", "(3,)", "4"]),
     "infinite bias": ({**KEY, "block_bias": math.inf}, ["block_bias=inf", "-inf"]),
-    "windows that do not divide": ({"hierarchy": (4, 6)}, ["(4, 6)", "divide"]),
+    "windows that do not divide": ({"hierarchy": (4, 6)}, ["(4, 6)", "dividing"]),
     "a window of one": ({"hierarchy": (1, 4)}, ["1", "at least 2"]),
     "a single number": ({"hierarchy": 4}, ["hierarchy", "int", "window sizes"]),
     "a tree of other tokens": ({"hierarchy": Hierarchy.windows(N + 1, SIZES)}, ["17", "16"]),

@@ -10,8 +10,10 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
+from hf_hyperattn.engines.cpu import selected
 from hf_hyperattn.mechanisms.base import HostCall, RankHeads
 from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from tests.engines.test_native import needs_compiler
 
 RULES = [
     Pages(6, 1, 4, 2, query="previous", chunk=4),
@@ -201,3 +203,81 @@ def test_a_rank_computes_its_heads():
         parts = {n: heads.rows(getattr(call, n), 1) for n in ("query", "key", "value")}
         part = hyper(replace(call, **parts, heads=heads))[0]
         torch.testing.assert_close(part, whole[:, 2 * rank : 2 * rank + 2], atol=1e-5, rtol=0)
+
+
+#: Pages of two sizes and both summaries, chosen by every kind of query, beside heads without pages.
+PAGED = [
+    Pages(6, 1, 4, 2),
+    Pages(5, 0, 8, 1, summary="mean", query="previous", chunk=4),
+    Pages(6, 1, 4, 2, summary="mean", query="first", chunk=4),
+    Window(7, 2),
+]
+
+
+def counted(monkeypatch):
+    """Pages that a `PageCache` has summarised, row by row, as they come."""
+    pages, write = [], selected.page_summaries
+
+    def counting(key, out, page, bounds, starts, begin, end):
+        pages.append([b - a for a, b in zip(begin, end, strict=True)])
+        write(key, out, page, bounds, starts, begin, end)
+
+    monkeypatch.setattr(selected, "page_summaries", counting)
+    return pages
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cache_keeps_the_summaries_of_pages(monkeypatch, dtype):
+    """The same bits as without it, rows taken, repeated and cropped in between; and each page is summarised once."""
+    pages, model, ids = counted(monkeypatch), sparse(PAGED).to(dtype), drawn()
+    kept, plain = ha.HierarchicalCache(), hf.DynamicCache(config=model.config)
+
+    def step(tokens):
+        here, there = (logits(model, tokens, past_key_values=cache) for cache in (kept, plain))
+        assert torch.equal(here, there)
+
+    for first, last in ((0, 20), (20, 21), (21, 22), (22, 29)):
+        step(ids[:, first:last])
+    assert all(max(new) < 6 for new in pages[4:])  # after the prompt, only new ones
+    total = [sum(new[row] for new in pages) for row in range(2)]
+    assert total == [2 * (29 // 4 + 29 // 8 + 29 // 4)] * 2  # two layers, three kinds
+    for cache in (kept, plain):
+        cache.reorder_cache(torch.tensor([1, 1]))
+    step(ids[[1, 1], 29:30])
+    for cache in (kept, plain):
+        cache.crop(-9)
+    other = drawn(4)[2:]
+    for place in range(21, 40):
+        step(other[:, place : place + 1])
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
+def test_a_cache_goes_on_in_another_mode(modes):
+    """What inference mode has made can be read later, but not written to."""
+    ids = drawn()
+
+    def logits_with(cache):
+        model, parts = sparse(PAGED).float(), []
+        for mode, first, last in zip(modes * 3, (0, 20, 21, 22, 29, 30), (20, 21, 22, 29, 30, 40), strict=True):
+            with mode():
+                parts.append(model(ids[:, first:last], past_key_values=cache).logits)
+        return torch.cat(parts, 1)
+
+    torch.testing.assert_close(logits_with(ha.HierarchicalCache()), logits_with(hf.DynamicCache()), atol=1e-4, rtol=0)
+
+
+@needs_compiler
+def test_kept_summaries_know_padding(monkeypatch):
+    """Rows of other lengths: pages count from the first token of each."""
+    pages, model, ids = counted(monkeypatch), sparse(PAGED).float(), drawn(3)
+    ids[0, :13] = ids[1, :4] = 0
+    options = {"attention_mask": ids.ne(0).long(), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    assert not pages
+    assert torch.equal(model.generate(ids, past_key_values=ha.HierarchicalCache(), **options), plain)
+    assert any(len(set(new)) > 1 for new in pages)
+    beams = options | {"num_beams": 3}
+    assert torch.equal(
+        model.generate(ids, past_key_values=ha.HierarchicalCache(), **beams), model.generate(ids, **beams)
+    )

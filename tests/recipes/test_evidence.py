@@ -7,7 +7,7 @@ import re
 import pytest
 from experiments import evidence_tables, findings
 from experiments.claims import CLAIMS, SOURCES
-from experiments.command import EVIDENCE, GEOMETRY, HEADS, HSA, NAMES
+from experiments.command import EVIDENCE, GEOMETRY, HEADS, HSA, MIXTURES, NAMES
 from experiments.findings import HOLDS, NOT, PARTLY, UNDECIDED
 
 from .tiny import ROOT
@@ -26,7 +26,7 @@ def test_every_claim_has_a_verdict_and_a_command_that_exists(claim):
     for path in re.findall(r"(?:tests|benchmarks|recipes|docs)/[\w/]+\.(?:py|md)", f"{claim.command} {text}"):
         assert (ROOT / path).exists(), path
     name = re.fullmatch(r"python recipes/experiments (\w+)", claim.command)
-    assert name is None or name[1] in NAMES | HSA | HEADS | GEOMETRY | EVIDENCE
+    assert name is None or name[1] in NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE
     assert callable(claim.found) or not re.search(r"\d\.\d", claim.found), "numbers of results are read from them"
 
 
@@ -52,3 +52,45 @@ def test_runs_that_are_missing_make_a_claim_not_run(monkeypatch):
     claim = next(claim for claim in CLAIMS if claim.key == "D11")
     monkeypatch.setattr(findings, "load", lambda name: {"runs": {}, "settings": {"seeds": [0], "lengths": [128]}})
     assert evidence_tables.found(claim) == ("the runs are not done", findings.NOT_RUN)
+
+
+@pytest.mark.parametrize(
+    "without, kept, verdict",
+    [(0.98, 0.99, UNDECIDED), (0.4, 0.9, HOLDS), (0.4, 0.4, NOT)],  # least entropy of a layer, without and with
+)
+def test_a_penalty_is_judged_where_something_collapses(monkeypatch, without, kept, verdict):
+    def runs(name, entropy):
+        found = {"perplexity": {"Bible": 20.0, "Python": 10.0}, "entropy": {"a": 1.0, "b": entropy}}
+        return {
+            f"{name}, seed {s}; trained": found | {"entropy": {"a": 1.0, "b": entropy + s / 1000}} for s in range(3)
+        }
+
+    results = {"settings": {"seeds": [0, 1, 2]}, "runs": runs("input-dependent", without)}
+    monkeypatch.setattr(findings, "load", lambda name: results)
+    with pytest.raises(KeyError):
+        findings.entropy_effect(("x 1",))
+    results["runs"] |= {key: run for key, run in runs("x 1", kept).items()}
+    # seeds that are not alike, or t has nothing to divide by
+    results["runs"]["x 1, seed 2; trained"]["perplexity"] = {"Bible": 20.5, "Python": 10.0}
+    results["runs"]["x 1, seed 2; trained"]["entropy"]["b"] += 0.003
+    text, found = findings.entropy_effect(("x 1",))
+    assert found == verdict and f"{without + 0.001:.3f}" in text and ("no collapse" in text) == (verdict == UNDECIDED)
+
+
+def test_queued_experiments_are_read_when_they_are_done(monkeypatch):
+    """Three-way attention and trees, better than each rival by three and two points."""
+    kinds = {"three-way": 0.60, "pairwise": 0.57, "pairwise, chained": 0.57, "without question": 0.4}
+    kinds["without context"] = 0.4
+    runs = {f"{k}, seed {s}": {"accuracy": a + s / 100 + (k != "three-way") * s / 1000}
+            for k, a in kinds.items() for s in range(3)}  # fmt: skip
+    monkeypatch.setattr(
+        findings, "load", lambda name: {"settings": {"kinds": list(kinds), "seeds": [0, 1, 2]}, "runs": runs}
+    )
+    text, verdict = findings.coattention()
+    assert verdict == HOLDS and text.startswith("points, 3 pairs: +2.9")
+    runs = {f"joined, {k}, 2 layers, seed {s}": {"accuracy": a + s / 100 + (k == "flat") * s / 1000}
+            for k, a in {"tree": 0.80, "flat": 0.78}.items() for s in range(3)}  # fmt: skip
+    monkeypatch.setattr(findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs})
+    assert findings.joined_deep(2)[1] == HOLDS and "+1.9" in findings.joined_deep(2)[0]
+    with pytest.raises(KeyError):
+        findings.joined_deep(4)

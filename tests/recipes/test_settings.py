@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import yaml
+from finetuning.checkpoints import RECIPE, check_same_recipe
 from finetuning.settings import GROUPS, read_settings
 
 import hf_hyperattn as ha
@@ -12,7 +15,9 @@ from tests.integration.models import llama
 
 from .tiny import ROOT, recipe, write
 
-RECIPES = sorted((ROOT / "recipes").glob("*/*_*.yaml"))
+RECIPES = sorted(
+    p for p in (ROOT / "recipes").glob("*/*.yaml") if p.with_name("base.yaml").exists() and p.stem != "base"
+)
 
 
 @pytest.fixture
@@ -20,25 +25,53 @@ def path(tmp_path):
     return tmp_path / "recipe.yaml"
 
 
-@pytest.mark.parametrize("published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("published", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_published_recipes_are_valid_and_come_back_from_their_own_json(published, path):
     settings = read_settings(published)
     assert read_settings(write(path, settings.to_dict())) == settings
     assert settings.to_dict().keys() == GROUPS.keys()
 
 
-@pytest.mark.parametrize("published", [p for p in RECIPES if "accelerate" not in str(p)], ids=lambda p: p.stem)
-def test_published_recipes_differ_in_the_mechanism_alone_and_train_it(published):
-    settings, control = (read_settings(p) for p in (published, published.with_name("lora_alone.yaml")))
-    same = ("model", "data", "hub")
-    assert all(getattr(settings, group) == getattr(control, group) for group in same)
-    assert (settings.trainer.steps, settings.trainer.learning_rate) == (
-        control.trainer.steps,
-        control.trainer.learning_rate,
-    )
+def test_a_run_that_was_begun_with_fewer_settings_goes_on(tmp_path):
+    now = read_settings(ROOT / "recipes/smollm2/cone.yaml").to_dict()
+    begun = json.loads(json.dumps(now))
+    for group, name in (("model", "task"), ("model", "config"), ("data", "label"), ("data", "train_rows")):
+        del begun[group][name]
+    (tmp_path / RECIPE).write_text(json.dumps(begun))
+    check_same_recipe(tmp_path, now | {"launch": {}})
+    now["model"]["task"] = "translation"
+    with pytest.raises(ValueError, match="model.task='text-generation', now it is 'translation'"):
+        check_same_recipe(tmp_path, now)
+
+
+@pytest.mark.parametrize("published", [p for p in RECIPES if p.parent.name == "smollm2"], ids=lambda p: p.stem)
+def test_published_recipes_train_the_mechanism(published):
+    settings = read_settings(published)
     model, ids = ha.patch_model(llama(), settings.mechanisms.config), torch.arange(5, 25)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if ".hyper." in n)
+
+
+def test_a_recipe_wins_over_its_base_key_by_key(tmp_path):
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "most.yaml", {"trainer": {"steps": 5}, "peft": {"r": 2}})
+    write(tmp_path / "base.yaml", {"base": "most.yaml", "trainer": {"steps": 7, "seed": 3}})
+    path = write(
+        tmp_path / "mine" / "one.yaml",
+        {"base": "../base.yaml", "mechanisms": {"use": [{"mechanism": "cone"}]}, "trainer": {"seed": 4}},
+    )
+    settings = read_settings(path, ["peft.alpha=3"])
+    trainer, peft = settings.trainer, settings.peft
+    assert (trainer.steps, trainer.seed, peft.r, peft.alpha, trainer.output) == (7, 4, 2, 3, "outputs/mine/one")
+    write(path, {"base": 3})
+    with pytest.raises(ValueError, match=r"^base is 3; allowed: the path of a YAML file, from the folder of "):
+        read_settings(path)
+    write(path, {"base": "none.yaml"})
+    with pytest.raises(ValueError, match=r"none.yaml: No such file"):
+        read_settings(path)
+    write(path, {"base": "one.yaml"})
+    with pytest.raises(ValueError, match=r"^base 'one.yaml' is read from itself"):
+        read_settings(path)
 
 
 def test_values_arrive_typed(path):
@@ -98,6 +131,19 @@ WRONG = {
         {"data": {"name": None}},
         r"^data.source='file' with data.name=None; allowed: data.name",
     ),
+    "data of another task": (
+        {"model": {"task": "translation"}},
+        r"^data.source='file' with model.task='translation'; allowed: libreoffice-help, hub$",
+    ),
+    "unknown task": ({"model": {"task": "translate"}}, r"^model.task='translate' is not allowed; allowed: "),
+    "adapters of random weights": (
+        {"model": {"config": {"model_type": "bart"}}},
+        r"^model.config with peft.method='lora'",
+    ),
+    "no tokenizer": (
+        {"model": {"config": {"model_type": "llama"}}, "peft": {"method": "full"}},
+        r"^model.config with model.task='text-generation': it has no tokenizer; set model.name$",
+    ),
     "push to nowhere": ({"hub": {"push": True}}, r"^hub.push=true needs hub.id"),
 }
 
@@ -121,7 +167,6 @@ def test_what_is_wrong_is_said_in_one_line(case, path):
         ("trainer: [", r"^--config .*: not YAML: "),
         ("- 1", r"^--config .*: holds list; allowed: keys and values$"),
         ("trainer: 3", r"^trainer is 3; allowed: keys and values$"),
-        ("mechanisms: {use: [{mechanism: cone}]}", r"^trainer.output is missing; it is the folder"),
         ("a: !!python/object/apply:os.system ['true']", r"^--config .*: not YAML: could not determine"),
     ],
 )

@@ -76,7 +76,7 @@ def page(results, versions):
     kinds = list(dict.fromkeys(kind for kind, _ in results))
     notes: dict[str, int] = {}
     lines = [
-        HEAD.format(columns=columns(), patches=", ".join(PATCHES), **versions),
+        HEAD.format(columns=columns(), patches="; ".join(PATCHES), **versions),
         "## Totals",
         "",
         "| | " + " | ".join(AUTO[k] for k in kinds) + " | meaning |",

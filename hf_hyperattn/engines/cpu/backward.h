@@ -54,8 +54,8 @@ class BackwardTask {
 
  public:
   BackwardTask(const Call& call, const Slots& slots)
-      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)), depth(terms<E>(c.dim)),
-        value_depth(terms<E>(c.value_dim)), query_step(paired<E> ? left_step<E>(c.dim) : dim),
+      : c(call), s(slots), wide(padded(c.value_dim)), dim(padded(c.dim)), depth(panel_depth<E>(c.dim)),
+        value_depth(panel_depth<E>(c.value_dim)), query_step(paired<E> ? left_step<E>(c.dim) : dim),
         grad_step(paired<E> ? left_step<E>(c.value_dim) : wide),
         scratch_(kTileRows * (kTileKeys * 5 + query_step + grad_step + dim + wide + 2) + 2 * kTileKeys +
                  kTileKeys * (depth + value_depth + 2 * dim + wide) + Frame::size(c) * 2 + 512) {
@@ -72,9 +72,9 @@ class BackwardTask {
     query_factors_ = scratch_.take(kTileRows);
     key_factors_ = scratch_.take(kTileKeys);
     if constexpr (paired<E>) {
-      const int64_t rows = terms<E>(kTileRows);
-      query_rows_ = scratch_.template take<E>(rows * dim);
-      grad_rows_ = scratch_.template take<E>(rows * wide);
+      const int64_t rows = terms<E>(kTileRows), whole = padded(rows);
+      query_rows_ = scratch_.template take<E>(whole * dim);
+      grad_rows_ = scratch_.template take<E>(whole * wide);
       weight_rows_ = scratch_.template take<E>(rows * kTileKeys);
       dot_rows_ = scratch_.template take<E>(rows * kTileKeys);
       left_dots_ = scratch_.template take<E>(kTileRows * terms<E>(kTileKeys));
@@ -117,7 +117,7 @@ class BackwardTask {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const int64_t low = frame_.lowest / kPanel * kPanel, high = frame_.highest;
     const int64_t start = (b * c.heads + h) * c.queries + row0;
-    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
+    const auto seen = [&](int64_t r, int64_t n) { return frame_.seen(r, std::min(n, rows - r)); };
     const auto queries = queries_of<T>(c, b, h, row0);
     const float* given = s.grad + start * c.value_dim;
     const E* grads = grads_;
@@ -126,6 +126,7 @@ class BackwardTask {
       pack_rows(queries, rows, c.dim, dim, query_rows_);
       round_left(given, c.value_dim, rows, c.value_dim, nullptr, grads_, nullptr, grad_step);
       round_rows(given, c.value_dim, rows, c.value_dim, nullptr, grad_rows_, nullptr, wide);
+      fill_rows(grad_rows_, rows, wide);
       factors_.row = query_factors_;
     } else {
       copy_rows(queries, rows, 0, c.dim, dim, queries_);
@@ -137,12 +138,16 @@ class BackwardTask {
     float* sums = s.query_sums + ((chunk * c.batch * c.heads) * c.queries + start) * dim;
     score(b, h, chunk, row0, rows, key, count, start, sums);
     clear(rows, low, high);
-    multiply_back(grads, rows, low, high - low, sums);
+    multiply_back(grads, rows, low, high - low, sums, seen);
   }
 
   // The products of weights and of the logits' gradients with vectors, added to the gradients of `count` keys from `low`
   // on and of the queries.
-  void multiply_back(const E* grads, int64_t rows, int64_t low, int64_t count, float* sums) {
+  template <class Seen>
+  void multiply_back(const E* grads, int64_t rows, int64_t low, int64_t count, float* sums, Seen seen) {
+    const auto add_to_queries = [&](const E* d) {  // rows of gradients of logits times the keys
+      product_of_seen(d, terms<E>(kTileKeys), keys_, dim, sums, dim, rows, dim, seen);
+    };
     float *d_values = d_values_ + low * wide, *d_keys = d_keys_ + low * dim;
     if constexpr (paired<E>) {
       const float *weights = weights_ + low, *dots = dots_ + low;
@@ -152,26 +157,17 @@ class BackwardTask {
       // is multiplied too
       E *row_rest = c.half == kWhole ? weight_rows_ : nullptr, *left_rest = c.half == kWhole ? left_rest_ : nullptr;
       round_rows(dots, kTileKeys, rows, count, factors_.row, dot_rows_, row_rest, kTileKeys);
-      round_left(dots, kTileKeys, rows, count, factors_.from(0, low).column, left_dots_, left_rest, terms<E>(kTileKeys));
+      const int64_t skipped = terms<E>(low);
+      round_left(dots, kTileKeys, rows, count, factors_.from(0, low).column, left_dots_ + skipped,
+                 left_rest ? left_rest + skipped : nullptr, terms<E>(kTileKeys));
       for (const E* part : {static_cast<const E*>(dot_rows_), static_cast<const E*>(row_rest)})
         if (part) product(part, 1, kTileKeys, query_rows_, dim, terms<E>(rows), d_keys, dim, count, dim, true);
-      add_to_queries(left_dots_, low, rows, sums);
-      if (left_rest) add_to_queries(left_rest, low, rows, sums);
+      add_to_queries(left_dots_);
+      if (left_rest) add_to_queries(left_rest);
     } else {
       product(weights_ + low, 1, kTileKeys, grads, wide, rows, d_values, wide, count, wide, true);
       product(dots_ + low, 1, kTileKeys, queries_, dim, rows, d_keys, dim, count, dim, true);
-      add_to_queries(dots_, 0, rows, sums);
-    }
-  }
-
-  // Rows of gradients of logits, the columns of the tile from `start` on, times the keys.
-  void add_to_queries(const E* dots, int64_t start, int64_t rows, float* sums) {
-    for (int64_t r = 0; r < rows; r += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, rows - r);
-      const auto [first, last] = frame_.seen(r, count);
-      const int64_t skipped = paired<E> ? first / 2 : first;  // pairs of keys
-      product(dots + r * terms<E>(kTileKeys) + skipped - terms<E>(start), terms<E>(kTileKeys), 1, keys_ + skipped * dim,
-              dim, terms<E>(last) - skipped, sums + r * dim, dim, count, dim, true);
+      add_to_queries(dots_);
     }
   }
 
@@ -264,6 +260,7 @@ void backward(const Call& c, const Slots& s) {
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
   {
     BackwardTask<T> task(c, s);
+    TileShapes shapes(paired<Operand<T>>);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; ++i) {
       const int64_t chunk = i % s.chunks, head = i / s.chunks;

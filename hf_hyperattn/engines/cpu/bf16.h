@@ -3,7 +3,7 @@
 // the backward pass the gradients of output and logits.
 #pragma once
 
-#include "product.h"
+#include "tiles.h"
 #include "weights.h"
 
 namespace hyper {
@@ -12,6 +12,12 @@ namespace hyper {
 template <class E>
 constexpr int64_t left_step(int64_t width) {
   return paired<E> ? (terms<E>(width) + kLanes - 1) / kLanes * kLanes : width;
+}
+
+// Numbers of a row in panels: whole tiles, where products are of these.
+template <class E>
+int64_t panel_depth(int64_t width) {
+  return paired<E> && has_tiles() ? left_step<E>(width) : terms<E>(width);
 }
 
 // Rows of the left side of a product, of the right side, and factors of the columns, of floats: these have theirs in them.
@@ -109,7 +115,7 @@ inline void round_left(const float* from, int64_t step, int64_t rows, int64_t wi
 
 // As for floats, of pairs, and without factors.
 inline void pack_panels(Rows<Bfloat> from, int64_t rows, int64_t width, Two* to) {
-  const int64_t depth = terms<Two>(width);
+  const int64_t depth = panel_depth<Two>(width);
   for (int64_t start = 0; start < (rows + kPanel - 1) / kPanel * kPanel; start += kLanes) {
     Two* out = to + start / kPanel * kPanel * depth + start % kPanel;
     for (int64_t e = 0; e < depth; e += kLanes) {
@@ -125,6 +131,11 @@ inline void pack_panels(Rows<Bfloat> from, int64_t rows, int64_t width, Two* to)
   }
 }
 
+// Rows of `step` pairs that are missing to a whole tile: 0.
+inline void fill_rows(Two* to, int64_t rows, int64_t step) {
+  std::fill(to + terms<Two>(rows) * step, to + (rows + kPairs - 1) / kPairs * kLanes * step, Two{0});
+}
+
 // Rows of a right side, `wide` pairs each: every pair is of two rows, one below the other. A last one alone is with 0.
 inline void pack_rows(Rows<Bfloat> from, int64_t rows, int64_t width, int64_t wide, Two* to) {
   for (int64_t r = 0; r < rows; r += 2)
@@ -135,6 +146,7 @@ inline void pack_rows(Rows<Bfloat> from, int64_t rows, int64_t width, int64_t wi
       store(to + r / 2 * wide + e, in_pairs<false>(a, b));
       if (e + kLanes < wide) store(to + r / 2 * wide + e + kLanes, in_pairs<true>(a, b));
     }
+  fill_rows(to, rows, wide);
 }
 
 // The same of floats, as in `round_left`, times factors of the rows where there are such.
@@ -169,7 +181,8 @@ inline float exponentials(const float* x, int32_t first, int32_t last, int64_t l
   return sum_of(sum);
 }
 
-// The sum of a · b, both rounded but for what b loses by that, in the order in which `product` adds up rounded numbers.
+// The sum of a · b, both rounded but for what b loses by that, in the order in which `product` adds up rounded numbers:
+// tiles have a sum for the first numbers of their 16 pairs and one for the second ones.
 inline float sum_in_turn(const float* a, const float* b, int64_t count, Two) {
   __m128 sum = _mm_setzero_ps();
   Vec rest = {};
@@ -183,6 +196,13 @@ inline float sum_in_turn(const float* a, const float* b, int64_t count, Two) {
     store(left, rounded_pair(x[0], x[1])), store(right, rounded_pair(y[0], y[1]));
     for (int i = 0; i < 2; ++i)
       rest += x[i] * (y[i] - load_numbers(reinterpret_cast<const Bfloat*>(right) + i * kLanes));
+    if (has_tiles()) {
+      float both[2] = {};
+      const auto number_of = [](const Two* x, int i) { return number(reinterpret_cast<const Bfloat*>(x)[i]); };
+      for (int i = 0; i < kPairs; ++i) both[i % 2] = in_turn(number_of(left, i), number_of(right, i), both[i % 2]);
+      sum[0] += as_it_is(splat(both[0] + both[1]))[0];
+      continue;
+    }
     for (int64_t i = 0; i < std::min<int64_t>(kLanes, terms<Two>(count - e)); ++i)
       sum = _mm_dpbf16_ps(sum, reinterpret_cast<__m128bh>(_mm_set1_epi32(left[i].bits)),
                           reinterpret_cast<__m128bh>(_mm_set1_epi32(right[i].bits)));

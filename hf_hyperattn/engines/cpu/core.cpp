@@ -36,6 +36,10 @@ void hyper_selected_choice(const hyper::Selected* c, const hyper::Choice* s) {
   c->half ? hyper::selected_choice<Bfloat>(*c, *s) : hyper::selected_choice<float>(*c, *s);
 }
 
+void hyper_page_summaries(const hyper::Summaries* s) {
+  s->half ? hyper::page_summaries<Bfloat>(*s) : hyper::page_summaries<float>(*s);
+}
+
 void hyper_selected_forward(const hyper::Selected* c) {
   c->half ? hyper::selected_forward<Bfloat>(*c) : hyper::selected_forward<float>(*c);
 }
@@ -47,4 +51,6 @@ void hyper_selected_backward(const hyper::Selected* c, const hyper::SelectedGrad
 // The block of keys in which a backward pass can be cut, and the width to which rows are filled.
 int64_t hyper_tile_keys() { return hyper::kTileKeys; }
 int64_t hyper_padded(int64_t width) { return hyper::padded(width); }
+// How bfloat16 is multiplied: 0 as floats, 1 in pairs, 2 by tiles of pairs.
+int hyper_bfloat16() { return hyper::has_tiles() ? 2 : hyper::paired<hyper::Operand<Bfloat>>; }
 }

@@ -43,7 +43,7 @@ class ForwardTask {
 
  public:
   explicit ForwardTask(const Call& call)
-      : c(call), wide(padded(call.value_dim)), depth(terms<E>(c.dim)), query_step(left_step<E>(c.dim)),
+      : c(call), wide(padded(call.value_dim)), depth(panel_depth<E>(c.dim)), query_step(left_step<E>(c.dim)),
         span(span_of<E>(call)), rows_(call.group() * span),
         scratch_(kTileRows * kTileKeys * 3 + kTileKeys * (depth + wide + 1) + rows_ * (query_step + wide + 3) +
                  kTileRows + Frame::size(c) + 256) {
@@ -106,7 +106,7 @@ class ForwardTask {
             const E* values, int64_t value_step) {
     if (!frame_.see(c, row0, rows, key, count)) return;
     const E* queries = queries_ + slot * query_step;
-    const auto seen = [&](int64_t r) { return frame_.seen(r, std::min<int64_t>(kRows, rows - r)); };
+    const auto seen = [&](int64_t r, int64_t n) { return frame_.seen(r, std::min(n, rows - r)); };
     factors_.row = paired<E> ? query_factors_ + slot : nullptr;
     product_of_panels(queries, query_step, keys_, depth, dots_, kTileKeys, rows, frame_.lowest, frame_.highest, seen,
                       factors_);
@@ -123,13 +123,7 @@ class ForwardTask {
     for (int64_t r = 0; r < rows; ++r) weigh(r, slot + r);
     if (c.drop_below) drop(b, h, row0, rows, key);
     const E* weights = paired<E> ? weights_ : reinterpret_cast<const E*>(dots_);
-    for (int64_t r = 0; r < rows; r += kRows) {
-      const auto [first, last] = seen(r);
-      const int64_t skipped = paired<E> ? first / 2 : first;  // pairs of keys
-      product(weights + r * terms<E>(kTileKeys) + skipped, terms<E>(kTileKeys), 1, values + skipped * value_step,
-              value_step, terms<E>(last) - skipped, out_ + (slot + r) * wide, wide, std::min<int64_t>(kRows, rows - r),
-              wide, true);
-    }
+    product_of_seen(weights, terms<E>(kTileKeys), values, value_step, out_ + slot * wide, wide, rows, wide, seen);
   }
 
   // One row of logits becomes weights; what was summed before is brought to the new maximum.
@@ -197,6 +191,7 @@ void forward(const Call& c) {
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(tasks, c.threads)))
   {
     ForwardTask<T> task(c);
+    TileShapes shapes(paired<Operand<T>>);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; ++i) {
       const int64_t block = blocks - 1 - i / (c.kv_heads * c.batch), head = i % (c.kv_heads * c.batch);

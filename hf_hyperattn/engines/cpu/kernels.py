@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ...readable import is_exporting
 from .. import native, serialize
 from ..options import Options
 from ..score import DistanceTerm, PairScore
@@ -358,7 +359,7 @@ def _squared_norms(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 def norms_compiled(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether the compiled kernel serves; for a few rows it does not pay, and an exported program has none."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return False
     if not torch.compiler.is_compiling() and x.numel() <= SMALL:
         return False

@@ -25,6 +25,7 @@ CORE = [
     for name in (
         "core.cpp",
         "product.h",
+        "tiles.h",
         "bf16.h",
         "call.h",
         "forward.h",
@@ -77,6 +78,12 @@ def core() -> Any:
         if engine is not None:
             engine.hyper_padded.restype = engine.hyper_tile_keys.restype = ctypes.c_int64
     return CORES[setting]
+
+
+def bfloat16_products() -> str | None:
+    """How bfloat16 numbers are multiplied here: "as float32", "by avx512_bf16" or "by AMX"; None without the engine."""
+    engine = core()
+    return engine and ("as float32", "by avx512_bf16", "by AMX")[engine.hyper_bfloat16()]
 
 
 @torch.compiler.assume_constant_result

@@ -42,6 +42,11 @@ constexpr int64_t terms(int64_t count) {
 struct Factors {
   const float *row = nullptr, *column = nullptr;
 
+  // First by the column's, then by the row's, wherever this is inlined: the logits of both passes are the same numbers.
+  Vec times(Vec sum, int64_t r, int64_t w) const {
+    if (column) sum = as_it_is(sum * load(column + w));
+    return row ? sum * row[r] : sum;
+  }
   Factors from(int64_t r, int64_t j) const { return {row ? row + r : nullptr, column ? column + j : nullptr}; }
 };
 
@@ -69,9 +74,7 @@ inline void micro_product(const E* left, int64_t left_row, int64_t left_sum, con
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) {
-      if (paired<E> && by.row) sum[r][w] *= by.row[r];
-      if (paired<E> && by.column) sum[r][w] *= load(by.column + w * kLanes);
-      store(to + r * to_step + w * kLanes, sum[r][w]);
+      store(to + r * to_step + w * kLanes, paired<E> ? by.times(sum[r][w], r, w * kLanes) : sum[r][w]);
     }
 }
 
@@ -114,17 +117,29 @@ inline void panel_product(int64_t registers, const E* left, int64_t left_row, co
 }
 
 // to[r][j] = left row r · row j of what was packed in panels of kPanel rows, `count` numbers a row, for j in
-// [low, high); of each kRows rows from r on only j in seen(r) count, whole registers.
+// [low, high); of each kRows rows from r on only j in seen(r, kRows) count, whole registers.
 template <class E, class Seen>
 inline void product_of_panels(const E* left, int64_t left_row, const E* packed, int64_t count, float* to,
                               int64_t to_step, int64_t rows, int64_t low, int64_t high, Seen seen, Factors by = {}) {
   for (int64_t j = low / kPanel * kPanel; j < high; j += kPanel)
     for (int64_t r = 0; r < rows; r += kRows) {
-      const auto [first, last] = seen(r);
+      const auto [first, last] = seen(r, kRows);
       if (first < j + kPanel && j < last)
         panel_product((last - j + kLanes - 1) / kLanes, left + r * left_row, left_row, packed + j * count, count,
                       to + r * to_step + j, to_step, std::min<int64_t>(kRows, rows - r), by.from(r, j));
     }
+}
+
+// to[r][w] += sum over j of left[r][j] · right[j][w]; of each kRows rows from r on only j in seen(r, kRows) count.
+template <class E, class Seen>
+inline void product_of_seen(const E* left, int64_t left_row, const E* right, int64_t right_step, float* to,
+                            int64_t to_step, int64_t rows, int64_t width, Seen seen) {
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const auto [first, last] = seen(r, kRows);
+    const int64_t skipped = paired<E> ? first / 2 : first;  // pairs
+    product(left + r * left_row + skipped, left_row, 1, right + skipped * right_step, right_step,
+            terms<E>(last) - skipped, to + r * to_step, to_step, std::min<int64_t>(kRows, rows - r), width, true);
+  }
 }
 
 // Lanes of a and b in turn, the lower halves or the upper ones.

@@ -14,11 +14,13 @@ from ...readable import can_read
 from . import library
 from .kernels import chunks_of
 
-#: `struct Selected`, `struct SelectedGradients` and `struct Choice` of selected.h, selected_backward.h and
-#: selected_choice.h.
+#: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of selected.h,
+#: selected_backward.h, selected_choice.h and call.h.
 SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
 GRADIENTS = struct.Struct("2P q 2P")
-CHOICE = struct.Struct("q P")
+CHOICE = struct.Struct("q 2P")
+MATRIX = struct.Struct("P3q")
+SUMMARIES = struct.Struct("P3q P3q 7q 3P")
 #: A backward pass on several threads is not cut into parts of fewer queries.
 LEAST_PART = 256
 
@@ -150,15 +152,20 @@ forward.register_autograd(_pullback, setup_context=_save)
 
 @torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())
 def choice(
-    query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int
-) -> Tensor:
+    query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int,
+    summaries: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
     """What `chosen_pages` returns."""
     tensors = [_rows(t) for t in (query, key, key)]
     chosen = query.new_full(_choice_shape(query, key.shape[2], rules, earlier), -1, dtype=torch.int32)
     out = query.new_empty(0, dtype=torch.float32)
     call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out)
-    library.core().hyper_selected_choice(call, CHOICE.pack(earlier, chosen.data_ptr()))
-    del alive
+    empty = MATRIX.pack(0, 0, 0, 0)
+    of_heads = b"".join(MATRIX.pack(t.data_ptr(), *t.stride()[:3]) if t.numel() else empty for t in summaries)
+    matrices = ctypes.create_string_buffer(of_heads or empty * query.shape[1])
+    slots = CHOICE.pack(earlier, chosen.data_ptr(), ctypes.addressof(matrices))
+    library.core().hyper_selected_choice(call, slots)
+    del alive, matrices
     return chosen
 
 
@@ -172,7 +179,7 @@ def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) 
 
 
 @choice.register_fake
-def _(query, key, rules, spans, offset, earlier):
+def _(query, key, rules, spans, offset, earlier, summaries):
     return query.new_empty(_choice_shape(query, key.shape[2], rules, earlier), dtype=torch.int32)
 
 
@@ -184,6 +191,7 @@ def chosen_pages(
     spans: tuple[Sequence[int], Sequence[int]] | None = None,
     offset: int = 0,
     earlier: int = 0,
+    summaries: Sequence[Tensor] = (),
 ) -> Tensor:
     """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
 
@@ -191,13 +199,36 @@ def chosen_pages(
         query, key, rules, spans: as in `selected_attention`; no gradient passes.
         offset: where query 0 stands.
         earlier: so many of the first queries are there for the choice alone.
+        summaries: of each head the pages' summaries as `page_summaries` makes them, of all pages that are complete, or
+            an empty tensor; none: they are made from the keys.
 
     Returns:
         int32 [B, H, chunks, most], as `selected_attention` takes it; the first chunk is that of query `earlier`.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
-    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier)
+    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier, summaries)
+
+
+@torch.no_grad()
+def page_summaries(
+    key: Tensor, out: Tensor, page: int, bounds: int, starts: Sequence[int], begin: Sequence[int], end: Sequence[int]
+) -> None:
+    """Write summaries of pages: the mean of their keys, or with bounds the largest and then the least, by channel.
+
+    Args:
+        key: [B, Hkv, M, d], float32 or bfloat16, on the CPU.
+        out: float32 [B, Hkv, P, d], with bounds [B, Hkv, P, 2 d].
+        page: keys of a page.
+        starts: of each row its first key. begin, end: of each row the pages that are written, all of them complete.
+    """
+    key = _rows(key)
+    arrays = _longs(starts), _longs(begin), _longs(end)
+    call = SUMMARIES.pack(
+        key.data_ptr(), *key.stride()[:3], out.data_ptr(), *out.stride()[:3], key.dtype != torch.float32,
+        *key.shape[:2], key.shape[3], page, bounds, torch.get_num_threads(), *map(ctypes.addressof, arrays),
+    )  # fmt: skip
+    library.core().hyper_page_summaries(call)
 
 
 def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:

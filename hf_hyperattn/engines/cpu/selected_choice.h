@@ -15,6 +15,15 @@ enum By { kOwn, kFirst, kPrevious, kChunk };  // each query, the first of its ch
 struct Choice {
   int64_t earlier;   // the first queries of the call that are there for the choice alone
   int32_t* chosen;   // [B, H, chunks, most], see Selected; of chunks from that of query `earlier` on
+  // [H], float [B, Hkv, pages, width] each, as `summarize` makes them; without address: they are made here.
+  const Matrix* summaries;
+};
+
+// New summaries of some pages, for later choices: pages [from, to) of every row, counted from its first key.
+struct Summaries {
+  Matrix key, out;   // `out` is float
+  int64_t half, batch, heads, dim, page, bounds, threads;
+  const int64_t *starts, *from, *to;  // [B]
 };
 
 // Least and largest, or means, of `page` keys: the largest ones first, then the least, as they are multiplied.
@@ -83,11 +92,14 @@ class ChoiceTask {
     packed_.resize(blocks_ * kLanes * width_), addresses_.resize(blocks_);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t there = std::min<int64_t>(kLanes, pages - block * kLanes);
-      for (int64_t i = 0; i < there; ++i) {
-        const auto keys = c.rows_of<T>(c.key, b, kv, c.starts[b] + (block * kLanes + i) * rule.page);
-        summarize(keys, rule.page, c.dim, rule.bounds, &row_[i * width_]);
-      }
-      put_block(Rows<float>{row_.data(), width_, nullptr, 0}, there, width_, &packed_[block * kLanes * width_]);
+      Rows<float> rows{row_.data(), width_, nullptr, 0};
+      if (s.summaries[h].at) rows = c.rows_of<float>(s.summaries[h], b, kv, block * kLanes);
+      else
+        for (int64_t i = 0; i < there; ++i) {
+          const auto keys = c.rows_of<T>(c.key, b, kv, c.starts[b] + (block * kLanes + i) * rule.page);
+          summarize(keys, rule.page, c.dim, rule.bounds, &row_[i * width_]);
+        }
+      put_block(rows, there, width_, &packed_[block * kLanes * width_]);
       addresses_[block] = &packed_[block * kLanes * width_];
     }
   }
@@ -145,6 +157,18 @@ void selected_choice(const Selected& c, const Choice& s) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < tasks; ++i)
       for (int64_t h = i * together; h < (i + 1) * together; ++h) task.run(h / c.heads, h % c.heads);
+  }
+}
+
+template <typename T>
+void page_summaries(const Summaries& s) {
+#pragma omp parallel for num_threads(s.threads) schedule(static)
+  for (int64_t i = 0; i < s.batch * s.heads; ++i) {
+    const int64_t b = i / s.heads, head = i % s.heads;
+    for (int64_t a = s.from[b]; a < s.to[b]; ++a) {
+      const Rows<T> keys{at<T>(s.key, b, head, s.starts[b] + a * s.page), s.key.row, nullptr, 0, 1.0f};
+      summarize(keys, s.page, s.dim, s.bounds, const_cast<float*>(at<float>(s.out, b, head, a)));
+    }
   }
 }
 

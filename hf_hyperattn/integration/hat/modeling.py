@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.utils import ModelOutput, can_return_tuple
 
 from ...mechanisms.hat.segments import Segments, segment
@@ -48,25 +49,6 @@ class HatEmbeddings(nn.Module):
             x = x + self.kinds(torch.zeros_like(x[:1, :1, 0], dtype=torch.long) if kinds is None else kinds)
         x = self.dropout(self.norm(x))
         return x if self.project is None else self.project(x)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **keywords,
-) -> tuple[Tensor, Tensor]:
-    """softmax(scaling · QKᵀ + mask) V, with its weights."""
-    weights = scaling * query @ key.transpose(-1, -2)
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = weights.softmax(-1)
-    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (dropped @ value).transpose(1, 2).contiguous(), weights
 
 
 class HatAttention(nn.Module):

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.utils import can_return_tuple
 
 from ...hierarchy import Hierarchy
 from ...mechanisms.hsa.tree.both import both
@@ -98,9 +99,6 @@ class HsaEncoderPreTrainedModel(PreTrainedModel):
             for table in module:
                 init.normal_(table, std=self.config.initializer_range)
 
-    def _returned(self, output, return_dict: bool | None):
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
 
 class HsaEncoder(HsaEncoderPreTrainedModel):
     """Text, image or both to vectors: `last_hidden_state` [B, N, hidden_size], text first, then patches in raster
@@ -131,6 +129,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         """Put another table of words in its place."""
         self.words = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -138,9 +137,8 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         pixel_values: Tensor | None = None,
         hierarchy: Hierarchy | Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple:
-        """Encode a batch.
+        """Encode a batch; return_dict=False gives a tuple.
 
         Args:
             input_ids: int64 [B, L], or None where there is no text.
@@ -149,7 +147,6 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             hierarchy: of the L tokens of the text: a `Hierarchy` of 1 or B rows, or group ids [B, L, levels] as
                 `HierarchyCollator` makes them; None: the text is one flat family. Padding is in no group.
             output_hidden_states: whether to return the input of every layer and the output of the last.
-            return_dict: False for a tuple.
 
         Raises:
             ValueError: neither signal, one that the model was not made for, or shapes that do not fit.
@@ -175,10 +172,9 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         means = [x[:, a:b].sum(1) / real[:, a:b].sum(1, keepdim=True) for a, b in zip(starts, starts[1:])]
         pooled = torch.stack(means).mean(0)
         shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        output = BaseModelOutputWithPooling(
+        return BaseModelOutputWithPooling(
             last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if shown else None
         )
-        return self._returned(output, return_dict)
 
     def _check(self, input_ids, pixel_values, hierarchy) -> None:
         """Raise for signals that there are not, and a hierarchy that nothing would look at."""
@@ -265,6 +261,7 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, int(config.num_labels or 0))
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -273,7 +270,6 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         hierarchy: Hierarchy | Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
     ) -> SequenceClassifierOutput | tuple:
         """Classify a batch; arguments as in `HsaEncoder.forward`, and `labels` int64 [B]."""
         encoded = self.encoder(
@@ -281,5 +277,4 @@ class HsaEncoderForSequenceClassification(HsaEncoderPreTrainedModel):
         )
         logits = self.classifier(self.dropout(encoded.pooler_output))
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        output = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
-        return self._returned(output, return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)

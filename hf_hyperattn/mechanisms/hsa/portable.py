@@ -15,6 +15,7 @@ from torch import Tensor
 from ...engines import Options, repeat_heads
 from ...engines.options import position_mask
 from ...engines.reference import dropout, softmax
+from ...readable import is_exporting
 from .config import Rule
 
 INF = float("inf")
@@ -49,7 +50,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request:
         single = torch.eye(n, dtype=torch.bool, device=query.device) & pairs
         weights = both_weights(query, key, [single, *blocks, pairs], options.bias, request.rule.keep_diagonal)
         more = (~mask & pairs[:, None]).flatten(1).any(1)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             torch._assert_async(~more.any(), "hsa with tying='both' got a mask that hides more than padding")
         weights = weights.masked_fill(more[:, None, None, None], float("nan"))
         return weights @ value, weights

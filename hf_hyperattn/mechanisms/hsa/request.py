@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
-from ...readable import can_read
+from ...readable import can_read, is_exporting
 from ..base import START, FirstKey
 from ..places import padding_of, real_of
 from . import operator, portable
@@ -87,7 +87,7 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
             "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
-    if torch.compiler.is_exporting() and portable.supports(query, key, options, request):
+    if is_exporting() and portable.supports(query, key, options, request):
         return portable.attend(query, key, value, options, request)
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)

@@ -6,6 +6,7 @@ Everything else goes the way of masks, with the same result: other heads beside 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
+from ...readable import is_recorded
 from ..places import padding_of
 from .masking import ByLength, Text, masked
+from .page_cache import PAGE_CACHES
 from .pages import Pages
 from .rules import Exact, SparseRule, Window
 
@@ -63,7 +66,9 @@ def attend(
     if any(rule.page for rule in known):
         asking = query if text.before is None else torch.cat([text.before.to(query.dtype), query], 2)
         earlier = asking.shape[2] - n
-        chosen = selected.chosen_pages(asking, key, known, spans=spans, offset=last - asking.shape[2], earlier=earlier)
+        kept = kept_summaries(key, known, spans[0]) if last == key.shape[2] else ()
+        offset = last - asking.shape[2]
+        chosen = selected.chosen_pages(asking, key, known, spans=spans, offset=offset, earlier=earlier, summaries=kept)
     out = selected.selected_attention(
         score.raw_query, score.raw_key, value, known, chosen, spans=spans, offset=last - n, scale=score.scale
     )
@@ -71,6 +76,15 @@ def attend(
         return out
     others = by_masks(rest, query, key, score, value, options, rules, text)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
+
+
+def kept_summaries(key: Tensor, rules: Sequence[HeadRule], starts: list[int]) -> list[Tensor]:
+    """Of each head the summaries of its pages, from the cache that gave the keys; none where it keeps none."""
+    cache = None if is_recorded() else PAGE_CACHES.get(key)
+    if cache is None:
+        return []
+    nothing = torch.empty(0)
+    return [cache.summaries(key, rule.page, rule.bounds, starts) if rule.page else nothing for rule in rules]
 
 
 def by_masks(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
-from ...readable import can_read, is_recorded
+from ...readable import can_read, is_exporting, is_recorded
 from ..base import START, FirstKey
 from ..places import real_of, visible
 from .recent import Recent
@@ -54,7 +54,7 @@ def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = ST
     Raises:
         ValueError: the call is exported or traced.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if is_exporting() or torch.jit.is_tracing():
         raise ValueError(
             "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
             "allowed: unpatch_model, or layers whose rules are all Exact()"

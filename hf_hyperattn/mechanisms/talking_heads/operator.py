@@ -19,6 +19,7 @@ from ...engines.dispatch import DENSE_ELEMENTS, checked
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
+from ...readable import is_exporting
 from . import reference
 
 BACKENDS = ("auto", "reference", "blockwise")
@@ -78,7 +79,7 @@ def small(score: PairScore) -> bool:
     program has plain operators alone.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return is_exporting()
     return math.prod(score.shape) <= DENSE_ELEMENTS
 
 

@@ -16,7 +16,7 @@ from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
 from ...engines.serialize import differentiable
 from ...engines.tiles import by_group
-from ...readable import is_recorded
+from ...readable import is_exporting, is_recorded
 from . import tiles
 from .reference import Windows, simplicial
 from .tiles import SimplicialCall, SimplicialTensors
@@ -57,9 +57,7 @@ def attend(
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
         raise ValueError(f"backend='blockwise' {what}; use backend='reference' or 'auto'")
-    dense = (
-        weights or learned or torch.compiler.is_exporting() or (not is_recorded() and small(query, keys[0].shape[2]))
-    )
+    dense = weights or learned or is_exporting() or (not is_recorded() and small(query, keys[0].shape[2]))
     with full_precision(query.device):
         if backend == "reference" or (backend == "auto" and dense):
             options = options if offset is None else replace(options, offset=int(offset))

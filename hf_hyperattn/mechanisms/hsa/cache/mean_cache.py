@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....engines import working_dtype
+from ....readable import is_recorded
 from ..windowed.means import Levels
 
 #: The `MeanCache` that keys and values come from, while they live.
@@ -63,7 +64,9 @@ class GrowingTensor:
     def extend(self, length: int) -> None:
         """Make it so long; what is new holds nothing in particular."""
         now, needed = self.view(), length - self.gone
-        if needed > self.room.shape[2]:
+        # what was made under inference mode, torch lets nobody write to later
+        closed = not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
+        if needed > self.room.shape[2] or closed:
             self.room = now.new_empty((*now.shape[:2], max(needed, 2 * now.shape[2]), now.shape[3]))
             self.room[:, :, : now.shape[2]] = now
         self.length = length

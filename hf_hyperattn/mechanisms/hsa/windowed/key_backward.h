@@ -80,7 +80,7 @@ class BackwardTile : Tile {
         sum += g * out[q * c_.value_dim + e];
       }
       delta_[q] = sum;
-      if (c_.sink_logit) s_.sink_logit[head] -= exponential(splat(c_.sink_logit[head_] - lse_[q]))[0] * sum;
+      if (c_.sink_logit) s_.sink_logit[head] -= exponential<true>(splat(c_.sink_logit[head_] - lse_[q]))[0] * sum;
     }
   }
 
@@ -91,7 +91,7 @@ class BackwardTile : Tile {
     float* products = b_.weights.data();
     logits_of(t.v(first), t.value_step, count, b_.grads.data(), c_.value_dim, products);
     for (int64_t r = 0; r < count * kLanes; r += kLanes) {
-      const Vec weight = exponential(load(logits + r) - lse_);
+      const Vec weight = exponential<true>(load(logits + r) - lse_);
       store(logits + r, weight == 0 ? Vec{} : weight * (load(products + r) - delta_));  // hidden values may be NaN
       store(products + r, weight);
     }

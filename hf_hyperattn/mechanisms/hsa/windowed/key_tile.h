@@ -1,6 +1,6 @@
-// One tile of key-tied attention: up to 16 queries of one bottom window and one head.
+// One tile of key-tied attention: as many queries of one bottom window and one head as a register has lanes.
 //
-// The queries lie across the 16 lanes of a vector, so keys and values are read as they stand, row by row, and the
+// The queries lie across these lanes, so keys and values are read as they stand, row by row, and the
 // softmax runs down the columns without sums across lanes. Closed blocks first (refinement needs all their logits),
 // then refinement query by query, then the tokens near by and the sinks in chunks, with a running maximum. What
 // refinement opens differs from query to query; its rows are read straight from the tables.
@@ -9,10 +9,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "key_choice.h"
-#include "key_vectors.h"
+#include "key_products.h"
 
 namespace {
 
@@ -252,9 +253,9 @@ class Tile {
     next.count = 0;
     for (int32_t i = 0; i < chosen; ++i) {
       const int32_t first = here.ids[i] * children;
-      for (int32_t j = 0; j < children; j += kLanes)  // whole vectors; the next block writes over what is too much
-        *reinterpret_cast<LooseIntVec*>(next.ids.data() + next.count + j) = kCount + (first + j);
-      next.count += std::min(children, limit - first);
+      const int32_t count = std::min(children, limit - first);
+      std::iota(next.ids.data() + next.count, next.ids.data() + next.count + count, first);
+      next.count += count;
     }
     if (!next.count) return;
     std::fill_n(next.ids.data() + next.count, kLanes, next.ids[next.count - 1]);  // `dots` reads whole vectors
@@ -272,10 +273,10 @@ class Tile {
   void take(float* logits, int64_t count) {
     Vec most = top_;
     for (int64_t r = 0; r < count; ++r) most = larger(most, load(logits + r * kLanes));
-    const Vec base = most == -kInf ? Vec{} : most, factor = exponential(top_ - base);
+    const Vec base = most == -kInf ? Vec{} : most, factor = exponential<true>(top_ - base);
     Vec sum = {};
     for (int64_t r = 0; r < count; ++r) {
-      const Vec w = exponential(load(logits + r * kLanes) - base);
+      const Vec w = exponential<true>(load(logits + r * kLanes) - base);
       store(logits + r * kLanes, w);
       sum += w;
     }
@@ -355,19 +356,16 @@ class Tile {
     std::fill(logits + count, logits + whole, -kInf);
     Vec most = splat(top_[q]);
     for (int64_t i = 0; i < whole; i += kLanes) most = larger(most, load(logits + i));
-    float peak = -kInf;
-    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]);
+    const float peak = largest_of(most);
     const float base = peak == -kInf ? 0.0f : peak;
-    const float factor = exponential(splat(top_[q] - base))[0];
+    const float factor = exponential<true>(splat(top_[q] - base))[0];
     Vec sum = {};
     for (int64_t i = 0; i < whole; i += kLanes) {
-      const Vec w = exponential(load(logits + i) - base);
+      const Vec w = exponential<true>(load(logits + i) - base);
       store(logits + i, w);
       sum += w;
     }
-    float all = 0;
-    for (int i = 0; i < kLanes; ++i) all += sum[i];
-    total_[q] = total_[q] * factor + all;
+    total_[q] = total_[q] * factor + sum_of(sum);
     top_[q] = peak;
     rescale(q, factor);
     int64_t from = 0;

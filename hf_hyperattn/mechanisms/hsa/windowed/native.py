@@ -13,14 +13,13 @@ from torch import Tensor
 from ....engines import native
 from ....readable import can_read
 
-#: The kernel's vectors are this wide; head dimensions are filled up to a multiple.
+#: Head dimensions are filled up to a multiple of the widest registers.
 LANES = 16
 
 #: What the kernel is built from.
-SOURCES = [
-    Path(__file__).parent / name
-    for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_vectors.h")
-]
+HERE = Path(__file__).parent
+SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_products.h")]
+SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("product.h", "vectors.h")]
 
 
 def _fields(kind, names: str) -> list:

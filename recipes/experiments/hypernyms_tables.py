@@ -1,0 +1,56 @@
+"""The tables of the hypernyms in docs/hyperbolicity.md, made from the results alone, of kinds that are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .draw import ROOT, draw_page
+from .hypernyms import best_rate, key_of
+from .store import FOLDER
+from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
+
+PAGE = ROOT / "docs" / "hyperbolicity.md"
+CONTROLS = ("no adapter", "dot product", "normalised dot product", "Euclidean distance")
+
+
+def whole(results: dict) -> dict[str, list[dict]]:
+    """The runs of every kind that is whole, by seed."""
+    seeds = results["settings"]["seeds"]
+    found = {kind: all_done(results, (key_of(kind, seed) for seed in seeds)) for kind in results["settings"]["kinds"]}
+    return {kind: runs for kind, runs in found.items() if runs}
+
+
+def accuracies(runs: list[dict]) -> list[float]:
+    """In percent."""
+    return [100 * run["accuracy"] for run in runs]
+
+
+def kinds(results: dict) -> str:
+    """Accuracy, and whether norms follow the level, a row for each kind."""
+    rows = []
+    for kind, runs in whole(results).items():
+        rate = f"{best_rate(results['settings'], results['runs'], kind):g}" if runs[0]["parameters"] else "-"
+        cells = [f"{runs[0]['parameters']:,}", rate, mean_and_deviation(accuracies(runs), 1)]
+        rows.append([kind, *cells, mean_and_deviation([run["norm and level"] for run in runs], 2)])
+    return table(["score", "parameters", "learning rate", "accuracy, %", "norms of keys and level"], rows)
+
+
+def pairs(results: dict) -> str:
+    """Differences seed by seed from each control, and their power."""
+    found, rows = {kind: accuracies(runs) for kind, runs in whole(results).items()}, []
+    for kind, mine in found.items():
+        others = {control: found[control] for control in CONTROLS if control in found and control != kind}
+        if kind in CONTROLS[:2] or not others:
+            continue
+        power = max(detectable(mine, other) for other in others.values())
+        cells = [paired(mine, others[control]) if control in others else "" for control in CONTROLS]
+        rows.append([kind, *cells, f"{power:.1f}"])
+    return table(["points ahead of", *CONTROLS, "what would be found"], rows)
+
+
+TABLES = {"hypernyms": kinds, "hypernyms-paired": pairs, "hypernyms-made": circumstances}
+
+
+def draw(folder: Path = FOLDER, page: Path = PAGE) -> None:
+    """Write every table between its two marks; nothing where no run is done."""
+    draw_page("hypernyms", TABLES, folder, page)
