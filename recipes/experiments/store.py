@@ -103,6 +103,9 @@ def begin(experiment: Experiment, path: Path, fresh: bool) -> dict:
     kept = {k: old["settings"].get(k) if only_adds(old["settings"].get(k), mine[k]) else mine[k]
             for k in experiment.rows}  # fmt: skip
     check_same("settings", path, old, {"settings": mine | kept})
+    chips = [name for name in (old["machine"].get("chip"), now["machine"]["chip"]) if name]
+    if len(chips) == 2 and chips[1] not in chips[0].split(" and "):
+        old["machine"]["chip"] = " and ".join(chips)
     return old | {"settings": mine}
 
 

@@ -89,7 +89,7 @@ def plot(results: dict):
     names = list(dict.fromkeys(kind for kind, _ in whole(results)))
     for axes, measure, label in zip(plots, ("held_out", "bleu"), ("loss, nats a token", "BLEU")):
         for kind in names:
-            widths = [width for other, width in whole(results) if other == kind]
+            widths = sorted(width for other, width in whole(results) if other == kind)
             values = [[run[measure] for run in seeds(results, kind, width)] for width in widths]
             axes.errorbar(widths, list(map(statistics.mean, values)), list(map(statistics.stdev, values)),
                           color=figures.SCORES[kind], marker="o", markersize=4, capsize=2, label=kind)  # fmt: skip
@@ -97,6 +97,7 @@ def plot(results: dict):
         axes.set(xscale="log", xticks=widths, xticklabels=widths, ylabel=label)
         axes.set(xlabel="width of a head's queries and keys")
         axes.minorticks_off()
+        axes.margins(y=0.02)
     plots[0].legend(fontsize=7)
     return figure
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from recipes.experiments import figures, head_tables, hyperbolicity_tables, trilinear_tables
+from recipes.experiments import figures, head_tables, hyperbolicity_tables, translation_tables, trilinear_tables
 from recipes.experiments.store import load
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,7 @@ MAKERS = {name: lambda name=name, make=make: make(load(name)) for name, make in 
     "trilinear": lambda: trilinear_tables.curves(load("trilinear")),
     "head_pruning": lambda: head_tables.plot(load("head_pruning")),
     "hyperbolicity": lambda: hyperbolicity_tables.plot(load("hyperbolicity")),
+    "translation": lambda: translation_tables.plot(load("translation")),
     "hsa_frontier": frontier,
     "performance": performance,
 }
