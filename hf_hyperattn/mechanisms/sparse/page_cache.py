@@ -16,7 +16,7 @@ class PageCache:
     """The summaries of all complete pages of a layer's keys, which only grow but for `crop` and `pick`."""
 
     def __init__(self):
-        self.kept: dict[tuple[int, int], Kept] = {}
+        self.kept: dict[tuple[int, int], GrowingSummaries] = {}
 
     def summaries(self, key: Tensor, page: int, bounds: int, starts: list[int]) -> Tensor:
         """[B, Hkv, P, w] float32, of the P pages that are complete in some row; see `selected.page_summaries`.
@@ -28,7 +28,7 @@ class PageCache:
         """
         kept = self.kept.get((page, bounds))
         if kept is None or kept.starts != starts:
-            kept = self.kept[page, bounds] = Kept(starts, page)
+            kept = self.kept[page, bounds] = GrowingSummaries(starts, page)
         return kept.grown(key, bounds)
 
     def crop(self, length: int) -> None:
@@ -42,7 +42,7 @@ class PageCache:
             kept.pick(rows)
 
 
-class Kept:
+class GrowingSummaries:
     """The summaries of one kind. Room doubles, so that a page costs O(1)."""
 
     def __init__(self, starts: list[int], page: int):
