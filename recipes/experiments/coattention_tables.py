@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .coattention import best_rate, key_of
 from .draw import ROOT, draw_page
+from .fitting import best_rate, key_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 

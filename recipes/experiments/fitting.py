@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,29 @@ def key_of_search(row: str, rate: float) -> str:
 def best_of(rates: Sequence[float], found: dict, row: str, measure: str, best: Callable = min) -> float:
     """The learning rate with the least `measure` in the search; the largest by `best=max`."""
     return best(rates, key=lambda rate: found[key_of_search(row, rate)][measure])
+
+
+def best_rate(settings: dict, found: dict, kind: str) -> float:
+    """The learning rate with the best accuracy in the search of a kind."""
+    return best_of(settings["search"]["rates"], found, kind, "accuracy", max)
+
+
+def searched_runs(settings: dict, found: dict, train: Callable) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """First the search for learning rates, the same for every kind, then every seed and kind at the best of them.
+
+    Args:
+        settings: with "kinds", "seeds" and "search", which has "seed" and "rates".
+        found: the runs that are done; those of the search have an "accuracy".
+        train: called with the settings, a kind, a seed, a rate, and what it is read on: "search" or "test".
+    """
+    search = settings["search"]
+    for kind in settings["kinds"]:
+        for rate in search["rates"]:
+            yield key_of_search(kind, rate), partial(train, settings, kind, search["seed"], rate, "search")
+    at_best = lambda kind, seed: train(settings, kind, seed, best_rate(settings, found, kind), "test")
+    for seed in settings["seeds"]:
+        for kind in settings["kinds"]:
+            yield key_of(kind, seed), partial(at_best, kind, seed)
 
 
 def fit(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hf_hyperattn import functional as ha
 
-from .fitting import best_of, fit, key_of, key_of_search, size_of
+from .fitting import fit, searched_runs, size_of
 from .store import Experiment
 
 
@@ -89,23 +89,7 @@ class Graph:
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
     """The graph, the search for learning rates, then every seed and kind."""
     yield "graph", functools.partial(describe, settings)
-    search = settings["search"]
-    for kind in settings["kinds"]:
-        for rate in search["rates"]:
-            yield key_of_search(kind, rate), functools.partial(train, settings, kind, search["seed"], rate, "search")
-    for seed in settings["seeds"]:
-        for kind in settings["kinds"]:
-            yield key_of(kind, seed), functools.partial(train_at_best, settings, found, kind, seed)
-
-
-def best_rate(settings: dict, found: dict, kind: str) -> float:
-    """The learning rate with the best accuracy in the search."""
-    return best_of(settings["search"]["rates"], found, kind, "accuracy", max)
-
-
-def train_at_best(settings: dict, found: dict, kind: str, seed: int) -> dict:
-    """One run with the learning rate that the search found."""
-    return train(settings, kind, seed, best_rate(settings, found, kind), "test")
+    yield from searched_runs(settings, found, train)
 
 
 def describe(settings: dict) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .draw import ROOT, draw_page
-from .graphs import best_rate, key_of
+from .fitting import best_rate, key_of
 from .store import FOLDER
 from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
 

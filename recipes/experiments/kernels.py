@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from hf_hyperattn import functional as ha
 
 from .debian import wordnet_nouns
-from .fitting import best_of, fit, key_of, key_of_search
+from .fitting import fit, searched_runs
 from .hsa_minilm import encoder
 from .store import Experiment
 from .wordnet import read_parents, sample_paths
@@ -59,24 +59,8 @@ SETTINGS = {
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """First the search for learning rates, on nouns that no other run draws so, then every seed and kind."""
-    search = settings["search"]
-    for kind in settings["kinds"]:
-        for rate in search["rates"]:
-            yield key_of_search(kind, rate), functools.partial(train, settings, kind, search["seed"], rate)
-    for seed in settings["seeds"]:
-        for kind in settings["kinds"]:
-            yield key_of(kind, seed), functools.partial(train_at_best, settings, found, kind, seed)
-
-
-def best_rate(settings: dict, found: dict, kind: str) -> float:
-    """The learning rate with the best accuracy in the search."""
-    return best_of(settings["search"]["rates"], found, kind, "accuracy", max)
-
-
-def train_at_best(settings: dict, found: dict, kind: str, seed: int) -> dict:
-    """One run with the learning rate that the search found."""
-    return train(settings, kind, seed, best_rate(settings, found, kind))
+    """As in `searched_runs`; the search has nouns that no other run draws so."""
+    return searched_runs(settings, found, lambda settings, kind, seed, rate, _: train(settings, kind, seed, rate))
 
 
 class Nouns:
