@@ -21,7 +21,7 @@ TEXTS = [
         "Makefile",
     )
     for path in ROOT.glob(pattern)
-    if ".venv" not in path.parts and path != Path(__file__)
+    if not path.relative_to(ROOT).parts[0].startswith(".venv") and path != Path(__file__)
 ]
 
 

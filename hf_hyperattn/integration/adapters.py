@@ -95,14 +95,21 @@ def _add(original, self, adapter_name, peft_config, *args, **kwargs):
 def _load(original, self, *args, **kwargs):
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     name = arguments["adapter_name"]
-    try:
+    with lost_keys_named():
         result = original(self, *args, **kwargs)
-    except KeyError as error:
-        check_tensors([str(error.args[0])])
-        raise
     check_tensors([*missing_of(name, result), *result.unexpected_keys])
     warn_of_other_patch(self, name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
+
+
+@contextmanager
+def lost_keys_named() -> Iterator[None]:
+    """Raise as `check_tensors` does where PEFT's KeyError is of an added parameter."""
+    try:
+        yield
+    except KeyError as error:
+        check_tensors([str(error.args[0])])
+        raise
 
 
 def missing_of(name: str, result) -> list[str]:
@@ -142,9 +149,12 @@ def _load_natively(original, self, *args, **kwargs):
     # before 5.18 it makes the modules and reads nothing into them; it never reads DoRA's vectors
     before = Version(transformers.__version__) < Version("5.18")
     if (before and (ours or holds_hyper(config))) or (ours and config.use_dora):
-        read = set_peft_model_state_dict(self, adapter_weights(arguments), name)
+        with lost_keys_named():
+            read = set_peft_model_state_dict(self, adapter_weights(arguments), name)
         if before:  # its report names what has been read only now
             result.missing_keys &= {*read.missing_keys}
+            result.unexpected_keys &= {*read.unexpected_keys}
+            check_tensors([*missing_of(name, read), *read.unexpected_keys])
     if before:
         return result
     if ours:

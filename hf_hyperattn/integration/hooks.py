@@ -267,7 +267,7 @@ def _set(original, self, *args, **kwargs):
 
 
 def _set_and_check(original, self, attn_implementation, *args, **kwargs):
-    requests = requested(self.config, attn_implementation)
+    requests, started = requested(self.config, attn_implementation), self.config._attn_implementation
     names, saved = {name for _, name in requests}, saved_name(self.config)
     before = [(config, config._attn_implementation, config.__dict__.get(STOCK)) for config in all_configs(self)]
     patched: list[tuple[Any, Any]] = [(config, name) for config, name, _ in before if marked(config)]
@@ -285,6 +285,8 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
                 check_config(self, config, name)
     try:
         result = original(self, attn_implementation, *args, **kwargs)
+        if names & OURS or patched or started in OURS:
+            set_on_copies(self, started)
         for config, name in requests:
             if name in OURS and config._attn_implementation != name:
                 raise unsupported(config.model_type, name)
@@ -300,6 +302,18 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
     resolve_names(self)
     return result
+
+
+def set_on_copies(model: PreTrainedModel, started: str | None) -> None:
+    """Let parts that run on copies of the config (T5's) follow it, which Transformers 5.17 leaves where they were.
+
+    Args:
+        started: what the model and these parts ran before.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config):
+            if part.config._attn_implementation == started and part._can_set_attn_implementation():
+                setattr(part.config, INTERNAL, model.config._attn_implementation)
 
 
 def check_unpatchable(model: PreTrainedModel) -> None:

@@ -75,7 +75,7 @@ def test_what_goes_wrong_is_a_row(monkeypatch, error, status):
 def test_what_would_take_too_much_is_not_run(monkeypatch):
     monkeypatch.setattr(measure, "PROBED", 2**10)
     job = Job("umbral", "naive cdist", Case("forward", 4096, 1, 2, 8))
-    assert "not run: would take up to" in measure.measure(job, memory_gib=1e-6)["status"]
+    assert "not run: would take up to" in measure.measure(job, memory_gib=1e-6, longest=1e9)["status"]
     assert "not run: would take 0 s" == measure.measure(job, longest=1e-9)["status"]
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaForCausalLM
 from transformers.utils.hub import PushToHubMixin
 
@@ -32,6 +34,8 @@ EXTRAS = {
     "from trl ": ("trl",),
     "from sentence_transformers ": ("sentence_transformers",),
 }
+#: The first Transformers that a block was run with, by a word of it.
+SINCE = {'"backend": "fp8"': "5.23"}
 MARKS = {**dict.fromkeys(EXTRAS, pytest.mark.extras), 'device="cuda"': pytest.mark.gpu}
 #: Blocks that read what another block wrote: words of both.
 AFTER = {'torch.export.load("model.pt2")': 'torch.export.save(program, "model.pt2")'}
@@ -82,6 +86,9 @@ def test_block(code, given, tmp_path, monkeypatch):
         monkeypatch.setattr(cls, "push_to_hub", publish)
     for package in (p for word, packages in EXTRAS.items() if word in code for p in packages):
         pytest.importorskip(package)
+    for word, version in SINCE.items():
+        if word in code and Version(transformers.__version__) < Version(version):
+            pytest.skip(f"needs Transformers {version}")
     first = [other for word, earlier in AFTER.items() if word in code for _, other in BLOCKS if earlier in other]
     for source in [*first, code]:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ import accelerate
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import hsa
@@ -57,6 +58,8 @@ def offloaded(family: str, how: str, folder):
         return accelerate.cpu_offload(model, torch.device("cpu"), state_dict=weights), weights
     model.save_pretrained(folder / "saved")
     head = {"lm_head": "cpu"} if family == "llama" else {}
+    if not head and Version(accelerate.__version__) < Version("1.13"):
+        pytest.skip("this Accelerate puts no whole model on disk")
     places = head | {name: "disk" for name, _ in model.named_children() if name not in head}
     return type(model).from_pretrained(folder / "saved", device_map=places, offload_folder=str(folder)).eval(), None
 
