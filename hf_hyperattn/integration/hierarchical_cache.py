@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,21 +11,30 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..engines.score import WORKING_COPIES
-from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, GrowingTensor, Keep, MeanCache
+from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
+from ..mechanisms.sparse.head_cache import HEAD_CACHES, HeadCache, Reach, reaches_of
+from ..mechanisms.sparse.layer import SparseLayer
 from ..mechanisms.sparse.page_cache import PAGE_CACHES, PageCache
+from ..readable import is_recorded
 from .checkpoint_config import inner, patched_hosts
+from .hosts import host_facts
+
+logger = logging.getLogger("hf_hyperattn")
+#: What a layer may have to keep: of HSA; of sparse rules, by key head.
+Kept = Keep | tuple[Reach, ...]
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `MeanCache` and a `PageCache`, which attention knows by what `update` returns.
+    """The cache of one layer: a `MeanCache` and a `PageCache`, or a `HeadCache`; attention knows them by what `update`
+    returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
             returns are placeholders, NaN, of the length that masks are made for.
     """
 
-    def __init__(self, keep: Keep | None = None):
+    def __init__(self, keep: Kept | None = None):
         super().__init__()
         self.keep = keep
         self.store: Any = None
@@ -33,7 +43,10 @@ class HierarchicalLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store = MeanCache(key_states, value_states, self.keep)
+        if isinstance(self.keep, tuple):
+            self.store = HeadCache(key_states, value_states, self.keep)
+        else:
+            self.store = MeanCache(key_states, value_states, self.keep)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -43,26 +56,23 @@ class HierarchicalLayer(DynamicLayer):
                 "HierarchicalCache was given keys that want gradients, which it writes into one buffer; allowed: "
                 "torch.no_grad() or generate(), or training with use_cache=False"
             )
+        if self.keep is not None and is_recorded():
+            raise ValueError("HierarchicalCache(evict=True) cannot be compiled or traced; allowed: evict=False")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.store.append(key_states, value_states)
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (self._shown(grown) for grown in self.store.tokens)
+        self.keys, self.values = self.store.shown()
+        by_heads = isinstance(self.store, HeadCache)
         for shown in (self.keys, self.values):
-            MEAN_CACHES[shown] = self.store
-        if self.store.exact is not self.store.tokens:
+            (HEAD_CACHES if by_heads else MEAN_CACHES)[shown] = self.store
+        if not by_heads and self.store.exact is not self.store.tokens:
             WORKING_COPIES[self.keys] = self.store.exact[0].view()
         if self.keep is None:
             PAGE_CACHES[self.keys] = self.pages
         return self.keys, self.values
-
-    def _shown(self, grown: GrowingTensor) -> Tensor:
-        if self.keep is None:
-            return grown.view()
-        room = grown.room
-        return room.new_full((), float("nan")).expand(*room.shape[:2], grown.length, room.shape[3])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""
@@ -82,21 +92,18 @@ class HierarchicalLayer(DynamicLayer):
             self.pages.pick(rows)
             self._show()
 
-    def _rows(self) -> int:
-        return len(self.store.exact[0].room)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows of the chosen beams, int64 [B]."""
         self._pick(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(torch.arange(self._rows())[indices] if self.is_initialized else indices)
+        self._pick(torch.arange(self.store.rows)[indices] if self.is_initialized else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(self._rows()).repeat_interleave(repeats))
+            self._pick(torch.arange(self.store.rows).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
@@ -123,11 +130,12 @@ class HierarchicalCache(DynamicCache):
 
     Args:
         config: of the model, or the model itself; needed where layers are not all alike.
-        evict: forget keys that no later token can see, so that memory is O(near + windows of the largest size). For a
-            model all of whose layers are patched with HSA alone, mode="replace", and refine_top_k=0.
+        evict: forget the keys that no later token can see: of layers that are patched with HSA alone, mode="replace",
+            where refine_top_k=0, and of those with sparse rules alone, mode="replace", the key heads all of whose query
+            heads have a `Window`. The others keep all; where that are all of them, a warning says why.
 
     Raises:
-        ValueError: `evict` for a model that would read what is forgotten.
+        ValueError: `evict` without the model.
     """
 
     def __init__(self, config=None, evict: bool = False):
@@ -145,37 +153,33 @@ class HierarchicalCache(DynamicCache):
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
-    """What each of these layers of a patched model has to keep.
-
-    Raises:
-        ValueError: one that reads all keys.
-    """
+def what_to_keep(model, layers: list[int]) -> dict[int, Kept | None]:
+    """What each of these layers of a patched model has to keep; None: everything. Warns where all keep that."""
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
-    by_layer: dict[Any, Any] = {getattr(host, "layer_idx", None): host for _, host in hosts}
-    keeps: dict[int, Keep] = {}
-    for index in layers:
-        host = by_layer.get(index)
-        keep = None if host is None else _keep(inner(host.hyper), host)
-        if keep is None:
-            raise ValueError(
-                f"HierarchicalCache(evict=True) cannot serve layer {index}, which reads all keys; allowed: a model all "
-                "of whose layers are patched with HsaConfig(refine_top_k=0) alone, tying='key', mode='replace'"
-            )
-        keeps[index] = keep
-    return keeps
+    by_layer = {getattr(host, "layer_idx", None): (name, host) for name, host in hosts}
+    found = {i: _keep(*by_layer[i]) if i in by_layer else "is not patched" for i in layers}
+    if layers and all(isinstance(keep, str) for keep in found.values()):
+        logger.warning(
+            f"hf_hyperattn: HierarchicalCache(evict=True) can forget nothing of this model: layer {layers[0]} "
+            f"{found[layers[0]]}; forgotten are keys under HsaConfig(tying='key', refine_top_k=0), and those of key "
+            "heads all of whose query heads have the sparse rule Window, with mode='replace' and no mechanism beside"
+        )
+    return {i: None if isinstance(keep, str) else keep for i, keep in found.items()}
 
 
-def _keep(hyper, host) -> Keep | None:
-    """What a host needs; None for one that reads all keys."""
+def _keep(name: str, host) -> Kept | str:
+    """What a host needs, or why that is everything."""
+    hyper = inner(host.hyper)
     layers = hyper.layers()
-    if len(layers) != 1 or not isinstance(layers[0], HsaLayer):
-        return None
-    (layer,) = layers
-    if layer.config.tying == "both" or layer.mode != "replace" or layer.heads is not None:
-        return None
+    layer = layers[0]
+    if len(layers) != 1 or not isinstance(layer, HsaLayer | SparseLayer) or layer.mode != "replace":
+        return f"runs {' and '.join(c.mechanism for c in hyper.mechanisms())}, mode={hyper.config.mode!r}"
+    if isinstance(layer, SparseLayer):
+        facts = host_facts(name, host, 0)
+        reaches = reaches_of(layer.of_heads(range(facts.heads), facts.heads), facts.kv_heads)
+        return reaches if any(reaches) else "has in every group of query heads one whose rule may look at any key"
     rule = layer.config.rule(True, hyper.heads, type(host).__name__)
     most = lambda x: max(x) if isinstance(x, tuple) else x
-    if not layer.config.windows or most(rule.refine_top_k):
-        return None
+    if layer.config.tying == "both" or layer.heads is not None or not layer.config.windows or most(rule.refine_top_k):
+        return "has heads that HSA lets look at any key"
     return Keep(layer.config.windows, most(rule.near), most(rule.sinks))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from ...engines import Options, PairScore, attention
+from ...engines import Options, PairScore, attention, dot_score
 from ..base import Host, HostCall, MechanismLayer, Plan
 from . import compiled
 from .config import SparseConfig
+from .head_cache import HeadCache, head_cache_of
 from .masking import ByLength, all_exact, check_one_text, masked, text_of
 from .recent import Recent
 from .rules import Exact
@@ -64,7 +66,9 @@ class SparseLayer(MechanismLayer):
                 "mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
             )
         window = options.window or call.keywords.get("sliding_window")
-        rules = self.rules(call)
+        rules, kept = self.rules(call), head_cache_of(call)
+        if kept is not None:
+            return self.of_parts(kept, call, rules, window, options, backend, weights)
         out, shares = self.sparse(call, whole, rules, window, score, value, options, backend, weights)
         if gate is None:
             return out, shares
@@ -90,13 +94,42 @@ class SparseLayer(MechanismLayer):
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
 
+    def of_parts(
+        self, cache: HeadCache, call: HostCall, rules: ByLength, window: int | None, options: Options, backend: str,
+        weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """With a cache that forgets: heads that keep the same keys together, of these keys."""
+        real, (batch, heads, n, _) = cache.checked(call, rules, window), call.query.shape
+        out = call.query.new_empty(batch, heads, n, call.value.shape[3])
+        shown = call.query.new_zeros(batch, heads, n, call.key.shape[2]) if weights else None
+        for part in cache.parts:
+            own = cache.part_of_call(part, call, options, real)
+            chosen, gone = cache.query_heads(part, heads), part.tokens[0].gone
+            of_part = tuple(  # what is left of a text begins `gone` tokens later
+                (None if length is None else length - gone, tuple(each[h] for h in chosen)) for length, each in rules
+            )
+            score = dot_score(own.query, own.key, own.scale)
+            found, shares = self.sparse(
+                own, attention, of_part, window, score, own.value, own.options, backend, weights
+            )
+            out[:, chosen] = found.to(out.dtype)
+            if shown is not None and shares is not None:
+                at = torch.tensor(chosen, device=out.device)[:, None], part.tokens[0].places()
+                shown[:, at[0], :, at[1]] = shares.to(shown.dtype).permute(1, 3, 0, 2)
+        cache.forget(real)
+        return out, shown
+
     def rules(self, call: HostCall) -> ByLength:
         """The rules of the heads that are in the call; those that were not chosen are exact."""
         rank, heads = call.heads, call.query.shape[1]
         first, total = (0, heads) if rank is None else (rank.first, rank.total)
+        return self.of_heads(range(first, first + heads), total)
+
+    def of_heads(self, heads: range, total: int) -> ByLength:
+        """The rules of these heads, out of `total`."""
         chosen = lambda h, rule: rule if self.heads is None or h in self.heads else Exact()
         return tuple(
-            (length, tuple(chosen(h, rules[h]) for h in range(first, first + heads)))
+            (length, tuple(chosen(h, rules[h]) for h in heads))
             for length, rules in self.config.by_length(total, "this call")
         )
 

@@ -103,6 +103,15 @@ class SparseRule(KnownFields, ABC):
         """How many queries before a query its selection reads; 0: it depends on the query and the keys alone."""
         return 0
 
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """(near, sinks): queries see of their last `near` tokens and the first `sinks` alone, by how far these are.
+
+        All others may be forgotten, and `visible` is then called with what is left of the text. None: any token may be
+        seen by a later query.
+        """
+        return None
+
     @abstractmethod
     def share(self, length: int) -> float:
         """Logits that a causal head computes over a text of `length` tokens, in proportion to length·(length+1)/2.
@@ -229,6 +238,11 @@ class Window(SparseRule):
 
     near: int = option(256, "so many tokens up to the query itself are seen", least=1)
     sinks: int = option(4, "so many first tokens of the text are seen", least=0)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """What is seen."""
+        return self.near, self.sinks
 
     def share(self, length: int) -> float:
         """What is seen; nothing is looked for."""

@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....engines import working_dtype
-from ....readable import is_recorded
+from ...growing import TAKEN_BACK, GrowingTensor
 from ..windowed.means import Levels
 
 #: The `MeanCache` that keys and values come from, while they live.
 MEAN_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-#: How many tokens can be taken back from a cache that evicts, as assisted decoding does.
-TAKEN_BACK = 64
 
 
 @dataclass(frozen=True)
@@ -35,60 +32,6 @@ class Keep:
     sizes: tuple[int, ...]
     near: int
     sinks: int
-
-
-class GrowingTensor:
-    """A tensor [B, H, length, e] that tokens are added to; room doubles, so that adding costs O(1) a token.
-
-    Once some are evicted it holds the first `head` of them, and next to those the ones from `base` on.
-    """
-
-    def __init__(self, like: Tensor, dtype: torch.dtype | None = None):
-        self.length = self.head = self.base = 0
-        self.room = like.new_empty((*like.shape[:2], 0, like.shape[3]), dtype=dtype or like.dtype)
-
-    @property
-    def gone(self) -> int:
-        """How many are evicted."""
-        return self.base - self.head
-
-    def view(self) -> Tensor:
-        """All that is held, [B, H, length - gone, e]."""
-        return self.room[:, :, : self.length - self.gone]
-
-    def places(self) -> Tensor:
-        """Where what is held stands among all, int64."""
-        place = torch.arange(self.length - self.gone, device=self.room.device)
-        return torch.where(place < self.head, place, place + self.gone)
-
-    def extend(self, length: int) -> None:
-        """Make it so long; what is new holds nothing in particular."""
-        now, needed = self.view(), length - self.gone
-        # what was made under inference mode, torch lets nobody write to later
-        closed = not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
-        if needed > self.room.shape[2] or closed:
-            self.room = now.new_empty((*now.shape[:2], max(needed, 2 * now.shape[2]), now.shape[3]))
-            self.room[:, :, : now.shape[2]] = now
-        self.length = length
-
-    def append(self, new: Tensor) -> None:
-        """Add tokens [B, H, n, e]."""
-        start = self.length - self.gone
-        self.extend(self.length + new.shape[2])
-        self.room[:, :, start : start + new.shape[2]] = new
-
-    def evict(self, first: int, head: int) -> None:
-        """Forget those before `first` but the first `head`, if that frees half of the room or more."""
-        if 2 * (first - self.base) < self.length - self.base:
-            return
-        head = self.head if self.gone else max(self.head, min(head, first))
-        held = self.view()
-        self.room = torch.cat([held[:, :, :head], held[:, :, first - self.gone :]], 2)
-        self.head, self.base = head, first
-
-    def pick(self, rows: Tensor) -> None:
-        """Take these rows of the batch."""
-        self.room = self.view()[rows.to(self.room.device)]
 
 
 #: Keys and values of one level.
@@ -129,6 +72,16 @@ class MeanCache:
         for pair in {id(p): p for p in (self.tokens, self.exact)}.values():
             for tensor, new in zip(pair, (key, value), strict=True):
                 tensor.append(new)
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return len(self.exact[0].room)
+
+    def shown(self) -> tuple[Tensor, Tensor]:
+        """All keys and values; where some may be forgotten, placeholders."""
+        key, value = (t.view() if self.keep is None else t.placeholder(t.room.shape[1]) for t in self.tokens)
+        return key, value
 
     def levels(self, sizes: tuple[int, ...], starts: Tensor | None) -> Levels:
         """The tokens, and the means of all windows that are complete.
