@@ -467,7 +467,10 @@ def _inject(add: Callable) -> None:
     add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
     add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
     add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
-    add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs")
+    add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs; with --cost "
+        "spend this share of what it names")  # fmt: skip
+    add("--cost", choices=("pairs", "bytes", "time"), help="of causal models, what is to be little: pairs, bytes of a "
+        "cache that forgets, time of rules measured here (default: pairs)")  # fmt: skip
     add("--rows", type=int, metavar="N",
         help="queries measured a text, of causal models (default: 384, or 1,024 over all texts)")  # fmt: skip
     add("--resume", action="store_true", help="go on from what an earlier run measured on the same model and texts")

@@ -7,7 +7,11 @@ Heads have the rules that an allocation mixes: chunks of 16 queries that choose 
 first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
 what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules' masks
 in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt and then
-one logit; `decode` is one token after a prompt. Times are CPU time of one thread, the lowest of rounds that take turns.
+one logit; `decode` is one token after a prompt. `forget` is one token with a cache that forgets, of a model whose key
+heads have sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that
+are held, and the largest difference of the logits from those of the cache that keeps all, as a share of the largest.
+Times are CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already
+stay there.
 GF/s count visible pairs alone.
 """
 
@@ -20,6 +24,7 @@ from dataclasses import replace
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
 from common import environment, write_json
+from merged import merged
 from transformers import DynamicCache
 
 import hf_hyperattn as ha
@@ -130,6 +135,37 @@ def decode(length: int, share: float, args) -> list[dict]:
     ]
 
 
+def forget(length: int, share: float, args) -> list[dict]:
+    """One token of a model most of whose key heads forget, and what its cache holds then."""
+    args.share, group = share, HEADS // KV_HEADS
+    made, _, _ = models(length, args)
+    split = ha.unpatch_model(made["sparse"])
+    retrieving = ha.SparseConfig([Exact()] * group + [Window(near=256)] * (HEADS - group))
+    every_second = {f"model.layers.{i}.self_attn": (retrieving,) for i in range(0, args.layers, 2)}
+    ha.patch_model(
+        split, ha.HyperAttnConfig((ha.SparseConfig(Window(near=256)),), mode="replace", overrides=every_second)
+    )
+    caches = {"sdpa": DynamicCache(), "dense": ha.HierarchicalCache(), "whole": ha.HierarchicalCache(split)}
+    caches["sparse"] = ha.HierarchicalCache(split, evict=True)
+    steps = {name: one_token(made.get(name, split), length, args, cache) for name, cache in caches.items()}
+    whole, found = (steps[name]() for name in ("whole", "sparse"))
+    off = float((whole - found).abs().max() / whole.abs().max())
+    seconds = lowest(steps, args.seconds, 1)
+    held = {name: bytes_of(cache) for name, cache in caches.items()}
+    return [
+        row("forget", length, mean_share([Exact(), *[Window(near=256)] * 5], length), seconds, error=off, bytes=held)
+    ]
+
+
+def bytes_of(cache: DynamicCache) -> int:
+    """What a cache holds: keys and values, and room for more."""
+    tensors = []
+    for layer in cache.layers:
+        store = getattr(layer, "store", None)
+        tensors += [layer.keys, layer.values] if store is None else [t.room for t in store.tokens]
+    return sum(t.nbytes for t in tensors)
+
+
 def one_token(made: torch.nn.Module, length: int, args, cache: DynamicCache) -> Callable:
     """A step with the cache of the model's own prompt."""
     token = tokens(args, 1)
@@ -138,8 +174,9 @@ def one_token(made: torch.nn.Module, length: int, args, cache: DynamicCache) -> 
 
     @torch.inference_mode()
     def run():
-        made(token, past_key_values=cache)
+        logits = made(token, past_key_values=cache).logits
         cache.crop(-1)
+        return logits
 
     return run
 
@@ -153,8 +190,11 @@ def row(kind: str, length: int, pairs: float, seconds: dict[str, float], **more)
 def show(r: dict) -> None:
     """Print one line."""
     more = ""
-    if "error" in r:
+    if "rate" in r:
         more = f"{r['rate']:6.0f} GF/s, {r['share_of_product']:4.0%} of torch.mm's; error {r['error']:.1e}"
+    if "bytes" in r:
+        held = r["bytes"]
+        more = f"holds {held['sparse'] / held['sdpa']:.3f} of {held['sdpa'] / 2**20:.1f} MiB; error {r['error']:.1e}"
     print(
         f"{r['kind']:8} {r['length']:6d} {r['pairs']:6.1%} of pairs: {r['over_sdpa']:.3f} of SDPA, "
         f"{r['over_dense']:.3f} of our dense kernel ({r['seconds']['sparse'] * 1e3:.1f} ms) {more}",
@@ -165,7 +205,7 @@ def show(r: dict) -> None:
 def main() -> None:
     """Measure, print a table, write JSON where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"layer": layer, "model": model, "decode": decode}
+    kinds = {"layer": layer, "model": model, "decode": decode, "forget": forget}
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
@@ -182,7 +222,7 @@ def main() -> None:
                 for r in kinds[kind](length, share, args):
                     rows.append(r)
                     show(r)
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": merged(args.json, rows)})
 
 
 if __name__ == "__main__":

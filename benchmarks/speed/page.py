@@ -39,7 +39,8 @@ def sparse() -> str:
         products = f"{r['rate']:.0f} GF/s" if "rate" in r else ""
         error = f"{r['error']:.0e}" if "error" in r else ""
         ratios = [f"{r[over]:.2f}" for over in ("over_sdpa", "over_dense")]
-        lines.append([r["kind"], f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
+        held = f", {r['bytes']['sparse'] / r['bytes']['sdpa']:.2f} of the bytes" if "bytes" in r else ""
+        lines.append([r["kind"] + held, f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
     header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
     about = (
         f"{where['chip']}, torch {where['torch']}, {where['date']}, {where['threads']} thread, CPU time, the lowest of "

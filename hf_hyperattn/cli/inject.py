@@ -32,6 +32,7 @@ NOT_OF_ENCODERS = {
     "retrieval_budget": "which answers nothing",
     "resume": "of which nothing is kept",
     "compare": "which has no rivals",
+    "cost": "whose rules go by layer, and which keeps no cache",
 }
 #: Not for a mechanism: (option, mechanisms that it says nothing for).
 SAYS_NOTHING = (
@@ -39,8 +40,11 @@ SAYS_NOTHING = (
     ("retrieval_budget", ("collaborative",)),
     ("resume", ("collaborative",)),
     ("compare", ("collaborative",)),
+    ("cost", ("collaborative",)),
     ("allow_slower", ("collaborative", "hsa")),
 )
+#: What costs are called where they are shown.
+CALLED = {"pairs": "the pairs", "bytes": "the cache's bytes", "time": "attention's time"}
 #: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
 SHOWN = {"near": 96, "refine_top_k": 16, "block_bias": 0.0}
 
@@ -80,7 +84,9 @@ def inject_rules(args: argparse.Namespace) -> int:
     task = prepare(args)
     check_task(args, task)
     goal = "1 - cosine" if task.is_encoder else "perplexity"
-    aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of the pairs, at any loss"
+    cost = CALLED[args.cost or "pairs"]
+    aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of {cost}, at any loss"
+    aim += f", least of {cost}" if args.pairs is None and args.cost else ""
     print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
           f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
           flush=True)  # fmt: skip
@@ -96,14 +102,14 @@ def inject_rules(args: argparse.Namespace) -> int:
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
-    show_rivals(rivals)
+    show_rivals(rivals, cost)
     report |= {"rivals": rivals, "pays": {"from": pays.start, "seconds": pays.seconds}}
     args.report = report
     reason = refusal(args, report, task.is_encoder) or slower(args, report, pays)
     if reason:
         print(f"\n{reason}")
         return 1
-    names = ("mechanism", "budget", "retrieval_budget", "pairs", "rows", "seed")
+    names = ("mechanism", "budget", "retrieval_budget", "pairs", "cost", "rows", "seed")
     request = {name: getattr(args, name) for name in names}
     report = {"asked": request | {"texts": list(task.texts[0])}, **report}
     write(args, model, dtype_of(task.config), task.tokenizer, report, results(args, report))
@@ -135,7 +141,7 @@ def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInje
     rivals = sparse.candidates(task.length) if args.compare and args.mechanism == "hsa" else ()
     return CausalInjection(
         model, task.texts, rules, *options, args.rows, args.seed, task.tokenizer, args.retrieval_budget,
-        cache_directory() / "inject", args.resume, rivals,
+        cache_directory() / "inject", args.resume, rivals, args.cost or "pairs",
     )  # fmt: skip
 
 
@@ -160,7 +166,7 @@ def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str 
     word = "faster" if report["faster"] else "NOT faster"
     share = f"attention {after / before:.2f} of its time"
     print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
-    if report["faster"] or args.mechanism == "hsa" or args.allow_slower:
+    if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
     return (
         "nothing is written, for a model that is not faster; --allow-slower writes it; --resume measures nothing again"
@@ -195,11 +201,11 @@ def show_families(injection: CausalInjection) -> None:
     table(("layer", "pairs", "exact", *families), rows)
 
 
-def show_rivals(rivals: dict[str, dict[str, Any]]) -> None:
-    """What other choices lose at no more pairs, on the held-out texts and tasks."""
+def show_rivals(rivals: dict[str, dict[str, Any]], cost: str) -> None:
+    """What other choices lose at no more of the cost, on the held-out texts and tasks."""
     if not rivals:
         return
-    print("\nRivals at no more pairs, on held-out text:")
+    print(f"\nRivals at no more of {cost}, on held-out text:")
     rows = [[name, f"{r['pairs']:.1%}", *(f"{x:+.2%}" for x in r["losses"].values())] for name, r in rivals.items()]
     table(("", "pairs", *rivals["this choice"]["losses"]), rows)
 
@@ -251,6 +257,9 @@ def show_verified(report: dict[str, Any]) -> None:
         right = f"{r['loss']:+.2%}, right {r['exact_before']:.0%} -> {r['exact_after']:.0%}"
         rows.append([f"answers, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", right])
     rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])
+    cost = report.get("cost", {"name": "pairs"})
+    if cost["name"] != "pairs":
+        rows.append([f"{CALLED[cost['name']]}, of the rules alone", "100 %", f"{cost['share']:.1%}", ""])
     for what, key in (("attention", "attention_seconds"), ("whole model", "seconds")):
         a, b = report[key]["before"], report[key]["after"]
         rows.append([f"{what}, time", f"{a:.2f} s", f"{b:.2f} s", f"x {a / b:.2f}"])

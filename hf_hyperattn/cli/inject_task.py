@@ -131,7 +131,8 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
     common = circumstances(args, "torch", "transformers") | {
         "metric": report["metric"],
         "notes": report.get("notes")
-        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{time_note(report)}.",
+        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{cost_note(report)}"
+        f"{time_note(report)}.",
     }
     rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
     rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
@@ -146,6 +147,16 @@ def circumstances(args: argparse.Namespace, *programs: str) -> dict[str, Any]:
         "versions": {name: version(name) for name in programs},
         "date": datetime.date.today().isoformat(),
     }
+
+
+def cost_note(report: dict[str, Any]) -> str:
+    """By what else than pairs rules were chosen, and what a cache has to do to forget."""
+    cost = report.get("cost", {"name": "pairs"})
+    if cost["name"] == "pairs":
+        return ""
+    if cost["name"] == "time":
+        return f", chosen by the time of rules (together {cost['share']:.1%} of stock's attention)"
+    return f", chosen by cache bytes ({cost['share']:.1%} of stock's with HierarchicalCache(model, evict=True))"
 
 
 def time_note(report: dict[str, Any]) -> str:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..config import HyperAttnConfig
+from .costs import Cost, CostName, cost_of
 from .measure import Sensitivity
 from .rules import CandidateRule
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
-#: What a head costs under a rule at a length, in proportion to ordinary attention.
-Cost = Callable[[CandidateRule, int], float]
-#: By layer, for each group: exact attention and the other n rules, their shares [1 + n] and losses [H, 1 + n].
-Tables = dict[str, list[tuple[list[CandidateRule], Tensor, Tensor]]]
+#: By layer, for each group: exact attention and the other n rules, the cheapest first, their costs [1 + n], their
+#: losses [H, 1 + n], and how many heads share what the dearest of them costs.
+Tables = dict[str, list[tuple[list[CandidateRule], Tensor, Tensor, int]]]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,17 @@ class Allocation:
     Args:
         layers: by name, a rule for each query head, all of one group; or a single one for all heads.
         length: tokens of the texts that pairs are counted for.
+        spent: the mean cost of a head, by the cost that it was chosen by; None: its pairs.
     """
 
     layers: Mapping[str, tuple[CandidateRule, ...]]
     length: int
+    spent: float | None = None
+
+    @property
+    def cost(self) -> float:
+        """What it costs, in proportion to ordinary attention."""
+        return self.pairs if self.spent is None else self.spent
 
     @property
     def pairs(self) -> float:
@@ -76,7 +83,8 @@ def choose(
     *,
     pairs: float | None = None,
     loss: float | None = None,
-    cost: Cost | None = None,
+    cost: CostName | Cost | None = None,
+    key_heads: Mapping[str, int] | None = None,
 ) -> Allocation:
     """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`.
 
@@ -88,19 +96,29 @@ def choose(
         losses: by layer what they cost, [H, C].
         length: tokens of the texts that costs are counted for.
         pairs: a share from 0 to 1, of the cost of ordinary attention. loss: the sum over layers and heads.
-        cost: what a head costs under a rule at a length, ordinary attention being 1; None: its pairs. A table of times
-            or of bytes that was measured for every rule is one.
+        cost: what a head costs under a rule at a length, ordinary attention being 1: "pairs" (or None); "bytes", what
+            `HierarchicalCache(evict=True)` keeps of its keys and values, where heads that share a key head cost what
+            the dearest of them does; "time", measured here and now, so that another run may choose otherwise; or a
+            function of your own.
+        key_heads: by layer, for "bytes"; None: as many as query heads.
+
+    Raises:
+        ValueError: there is no such cost, or it is "bytes" or "time" of rules for encoders.
     """
-    cost = cost or (lambda rule, length: rule.share(length))
+    of = cost_of(cost, rules, length)
     groups: dict[object, list[int]] = {}
     for i, rule in enumerate(rules):
         groups.setdefault((type(rule), rule.group), []).append(i)
     tables: Tables = {name: [] for name in losses}
     for index in groups.values():
         members = [rules[index[0]].exact(), *(rules[i] for i in index)]
-        shares = torch.tensor([cost(rule, length) for rule in members], dtype=torch.float64)
+        shares, order = torch.tensor([of(rule, length) for rule in members], dtype=torch.float64).sort(stable=True)
+        members = [members[i] for i in order.tolist()]
         for name, lost in losses.items():
-            tables[name].append((members, shares, torch.cat([lost.new_zeros(len(lost), 1), lost[:, index]], 1)))
+            heads = len(lost)
+            shared = members[0].sharing(heads, (key_heads or {}).get(name, heads)) if cost == "bytes" else 1
+            all_ = torch.cat([lost.new_zeros(heads, 1), lost[:, index]], 1)
+            tables[name].append((members, shares, all_[:, order], shared))
     if pairs is not None:
         return search(tables, length, lambda spent, _: spent <= pairs, accepted=1e3, refused=1e-12)
     return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
@@ -126,11 +144,15 @@ def at_price(tables: Tables, price: float, length: int) -> tuple[Allocation, flo
     layers, spent, total = {}, [], 0.0
     for name, groups in tables.items():
         options = []
-        for members, shares, losses in groups:
-            value, index = (losses + price * shares).min(1)
-            options.append((value.sum().item(), members, shares, losses, index))
-        _, members, shares, losses, index = min(options, key=lambda option: option[0])
-        layers[name] = tuple(members[i] for i in index.tolist())
-        spent += shares[index].tolist()
-        total += losses.gather(1, index[:, None]).sum().item()
-    return Allocation(layers, length), sum(spent) / len(spent), total
+        for members, shares, losses, shared in groups:
+            least, rule = losses.cummin(1)  # of the rules that cost no more
+            value, most = (least.unflatten(0, (-1, shared)).sum(1) + price * shared * shares).min(1)
+            index = rule.gather(1, most.repeat_interleave(shared)[:, None])
+            dearest = shares[index].view(-1, shared).amax(1).repeat_interleave(shared)
+            options.append((value.sum().item(), members, dearest, losses, index))
+        _, members, costs, losses, index = min(options, key=lambda option: option[0])
+        layers[name] = tuple(members[i] for i in index[:, 0].tolist())
+        spent += costs.tolist()
+        total += losses.gather(1, index).sum().item()
+    mean = sum(spent) / len(spent)
+    return Allocation(layers, length, mean), mean, total

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.base import HostCall
+from ..mechanisms.growing import TAKEN_BACK
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.pairs import pairs, sibling_pairs
@@ -60,6 +61,20 @@ class HsaHeadRule(CandidateRule):
     def share(self, length: int) -> float:
         rule, dropped = (self.near, self.sinks, self.refine_top_k), self.block_bias == -math.inf
         return pairs(length, self.windows, *rule, dropped=dropped) / (length * (length + 1) / 2)
+
+    def kept(self, length: int) -> float:
+        """Tokens and means under open parents, and all means of the largest windows; without refinement."""
+        if self.refine_top_k or self.is_exact:
+            return 1.0
+        own, held = max(0, length - TAKEN_BACK) // self.windows[0] * self.windows[0], length / self.windows[-1]
+        for width, parent in zip((1, *self.windows), self.windows):
+            first = max(0, own - max(self.near, 1) + 1) // parent * parent
+            held += min(length, length - first - self.sinks // -parent * parent) / width
+        return min(1.0, held / length)
+
+    def sharing(self, heads: int, key_heads: int) -> int:
+        """A layer keeps the same of all its heads."""
+        return heads
 
     def exact(self) -> HsaHeadRule:
         return HsaHeadRule(self.windows, EVERYTHING, 0)
@@ -150,6 +165,7 @@ def attend(query: Tensor, levels, rule: HsaHeadRule, call: HostCall, start: int)
 class HsaLayerRule(CandidateRule):
     """How a whole layer of an encoder is tied; without a config it is exact."""
 
+    causal = False
     config: HsaConfig | None
 
     @property

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ..analysis.cost import PeakMemory, attention_times
 from ..integration import patch_model, unpatch_model
-from ..integration.hosts import find_hosts
+from ..integration.hosts import find_hosts, host_facts
 from .allocate import Allocation, choose, predicted_losses
+from .costs import Cost, CostName, cost_of
 from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
 from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, score_hidden
@@ -49,7 +50,7 @@ class Injection(ABC):
         model: in evaluation mode, not patched; `run` patches it.
         texts: to measure on, to choose on, to verify on, by name: token ids [N], for an encoder passages [B, N].
         rules: the candidates. length: tokens of a text or passage.
-        budget: largest loss. pairs: compute this share of the pairs, whatever it costs.
+        budget: largest loss. pairs: compute this share of the pairs (of what `cost` names), whatever it loses.
 
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
@@ -97,8 +98,8 @@ class Injection(ABC):
         """What is verified, one after the other until one holds: fixed before any held-out text is read."""
         yield chosen
         if self.pairs is None:
-            fit = [a for a, losses in self.tried if a.pairs > chosen.pairs and self.keeps(losses)]
-            yield from sorted({a.pairs: a for a in fit}.values(), key=lambda a: a.pairs)
+            fit = [a for a, losses in self.tried if a.cost > chosen.cost and self.keeps(losses)]
+            yield from sorted({a.cost: a for a in fit}.values(), key=lambda a: a.cost)
 
     def bar(self, name: str) -> float | None:
         """The largest loss of a text, None where any is allowed."""
@@ -227,6 +228,7 @@ class CausalInjection(Injection):
         retrieval_budget: largest relative rise of the perplexity of answers, in every task; None: it is only shown.
         folder: keeps what is measured. resume: take from there what an earlier run left.
         rivals: rules that are measured to be compared with, and never chosen.
+        cost: what is to be little: see `choose`.
     """
 
     rows: int = 384
@@ -236,7 +238,10 @@ class CausalInjection(Injection):
     folder: Path | str | None = None
     resume: bool = True
     rivals: Sequence[CandidateRule] = ()
+    cost: CostName = "pairs"
     measured: list[Sensitivity] = field(default_factory=list, init=False)
+    key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
+    times: Cost | None = field(default=None, init=False)
     metric, tries = "perplexity", 5
 
     def __post_init__(self) -> None:
@@ -277,13 +282,21 @@ class CausalInjection(Injection):
                 "models without sliding windows as short, soft caps or position biases"
             )
         self.weights = dict.fromkeys(self.texts[0], 1.0)
+        hosts = [host_facts(n, host, 0) for n, host in find_hosts(self.model) if n in self.measured[0].costs]
+        self.key_heads = {host.name: host.kv_heads for host in hosts}
+        if self.cost == "time":  # once, so that all choices of this run know the same
+            self.progress.describe("timing rules")
+            like = torch.empty(hosts[0].head_dim or 64, device=self.model.device)
+            self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        """The allocation of least predicted loss at a share of the pairs, by the texts' present weights."""
+        """The allocation of least predicted loss at a share of the cost, by the texts' present weights."""
         rules, all_ = rules or self.rules, [*self.rules, *self.rivals]
         columns = [all_.index(rule) for rule in rules]
         predicted = predicted_losses(self.measured, list(self.weights.values()))
-        return choose(rules, {n: costs[:, columns] for n, costs in predicted.items()}, self.length, pairs=pairs)
+        losses, cost = {n: costs[:, columns] for n, costs in predicted.items()}, self.cost
+        named = self.times if cost == "time" else cost
+        return choose(rules, losses, self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
     def search(self, before: dict[str, Any]) -> Allocation | None:
         """As in `Injection`. What loses more than the others, in units of its budget, weighs more in the next choice.
@@ -307,7 +320,7 @@ class CausalInjection(Injection):
         return {name: loss / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name, loss in losses.items()}
 
     def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
-        """Rivals at no more pairs than the choice: each family of rules, one for all heads and chosen by head.
+        """Rivals at no more of the cost than the choice: each family of rules, one for all heads and chosen by head.
 
         They are chosen by the same measurements and weights as the allocation, which the model has afterwards. All read
         the held-out texts, copies of them, and needles of all kinds in one text ("mixture").
@@ -340,13 +353,14 @@ class CausalInjection(Injection):
         all_, made = [*self.rules, *self.rivals], {}
         predicted = predicted_losses(self.measured, list(self.weights.values()))
         total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
+        of = self.times or cost_of(self.cost, all_, self.length)
         for family, rules in families.items():
-            cheap = [rule for rule in rules if rule.share(self.length) <= self.allocation.pairs]
+            cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
             if cheap:
                 one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
                 layers = {name: (one,) * len(costs) for name, costs in predicted.items()}
                 made[f"{family}, one for all"] = Allocation(layers, self.length)
-                made[f"{family}, by head"] = self.choose(self.allocation.pairs, rules)
+                made[f"{family}, by head"] = self.choose(self.allocation.cost, rules)
         return made
 
     def hidden(self, item: Item) -> Tensor:
@@ -375,7 +389,8 @@ class CausalInjection(Injection):
     def verified(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
         first, last = self.together(before), self.together(after)
         keys = ("before", "after", "loss")
-        report: dict[str, dict[str, Any]] = {"texts": {}, "retrieval": {}}
+        cost = {"name": self.cost, "share": self.allocation.cost}
+        report: dict[str, dict[str, Any]] = {"cost": cost, "texts": {}, "retrieval": {}}
         for name, score in first.items():
             row = dict(zip(keys, self.scores(score, last[name])))
             if name in before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ CHUNK = 16
 
 class CandidateRule(ABC):
     """Which pairs of one head are computed, and what stands for the others."""
+
+    #: Whether it is of heads whose queries see the tokens before them alone, and which may keep a cache.
+    causal: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -35,6 +39,14 @@ class CandidateRule(ABC):
     @abstractmethod
     def share(self, length: int) -> float:
         """Pairs computed, in proportion to those of ordinary attention over a text of `length` tokens."""
+
+    def kept(self, length: int) -> float:
+        """Keys that a cache which forgets keeps for a head after `length` tokens, in proportion to these."""
+        return 1.0
+
+    def sharing(self, heads: int, key_heads: int) -> int:
+        """How many query heads of a layer share what is kept, each of which needs what any of them needs."""
+        return heads // key_heads
 
     @abstractmethod
     def exact(self) -> CandidateRule:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..mechanisms import sparse
 from ..mechanisms.base import HostCall
+from ..mechanisms.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
 #: Up to so many tokens a rule selects for the whole text at once; beyond, chunk by chunk, which needs less memory.
@@ -44,6 +45,11 @@ class SparseHeadRule(CandidateRule):
 
     def share(self, length: int) -> float:
         return share_of(self.rule, length)
+
+    def kept(self, length: int) -> float:
+        """Of a window, its tokens, the sinks, and those that can be taken back; summaries of pages are not counted."""
+        reach = None if self.rule.earlier else self.rule.reach
+        return 1.0 if reach is None else min(1.0, (sum(reach) + TAKEN_BACK) / length)
 
     def exact(self) -> SparseHeadRule:
         return SparseHeadRule(sparse.Exact())

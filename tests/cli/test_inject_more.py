@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_hyperattn import HierarchicalCache
 from hf_hyperattn.cli import inject as command
 from hf_hyperattn.cli import main
-from hf_hyperattn.inject import hsa, injection, pays, sparse
+from hf_hyperattn.inject import costs, hsa, injection, pays, sparse
 from hf_hyperattn.inject.injection import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Pages, Window
@@ -126,7 +127,7 @@ def test_a_text_is_not_called_like_a_test(capsys, folder, tmp_path):
 
 
 def test_equal_times_are_not_faster(capsys):
-    args, report = argparse.Namespace(mechanism="sparse", allow_slower=False), {"length": 64}
+    args, report = argparse.Namespace(mechanism="sparse", allow_slower=False, cost=None), {"length": 64}
     report["attention_seconds"] = {"before": 1.0, "after": 0.99}
     assert "nothing is written" in command.slower(args, report, pays.Pays(None, {64: (1.0, 0.99)}))
     assert not report["faster"] and "NOT faster" in capsys.readouterr().out
@@ -173,7 +174,7 @@ def test_rivals_have_no_more_pairs_and_the_model_is_as_it_was(capsys, folder, tm
     assert {"this choice", "sinks and window, one for all", "sinks and window, by head"} <= rivals.keys()
     assert any("pages" in name for name in rivals)
     assert all(rival["pairs"] <= max(0.6, pairs) for rival in rivals.values())
-    assert "Rivals at no more pairs" in out
+    assert "Rivals at no more of the pairs" in out
     report = report_of(tmp_path / "out")
     assert rivals["this choice"]["losses"]["one.txt"] == pytest.approx(report["texts"]["one.txt"]["loss"], abs=1e-6)
     ids = torch.tensor(tiny.tokenizer()(prose(1)).input_ids[384:576])[None]
@@ -190,12 +191,40 @@ def test_hsa_is_compared_with_sparse_rules_that_it_does_not_choose(capsys, folde
     assert '"sparse"' not in (tmp_path / "out" / "config.json").read_text()
 
 
+def test_cache_bytes_as_the_cost(capsys, folder, tmp_path):
+    """The card says it, and a cache that forgets holds less; a model that is not faster is written all the same."""
+    more = ("--pairs", "0.9", "--cost", "bytes", "--compare", "--output", tmp_path / "out")
+    code, out, err = inject(capsys, folder, *more)
+    assert code == 0, out + err
+    report = report_of(tmp_path / "out")
+    assert report["cost"]["name"] == report["asked"]["cost"] == "bytes" and report["cost"]["share"] <= 0.9
+    assert "of the cache's bytes, at any loss" in out and "Rivals at no more of the cache's bytes" in out
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--cost bytes" in card and "chosen by cache bytes (" in card and "evict=True" in card
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    cache = HierarchicalCache(model, evict=True)
+    with torch.no_grad():
+        model(torch.arange(5, 197)[None], past_key_values=cache)
+    assert any(layer.keep for layer in cache.layers)
+
+
+def test_the_time_of_rules_as_the_cost(capsys, folder, tmp_path, monkeypatch):
+    prices = dict(zip(FEW, (0.1, 0.9, 0.95, 0.99)))
+    monkeypatch.setattr(costs, "times", lambda rules, *_: {rule: prices.get(rule, 1.0) for rule in rules})
+    more = ("--pairs", "0.6", "--cost", "time", "--allow-slower", "--output", tmp_path / "out")
+    code, out, err = inject(capsys, folder, *more)
+    assert code == 0, out + err
+    assert 0.1 <= report_of(tmp_path / "out")["cost"]["share"] <= 0.6 and "attention's time, of the rules alone" in out
+    assert "chosen by the time of rules" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_options_that_say_nothing_are_refused(capsys, folder):
     for mechanism, more, said in (
         ("hsa", ["--allow-slower"], "--allow-slower says nothing for --mechanism hsa"),
         ("sparse", ["--rank", "4"], "--rank says nothing for --mechanism sparse"),
         ("collaborative", ["--compare"], "--compare says nothing"),
         ("collaborative", ["--retrieval-budget", "1"], "--retrieval-budget says nothing"),
+        ("collaborative", ["--cost", "bytes"], "--cost says nothing"),
         ("sparse", ["--retrieval-budget", "0"], "--retrieval-budget 0 is not allowed"),
         ("sparse", ["--retrieval-budget", "inf"], "--retrieval-budget inf is not allowed"),
     ):

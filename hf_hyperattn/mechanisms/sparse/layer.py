@@ -69,7 +69,10 @@ class SparseLayer(MechanismLayer):
         rules, kept = self.rules(call), head_cache_of(call)
         if kept is not None:
             return self.of_parts(kept, call, rules, window, options, backend, weights)
-        out, shares = self.sparse(call, whole, rules, window, score, value, options, backend, weights)
+        if all_exact(rules):
+            out, shares = whole(score, value, options, backend=backend, weights=weights)
+        else:
+            out, shares = self.sparse(call, whole, rules, window, score, value, options, backend, weights)
         if gate is None:
             return out, shares
         first, shown = whole(score, value, options, backend=backend, weights=weights)
@@ -82,8 +85,6 @@ class SparseLayer(MechanismLayer):
         options: Options, backend: str, weights: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """By the compiled kernel where it computes this call, else by a mask."""
-        if all_exact(rules):
-            return whole(score, value, options, backend=backend, weights=weights)
         text = text_of(call.query, call.key, options, rules, call.first, self.recent)
         if whole is attention and not weights:
             out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
