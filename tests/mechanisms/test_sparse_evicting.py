@@ -10,6 +10,8 @@ import transformers as hf
 
 import hf_hyperattn as ha
 from hf_hyperattn import HierarchicalCache, HsaConfig, SparseConfig
+from hf_hyperattn.engines import Options
+from hf_hyperattn.mechanisms.base import HostCall, Plan
 from hf_hyperattn.mechanisms.sparse import (
     RULES,
     Exact,
@@ -20,7 +22,8 @@ from hf_hyperattn.mechanisms.sparse import (
     reference,
     sparse_rule,
 )
-from hf_hyperattn.mechanisms.sparse.head_cache import HeadCache, reaches_of
+from hf_hyperattn.mechanisms.sparse.head_cache import HEAD_CACHES, HeadCache, reaches_of
+from hf_hyperattn.mechanisms.sparse.layer import SparseLayer
 from tests.zoo.tiny import tiny_config
 
 from .test_sparse_models import drawn, in_steps, llama, logits
@@ -164,6 +167,25 @@ def test_rules_for_several_lengths():
     cache = HierarchicalCache(model, evict=True)
     assert_same(in_steps(model, ids, [25, *[1] * 55], cache)[0], logits(model, ids))
     assert min(held(cache)) <= 20
+
+
+def test_biases_sinks_and_softcaps_are_those_of_the_heads():
+    """Through the layer alone, with a cache beside it, one token after another."""
+    layer = SparseLayer(SparseConfig([*WINDOWS, Exact(), Exact()]), None, "replace")
+    torch.manual_seed(0)
+    query, bias = torch.randn(1, 4, 50, 8, dtype=torch.float64), torch.randn(1, 4, 50, 50, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, 50, 8, dtype=torch.float64)
+    cache = HeadCache(key, value, reaches_of(layer.of_heads(range(4), 4), 2))
+    for i in range(50):
+        row, so_far = slice(i, i + 1), slice(0, i + 1)
+        cache.append(key[:, :, row], value[:, :, row])
+        shown = cache.shown()
+        HEAD_CACHES[shown[0]] = HEAD_CACHES[shown[1]] = cache
+        options = Options(bias=bias[:, :, row, so_far], sinks=bias[0, :, 0, 0], softcap=5.0)
+        pairs = shown, (key[:, :, so_far], value[:, :, so_far])
+        plans = (Plan.of(HostCall(query[:, :, row], *pair, 0.4, True, options)) for pair in pairs)
+        assert_same(*(layer(plan).run()[0] for plan in plans))
+    assert held_of(cache) <= 20
 
 
 def test_weights_are_those_of_all_tokens():

@@ -60,6 +60,12 @@ def widest(rules: Sequence[SparseRule]) -> Reach:
     return (max(near for near, _ in known), max(sinks for _, sinks in known)) if len(known) == len(reaches) else None
 
 
+def of_heads(tensor: Tensor, heads: list[int]) -> Tensor:
+    """Heads of [B, H, ...], as a view where they follow each other."""
+    first, last = heads[0], heads[-1]
+    return tensor[:, first : last + 1] if last - first + 1 == len(heads) else tensor[:, heads]
+
+
 @dataclass(eq=False)
 class Part:
     """Key heads that keep the same, and their keys and values."""
@@ -109,7 +115,7 @@ class HeadCache:
         """Add tokens."""
         for part in self.parts:
             for tensor, new in zip(part.tokens, (key, value), strict=True):
-                tensor.append(new[:, part.heads])
+                tensor.append(of_heads(new, part.heads))
 
     def query_heads(self, part: Part, heads: int) -> list[int]:
         """The query heads of a part, of all."""
@@ -161,13 +167,15 @@ class HeadCache:
         grown, heads, first = part.tokens[0], self.query_heads(part, call.query.shape[1]), call.first
         if part.reach is None:
             PAGE_CACHES[key] = self.pages
-        places = grown.places()
+        hides = real is not None or options.bias is not None
+        places = grown.places() if grown.gone and hides else slice(None)
 
         def of(mask: Tensor | None) -> Tensor | None:
             if mask is None:
                 return None
-            mask = mask[:, heads] if mask.dim() == 4 and mask.shape[1] > 1 else mask
-            return mask[..., places] if grown.gone and mask.shape[-1] > 1 else mask
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask if mask.shape[1] == 1 else of_heads(mask, heads)
+            return mask if mask.shape[-1] == 1 else mask[..., places]
 
         options = replace(
             options,
@@ -179,7 +187,7 @@ class HeadCache:
         if grown.gone:
             stop = None if first.stop is None else first.stop - grown.gone
             first = FirstKey(0, None if real is None else real[:, places], stop)
-        return replace(call, query=call.query[:, heads], key=key, value=value, options=options, first=first)
+        return replace(call, query=of_heads(call.query, heads), key=key, value=value, options=options, first=first)
 
     def forget(self, real: Tensor | None) -> None:
         """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
