@@ -12,7 +12,7 @@ TAKEN_BACK = 64
 
 
 class GrowingTensor:
-    """A tensor [B, H, length, e] that tokens are added to; room grows by a quarter, so that adding costs O(1) a token.
+    """A tensor [B, H, length, e] that tokens are added to; room grows by an eighth, so that adding costs O(1) a token.
 
     Once some are evicted it holds the first `head` of them, and next to those the ones from `base` on.
     """
@@ -46,7 +46,7 @@ class GrowingTensor:
         # what was made under inference mode, torch lets nobody write to later
         closed = not (is_recorded() or torch.is_inference_mode_enabled()) and self.room.is_inference()
         if needed > self.room.shape[2] or closed:
-            self.room = now.new_empty((*now.shape[:2], max(needed, now.shape[2] * 5 // 4), now.shape[3]))
+            self.room = now.new_empty((*now.shape[:2], max(needed, now.shape[2] * 9 // 8), now.shape[3]))
             self.room[:, :, : now.shape[2]] = now
         self.length = length
 
@@ -57,8 +57,8 @@ class GrowingTensor:
         self.room[:, :, start : start + new.shape[2]] = new
 
     def evict(self, first: int, head: int) -> None:
-        """Forget those before `first` but the first `head`, if that frees a fifth of the room or more."""
-        if 5 * (first - self.base) < self.length - self.base:
+        """Forget those before `first` but the first `head`, if that frees a ninth of the room or more."""
+        if 9 * (first - self.base) < self.length - self.base:
             return
         head = self.head if self.gone else max(self.head, min(head, first))
         held = self.view()

@@ -63,7 +63,7 @@ def test_pairs_and_functions_cost_as_before():
     ids=["split", "windows", "hsa of two levels", "hsa of one"],
 )
 def test_what_is_counted_is_what_a_cache_holds(rules):
-    """At least what is counted, and a quarter of room more; of HSA whole windows, too."""
+    """At least what is counted, and an eighth of room more; of HSA whole windows, too."""
     model = ha.patch_model(llama().float(), rules[0].layer_config(rules, 400), mode="replace")
     cache = HierarchicalCache(model, evict=True)
     in_steps(model, drawn(1, 400), [100] * 3 + [1] * 100, cache)
@@ -72,7 +72,7 @@ def test_what_is_counted_is_what_a_cache_holds(rules):
     counted = sum(max(r.kept(400) for r in rules[i : i + group]) for i in range(0, 4, group)) * group / 4
     keys = store.tokens[::2] if isinstance(store.tokens, list) else [store.tokens[0], *(k for k, _ in store.means)]
     held = sum(k.view().numel() for k in keys) / (2 * 400 * 8)  # two key heads of eight numbers
-    assert counted - 0.07 <= held <= 1.25 * counted + 0.07
+    assert counted - 0.07 <= held <= 1.125 * counted + 0.07
 
 
 def test_the_time_of_rules_is_measured_once_for_each(monkeypatch):
