@@ -128,11 +128,12 @@ def write(
 
 def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, Any]]:
     """What the card says was measured."""
+    cost = report.get("cost", {"name": "pairs", "share": 1.0})
+    chosen_by = CHOSEN_BY.get(cost["name"], "").format(cost["share"])
     common = circumstances(args, "torch", "transformers") | {
         "metric": report["metric"],
         "notes": report.get("notes")
-        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{cost_note(report)}"
-        f"{time_note(report)}.",
+        or f"{report['length']} tokens, {report['pairs']:.1%} of the attended pairs{chosen_by}{time_note(report)}.",
     }
     rows = [(f"{name}, held-out part", r) for name, r in report["texts"].items()]
     rows += [(f"retrieval: answers of {name}", r) for name, r in report.get("retrieval", {}).items()]
@@ -149,14 +150,11 @@ def circumstances(args: argparse.Namespace, *programs: str) -> dict[str, Any]:
     }
 
 
-def cost_note(report: dict[str, Any]) -> str:
-    """By what else than pairs rules were chosen, and what a cache has to do to forget."""
-    cost = report.get("cost", {"name": "pairs"})
-    if cost["name"] == "pairs":
-        return ""
-    if cost["name"] == "time":
-        return f", chosen by the time of rules (together {cost['share']:.1%} of stock's attention)"
-    return f", chosen by cache bytes ({cost['share']:.1%} of stock's with HierarchicalCache(model, evict=True))"
+#: By what rules were chosen, and with what share, if not by pairs.
+CHOSEN_BY = {
+    "bytes": ", chosen by cache bytes ({:.1%} of stock's with HierarchicalCache(model, evict=True))",
+    "time": ", chosen by the time of rules (together {:.1%} of stock's attention)",
+}
 
 
 def time_note(report: dict[str, Any]) -> str:

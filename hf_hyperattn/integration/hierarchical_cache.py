@@ -98,12 +98,12 @@ class HierarchicalLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch: int64 or bool [B]."""
-        self._pick(torch.arange(self.store.rows)[indices] if self.is_initialized else indices)
+        self._pick(torch.arange(len(self.store.tokens[0].room))[indices] if self.is_initialized else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.is_initialized:
-            self._pick(torch.arange(self.store.rows).repeat_interleave(repeats))
+            self._pick(torch.arange(len(self.store.tokens[0].room)).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""

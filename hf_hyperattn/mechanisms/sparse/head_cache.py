@@ -7,7 +7,6 @@ share a key head need what any of them needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -19,7 +18,6 @@ from ..base import FirstKey, HostCall
 from ..growing import TAKEN_BACK, GrowingTensor
 from .masking import ByLength, real_keys
 from .page_cache import PAGE_CACHES, PageCache
-from .rules import SparseRule
 
 #: The `HeadCache` that keys and values come from, while they live.
 HEAD_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -46,18 +44,13 @@ def head_cache_of(call: HostCall) -> HeadCache | None:
 
 def reaches_of(rules: ByLength, key_heads: int) -> tuple[Reach, ...]:
     """Of each key head what its query heads see, at all lengths; None where one of them may look at any key."""
-    heads = len(rules[0][1])
-    group = heads // key_heads
-    return tuple(
-        widest([each[h] for _, each in rules for h in range(first, first + group)]) for first in range(0, heads, group)
-    )
-
-
-def widest(rules: Sequence[SparseRule]) -> Reach:
-    """What all of them together see."""
-    reaches = [None if rule.earlier else rule.reach for rule in rules]
-    known = [reach for reach in reaches if reach is not None]
-    return (max(near for near, _ in known), max(sinks for _, sinks in known)) if len(known) == len(reaches) else None
+    group, found = len(rules[0][1]) // key_heads, []
+    for first in range(0, group * key_heads, group):
+        asked = [None if r.earlier else r.reach for _, each in rules for r in each[first : first + group]]
+        known = [reach for reach in asked if reach is not None]
+        widest = max(near for near, _ in known or [(0, 0)]), max(sinks for _, sinks in known or [(0, 0)])
+        found.append(widest if len(known) == len(asked) else None)
+    return tuple(found)
 
 
 def of_heads(tensor: Tensor, heads: list[int]) -> Tensor:
@@ -100,11 +93,6 @@ class HeadCache:
     def tokens(self) -> list[GrowingTensor]:
         """Of all parts."""
         return [tensor for part in self.parts for tensor in part.tokens]
-
-    @property
-    def rows(self) -> int:
-        """Of the batch."""
-        return len(self.tokens[0].room)
 
     def shown(self) -> tuple[Tensor, Tensor]:
         """Placeholders of the length that masks are made for."""

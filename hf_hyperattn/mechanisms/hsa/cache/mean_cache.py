@@ -73,11 +73,6 @@ class MeanCache:
             for tensor, new in zip(pair, (key, value), strict=True):
                 tensor.append(new)
 
-    @property
-    def rows(self) -> int:
-        """Of the batch."""
-        return len(self.exact[0].room)
-
     def shown(self) -> tuple[Tensor, Tensor]:
         """All keys and values; where some may be forgotten, placeholders."""
         key, value = (t.view() if self.keep is None else t.placeholder(t.room.shape[1]) for t in self.tokens)
