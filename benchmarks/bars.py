@@ -92,6 +92,7 @@ PATCHES: dict[str, Callable] = {
     "head_fusion": ha.HeadFusionConfig,
     "mkl": ha.MklConfig,
     "hsa": ha.HsaConfig,
+    "trilinear": ha.TrilinearConfig,
 }
 
 

@@ -86,7 +86,7 @@ def blended(q, k, v, *, backend, positions=None, attn_mask=None, is_causal=False
     q, k = upcast_for_grad(q), upcast_for_grad(k)
     space = cone_space(q, "umbral", None, 1.0, 1.0, True, False)
     score = dot_score(q, k)
-    gate = torch.full((q.shape[1],), 0.5, dtype=score.query.dtype, device=q.device)
+    gate = torch.full((q.shape[1],), 0.5, dtype=score.dtype, device=q.device)
     score = score.plus(*space.score(q, k, q.shape[-1] ** -0.5, gate).terms)
     options = Options(mask=attn_mask, is_causal=is_causal)
     return attention(score, v, options, backend=backend)[0].to(v.dtype)

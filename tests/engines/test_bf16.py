@@ -112,9 +112,10 @@ def test_huge_and_infinite_logits():
     assert torch.equal(run(q, k, v).isnan(), run(*(t.double() for t in (q, k, v)), "reference").isnan())
 
 
-def test_outputs_are_as_near_as_those_of_sdpa():
-    tensors = qkv(2, 4, 4, 549, 549, 64, scale=1.7, dtype=HALF)
-    for causal in (True, False):
+@pytest.mark.parametrize("queries", [549, 1], ids=["forward", "decoding"])
+def test_outputs_are_as_near_as_those_of_sdpa(queries):
+    tensors = qkv(2, 4, 4, queries, 549, 64, scale=1.7, dtype=HALF)
+    for causal in (queries > 1, False):
         exact = scaled_dot_product_attention(*(t.double() for t in tensors), is_causal=causal)
         error = lambda out, exact=exact: float((out.to(HALF) - exact).norm())
         assert error(run(*tensors, is_causal=causal)) <= 1.05 * error(
@@ -204,7 +205,9 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
     if more and not amx():
         pytest.skip("pairs are what this CPU takes anyway")
     tensors = qkv(1, 4, 2, 150, 270, 33, 40, scale=1.7, dtype=HALF)
+    few = qkv(1, 4, 2, 2, 270, 32, 70, scale=1.7, dtype=HALF)
     here = {name: both(call, tensors)[0] for name, call in CALLS.items()}
+    decoded = {name: call(*few, backend="cpu") for name, call in CALLS.items()}
     monkeypatch.setenv(native.SETTING, level)
     flags = native.flags()
     monkeypatch.setattr(native, "flags", lambda: [*flags, *more.split()])
@@ -217,6 +220,7 @@ def test_without_the_instruction(level, more, monkeypatch, tmp_path):
             out, grads = both(CALLS[name], tensors)[0]
             assert_close(out, here[name][0], 1e-2, name)
             assert_gradients(grads, [g.double() for g in here[name][1]], 2e-2, "qkv")
+            assert_close(CALLS[name](*few, backend="cpu"), decoded[name], 1e-2, f"{name}, decoding")
         q, k, v = qkv(batch=1, heads=2, lq=63, d=2, dtype=HALF, seed=13)  # logits of 1e10, whose last digit is 1,000
         leaves = [t.detach().requires_grad_() for t in (q * 100, k * 100, v)]
         out = cone_attention(*leaves, backend="cpu", is_causal=True, **PAIRINGS["penumbral-xi"])

@@ -1,5 +1,7 @@
 """Trilinear attention in models: how it starts, learns, is saved and taken back; caches, padding, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import hf_hyperattn as ha
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import bidaf_scores, hype_bias
 from hf_hyperattn.integration.hyper import Hyper
-from hf_hyperattn.mechanisms.base import Host, HostCall
+from hf_hyperattn.mechanisms.base import FirstKey, Host, HostCall
 from hf_hyperattn.mechanisms.trilinear import TrilinearConfig
 from tests.integration.models import FAMILIES, State, difference, llama, perturb, run
 from tests.integration.test_families import model_of
@@ -129,6 +131,23 @@ def test_attention_weights_are_those_of_j():
 
 
 # Caches, padding, generation.
+
+
+@pytest.mark.parametrize("few", [1, 2])
+@pytest.mark.parametrize("windows", [(3, 2), (2, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_last_queries_alone_see_what_they_see_among_all(few, windows, masked):
+    """Keys that both windows have passed are left out; masks and biases go with the keys."""
+    hyper, _ = hyper_of(TrilinearConfig(windows=windows), mode="replace", is_causal=True)
+    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    mask[1, :, :, 4] = False
+    bias = tensor(1, 4, 7, 7, seed=4)
+    more = {"mask": mask, "bias": bias} if masked else {"bias": bias[..., :1]}
+    expected = hyper(call_of(**more))[0][:, :, -few:]
+    call = call_of(**more)
+    options = replace(call.options, offset=7 - few, **{n: t[:, :, -few:] for n, t in more.items()})
+    last = replace(call, query=call.query[:, :, -few:], options=options, first=FirstKey(stop=7))
+    assert_close(hyper(last)[0], expected, 1e-12)
 
 
 # Precision, compilation, adapters.

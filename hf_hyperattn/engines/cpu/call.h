@@ -97,7 +97,7 @@ inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to
 class Scratch {
  public:
   explicit Scratch(int64_t floats) : memory_(static_cast<float*>(std::aligned_alloc(64, padded(floats, 16) * 4))) {}
-  template <class E = float>  // of the size of a float
+  template <class E = float>  // no larger than a float
   E* take(int64_t count) {
     float* found = memory_.get() + used_;
     used_ += padded(count, 16);

@@ -34,8 +34,8 @@ struct Decode {
 struct Found {
   int64_t wide, parts, sums;
 
-  Found(const Call& c, const Decode& d)
-      : wide(padded(c.value_dim)), parts(d.parts(c)), sums(wide * parts) {}
+  Found(const Call& c, const Decode& d, int64_t together)
+      : wide(padded(c.value_dim, together)), parts(d.parts(c)), sums(wide * parts) {}
   int64_t top() const { return sums + kMostSums; }
   int64_t total() const { return sums + kMostSums + 1; }
   int64_t size() const { return sums + kMostSums + 2; }
@@ -45,13 +45,25 @@ inline void read_parameters(const Parameter* from, int64_t count, int64_t h, flo
   for (int64_t i = 0; i < count; ++i) to[i] = from[i].at[h * from[i].step];
 }
 
+// Numbers that stand as `load_split` reads them, in order.
+template <typename T>
+void copy_in_order(const float* from, int64_t count, float* to) {
+  if constexpr (std::is_same_v<T, float>) std::copy_n(from, count, to);
+  else
+    for (int64_t e = 0; e < count; e += 2 * kLanes) {
+      const Vec even = load(from + e), odd = load(from + e + kLanes);
+      store(to + e, interleaved<false>(even, odd)), store(to + e + kLanes, interleaved<true>(even, odd));
+    }
+}
+
 template <typename T>
 class DecodeTask {
  public:
   DecodeTask(const Call& call, const Decode& decode)
-      : c(call), d(decode), to_(call, decode), wide(to_.wide), dim(padded(c.dim)), rows_(c.group() * c.queries),
+      : c(call), d(decode), to_(call, decode, kTogether<T>), wide(to_.wide), dim(padded(c.dim, kTogether<T>)),
+        rows_(c.group() * c.queries),
         scratch_(rows_ * (2 * dim + wide * to_.parts + kMostSums + 3) + kTileKeys * (copies() + 7 + kMostSums) +
-                 4 * kTileKeys * c.queries + dim + Frame::size(c) + padded(c.queries) * (kMostNumbers + 3) + 512) {
+                 4 * kTileKeys * c.queries + (c.queries + 1) * dim + Frame::size(c) + c.group() * row_numbers() + 512) {
     queries_ = scratch_.take(rows_ * dim);
     points_ = scratch_.take(rows_ * dim);
     out_ = scratch_.take(rows_ * wide * to_.parts);
@@ -59,8 +71,9 @@ class DecodeTask {
     top_ = scratch_.take(rows_);
     sum_ = scratch_.take(rows_);
     tops_ = scratch_.take(rows_);
-    key_rows_ = scratch_.take(in_place(c.dim, dim) ? 0 : kTileKeys * dim);
-    value_rows_ = scratch_.take(in_place(c.value_dim, wide) ? 0 : kTileKeys * wide);
+    key_rows_ = scratch_.template take<T>(c.dim == dim ? 0 : kTileKeys * dim);
+    value_rows_ = scratch_.template take<T>(c.value_dim == wide ? 0 : kTileKeys * wide);
+    query_rows_ = scratch_.template take<T>(c.queries * dim);
     last_ = scratch_.take(kTileKeys);
     side_ = scratch_.take(kTileKeys);
     factor_ = scratch_.take(kTileKeys);
@@ -72,17 +85,19 @@ class DecodeTask {
     extra_ = scratch_.take(kTileKeys * c.queries);
     counts_ = scratch_.take(dim);
     frame_.columns = scratch_.take(Frame::size(c));
-    row_numbers_ = scratch_.take(padded(c.queries) * (kMostNumbers + 3));
-    for (int64_t e = 0; e < dim; ++e) counts_[e] = e < c.dim - c.score->left_out ? 1.0f : 0.0f;
+    row_numbers_ = scratch_.take(c.group() * row_numbers());
+    for (int64_t e = 0; e < dim; ++e) put(query_rows_ + e, e < c.dim - c.score->left_out ? 1.0f : 0.0f);
+    for (int64_t e = 0; e < dim; e += kLanes) store(counts_ + e, load_split(query_rows_, e));
     std::fill_n(frame_.columns, Frame::size(c), 0.0f);  // what no reader makes is not used, but is read
-    std::fill_n(row_numbers_, padded(c.queries) * (kMostNumbers + 3), 0.0f);
+    std::fill_n(row_numbers_, c.group() * row_numbers(), 0.0f);
   }
 
   // Keys [start, stop) against all queries of their heads; leaves sums, maxima and totals in `found`.
   void run(int64_t b, int64_t kv, int64_t start, int64_t stop, float* found) {
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g;
-      copy_rows(queries_of<T>(c, b, h, 0), c.queries, 0, c.dim, dim, queries_ + g * c.queries * dim);
+      split_queries(queries_of<T>(c, b, h, 0), queries_ + g * c.queries * dim);
+      if (c.score->read) measure_queries(b, h, points_ + g * c.queries * dim, row_numbers_ + g * row_numbers());
     }
     std::fill_n(out_, rows_ * wide * to_.parts, 0.0f);
     std::fill_n(sums_, rows_ * kMostSums, 0.0f);
@@ -92,7 +107,7 @@ class DecodeTask {
     for (int64_t r = 0; r < rows_; ++r, found += to_.size()) {
       const int64_t g = r / c.queries, q = r % c.queries;
       for (int64_t part = 0; part < to_.parts; ++part)
-        std::copy_n(out_ + ((g * to_.parts + part) * c.queries + q) * wide, wide, found + part * wide);
+        copy_in_order<T>(out_ + ((g * to_.parts + part) * c.queries + q) * wide, wide, found + part * wide);
       std::copy_n(sums_ + r * kMostSums, kMostSums, found + to_.sums);
       found[to_.top()] = top_[r], found[to_.total()] = sum_[r];
     }
@@ -100,8 +115,8 @@ class DecodeTask {
 
  private:
   void tile(int64_t b, int64_t kv, int64_t key, int64_t count) {
-    const auto [keys, step] = rows(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
-    const auto [values, value_step] = rows(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
+    const auto [keys, step] = filled_up(keys_of<T>(c, b, kv, key), count, c.dim, dim, key_rows_);
+    const auto [values, value_step] = filled_up(values_of<T>(c, b, kv, key), count, c.value_dim, wide, value_rows_);
     if (c.score->read) measure(b, kv, key, keys, step, count);
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g, slot = g * c.queries;
@@ -110,39 +125,45 @@ class DecodeTask {
       for (int64_t r = 0; r < c.queries; ++r) compare(b, kv, key, keys, step, count, slot + r, r);
       weigh(b, h, key, count, slot);
       if (c.score->lift && g == 0) {
-        const auto square = [](const float* v, int64_t, int64_t e, bool) { return load(v + e) * load(v + e); };
+        const auto square = [](Vec v, int64_t, int64_t, bool) { return v * v; };
         sum_rows(values, value_step, count, wide, square, [&](int64_t j) { ask_ahead(b, kv, key + j, 2); }, value_side_);
       }
       if (c.score->lift) lift(b, kv, key, h, count, slot, g == 0);
-      product(dots_, kTileKeys, 1, values, value_step, count, out_ + slot * to_.parts * wide, wide,
-              c.queries * to_.parts, wide, true);
+      for (int64_t r = 0; r < c.queries * to_.parts; ++r)
+        add_rows(dots_ + r * kTileKeys, values, value_step, count, wide, out_ + (slot * to_.parts + r) * wide);
     }
   }
 
-  static bool in_place(int64_t width, int64_t filled) { return std::is_same_v<T, float> && width == filled; }
-  int64_t copies() const {
-    return (in_place(c.dim, dim) ? 0 : dim) + (in_place(c.value_dim, wide) ? 0 : wide);
-  }
+  // How many numbers are kept of the queries of one head: what is read, factors, statistics.
+  int64_t row_numbers() const { return padded(c.queries) * (kMostNumbers + 3); }
+  int64_t copies() const { return (c.dim == dim ? 0 : dim) + (c.value_dim == wide ? 0 : wide); }
 
-  // Rows as floats that fill whole registers: in place, or copied.
-  std::pair<const float*, int64_t> rows(Rows<T> from, int64_t count, int64_t width, int64_t filled, float* to) {
-    if constexpr (std::is_same_v<T, float>)
-      if (width == filled) return {from.at, from.step};
-    from.factor = nullptr;
-    copy_rows(from, count, 0, width, filled, to);
+  // Rows that fill what is read at once, without their factors: in place, or copied.
+  static std::pair<const T*, int64_t> filled_up(Rows<T> from, int64_t count, int64_t width, int64_t filled, T* to) {
+    if (width == filled) return {from.at, from.step};
+    for (int64_t r = 0; r < count; ++r)
+      std::fill(std::copy_n(from.at + r * from.step, width, to + r * filled), to + (r + 1) * filled, T{});
     return {to, filled};
   }
 
+  // The queries of one head, times their factors, in the order of `load_split`; returns them as they came.
+  std::pair<const T*, int64_t> split_queries(Rows<T> from, float* to) {
+    const auto [rows, step] = filled_up(from, c.queries, c.dim, dim, query_rows_);
+    for (int64_t r = 0; r < c.queries; ++r)
+      for (int64_t e = 0; e < dim; e += kLanes) store(to + r * dim + e, load_split(rows + r * step, e) * from.weight(r));
+    return {rows, step};
+  }
+
   // Statistics and points of the queries of one head.
-  void measure_queries(int64_t b, int64_t h, float* points) {
+  void measure_queries(int64_t b, int64_t h, float* points, float* numbers) {
     const int64_t width = padded(c.queries);
-    float *last = row_numbers_, *side = last + width, *factor = side + width, *statistic[kMostNumbers];
+    float *last = numbers, *side = last + width, *factor = side + width, *statistic[kMostNumbers];
     for (int i = 0; i < kMostNumbers; ++i) statistic[i] = factor + (i + 1) * width;
-    copy_rows(Rows<T>{at<T>(c.query, b, h, 0), c.query.row, nullptr, 0}, c.queries, 0, c.dim, dim, points);
+    const auto [rows, step] = split_queries({at<T>(c.query, b, h, 0), c.query.row, nullptr, 0}, points);
     std::fill_n(last, 2 * width, 0.0f);
     for (int64_t r = 0; r < c.queries; ++r) {
-      last[r] = points[r * dim + c.dim - 1];
-      for (int64_t e = 0; e < c.dim; ++e) side[r] += points[r * dim + e] * points[r * dim + e] * counts_[e];
+      last[r] = number(rows[r * step + c.dim - 1]);
+      for (int64_t e = 0; e < dim; ++e) side[r] += points[r * dim + e] * points[r * dim + e] * counts_[e];
     }
     read(h, width, last, side, statistic, factor);
     for (int64_t r = 0; r < c.queries; ++r)
@@ -187,15 +208,15 @@ class DecodeTask {
   }
 
   // Of each key the last number, and where they are needed the sum of the squares of the first ones.
-  void measure(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count) {
+  void measure(int64_t b, int64_t kv, int64_t key, const T* keys, int64_t step, int64_t count) {
     if (c.score->reads_norms) {
       const float* there = counts_;
-      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool last) {
-        const Vec x = last ? load(k + e) * load(there + e) : load(k + e);
+      sum_rows(keys, step, count, dim, [=](Vec k, int64_t, int64_t e, bool last) {
+        const Vec x = last ? k * load(there + e) : k;
         return x * x;
       }, [&](int64_t j) { ask_ahead(b, kv, key + j, 0); }, side_);
     }
-    for (int64_t j = 0; j < count; ++j) last_[j] = keys[j * step + c.dim - 1];
+    for (int64_t j = 0; j < count; ++j) last_[j] = number(keys[j * step + c.dim - 1]);
     std::fill(last_ + count, last_ + padded(count), 0.0f);
   }
 
@@ -212,7 +233,7 @@ class DecodeTask {
     }
   }
 
-  // All statistics of a head, given or read. The queries' are read anew, which is nothing beside a tile of keys.
+  // All statistics of a head, given or read.
   void load_statistics(int64_t b, int64_t h, int64_t slot, int64_t key, int64_t count) {
     frame_.load_head(c, h);
     float* columns[kMostNumbers];
@@ -223,28 +244,25 @@ class DecodeTask {
       std::copy_n(c.column[d.column[i]].of(b, h) + key, count, to);
       std::fill(to + count, to + padded(count), 0.0f);
     }
-    if (c.score->read) {
-      read(h, padded(count), last_, side_, columns, factor_);
-      measure_queries(b, h, points_ + slot * dim);
-    }
+    if (c.score->read) read(h, padded(count), last_, side_, columns, factor_);
+    const float* numbers = row_numbers_ + slot / c.queries * row_numbers();
     for (int i = 0; i < c.score->rows; ++i)
-      frame_.row[i] = d.row[i] < 0 ? row_numbers_ + (i + 3) * padded(c.queries) : c.row[d.row[i]].of(b, h);
+      frame_.row[i] = d.row[i] < 0 ? numbers + (i + 3) * padded(c.queries) : c.row[d.row[i]].of(b, h);
   }
 
   // The products and the gaps of one query.
-  void compare(int64_t b, int64_t kv, int64_t key, const float* keys, int64_t step, int64_t count, int64_t slot,
-               int64_t r) {
+  void compare(int64_t b, int64_t kv, int64_t key, const T* keys, int64_t step, int64_t count, int64_t slot, int64_t r) {
     const bool first = slot == 0 && (!c.score->reads_norms || c.score->lift);
     const int pass = c.score->reads_norms;
     if (d.needs_dot) {
       const float* q = queries_ + slot * dim;
-      sum_rows(keys, step, count, dim, [=](const float* k, int64_t, int64_t e, bool) { return load(q + e) * load(k + e); },
+      sum_rows(keys, step, count, dim, [=](Vec k, int64_t, int64_t e, bool) { return load(q + e) * k; },
                [&](int64_t j) { if (first) ask_ahead(b, kv, key + j, pass); }, dots_ + r * kTileKeys);
     }
     if (c.score->read) {  // beyond the point's width, in the last register, x is 0, and so must the key be
       const float *x = points_ + slot * dim, *factor = factor_, *there = counts_;
-      sum_rows(keys, step, count, dim, [=](const float* k, int64_t j, int64_t e, bool last) {
-        const Vec point = last ? load(k + e) * load(there + e) : load(k + e), apart = load(x + e) - point * factor[j];
+      sum_rows(keys, step, count, dim, [=](Vec k, int64_t j, int64_t e, bool last) {
+        const Vec point = last ? k * load(there + e) : k, apart = load(x + e) - point * factor[j];
         return apart * apart;
       }, [&](int64_t j) { if (first && !d.needs_dot) ask_ahead(b, kv, key + j, pass); }, gaps_ + r * kTileKeys);
     }
@@ -256,7 +274,7 @@ class DecodeTask {
     t.first = frame_.first, t.last = frame_.last, t.row = frame_.row, t.column = frame_.column, t.head = frame_.head;
     t.extra = extra_of(c, b, h, 0, c.queries, key, count, kTileKeys, extra_);
     t.softcap = c.softcap, t.dot = dots_, t.top = tops_, t.gap = c.score->read ? gaps_ : nullptr;
-    t.query = queries_ + slot * dim, t.query_step = dim, t.keys = key_rows_, t.dim = 0;
+    t.query = queries_ + slot * dim, t.query_step = dim, t.dim = 0;
     c.score->decode(&t);
     for (int64_t r = 0; r < c.queries; ++r) {
       float* x = dots_ + r * kTileKeys;
@@ -282,8 +300,9 @@ class DecodeTask {
   const int64_t wide, dim, rows_;
   Scratch scratch_;
   Frame frame_;
-  float *queries_, *points_, *out_, *top_, *sum_, *tops_, *key_rows_, *value_rows_, *last_, *side_, *factor_, *dots_,
-      *gaps_, *extra_, *counts_, *row_numbers_, *sums_, *value_side_, *value_factor_, *value_statistics_;
+  float *queries_, *points_, *out_, *top_, *sum_, *tops_, *last_, *side_, *factor_, *dots_, *gaps_, *extra_, *counts_,
+      *row_numbers_, *sums_, *value_side_, *value_factor_, *value_statistics_;
+  T *key_rows_, *value_rows_, *query_rows_;
 };
 
 // The average as `land` makes it, beside the mean where there is a gate; in the memory of the sums.
@@ -334,7 +353,7 @@ void decode(const Call& c, const Decode& d) {
   const int64_t blocks = (stop - start + kTileKeys - 1) / kTileKeys, heads = c.batch * c.kv_heads;
   const int64_t wanted = c.threads == 1 ? 1 : (4 * c.threads + heads - 1) / heads;
   const int64_t chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, blocks));
-  const Found at(c, d);
+  const Found at(c, d, kTogether<T>);
   const int64_t rows = c.group() * c.queries, step = rows * at.size();
   std::vector<float> found(heads * chunks * step);
   const int64_t work = (stop - start) * heads * c.dim;

@@ -33,7 +33,7 @@ class SelectedFew {
     std::fill_n(out_, group * wide, 0.0f);
     over_blocks(c.key, b, kv, c.dim, dim, [&](int64_t g, int64_t i, const float* keys, int64_t step, int64_t there) {
       const float* query = queries_ + g * dim;
-      const auto term = [&](const float* key, int64_t, int64_t e, bool) { return load(key + e) * load(query + e); };
+      const auto term = [&](Vec key, int64_t, int64_t e, bool) { return key * load(query + e); };
       float* to = logits_ + g * length + i * kLanes;
       sum_rows(keys, step, there, dim, term, [](int64_t) {}, to);
       if (!heads_[g].whole[i]) store(to, heads_[g].hidden(i, p) ? splat(-kInf) : load(to));

@@ -30,6 +30,7 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -231,6 +232,15 @@ inline Vec load_numbers(const float* p) { return load(p); }
 inline Vec load_numbers(const Bfloat* p) {
   const Halves half = *reinterpret_cast<const Halves*>(p);
   return reinterpret_cast<Vec>(__builtin_convertvector(half, Words) << 16);
+}
+// Register e / kLanes of a row, for sums in which order does not matter: of bfloat16 every second one of kTogether numbers,
+// then the others, each by one operation where widening in order takes two.
+template <typename T>
+constexpr int kTogether = 4 * kLanes / sizeof(T);
+inline Vec load_split(const float* row, int64_t e) { return load(row + e); }
+inline Vec load_split(const Bfloat* row, int64_t e) {
+  const Words both = *reinterpret_cast<const LooseWords*>(row + e / (2 * kLanes) * (2 * kLanes));
+  return reinterpret_cast<Vec>(e % (2 * kLanes) ? both & 0xffff0000u : both << 16);
 }
 inline void put(float* p, float x) { *p = x; }
 inline void put(Bfloat* p, float x) {  // to the nearest, ties to even; NaN stays one

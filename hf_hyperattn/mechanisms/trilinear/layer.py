@@ -151,12 +151,15 @@ class SimplicialLayer(MechanismLayer):
         start = first_query(call, "trilinear", self.host) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value, p)
-        query, keys = self.features(score.query, score.key, p)
+        # a step of decoding maps no keys and values that both windows have passed
+        first = 0 if weights or options.dropout_p else self.windows.first_key(start)
+        query, keys = self.features(score.query, score.key[:, :, first:], p)
+        seen = value[:, :, first:]
         outputs = attend(
             query,
             keys,
-            (value, 1 + value @ p["value_map"].mT),
-            replace(simplicial_options, offset=start if isinstance(start, int) else 0),
+            (seen, 1 + seen @ p["value_map"].mT),
+            from_key(simplicial_options, first, start - first if isinstance(start, int) else 0),
             replace(self.windows, back=call.is_causal),
             offset=None if isinstance(start, int) else start,
             backend=backend,
@@ -237,6 +240,12 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:
     ahead = 0 if call.is_causal else window - 1
     cut = ((low <= i - window) | (high > i + ahead)) & seen
     return cut if cut.dim() == 3 else cut[None, None]
+
+
+def from_key(options: Options, first: int, offset: int) -> Options:
+    """Options for the keys from `first` on, of which `offset` is the first query's own."""
+    mask, bias = (t if t is None or t.shape[-1] == 1 else t[..., first:] for t in (options.mask, options.bias))
+    return replace(options, mask=mask, bias=bias, offset=offset)
 
 
 def with_bias(score: PairScore, options: Options) -> Options:

@@ -37,6 +37,12 @@ class Windows:
     second: int | None = None
     back: bool = False
 
+    def first_key(self, start: object) -> int:
+        """The first key that queries from key `start` on can see; 0 where that is no number, or a window is open."""
+        if not isinstance(start, int) or self.first is None or self.second is None:
+            return 0
+        return max(0, start + 1 - max(self.first, self.second))
+
 
 def simplicial(
     query: Tensor,
