@@ -80,13 +80,7 @@ class MechanismConfig(KnownFields):
 
     def clash(self, other: MechanismConfig) -> str | None:
         """Why it has no meaning together with another mechanism; None where it has one."""
-        broken = next((reason for name, reason in other.needs.items() if name in self.breaks), None)
-        return self.refuses.get(other.mechanism, broken)
-
-    @property
-    def refuses(self) -> dict[str, str]:
-        """Mechanisms that it has no meaning together with, by name, each with the reason."""
-        return {}
+        return next((reason for name, reason in other.needs.items() if name in self.breaks), None)
 
     def for_model(self, config: object) -> MechanismConfig:
         """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
