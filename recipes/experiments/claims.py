@@ -107,6 +107,13 @@ CLAIMS = (
         of(f.translation_gain, PSI, 32, {"dot product": ("dot product", 32), EUCLID: (EUCLID, 32)}, 1.0),
         command=TRANSLATION,
     ),
+    Claim(
+        "A9a",
+        "the same with the mapping xi, which the first three seeds picked",
+        HELP.replace("three seeds", "six other seeds"),
+        of(f.translation_again, XI, ("dot product", EUCLID)),
+        command=TRANSLATION,
+    ),
     missing(
         "A10",
         "two points more on ImageNet with DeiT-S",

@@ -25,6 +25,7 @@ from . import (
     store,
     tables,
     token_weights_tables,
+    translation,
     translation_tables,
     trilinear_tables,
     vision,
@@ -163,6 +164,17 @@ def translation_gain(kind: str, width: int, others: dict[str, tuple[str, int]], 
     if len(mine) < 2 or not rows:
         raise KeyError(kind)
     return gain(mine, rows, "BLEU", claimed, 2)
+
+
+def translation_again(kind: str, others: tuple[str, ...]) -> Found:
+    """BLEU of a score that was picked by its first seeds, with other seeds, against scores that had the same."""
+    results = load("translation")
+    rows, seeds = (results["settings"]["again"][name] for name in ("rows", "seeds"))
+    keys = lambda kind, width: [translation.key_of(kind, width, seed) for seed in seeds]
+    values = {k: [run["bleu"] for run in tables.all_done(results, keys(k, width))] for k, width in rows}
+    if not all(values[name] for name in (kind, *others)):
+        raise KeyError(kind)
+    return gain(values[kind], {name: values[name] for name in others}, "BLEU", digits=2)
 
 
 def translation_narrow(kind: str, narrow: int, full: int) -> Found:

@@ -57,6 +57,25 @@ def pairs(results: dict, measure: str = "bleu") -> str:
     return table(["score", "width", *head], found)
 
 
+def again(results: dict) -> str:
+    """BLEU and loss of the rows that were run with other seeds, and how the first of them differs from the others."""
+    settings, found = results["settings"]["again"], []
+    runs = {kind: done(results, (key_of(kind, width, seed) for seed in settings["seeds"]))
+            for kind, width in settings["rows"]}  # fmt: skip
+    if any(len(row) < len(settings["seeds"]) for row in runs.values()):
+        return table(["score", "BLEU", "loss, nats a token"], [])
+    first, *_ = values = {
+        kind: [[run[name] for run in row] for name in ("bleu", "held_out")] for kind, row in runs.items()
+    }
+    for kind, measures in values.items():
+        cells = [mean_and_deviation(row, digits) for row, digits in zip(measures, (2, 3))]
+        less = [paired(mine, row, digits) for mine, row, digits in zip(values[first], measures, (2, 3))]
+        power = f"{detectable(values[first][0], measures[0]):.2f}"
+        found.append([kind, *cells, *(["", "", ""] if kind == first else [*less, power])])
+    head = ["score", "BLEU", "loss, nats a token", f"BLEU, {first} more", f"loss, {first} more", "what would be found"]
+    return table(head, found)
+
+
 def losses(results: dict) -> str:
     """The same of the loss."""
     return pairs(results, "held_out")
@@ -76,6 +95,7 @@ TABLES = {
     "translation": scores,
     "translation-paired": pairs,
     "translation-losses": losses,
+    "translation-again": again,
     "translation-rates": searched,
     "translation-made": circumstances,
 }

@@ -95,6 +95,7 @@ def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
         "search": {"seed": 9, "steps": 1, "rates": [1e-3, 2e-3]},
     }
     small |= {"rows": [["dot product", 2], *([kind, 4] for kind in dict(translation.SETTINGS["rows"]))]}
+    small |= {"again": {"rows": [["umbral cone, xi", 4], ["dot product", 4]], "seeds": [2, 3]}}
     experiment = store.Experiment("translation", translation.SETTINGS | small, translation.runs)
     assert store.perform(experiment, tmp_path)
     translation.data_of.cache_clear()
@@ -106,6 +107,9 @@ def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     translation_tables.draw(tmp_path, page, tmp_path)
     text = page.read_text()
     assert "not done yet" not in text and "| umbral cone, psi | 4 |" in text and "p = " in text
+    mine, others = ([found["runs"][f"{kind}, width 4, seed {seed}"]["bleu"] for seed in (2, 3)]
+                    for kind in ("umbral cone, xi", "dot product"))  # fmt: skip
+    assert f"| {(sum(mine) - sum(others)) / 2:+.2f} (" in text.split("<!-- translation-again -->")[1]
     assert (tmp_path / "translation.svg").read_bytes().startswith(b"<?xml")
 
 
