@@ -110,7 +110,7 @@ def read_names(settings: dict, name: str, source: str) -> dict:
     ids = ids_of([spelt(node) for node in nodes], name)
     level = torch.tensor([level_of(parents, node) for node in nodes], dtype=torch.float64)
     length = torch.tensor([len(one) for one in ids], dtype=torch.float64)
-    points = torch.stack([last_states(name, one[None])[0] for one in ids])
+    points = states_of(name, ids)
     return {
         "count": len(nodes),
         "length and depth": correlated(length, level),
@@ -120,6 +120,15 @@ def read_names(settings: dict, name: str, source: str) -> dict:
             "norm and depth": correlated(points.norm(dim=-1), level),
         },
     }
+
+
+def states_of(name: str, ids: list[Tensor]) -> Tensor:
+    """`last_states` of every name [n, width], those of one length together."""
+    found: dict[int, Tensor] = {}
+    for length in {len(one) for one in ids}:
+        places = [i for i, one in enumerate(ids) if len(one) == length]
+        found |= dict(zip(places, last_states(name, torch.stack([ids[i] for i in places]))))
+    return torch.stack([found[i] for i in range(len(ids))])
 
 
 def ids_of(texts: list[str], name: str) -> list[Tensor]:
