@@ -7,7 +7,7 @@ from pathlib import Path
 from .draw import ROOT, draw_page
 from .injected_lora import AFTER, FIRST, best_rate, key_of
 from .store import FOLDER
-from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
+from .tables import NOT_DONE, all_done, circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
 #: What is read, and what of it a difference of one means: all in nats.
@@ -31,7 +31,7 @@ def models(results: dict) -> str:
         if all(found):
             rate = best_rate(results["settings"], results["runs"], row)
             rows.append([label, f"{rate:g}", *(mean_and_deviation(one, 1) for one in found)])
-    return table(["100 x nats a token", "learning rate", *READ.values()], rows)
+    return table(["100 x nats a token", "learning rate", *READ.values()], rows) if rows else NOT_DONE
 
 
 def pairs(results: dict) -> str:
@@ -43,7 +43,7 @@ def pairs(results: dict) -> str:
         if all(mine and others for mine, others in both):
             power = max(detectable(*one) for one in both)
             rows.append([label, *(paired(*one) for one in both), f"{power:.1f}"])
-    return table([f"{FIRST}: gained over", *READ.values(), "what would be found"], rows)
+    return table([f"{FIRST}: gained over", *READ.values(), "what would be found"], rows) if rows else NOT_DONE
 
 
 TABLES = {

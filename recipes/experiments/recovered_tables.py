@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from .draw import ROOT, draw_page
-from .recovered import NONE, REDRAWN, best_rate, key_before, key_of
+from .recovered import NONE, REDRAWN, best_rate, key_before, key_of, key_of_search
 from .store import FOLDER
-from .tables import all_done, circumstances, detectable, mean_and_deviation, paired, table
+from .tables import NOT_DONE, all_done, circumstances, detectable, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
 CONTROLS = (NONE, REDRAWN, "Euclidean distance", "normalised dot product")
@@ -45,7 +45,18 @@ def comes_back(results: dict) -> str:
             back = mean_and_deviation([100 * (1 - x / before) for x in after], 0)
             cells.append(f"{before:.1f} to {mean_and_deviation(after, 1)}; {back} %")
         rows.append([row, *cells])
-    return table(["score", "learning rate", *(f"k = {k}" for k in results["settings"]["layers"])], rows)
+    head = ["score", "learning rate", *(f"k = {k}" for k in results["settings"]["layers"])]
+    return table(head, rows) if rows else NOT_DONE
+
+
+def searched(results: dict) -> str:
+    """The error of every trial of the search, as a share of what is wanted."""
+    settings, runs, rows = results["settings"], results["runs"], []
+    rates = settings["search"]["rates"]
+    for row in settings["rows"]:
+        if all(key_of_search(row, rate) in runs for rate in rates):
+            rows.append([row, *(f"{runs[key_of_search(row, rate)]['error']:.3f}" for rate in rates)])
+    return table(["error by learning rate", *(f"{rate:g}" for rate in rates)], rows) if rows else NOT_DONE
 
 
 def pairs(results: dict) -> str:
@@ -58,7 +69,7 @@ def pairs(results: dict) -> str:
             cells.append(paired(mine, others) if others else "-")
             power += [detectable(mine, others)] if others else []
         rows.append([f"{row}, k = {k}", *cells, f"{max(power):.1f}" if power else "-"])
-    return table(["100 x loss gained over", *CONTROLS, "what would be found"], rows)
+    return table(["100 x loss gained over", *CONTROLS, "what would be found"], rows) if rows else NOT_DONE
 
 
 def again(results: dict, what: str) -> str:
@@ -70,7 +81,7 @@ def again(results: dict, what: str) -> str:
             before, after = added_before(results, row, k, what), added(results, row, k, what)
             cells.append(f"{before:+.1f} to {mean_and_deviation(after, 1)}")
         rows.append([row, *cells])
-    return table([what, *(f"k = {k}" for k in results["settings"]["layers"])], rows)
+    return table([what, *(f"k = {k}" for k in results["settings"]["layers"])], rows) if rows else NOT_DONE
 
 
 TABLES = {
@@ -78,6 +89,7 @@ TABLES = {
     "recovered-paired": pairs,
     "recovered-copying": partial(again, what="copying"),
     "recovered-needles": partial(again, what="needles"),
+    "recovered-rates": searched,
     "recovered-made": circumstances,
 }
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from experiments import adaptation, draw, injected_lora, injected_lora_tables, recovered, recovered_tables, store
+from experiments.tables import NOT_DONE
 
 from hf_hyperattn.inject.retrieval import Example
 from tests.integration.models import llama
@@ -151,7 +152,7 @@ def test_untrained_injection_is_the_same_in_both_orders(short):
 def test_committed_results_are_of_these_settings_and_on_the_page(experiment, tables):
     page, name = PAGE.read_text(), experiment.EXPERIMENT.name
     if not (store.FOLDER / f"{name}.json").exists():
-        assert all(draw.put(page, mark, "The runs are not done yet.") == page for mark in tables)
+        assert all(draw.put(page, mark, NOT_DONE) == page for mark in tables)
         return
     results = store.load(name)
     assert results["settings"] == json.loads(json.dumps(experiment.SETTINGS))
