@@ -135,6 +135,14 @@ CLAIMS = (
         command=ADAPTATION,
     ),
     Claim(
+        "A12a",
+        "in place of a pretrained model's own attention, it learns what that does",
+        "one, three and ten of SmolLM2's layers attend by cones alone, each distilled from the layer that it replaces, "
+        "three seeds, rate searched for every row; no score, queries and keys drawn anew, scores without cones",
+        lambda: f.both(*(of(f.recovered, XI, k) for k in ("1", "3", "10"))),
+        command="python recipes/experiments recovered",
+    ),
+    Claim(
         "A13", "first experiment: psi is better than xi", LCA, of(f.depth_gain, PSI, 10, controls=(XI,)), command=DEPTH
     ),
     Claim(
@@ -276,6 +284,26 @@ CLAIMS = (
         command="python recipes/experiments hypernyms",
     ),
     Claim(
+        "B12c",
+        "the same of diseases and phenotypes",
+        "which of 64 names is above a name of ICD-10-CM and of the human phenotype ontology, as B12b",
+        lambda: f.both(*(of(f.hypernyms, kind, source) for source in ("ICD-10", "phenotypes") for kind in (HYP, PSI))),
+        command="python recipes/experiments hypernyms",
+    ),
+    Claim(
+        "B12d",
+        "near the origin is abstract, in pretrained models, of diseases and phenotypes",
+        "norms of names in SmolLM2 and MiniLM against their depth, with length held",
+        lambda: f.both(
+            *(
+                of(f.names_order, model, source)
+                for source in ("ICD-10", "phenotypes")
+                for model in ("SmolLM2", "MiniLM")
+            )
+        ),
+        command=HYPERBOLICITY,
+    ),
+    Claim(
         "B13",
         "words fit into fewer dimensions in the ball",
         "WordNet's mammals, three seeds, rates searched",
@@ -361,7 +389,14 @@ CLAIMS = (
         "equal to rounding; tying of both sides is for encoders",
     ),
     missing("C11", "learning on graphs", "trees come from parents; no graph task was run"),
-    missing("C12", "injection, then fine-tuning", "not run"),
+    Claim(
+        "C12",
+        "injection, then fine-tuning",
+        "SmolLM2 at a fifth of the pairs of 512 tokens and LoRA, three seeds, rate searched for each; fine-tuned "
+        "before the injection in place of after it; loss, copying, needles",
+        lambda: f.both(*(of(f.injected_first, what) for what in ("held_out", "copying", "needle_keys"))),
+        command="python recipes/experiments injected_lora",
+    ),
     # --- D
     exact("D1", "bias tau·sinh(mu(j - i))", "forty digits", "tests/mechanisms/test_hype.py"),
     exact(

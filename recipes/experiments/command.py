@@ -52,19 +52,34 @@ EVIDENCE = {
     "adaptation": "SmolLM2 with LoRA alone and with each mechanism, at equal trainable parameters",
     "vision": "a small DeiT on Fashion-MNIST from scratch, with seven scores and several gammas",
 }
+#: The same, in docs/adaptation.md.
+RECOVERY = {
+    "recovered": "SmolLM2 with k layers of another score, each distilled from the layer that it replaces",
+    "injected_lora": "SmolLM2 with hierarchical attention injected and then fine-tuned, and the other way round",
+}
+ALL = NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE | RECOVERY
 #: The long ones, the one first whose answer is worth most for its time.
-QUEUE = ("depth", "length", "hat_imdb", "head_pruning", "coattention", "hsa_joined_deep", *EVIDENCE)
+QUEUE = ("depth", "length", "hat_imdb", "head_pruning", "coattention", "hsa_joined_deep", *EVIDENCE, *RECOVERY)
 #: Those that draw pages of their own, each in a module NAME_tables.
-PAGES = ("hsa", "hsa_joined_deep", "head", "hat", "collaborative", *MIXTURES, *GEOMETRY, *EVIDENCE, "evidence")
+PAGES = (
+    "hsa",
+    "hsa_joined_deep",
+    "head",
+    "hat",
+    "collaborative",
+    *MIXTURES,
+    *GEOMETRY,
+    *EVIDENCE,
+    *RECOVERY,
+    "evidence",
+)
 #: The paper's experiment with any classifier of reviews; takes --model and --layers.
 CLASSIFIER = "hsa_classifier"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and act; an error is one line on stderr and exit code 2."""
-    listing = "\n".join(
-        f"  {name:16}{what}" for name, what in (NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE).items()
-    )
+    listing = "\n".join(f"  {name:16}{what}" for name, what in ALL.items())
     parser = argparse.ArgumentParser(
         prog="python recipes/experiments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,9 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         "`kill -USR1 PID` until `kill -USR2 PID`\n"
         "  draw       tables and plots of all pages in docs/ that have experiments, from the results",
     )
-    parser.add_argument(
-        "what", choices=[*NAMES, *HSA, *HEADS, *MIXTURES, *GEOMETRY, *EVIDENCE, CLASSIFIER, "all", "queue", "draw"]
-    )
+    parser.add_argument("what", choices=[*ALL, CLASSIFIER, "all", "queue", "draw"])
     parser.add_argument("--minutes", type=float, help="start no run after this long; the same command goes on")
     parser.add_argument("--model", help=f"{CLASSIFIER}: a folder or an id on the Hub")
     parser.add_argument("--layers", help=f"{CLASSIFIER}: numbers from 0, such as 7,9,11")

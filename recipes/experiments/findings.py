@@ -18,8 +18,11 @@ from . import (
     hsa_joined_deep_tables,
     hyperbolicity_tables,
     hypernyms_tables,
+    injected_lora,
+    injected_lora_tables,
     kernels_tables,
     length,
+    recovered_tables,
     starts,
     starts_tables,
     store,
@@ -203,6 +206,34 @@ def adapted(name: str) -> Found:
     return gain(mine, {ALONE: alone}, "100 x loss gained", 0.0, 3)
 
 
+def recovered(kind: str, k: str) -> Found:
+    """How much less a model loses by a score in k of its layers, after their training, than by what has no cones."""
+    results = load("recovered")
+    mine, *others = (
+        [-x for x in recovered_tables.added(results, row, k)] for row in (kind, *recovered_tables.CONTROLS)
+    )
+    before = recovered_tables.added_before(results, kind, k)
+    back = tables.mean_and_deviation([100 * (1 + x / before) for x in mine], 0)
+    text, verdict = gain(mine, dict(zip(recovered_tables.CONTROLS, others)), f"k = {k}, 100 x loss gained")
+    return f"{kind}: {back} % of the lost logarithm of perplexity comes back; {text}", verdict
+
+
+def injected_first(what: str) -> Found:
+    """What is gained where a model is injected before it is fine-tuned, and not after."""
+    results = load("injected_lora")
+    mine, others, own = (
+        [-x for x in injected_lora_tables.values(results, row, what, is_own)]
+        for row, is_own in ((injected_lora.FIRST, 0), (injected_lora.AFTER, 0), (injected_lora.AFTER, 1))
+    )
+    if not mine or not others:
+        raise KeyError(what)
+    alone = [-100 * results["runs"]["injected"][what]] * len(mine)
+    text, verdict = gain(
+        mine, {injected_lora.AFTER: others, "no training": alone}, f"{injected_lora_tables.READ[what]}, nats x 100"
+    )
+    return f"{text}; {tables.paired(mine, own)} against the fine-tuned model with its own attention", verdict
+
+
 def of_models(experiment: str, mine: str, others: dict[str, str], claimed: float = 0.0) -> Found:
     """Accuracy in points of models that are trained with seeds, against others by name."""
     results = load(experiment)
@@ -384,11 +415,11 @@ def ball_orders(level: int) -> Found:
     return f"{text}; {more}", judge(*interval(mine, [0.0] * len(mine)), 0.3)
 
 
-def hypernyms(kind: str) -> Found:
+def hypernyms(kind: str, source: str = "WordNet") -> Found:
     """How much oftener a score over frozen states finds the word above a noun than scores without geometry do."""
-    found = hypernyms_tables.whole(load("hypernyms"))
+    found = hypernyms_tables.whole(load("hypernyms"), source)
     others = {control: hypernyms_tables.accuracies(found[control]) for control in hypernyms_tables.CONTROLS[1:]}
-    return gain(hypernyms_tables.accuracies(found[kind]), others, f"{kind}, points")
+    return gain(hypernyms_tables.accuracies(found[kind]), others, f"{source}, {kind}, points")
 
 
 def words_order(name: str) -> Found:
@@ -401,6 +432,20 @@ def words_order(name: str) -> Found:
     text = (
         f"{name}: norm and frequency {found['norm and frequency']['value']:+.2f}, norm and depth "
         f"{found['norm and depth']['value']:+.2f}, at equal frequency {alone:+.2f}, of {run['count']:,} nouns"
+    )
+    return text, NOT if abs(alone) < 0.3 else PARTLY
+
+
+def names_order(name: str, source: str) -> Found:
+    """Whether norms of a pretrained model's names of several words follow the depth of a hierarchy, at equal length."""
+    run = load("hyperbolicity")["runs"][f"{name}, {source}"]
+    found = run[f"last hidden states, {source}"]
+    alone = hyperbolicity_tables.partial(
+        found["norm and depth"]["value"], found["norm and length"]["value"], run["length and depth"]["value"]
+    )
+    text = (
+        f"{name}, {source}: norm and depth {found['norm and depth']['value']:+.2f}, at equal length {alone:+.2f}, of "
+        f"{run['count']:,} names"
     )
     return text, NOT if abs(alone) < 0.3 else PARTLY
 

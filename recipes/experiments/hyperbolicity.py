@@ -17,10 +17,12 @@ from torch import Tensor
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity, rank_correlation, shuffled
 
 from . import depth as depth_experiment
+from .coattention import spelt
 from .debian import bible_text, wordnet_nouns
 from .fitting import fit
 from .head_pruning import pretrained, tokenizer
 from .hsa_minilm import encoder
+from .hypernyms import parents_of
 from .lca_task import CLS, LcaTask
 from .store import Experiment, load
 from .wordnet import read_parents
@@ -33,6 +35,8 @@ SETTINGS = {
     "draws": 10,
     "quadruples": 20000,
     "words": 2000,
+    # Names of several words, beside the nouns: as many nodes, of any level.
+    "sources": ["ICD-10", "phenotypes"],
     # The depth task: scores, and the trees of the experiment with that name.
     "kinds": ["dot product", "Euclidean distance", "hyperbolic distance"],
     "depths": [10],
@@ -46,6 +50,8 @@ def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]
     """The pretrained models, points without structure, then the models of the depth task."""
     for name in settings["models"]:
         yield f"{name}, words", functools.partial(read_words, settings, name)
+    for name, source in itertools.product(settings["models"], settings["sources"]):
+        yield f"{name}, {source}", functools.partial(read_names, settings, name, source)
     yield "normal numbers", functools.partial(read_normal, settings)
     for level, kind, seed in itertools.product(settings["depths"], settings["kinds"], settings["seeds"]):
         yield key_of(level, kind, seed), functools.partial(read_trained, settings, level, kind, seed)
@@ -96,6 +102,41 @@ def read_words(settings: dict, name: str) -> dict:
     }
 
 
+def read_names(settings: dict, name: str, source: str) -> dict:
+    """Names of diseases or phenotypes: their last hidden states, and how long they are, which grows with the depth."""
+    parents = parents_of(source)
+    chosen = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))[: settings["words"]]
+    nodes = [sorted(parents)[i] for i in chosen]
+    ids = ids_of([spelt(node) for node in nodes], name)
+    level = torch.tensor([level_of(parents, node) for node in nodes], dtype=torch.float64)
+    length = torch.tensor([len(one) for one in ids], dtype=torch.float64)
+    points = states_of(name, ids)
+    return {
+        "count": len(nodes),
+        "length and depth": correlated(length, level),
+        f"last hidden states, {source}": measured(settings, points)
+        | {
+            "norm and length": correlated(points.norm(dim=-1), length),
+            "norm and depth": correlated(points.norm(dim=-1), level),
+        },
+    }
+
+
+def states_of(name: str, ids: list[Tensor]) -> Tensor:
+    """`last_states` of every name [n, width], those of one length together."""
+    found: dict[int, Tensor] = {}
+    for length in {len(one) for one in ids}:
+        places = [i for i, one in enumerate(ids) if len(one) == length]
+        found |= dict(zip(places, last_states(name, torch.stack([ids[i] for i in places]))))
+    return torch.stack([found[i] for i in range(len(ids))])
+
+
+def ids_of(texts: list[str], name: str) -> list[Tensor]:
+    """Token ids of each text, without what a model wants around them."""
+    known = tokenizer() if name == "SmolLM2" else encoder()[0]
+    return [torch.tensor(known(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
 def nouns(name: str, most: int) -> tuple[list[str], Tensor, list[int]]:
     """Nouns that the model has as one token: words, token ids, and the depth of the sense that is listed first."""
     parents = read_parents(wordnet_nouns())
@@ -137,17 +178,18 @@ def table_of(name: str) -> Tensor:
 
 @torch.no_grad()
 def last_states(name: str, ids: Tensor) -> Tensor:
-    """The last layer's hidden state of each word alone, between the tokens that the model wants around it: [n, width].
+    """The last layer's hidden state of each word or name alone, between the tokens that the model wants around it:
+    ids [n] or [n, tokens] to [n, width]. SmolLM2's is that of the last token.
 
     For MiniLM it is the mean over these tokens, which its sentence embeddings are before they are normalised.
     """
+    ids = ids if ids.ndim == 2 else ids[:, None]
+    around = lambda token: torch.full_like(ids[:, :1], token)
     if name == "SmolLM2":
-        texts = torch.stack([torch.full_like(ids, tokenizer().bos_token_id), ids], 1)
+        texts = torch.cat([around(tokenizer().bos_token_id), ids], 1)
     else:
         known = encoder()[0]
-        texts = torch.stack(
-            [torch.full_like(ids, known.cls_token_id), ids, torch.full_like(ids, known.sep_token_id)], 1
-        )
+        texts = torch.cat([around(known.cls_token_id), ids, around(known.sep_token_id)], 1)
     found = [model_of(name)(input_ids=rows, output_hidden_states=True).hidden_states[-1] for rows in texts.split(100)]
     states = torch.cat(found)
     return states[:, -1] if name == "SmolLM2" else states.mean(1)
@@ -205,4 +247,4 @@ def orders(settings: dict, model: torch.nn.Module, task: LcaTask) -> dict:
     }
 
 
-EXPERIMENT = Experiment("hyperbolicity", SETTINGS, runs, rows=("models", "kinds", "seeds"), hours=0.15)
+EXPERIMENT = Experiment("hyperbolicity", SETTINGS, runs, rows=("models", "sources", "kinds", "seeds"), hours=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -53,6 +54,21 @@ def words(results: dict) -> str:
             alone = partial(by[1]["value"], by[0]["value"], between["value"])
             rows.append([f"{name}: {where}", *map(interval, by), f"{alone:+.2f}"])
     return table(["norms of", "and frequency", "and depth", "and depth at equal frequency"], rows)
+
+
+def names(results: dict) -> str:
+    """Rank correlations of the norms of names with their length and depth, and with depth at equal length."""
+    rows, settings = [], results["settings"]
+    for name, source in itertools.product(settings["models"], settings["sources"]):
+        run = results["runs"].get(f"{name}, {source}")
+        if run is not None:
+            found = run[f"last hidden states, {source}"]
+            by = [found["norm and length"], found["norm and depth"]]
+            alone = partial(by[1]["value"], by[0]["value"], run["length and depth"]["value"])
+            cells = [*map(interval, (run["length and depth"], *by)), f"{alone:+.2f}"]
+            rows.append([f"{name}: {source}", *cells])
+    head = ["last hidden states", "length and depth", "norm and length", "norm and depth", "at equal length"]
+    return table(head, rows)
 
 
 def interval(found: dict) -> str:
@@ -116,6 +132,7 @@ def seeds(results: dict, level: int, kind: str) -> list[dict]:
 TABLES = {
     "hyperbolicity": trees,
     "hyperbolicity-words": words,
+    "hyperbolicity-names": names,
     "hyperbolicity-nodes": nodes,
     "hyperbolicity-against": against,
     "hyperbolicity-made": circumstances,

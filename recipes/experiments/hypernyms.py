@@ -1,5 +1,6 @@
 """Hierarchy in a pretrained model: of 64 words of WordNet, which is above a noun? MiniLM's states of words are frozen;
-what is trained is one attention score over them, each score with a projection of queries and one of keys.
+what is trained is one attention score over them, each score with a projection of queries and one of keys. The same of
+names of diseases (ICD-10-CM) and of the human phenotype ontology.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .debian import wordnet_nouns
 from .fitting import fit, searched_runs, size_of
 from .graphs import minus_distance
 from .kernels import states
+from .medical import icd10, phenotypes, read_icd10, read_phenotypes
 from .store import Experiment
 from .wordnet import read_parents, sample_paths
 
@@ -53,9 +55,12 @@ KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "umbral cone, psi": (partial(ha.cone_scores, variant="umbral", mapping="psi"), ("gamma", "radius")),
     "penumbral cone, psi": (partial(ha.cone_scores, variant="penumbral"), ("gamma", "radius")),
 }
+WORDNET = "WordNet"
 SETTINGS = {
     "kinds": list(KINDS),
     "depth": 8,
+    # Beside WordNet, and at which depth their leaves are.
+    "sources": {"ICD-10": 6, "phenotypes": 8},
     "nouns": 2000,
     "read": {"search": 300, "test": 500},
     "questions": 2048,
@@ -69,8 +74,22 @@ SETTINGS = {
 
 
 def runs(settings: dict, found: dict) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """As in `searched_runs`."""
-    return searched_runs(settings, found, train)
+    """As in `searched_runs`, one source after the other."""
+    for source in (WORDNET, *settings["sources"]):
+        rows = [row_of(source, kind) for kind in settings["kinds"]]
+        yield from searched_runs(settings | {"kinds": rows}, found, train)
+
+
+def row_of(source: str, kind: str) -> str:
+    """How the runs of a source and a kind are named."""
+    return kind if source == WORDNET else f"{source}: {kind}"
+
+
+def parents_of(source: str) -> dict[str, str | None]:
+    """The parent of every node of a source; nodes are "name.number"."""
+    if source == WORDNET:
+        return read_parents(wordnet_nouns())
+    return read_icd10(icd10()) if source == "ICD-10" else read_phenotypes(phenotypes())
 
 
 @dataclass(frozen=True)
@@ -87,9 +106,9 @@ class Tree:
 
 
 @functools.cache
-def tree_of(depth: int, leaves: int) -> Tree:
-    """Paths of WordNet, drawn once, and MiniLM's last states of every word on them, each word alone."""
-    paths = sample_paths(read_parents(wordnet_nouns()), depth, leaves, 0)
+def tree_of(source: str, depth: int, leaves: int) -> Tree:
+    """Paths of a source, drawn once, and MiniLM's last states of every word on them, each word alone."""
+    paths = sample_paths(parents_of(source), depth, leaves, 0)
     names = sorted({name for path in paths for name in path})
     number = {name: i for i, name in enumerate(names)}
     words = states([spelt(name) for name in names])[-1]
@@ -146,9 +165,11 @@ def split(settings: dict, seed: int, part: str) -> tuple[Tensor, Tensor]:
     return known, search if part == "search" else test
 
 
-def train(settings: dict, kind: str, seed: int, rate: float, part: str) -> dict:
-    """One run: train on some leaves of the tree, and read others."""
-    tree = tree_of(settings["depth"], settings["nouns"])
+def train(settings: dict, row: str, seed: int, rate: float, part: str) -> dict:
+    """One run of a row, as `row_of` names it: train on some leaves of the tree, and read others."""
+    source, kind = row.split(": ") if ": " in row else (WORDNET, row)
+    depth = settings["depth"] if source == WORDNET else settings["sources"][source]
+    tree = tree_of(source, depth, settings["nouns"])
     known, others = split(settings, seed, part)
     torch.manual_seed(seed)
     model = Score(kind, tree.words.shape[-1], settings["width"])
@@ -191,4 +212,4 @@ def read(model: Score, tree: Tree, leaves: Tensor, settings: dict) -> dict:
     }
 
 
-EXPERIMENT = Experiment("hypernyms", SETTINGS, runs, rows=("kinds", "seeds"), hours=0.06)
+EXPERIMENT = Experiment("hypernyms", SETTINGS, runs, rows=("kinds", "sources", "seeds"), hours=0.1)

@@ -100,9 +100,10 @@ def begin(experiment: Experiment, path: Path, fresh: bool) -> dict:
         return new
     old = json.loads(path.read_text())
     mine = json.loads(json.dumps(experiment.settings))
-    kept = {k: old["settings"].get(k) if only_adds(old["settings"].get(k), mine[k]) else mine[k]
-            for k in experiment.rows}  # fmt: skip
-    check_same("settings", path, old, {"settings": mine | kept})
+    tables = {k: type(mine[k])() for k in experiment.rows}  # one that the old settings lack had no rows
+    theirs = {"settings": tables | old["settings"]}
+    kept = {k: theirs["settings"][k] for k in tables if only_adds(theirs["settings"][k], mine[k])}
+    check_same("settings", path, theirs, {"settings": mine | kept})
     chips = [name for name in (old["machine"].get("chip"), now["machine"]["chip"]) if name]
     if len(chips) == 2 and chips[1] not in chips[0].split(" and "):
         old["machine"]["chip"] = " and ".join(chips)

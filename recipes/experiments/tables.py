@@ -9,6 +9,9 @@ from . import depth as depth_experiment
 from . import flash as flash_experiment
 from . import length as length_experiment
 
+#: What stands where a table has no row yet.
+NOT_DONE = "The runs are not done yet."
+
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown: the first column to the left, the others to the right."""

@@ -7,7 +7,7 @@ import re
 import pytest
 from experiments import evidence_tables, findings
 from experiments.claims import CLAIMS, SOURCES
-from experiments.command import EVIDENCE, GEOMETRY, HEADS, HSA, MIXTURES, NAMES
+from experiments.command import ALL
 from experiments.findings import HOLDS, NOT, PARTLY, UNDECIDED
 
 from .tiny import ROOT
@@ -26,7 +26,7 @@ def test_every_claim_has_a_verdict_and_a_command_that_exists(claim):
     for path in re.findall(r"(?:tests|benchmarks|recipes|docs)/[\w/]+\.(?:py|md)", f"{claim.command} {text}"):
         assert (ROOT / path).exists(), path
     name = re.fullmatch(r"python recipes/experiments (\w+)", claim.command)
-    assert name is None or name[1] in NAMES | HSA | HEADS | MIXTURES | GEOMETRY | EVIDENCE
+    assert name is None or name[1] in ALL
     assert callable(claim.found) or not re.search(r"\d\.\d", claim.found), "numbers of results are read from them"
 
 
@@ -94,3 +94,35 @@ def test_queued_experiments_are_read_when_they_are_done(monkeypatch):
     assert findings.joined_deep(2)[1] == HOLDS and "+1.9" in findings.joined_deep(2)[0]
     with pytest.raises(KeyError):
         findings.joined_deep(4)
+
+
+@pytest.mark.parametrize("cosine, verdict", [(0.40, HOLDS), (0.20, PARTLY)])  # of the loss, a cone having 0.3
+def test_what_comes_back_is_judged_beside_what_has_no_cones(monkeypatch, cosine, verdict):
+    losses = {"umbral cone, xi": 0.30, "no score": 0.6, "dot product, redrawn": 0.5, "Euclidean distance": 0.4}
+    losses["normalised dot product"] = cosine
+    runs = {f"{row}, before": {"10": {"loss": 4.0}} for row in losses} | {"stock": {"loss": 3.0}}
+    for row, loss in losses.items():
+        for seed in range(3):
+            noise = seed / 1000 * (row != "umbral cone, xi")
+            runs[f"{row}, seed {seed}"] = {"10": {"loss": 3 + loss + seed / 100 + noise}}
+    results = {"settings": {"seeds": [0, 1, 2], "rows": dict.fromkeys(losses)}, "runs": runs}
+    monkeypatch.setattr(findings, "load", lambda name: results)
+    text, found = findings.recovered("umbral cone, xi", "10")
+    assert found == verdict and text.startswith("umbral cone, xi: 69 ± 1 % of") and "+30.1" in text
+    del runs["no score, seed 1"]
+    with pytest.raises(KeyError):
+        findings.recovered("umbral cone, xi", "10")
+
+
+def test_injection_before_training_is_compared_with_injection_after_it(monkeypatch):
+    runs = {"injected": {"copying": 1.0}}
+    for seed in range(3):
+        runs[f"injected, then LoRA, seed {seed}"] = {"copying": 0.5 + seed / 100}
+        own = {"copying": 0.2 + seed / 90}
+        runs[f"LoRA, then injected, seed {seed}"] = {"copying": 0.9 + seed / 80, "own_attention": own}
+    monkeypatch.setattr(findings, "load", lambda name: {"settings": {"seeds": [0, 1, 2]}, "runs": runs})
+    text, verdict = findings.injected_first("copying")
+    assert verdict == HOLDS and "+40.2" in text and "+49.0" in text and "-29.9" in text
+    del runs["LoRA, then injected, seed 2"]
+    with pytest.raises(KeyError):
+        findings.injected_first("copying")

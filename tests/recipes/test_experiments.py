@@ -88,6 +88,18 @@ def test_rows_may_be_added_to_results_and_nothing_else_changed(tmp_path):
             store.perform(other, tmp_path)
 
 
+def test_a_table_that_older_results_lack_had_no_rows(tmp_path):
+    def experiment(**more):
+        run = lambda settings, found: ((key, lambda: {"value": 1}) for key in ("a", *settings.get("more", ())))
+        return store.Experiment("wider", {"steps": 1} | more, run, rows=tuple(more))
+
+    assert store.perform(experiment(), tmp_path)
+    with pytest.raises(ValueError, match="wider.json holds runs with settings.more=None"):
+        store.perform(replace(experiment(more={"b": 2}), rows=()), tmp_path)
+    assert store.perform(experiment(more={"b": 2}), tmp_path)
+    assert list(store.load("wider", tmp_path)["runs"]) == ["a", "b"]
+
+
 def test_results_of_other_versions_are_not_mixed(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         store.perform(counting([], stop_at=2), tmp_path)

@@ -40,6 +40,10 @@ def test_two_steps_of_hyperbolicity(task, tmp_path, monkeypatch):
     monkeypatch.setattr(hyperbolicity, "frequencies", lambda: Counter({f"w{i}": i % 7 for i in range(30)}))
     monkeypatch.setattr(hyperbolicity, "table_of", lambda name: torch.randn(30, 4).requires_grad_())
     monkeypatch.setattr(hyperbolicity, "last_states", lambda name, ids: torch.randn(len(ids), 4))
+    tree = {"all.0": None} | {f"w{i}.{i + 1}": "all.0" if i < 3 else f"w{i // 3}.{i // 3 + 1}" for i in range(30)}
+    monkeypatch.setattr(hyperbolicity, "parents_of", lambda source: tree)
+    lengths = lambda texts, name: [torch.zeros(1 + i % 3) for i, _ in enumerate(texts)]
+    monkeypatch.setattr(hyperbolicity, "ids_of", lengths)
     words = ([f"w{i}" for i in range(30)], torch.arange(30), [i % 5 for i in range(30)])
     monkeypatch.setattr(hyperbolicity, "nouns", lambda name, most: words)
     small = {"size": 8, "draws": 2, "quadruples": 50, "words": 30, "depths": [4, 5], "seeds": [0, 1], "task": TASK}
@@ -54,7 +58,9 @@ def test_two_steps_of_hyperbolicity(task, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(hyperbolicity_tables.PAGE.read_text())
     hyperbolicity_tables.draw(tmp_path, page, tmp_path)
-    assert "depth 5, hyperbolic distance" in page.read_text()
+    assert "depth 5, hyperbolic distance" in page.read_text() and "| MiniLM: phenotypes |" in page.read_text()
+    names = store.load("hyperbolicity", tmp_path)["runs"]["SmolLM2, ICD-10"]
+    assert names["count"] == 30 and {"points", "norm and depth"} <= names["last hidden states, ICD-10"].keys()
     assert (tmp_path / "hyperbolicity.svg").read_bytes().startswith(b"<?xml")
 
 

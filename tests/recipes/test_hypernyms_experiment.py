@@ -77,7 +77,7 @@ def test_two_steps_of_every_kind(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(hypernyms_tables.PAGE.read_text())
     hypernyms_tables.draw(tmp_path, page)
-    assert "| penumbral cone, psi |" in page.read_text()
+    assert page.read_text().count("| penumbral cone, psi |") == 6  # two tables for each of three sources
 
 
 def test_committed_results_are_of_these_settings_and_on_the_page():
