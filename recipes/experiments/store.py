@@ -111,9 +111,7 @@ def begin(experiment: Experiment, path: Path, fresh: bool) -> dict:
 
 
 def only_adds(old: dict | list | None, new: dict | list) -> bool:
-    """Whether all rows of an old table are in the new one, and the same there; None has no rows."""
-    if old is None:
-        return True
+    """Whether all rows of an old table are in the new one, and the same there."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(key in new and new[key] == value for key, value in old.items())
     return isinstance(old, list) and isinstance(new, list) and all(row in new for row in old)
