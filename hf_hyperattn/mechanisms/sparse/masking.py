@@ -34,15 +34,29 @@ class Places:
     """Where queries and keys stand in their rows.
 
     Args:
-        query, key: int64 [B, N] and [B, M], the number of each token in its row; -1 for padding and empty slots.
+        query, row: int64 [B, N] and [B, dropped + M], the number of each token in its row; -1 for padding and empty
+            slots.
         last: how many of the keys there are so far; None where that cannot be read.
         dropped: how many tokens a cache has dropped before key 0.
     """
 
     query: Tensor
-    key: Tensor
+    row: Tensor
     last: int | None
     dropped: int = 0
+
+    @property
+    def key(self) -> Tensor:
+        """int64 [B, M], the numbers of the keys."""
+        return self.row[:, self.dropped :]
+
+    def slots(self, stop: int, count: int) -> int:
+        """How many slots before `stop` hold the last `count` tokens of every row, or all that a row has."""
+        if not stop:
+            return 0
+        row = self.row[:, :stop]
+        last = (row >= (row.amax(1, keepdim=True) + 1 - count).clamp_min(0)).int()
+        return int((last.amax(1) * (stop - last.argmax(1))).amax())
 
 
 def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = START) -> Places:
@@ -71,7 +85,7 @@ def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = ST
     index = torch.arange(n, device=key.device) + start
     own = place[:, dropped:].gather(1, index.clamp(0, m - 1).expand(len(place), -1))
     last = int(start) + n if can_read(key, options.mask) else None
-    return Places(own, place[:, dropped:], last, dropped)
+    return Places(own, place, last, dropped)
 
 
 def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, first: FirstKey) -> Tensor:
@@ -191,15 +205,17 @@ def text_of(
     plain = options.mask is None and first.stop is None and first.attention_mask is None and can_read(key)
     make: Callable[[], Places] = partial(places_of, query, key, options, first)
     last: int | None = options.offset + n if options.is_causal else key.shape[2]
+    slots: Callable[[int, int], int] = min
     if not plain:
         places = make()
-        make, last = lambda: places, places.last
+        make, last, slots = lambda: places, places.last, places.slots
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and last is not None:
-        start, most = last - n, 2 * (earlier + 1)
-        before = recent.before(query, key, start, earlier, most, dropped)
-        recent.keep(query, key, start, before, most, dropped)
+        start, stop, most = last - n, last + dropped, 2 * (earlier + 1)
+        least, count = (slots(stop - n, tokens) for tokens in (earlier, most))
+        before = recent.before(query, key, start, least, count, dropped)
+        recent.keep(query, key, start, before, slots(stop, most), dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
@@ -264,9 +280,9 @@ def rule_call(
     if places.last is None or bool((places.key != torch.arange(key.shape[2], device=key.device)).any()):
         key = lay(key, places.key, slots)
     if before is not None:
-        count = before.shape[2]
-        back = place[:, :1] - torch.arange(count, 0, -1, device=place.device)
-        query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back.clamp_min(-1), place], 1)
+        count, stop = before.shape[2], (places.last or 0) + places.dropped - query.shape[2]
+        back = places.row[:, stop - count : stop]
+        query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back, place], 1)
     return RuleCall(query, key, scale, place, window, count)
 
 
