@@ -39,6 +39,8 @@ READERS = (
     "q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj_with_mqa", "q_a_proj",
     "qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "in_proj", "fused_qkv", "c_q",
 )  # fmt: skip
+#: Those of queries alone, and of values.
+QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "c_q")
 VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "c_v")
 
 #: A word that rotating functions and modules carry in their names.
@@ -173,11 +175,13 @@ def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[
         if isinstance(getattr(part, ends[0], None), int):
             sizes[path.rpartition(".")[2]] = getattr(part, ends[0]), getattr(part, ends[1])
     reader = next(filter(None, map(sizes.get, READERS)), None)
-    value_map = next(filter(None, map(sizes.get, VALUES)), None)
+    query_map, value_map = (next(filter(None, map(sizes.get, names)), None) for names in (QUERIES, VALUES))
     heads, width = numbers["heads"], numbers.get("width")
     kv_heads = numbers.get("kv_heads") or heads
     read = reader[0] if reader else width
     head_dim, value_dim = numbers.get("head_dim"), numbers.get("value_dim")
+    if head_dim is None and query_map and query_map[1] % heads == 0:
+        head_dim = query_map[1] // heads
     if head_dim is None and (width or read):
         head_dim = (width or read or 0) // heads
     if value_dim is None and value_map and value_map[1] % kv_heads == 0:

@@ -14,6 +14,7 @@ from hf_hyperattn.integration.hyper import Layers
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
 from tests.integration.models import FAMILIES, State, llama, perturb, run, text_inputs
+from tests.zoo.tiny import tiny
 
 SEEN = []
 
@@ -50,21 +51,34 @@ def reader():
     del MECHANISMS["toy_reader"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_widths_are_those_of_a_real_call(family, monkeypatch):
-    make, inputs = FAMILIES[family]
-    model, seen = make(), {}
+def seen_and_known(model, call, monkeypatch):
+    """Widths of queries and values, by patched module: those of a real call, and those that its host was given."""
+    seen, real = {}, Layers.forward
     ha.patch_model(model, ha.ConeConfig(), include_cross_attention=True)
-    real = Layers.forward
 
     def spy(hyper, call, *args, **keywords):
         seen[hyper] = (call.query.shape[-1], call.value.shape[-1])
         return real(hyper, call, *args, **keywords)
 
     monkeypatch.setattr(Layers, "forward", spy)
-    run(model, inputs())
+    call()
     facts = {module.hyper: (host.head_dim, host.value_dim) for _, module, host in all_hosts(model)}
-    assert seen and {m: facts[m] for m in seen} == seen
+    return seen, {m: facts[m] for m in seen}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widths_are_those_of_a_real_call(family, monkeypatch):
+    make, inputs = FAMILIES[family]
+    model = make()
+    seen, known = seen_and_known(model, lambda: run(model, inputs()), monkeypatch)
+    assert seen and known == seen
+
+
+def test_heads_may_be_narrower_than_the_config_says(monkeypatch):
+    """SAM's attention between tokens and image has half of its config's width."""
+    made, _ = tiny("base", "sam")
+    seen, known = seen_and_known(made.model, lambda: run(made.model, made.inputs), monkeypatch)
+    assert known == seen and len({query for query, _ in seen.values()}) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -75,7 +75,7 @@ def arguments(argv):
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="auto classes")
     parser.add_argument("--processes", type=int, default=2, help="how many at a time (default: 2)")
     parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds a type may wait for its answer (default: 600)"
+        "--timeout", type=float, default=1800, help="seconds a type may wait for its answer (default: 1800)"
     )
     parser.add_argument("--cache", type=pathlib.Path, default=FOLDER, help=f"folder of results (default: {FOLDER})")
     parser.add_argument(

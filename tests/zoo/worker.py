@@ -15,7 +15,7 @@ import transformers  # noqa: E402
 
 from tests.zoo.checks import examine  # noqa: E402
 
-MEMORY, SECONDS = 8 << 30, 120
+MEMORY, SECONDS = 8 << 30, 600
 
 
 def prepare():
