@@ -64,15 +64,15 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.store.shown()
+        keys, values = self.keys, self.values = self.store.shown()
         by_heads = isinstance(self.store, HeadCache)
-        for shown in (self.keys, self.values):
+        for shown in (keys, values):
             (HEAD_CACHES if by_heads else MEAN_CACHES)[shown] = self.store
         if not by_heads and self.store.exact is not self.store.tokens:
-            WORKING_COPIES[self.keys] = self.store.exact[0].view()
+            WORKING_COPIES[keys] = self.store.exact[0].view()
         if self.keep is None:
-            PAGE_CACHES[self.keys] = self.pages
-        return self.keys, self.values
+            PAGE_CACHES[keys] = self.pages
+        return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""

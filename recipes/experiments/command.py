@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--data", help="translation and vision --full: a folder with train.de and so on, or train/CLASS"
     )
-    parser.add_argument("--left", action="store_true", help="with queue: only say what is left")
+    parser.add_argument("--left", action="store_true", help="only say what is left, of the queue or of one experiment")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     args = parser.parse_args(argv)
     try:
@@ -110,7 +110,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def act(args: argparse.Namespace) -> int:
-    """Draw, or run what is missing of the named experiments until the minutes are over."""
+    """Draw, or run what is missing of the named experiments until the minutes are over.
+
+    Raises:
+        ValueError: an option is given that nothing reads.
+    """
+    given = [name for name in ("minutes", "model", "layers", "full", "data", "fresh") if getattr(args, name)]
+    given += ["left"] if args.left and args.what in ("draw", CLASSIFIER) else []
+    if given and (args.what in ("draw", "queue") or args.left):
+        raise ValueError(f"--{given[-1]} is not read here; leave it out with {args.what}{' --left' * args.left}")
     if args.what == "draw":
         from .draw import draw
 
@@ -124,6 +132,11 @@ def act(args: argparse.Namespace) -> int:
         return queue(QUEUE, left_only=args.left)
     from .store import perform
 
+    if args.left:
+        from .queue import report
+
+        print(report(tuple(NAMES) if args.what == "all" else (args.what,)))
+        return 0
     names = NAMES if args.what == "all" else (args.what,)
     for name in names:
         if not perform(experiment_of(name, args), minutes=args.minutes, fresh=args.fresh):

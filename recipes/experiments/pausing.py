@@ -1,4 +1,4 @@
-"""A pause of whatever experiment runs, between two steps: as long as a file is there, or until a signal."""
+"""A pause of whatever experiment runs, between two steps: as long as a file is there, or until a signal; and locks."""
 
 from __future__ import annotations
 
@@ -28,3 +28,26 @@ def pause() -> None:
 def resume() -> None:
     """Let them go on."""
     PAUSE.unlink(missing_ok=True)
+
+
+def only_one(name: str):
+    """A lock of this checkout, held as long as what is returned is kept.
+
+    Args:
+        name: of an experiment, or "queue".
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return None
+    PAUSE.parent.mkdir(exist_ok=True)
+    file = (PAUSE.parent / f"{name}.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"another process of this checkout runs {name}; allowed: one") from error
+    return file

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .pausing import PAUSE, pause, resume
+from .pausing import PAUSE, only_one, pause, resume
 from .store import FOLDER, Experiment, begin
 
 
@@ -26,7 +26,7 @@ def main(names: tuple[str, ...], left_only: bool = False) -> int:
     print(report(names), flush=True)
     if left_only:
         return 0
-    alone = only_one()  # noqa: F841  held until the end
+    alone = only_one("queue")  # noqa: F841  held until the end
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the experiment that runs, too
     signal.signal(signal.SIGUSR1, lambda *_: pause())
     signal.signal(signal.SIGUSR2, lambda *_: resume())
@@ -42,25 +42,6 @@ def main(names: tuple[str, ...], left_only: bool = False) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
-
-
-def only_one():
-    """A lock of this checkout, held as long as what is returned is kept.
-
-    Raises:
-        ValueError: another queue holds it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return None
-    PAUSE.parent.mkdir(exist_ok=True)
-    file = (PAUSE.parent / "queue.lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ValueError("another queue of this checkout is running; allowed: one") from error
-    return file
 
 
 def report(names: tuple[str, ...], folder: Path = FOLDER) -> str:

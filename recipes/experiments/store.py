@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from finetuning.report import circumstances, write
 
-from .pausing import wait_while_paused
+from .pausing import only_one, wait_while_paused
 
 #: Where the committed results lie.
 FOLDER = Path(__file__).parent / "results"
@@ -60,8 +60,10 @@ def perform(experiment: Experiment, folder: Path = FOLDER, minutes: float | None
         fresh: forget the runs of the file.
 
     Raises:
-        ValueError: the file holds runs of other settings or other versions of the packages.
+        ValueError: the file holds runs of other settings or other versions of the packages, or another process of this
+            checkout is at work on the committed results.
     """
+    alone = only_one(experiment.name) if folder == FOLDER else None  # noqa: F841  held until the end
     torch.set_num_threads(1)  # the same sums in the same order on every machine with the same instructions
     path, start = folder / f"{experiment.name}.json", time.monotonic()
     results = begin(experiment, path, fresh)

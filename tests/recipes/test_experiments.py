@@ -15,7 +15,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from experiments import depth, draw, pausing, queue, store, tables
-from experiments.command import NAMES, QUEUE
+from experiments.command import NAMES, QUEUE, main
 from experiments.fitting import fit
 
 from .tiny import ROOT
@@ -152,13 +152,28 @@ def test_all_runs_of_a_queued_experiment_are_known_before_any_is_done(name):
     assert len(keys) == len(set(keys)) > 0 and experiment.hours
 
 
-def test_one_queue_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(queue, "PAUSE", tmp_path / "outputs" / "pause")
-    first = queue.only_one()
-    with pytest.raises(ValueError, match="another queue of this checkout is running"):
-        queue.only_one()
-    first.close()
-    queue.only_one().close()
+def test_one_process_at_a_time_works_on_the_same_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pausing, "PAUSE", tmp_path / "outputs" / "pause")
+    for name, words in (("queue", ["queue"]), ("alibi", ["alibi"])):
+        held = pausing.only_one(name)
+        assert main(words) == 2
+        assert capsys.readouterr().err.endswith(f"another process of this checkout runs {name}; allowed: one\n")
+        held.close()
+        pausing.only_one(name).close()
+
+
+@pytest.mark.parametrize(
+    "words", ["queue --minutes 3", "queue --fresh", "draw --left", "alibi --left --fresh", "draw --full"]
+)
+def test_an_option_that_nothing_reads_is_refused(words, capsys):
+    assert main(words.split()) == 2
+    assert " is not read here; leave it out with " in capsys.readouterr().err
+
+
+def test_left_runs_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(store, "perform", lambda *args, **kwargs: pytest.fail("it ran"))
+    assert main(["translation", "--left"]) == 0
+    assert "runs done" in capsys.readouterr().out
 
 
 # --- the command and the page ---------------------------------------------------------------------------------------
