@@ -175,7 +175,8 @@ def module_dims(name: str, module: nn.Module, settings: dict[str, Any]) -> dict[
         if isinstance(getattr(part, ends[0], None), int):
             sizes[path.rpartition(".")[2]] = getattr(part, ends[0]), getattr(part, ends[1])
     reader = next(filter(None, map(sizes.get, READERS)), None)
-    query_map, value_map = (next(filter(None, map(sizes.get, names)), None) for names in (QUERIES, VALUES))
+    query_map = next(filter(None, map(sizes.get, QUERIES)), None)
+    value_map = next(filter(None, map(sizes.get, VALUES)), None)
     heads, width = numbers["heads"], numbers.get("width")
     kv_heads = numbers.get("kv_heads") or heads
     read = reader[0] if reader else width
