@@ -88,7 +88,7 @@ types: $(VENV)/.types  ## check types, as the oldest and the newest Python see t
 	done
 
 # Without build isolation: the kernels' sources are written by the package itself, which needs torch and Transformers.
-wheel: $(VENV)/.dev  ## dist/: a wheel for x86-64 Linux that carries compiled kernels (minutes; needs a C++ compiler)
+wheel: $(VENV)/.dev  ## dist/: a wheel with compiled kernels, for Linux (minutes; needs a C++ compiler; CXX names a cross compiler)
 	HF_HYPERATTN_PREBUILT=1 $(BUILD_WHEEL)
 
 plain-wheel: $(VENV)/.dev  ## dist/: a wheel for all systems, whose kernels are compiled on first use

@@ -1,6 +1,7 @@
 """Compiles the kernels that a wheel carries: `python prebuild.py FOLDER`, which holds the package (setup.py calls it).
 
-For each level of `native.LEVELS` one library: the engine, key-tied attention, and every score that the package's
+For each level of the machines that the compiler compiles for (`native.OF_MACHINES`; CXX=aarch64-linux-gnu-g++ names a cross
+compiler) one library: the engine, key-tied attention, and every score that the package's
 mechanisms make by name, patched and in chosen heads, one at a time, with and without a softcap. Which these are is seen
 by running them on a tiny model. Other compositions are compiled where they are used.
 HF_HYPERATTN_PREBUILT, where it names levels or scores ("v3 v4 umbral"), says which of them are compiled.
@@ -88,6 +89,21 @@ def compile_level(level: str, texts: list[tuple[str, str]], sources: list[Path],
         subprocess.run([*native.compiler(), *objects, *link], check=True)
 
 
+def levels() -> tuple[str, ...]:
+    """The levels of the machines that the compiler compiles for.
+
+    Raises:
+        RuntimeError: there are none for these machines.
+    """
+    from hf_hyperattn.engines import native
+
+    asked = subprocess.run([*native.compiler(), "-dumpmachine"], capture_output=True, text=True, check=True)
+    machine = asked.stdout.strip().partition("-")[0]
+    if machine not in native.OF_MACHINES:
+        raise RuntimeError(f"{native.compiler()[0]} compiles for {machine}; allowed: {', '.join(native.OF_MACHINES)}")
+    return native.OF_MACHINES[machine]
+
+
 def wish(names: Iterable[str]) -> list[str]:
     """Those of the names that HF_HYPERATTN_PREBUILT names; all where it names none."""
     words = os.environ.get("HF_HYPERATTN_PREBUILT", "").split()
@@ -119,7 +135,7 @@ def main(folder: str) -> None:
     sources = sorted({file.relative_to(native.PACKAGE).as_posix() for file in files})
     native.PREBUILT.mkdir(exist_ok=True)
     digests = {}
-    for level in wish(native.LEVELS):
+    for level in wish(levels()):
         made = native.PREBUILT / f"{level}.so"
         compile_level(level, texts, [*library.CORE[:1], *hsa.SOURCES[:1]], made)
         digests[level] = hashlib.sha256(made.read_bytes()).hexdigest()

@@ -1,6 +1,6 @@
 """Builds a release into dist/ and tries it (`make release`); docs/releasing.md says what comes after.
 
-From the commit that is checked out: a source archive, from that a plain wheel, and on x86-64 Linux a wheel with
+From the commit that is checked out: a source archive, from that a plain wheel, and on Linux on x86-64 or AArch64 a wheel with
 compiled kernels (HF_HYPERATTN_PREBUILT may name levels and scores, as for prebuild.py). Each is installed into a fresh
 environment and exercised, with a compiler and without one.
 """
@@ -110,7 +110,7 @@ def build(scratch: Path, dist: Path) -> dict[str, Path]:
     subprocess.run(["tar", "xzf", str(packages["sdist"]), "-C", str(place)], check=True)
     (unpacked,) = place.iterdir()
     packages["plain"] = build_one("wheel", unpacked, dist, "0")
-    if platform.system() == "Linux" and platform.machine() == "x86_64":
+    if platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64"):
         wanted = os.environ.get("HF_HYPERATTN_PREBUILT", "1")
         packages["prebuilt"] = build_one("wheel", unpacked, dist, "1" if wanted == "0" else wanted)
     return packages

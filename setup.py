@@ -2,7 +2,7 @@
 
 By itself a build makes a plain wheel, for all systems, whose kernels are compiled on first use. With
 HF_HYPERATTN_PREBUILT=1 and without build isolation (it needs a C++ compiler, torch and Transformers; `make wheel`) the
-wheel is for x86-64 Linux and carries them (prebuild.py).
+wheel is for the Linux machines that the compiler compiles for, x86-64 or AArch64, and carries them (prebuild.py).
 """
 
 import os
@@ -17,6 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PREBUILT = os.environ.get("HF_HYPERATTN_PREBUILT", "0") not in ("", "0")
+MACHINES = {62: "x86_64", 183: "aarch64"}  # by what the heads of libraries (ELF) call them
 FOLDER = Path("hf_hyperattn", "engines", "prebuilt")
 
 
@@ -49,7 +50,8 @@ class BdistWheel(bdist_wheel):
         if not made:  # a plain wheel, or an editable install, whatever is asked for
             return super().get_tag()
         newest = max(int(minor) for content in made for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
-        return "py3", "none", f"manylinux_2_{max(newest, 17)}_x86_64"
+        machine = MACHINES[int.from_bytes(made[0][18:20], "little")]
+        return "py3", "none", f"manylinux_2_{max(newest, 17)}_{machine}"
 
 
 setup(distclass=Prebuilt, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})

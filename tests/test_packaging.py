@@ -178,6 +178,7 @@ def test_the_installed_command_works(site):
 # The wheel that carries compiled kernels.
 
 LEVELS = [name for name in native.LEVELS if name in native.levels()]
+CROSS = "aarch64-linux-gnu-g++"
 #: Of all scores only those that these tests use are compiled.
 CARRIED = " ".join([*native.LEVELS, "umbral", "geodesic", "dot+*umbral_on_product"])
 
@@ -204,7 +205,7 @@ def test_the_prebuilt_wheel_holds_kernels_and_the_plain_one_none(prebuilt_wheel,
     assert prebuilt_wheel.name.split("-")[2:4] == ["py3", "none"] and "manylinux_2_" in prebuilt_wheel.name
     with zipfile.ZipFile(prebuilt_wheel) as held:
         names = {name for name in held.namelist() if ".dist-info/" not in name}
-    files = ("manifest.json", *(f"{level}.so" for level in native.LEVELS))
+    files = ("manifest.json", *(f"{level}.so" for level in native.OF_MACHINES["x86_64"]))
     kernels = {f"hf_hyperattn/engines/prebuilt/{name}" for name in files}
     expected = {"hf_hyperattn_autoload.py", "hyperattn_cli.py"}.union(*(files_in(ROOT / p, ROOT) for p in PACKAGES))
     assert names == expected | kernels
@@ -291,6 +292,26 @@ def test_the_prebuilt_wheel_computes_without_a_compiler(prebuilt_site, tmp_path,
     alone = {"CXX": "/nonexistent", "PATH": str(tmp_path), "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built")}
     said = use(prebuilt_site, WORK, HF_HYPERATTN_NATIVE=level, **alone).split()
     assert said == [level] if level != "1" else said[0] in LEVELS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not shutil.which(CROSS), reason=f"needs {CROSS}")
+def test_a_wheel_for_aarch64_is_made_by_a_cross_compiler_and_computes(archive, tmp_path, monkeypatch):
+    """Under emulation, where HF_HYPERATTN_AARCH64_PYTHON is a Python of AArch64 with what the package needs."""
+    monkeypatch.setenv("CXX", CROSS)
+    wheel = build("wheel", archive, tmp_path, CARRIED)
+    assert re.search(r"-py3-none-manylinux_2_\d+_aarch64\.whl$", wheel.name)
+    with zipfile.ZipFile(wheel) as held:
+        assert [Path(name).name for name in held.namelist() if name.endswith(".so")] == ["armv8.so"]
+        held.extractall(tmp_path / "site")
+    python = os.environ.get("HF_HYPERATTN_AARCH64_PYTHON")
+    if not python:
+        pytest.skip("built; not used: HF_HYPERATTN_AARCH64_PYTHON names no Python of AArch64")
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "HF_HYPERATTN_BUILD_DIR": str(tmp_path / "built")}
+    environment |= {"PATH": os.environ["PATH"], "CXX": "/nonexistent"}
+    done = subprocess.run([python, "-c", WORK], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["armv8"], done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Compiled kernels: what the wheel carries, and what is built of C++ sources on first use, kept, checked, and loaded.
 
-A wheel for x86-64 Linux carries one library for each of the instruction sets in `LEVELS`; the best that the CPU has is
-loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are those that it was
-made of. All else is built on this machine.
+A wheel for Linux on x86-64 or AArch64 carries one library for each of its instruction sets in `LEVELS`; the best that
+the CPU has is loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are those
+that it was made of. All else is built on this machine.
 
 For that a C++ compiler is enough: $CXX, else c++, g++ or clang++. A library is kept under a name that says all it
 depends on: its sources, the flags, and the instructions of this CPU (`-march=native`, or the wheel's level). Several
@@ -14,7 +14,7 @@ may write to it; and beside every library lies a SHA-256 of its name and content
 loaded.
 
 Environment: HF_HYPERATTN_NATIVE=0 turns compiled kernels off, =build builds all of them on this machine, and =v2, =v3,
-=v4 or =v4_bf16 takes that instruction set; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
+=v4, =v4_bf16 or =armv8 takes that instruction set; HF_HYPERATTN_BUILD_DIR says where they are kept (default:
 ~/.cache/hf_hyperattn/native).
 """
 
@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -47,13 +48,16 @@ _logged: set[str] = set()  # the reasons for which libraries were not built
 SETTING = "HF_HYPERATTN_NATIVE"
 OFF, BUILD, ANY = ("0", "off", "false", "no"), "build", ("", "1", "on", "true", "yes", "auto")
 
-#: Instruction sets of x86-64, each with those before it: the flags that Linux tells of such CPUs, and the compiler's.
+#: Instruction sets: the flags that Linux tells of such CPUs, beside those of the sets before it, and the compiler's.
 LEVELS = {
     "v2": ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["-march=x86-64-v2"]),
     "v3": ("abm avx avx2 bmi1 bmi2 f16c fma movbe xsave", ["-march=x86-64-v3"]),
     "v4": ("avx512bw avx512cd avx512dq avx512f avx512vl", ["-march=x86-64-v4"]),
     "v4_bf16": ("avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"]),
+    "armv8": ("", ["-march=armv8-a"]),  # of every AArch64 CPU that Linux runs on
 }
+#: Those of each machine, the best last.
+OF_MACHINES = {"x86_64": ("v2", "v3", "v4", "v4_bf16"), "aarch64": ("armv8",)}
 
 #: The package, which sources name their headers relative to, and what a wheel carries in it.
 PACKAGE = Path(__file__).parents[1]
@@ -96,8 +100,8 @@ def levels() -> list[str]:
     has: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         has = set(next((line for line in info if line.startswith("flags")), "").split())
-    there = [set(needs.split()) <= has for needs, _ in LEVELS.values()]
-    return [name for i, name in enumerate(LEVELS) if all(there[: i + 1])]
+    of_machine = OF_MACHINES.get(platform.machine(), ())  # emulated ones read /proc/cpuinfo of the CPU that emulates
+    return list(itertools.takewhile(lambda name: set(LEVELS[name][0].split()) <= has, of_machine))
 
 
 def level() -> str | None:

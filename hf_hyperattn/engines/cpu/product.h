@@ -173,6 +173,16 @@ inline void transpose(Vec (&square)[kLanes]) {
   }
 }
 
+// Lane i is the sum of all lanes of x[i]: as in `transpose`, but what would stand side by side is added up at once.
+inline Vec sums_of(Vec (&x)[kLanes]) {
+#pragma GCC unroll 4
+  for (int count = kLanes / 2; count; count /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i)
+      x[i] = interleaved<false>(x[i], x[i + count]) + interleaved<true>(x[i], x[i + count]);
+  return x[0];
+}
+
 // Asks memory for what is read soon.
 inline void ask_for(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);

@@ -5,16 +5,6 @@
 
 namespace hyper {
 
-// Lane i is the sum of all lanes of x[i]: as in `transpose`, but what would stand side by side is added up at once.
-inline Vec sums_of(Vec (&x)[kLanes]) {
-#pragma GCC unroll 4
-  for (int count = kLanes / 2; count; count /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < count; ++i)
-      x[i] = interleaved<false>(x[i], x[i + count]) + interleaved<true>(x[i], x[i + count]);
-  return x[0];
-}
-
 // to[j] = the sum over registers of term(register e of row j, j, e, whether it is among the last that are read at once),
 // for `count` rows of `registers` each (Known: how many, or 0), in the order of `load_split`. What is read next, `ahead` of
 // each row, is asked for meanwhile: there is little else to do than to wait for memory.

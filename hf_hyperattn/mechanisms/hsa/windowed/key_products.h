@@ -39,16 +39,6 @@ bool finite(const float* rows, int64_t step, int64_t count, int64_t width) {
   return !any(largest >= 0x7f800000);
 }
 
-// Lane i of the result is the sum over the lanes of rows[i].
-inline Vec sums_of(Vec (&rows)[kLanes]) {
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i)
-      rows[i] = interleaved<false>(rows[i], rows[i + half]) + interleaved<true>(rows[i], rows[i + half]);
-  return rows[0];
-}
-
 // The products of one query with the rows `ids` of a table, a register of them at a time; `ids` and `out` have room for
 // whole registers.
 void dots(const float* query, const float* table, int64_t step, const int32_t* ids, int64_t count, int64_t dim,
