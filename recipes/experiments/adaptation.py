@@ -95,6 +95,22 @@ def read_stock(settings: dict) -> dict:
 def train(settings: dict, name: str, seed: int, rate: float, added: float, steps: int, part: str) -> dict:
     """One run: LoRA at a rate, what the mechanism adds at its own, and the loss on modules that were held out."""
     model = model_of(settings, name, seed).to(device())
+    last = fit_windows(settings, model, seed, rate, added, steps)
+    return held_out(settings, model, part) | {
+        "loss": round(last, 5),
+        "parameters": sum(p.numel() for _, p in trained(model)),
+        "added": sum(p.numel() for n, p in trained(model) if ".hyper." in n),
+        "rates": {"lora": rate, "added": added},
+        "largest_added": {
+            n: round(p.detach().abs().max().item(), 4) for n, p in trained(model) if ".hyper." in n and ".20." in n
+        },
+    }
+
+
+def fit_windows(settings: dict, model: nn.Module, seed: int, rate: float, added: float, steps: int) -> float:
+    """Train on windows drawn from the modules: LoRA at a rate, what a mechanism adds at its own; the mean
+    loss at the end.
+    """
     rows, draw, size = tokens("train"), random.Random(seed), settings["window"]
 
     def loss() -> Tensor:
@@ -106,16 +122,7 @@ def train(settings: dict, name: str, seed: int, rate: float, added: float, steps
         {"params": [p for n, p in trained(model) if ".hyper." in n], "lr": added},
     ]
     groups = [group | {"weight_decay": settings["weight_decay"]} for group in groups if group["params"]]
-    last = fit(model.train(), loss, steps, rate, settings["weight_decay"], groups)
-    return held_out(settings, model, part) | {
-        "loss": round(last, 5),
-        "parameters": sum(p.numel() for _, p in trained(model)),
-        "added": sum(p.numel() for n, p in trained(model) if ".hyper." in n),
-        "rates": {"lora": rate, "added": added},
-        "largest_added": {
-            n: round(p.detach().abs().max().item(), 4) for n, p in trained(model) if ".hyper." in n and ".20." in n
-        },
-    }
+    return fit(model.train(), loss, steps, rate, settings["weight_decay"], groups)
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -8,19 +8,18 @@ training, and the fine-tuned one with its own attention, which is what there is 
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.retrieval import examples
 from hf_hyperattn.integration.patching import base_model
 
-from .adaptation import best_of, held_out, mean_loss, tokens, trained
-from .fitting import fit, key_of, key_of_search
+from .adaptation import best_of, fit_windows, held_out, tokens
+from .fitting import key_of, key_of_search
 from .head_pruning import pretrained, tokenizer
 from .recovered import answers
 from .store import Experiment
@@ -89,18 +88,7 @@ def train(settings: dict, row: str, seed: int, rate: float, steps: int) -> nn.Mo
         config = ha.lora_config(injected(settings, model), **options)
     torch.manual_seed(seed)
     model = get_peft_model(model, config)
-    rows, draw, size = tokens("train"), random.Random(seed), settings["window"]
-
-    def loss() -> Tensor:
-        start = draw.randrange(len(rows) - size)
-        return mean_loss(model, rows[start : start + size])
-
-    groups = [
-        {"params": [p for n, p in trained(model) if ".hyper." not in n], "lr": rate},
-        {"params": [p for n, p in trained(model) if ".hyper." in n], "lr": settings["patch_rate"]},
-    ]
-    groups = [group | {"weight_decay": settings["weight_decay"]} for group in groups if group["params"]]
-    fit(model.train(), loss, steps, rate, settings["weight_decay"], groups)
+    fit_windows(settings, model, seed, rate, settings["patch_rate"], steps)
     return model
 
 
