@@ -3,10 +3,11 @@
     python benchmarks/bars.py decode                 the decode operator, 8,192 keys, every score, beside SDPA
     python benchmarks/bars.py model --kinds decode   a model of SmolLM2's shape, by name and patched, beside itself
     python benchmarks/bars.py peak                   forward in GF/s, as a share of this core's multiplications
-    python benchmarks/bars.py peak --dtypes bfloat16 --passes forward training
+    python benchmarks/bars.py peak --dtypes float32 bfloat16 --passes forward training --dims 64 128 --save
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
-other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it.
+other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it, --save
+where docs/performance.md is drawn from.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from common import environment, write_json
 from speed.cases import Case
 from speed.measure import base, call, inputs
 from speed.operations import OPERATIONS, plain
+from speed.store import default_path
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
@@ -262,7 +264,8 @@ def peak(args) -> Iterator[dict]:
         rate, most = products / seconds["way"] / 1e9, flops(count) / seconds["peak"] / 1e9
         shape = f"{'causal' if causal else 'full'} d {width}"
         what = f"{kind} {name} {dtype} {shape}: {rate:.0f} of {most:.0f} GF/s"
-        yield {"what": what, "ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
+        row = {"what": what, "kind": kind, "score": name, "dtype": dtype, "shape": shape, "rate": rate, "most": most}
+        yield row | {"ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
 
 
 def main() -> None:
@@ -283,14 +286,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--scores", nargs="+", default=["dot", "umbral"], choices=OPERATIONS)
     parser.add_argument("--dims", type=int, nargs="+", default=[64])
-    parser.add_argument("--json", help="also write the result here")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--json", help="also write the result here")
+    where.add_argument("--save", action="store_true", help="also write it into benchmarks/results, a file a chip")
     args = parser.parse_args()
     rows = []
     for row in {"decode": decode, "model": model, "peak": peak}[args.what](args):
         rows.append(row)
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
         print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
+    path = str(default_path(args.what)) if args.save else args.json
+    write_json(path, {"environment": environment(), "arguments": vars(args), "rows": rows})
 
 
 if __name__ == "__main__":

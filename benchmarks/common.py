@@ -42,15 +42,23 @@ def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, fl
     return found
 
 
+def cpu() -> str:
+    """The processor: its name, which may be that of many (a virtual machine says "AMD EPYC"), family and model, and the
+    widest instructions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in told or "model" not in told:
+        return platform.processor() or platform.machine()
+    widest = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in told.get("flags", "").split()]
+    about = [f"family {told['cpu family']}, model {told['model']}"] if "cpu family" in told else []
+    return f"{told['model name']} ({', '.join([*about, *widest[:1]])})"
+
+
 def environment() -> dict[str, str | int]:
     """Chip, threads and versions, as every result must state them."""
-    chip = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        chip = names[0] if names else chip
     return {
-        "chip": chip,
+        "chip": cpu(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

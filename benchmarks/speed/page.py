@@ -63,10 +63,24 @@ def section(result: dict) -> str:
         f"{where['python']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}; {when}. "
         "Ratios to SDPA:\nmedian, in brackets the quartiles; ! above what it is held to.\n"
     ]
+    parts.append(shares(where["chip"]))
     for title, table in TABLES.items():
         found = table(rows)
         parts.append(f"\n### {title}\n\n{found}" if found else "")
     return "".join(parts) + "\n"
+
+
+def shares(chip: str) -> str:
+    """What `bars.py peak --save` has measured on this chip; "" where it was not run."""
+    lines = []
+    for file in FOLDER.glob("peak-*.json"):
+        result = json.loads(file.read_text())
+        for r in result["rows"] if result["environment"]["chip"] == chip else ():
+            what = f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}"
+            lines.append([what, f"{r['rate']:.0f}", f"{r['most']:.0f}", f"{r['share']:.0%}", f"{r['ratio']:.2f}"])
+    table = grid(["", "GF/s", "a core multiplies", "share", "over SDPA"], lines)
+    title = "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's"
+    return f"\n### {title}\n\n{table}" if table else ""
 
 
 def cell(row: dict | None, memory: bool = False) -> str:

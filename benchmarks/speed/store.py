@@ -26,10 +26,10 @@ def machine() -> dict:
     return found
 
 
-def default_path() -> Path:
+def default_path(what: str = "attention") -> Path:
     """One file for each chip."""
     chip = re.sub(r"\W+", "-", machine()["chip"].lower()).strip("-")
-    return FOLDER / f"attention-{chip}.json"
+    return FOLDER / f"{what}-{chip}.json"
 
 
 def commit() -> str:
