@@ -1,9 +1,9 @@
 """Compiles the kernels that a wheel carries: `python prebuild.py FOLDER`, which holds the package (setup.py calls it).
 
-For each level of the machines that the compiler compiles for (`native.OF_MACHINES`; CXX=aarch64-linux-gnu-g++ names a cross
-compiler) one library: the engine, key-tied attention, and every score that the package's
-mechanisms make by name, patched and in chosen heads, one at a time, with and without a softcap. Which these are is seen
-by running them on a tiny model. Other compositions are compiled where they are used.
+For each level of the machines that the compiler compiles for (`native.OF_MACHINES`; CXX names a cross compiler) one
+library: the engine, key-tied attention, and every score that the package's mechanisms make by name, patched and in
+chosen heads, one at a time, with and without a softcap. Which these are is seen by running them on a tiny model. Other
+compositions are compiled where they are used.
 HF_HYPERATTN_PREBUILT, where it names levels or scores ("v3 v4 umbral"), says which of them are compiled.
 """
 

@@ -1,8 +1,8 @@
 """Builds a release into dist/ and tries it (`make release`); docs/releasing.md says what comes after.
 
-From the commit that is checked out: a source archive, from that a plain wheel, and on Linux on x86-64 or AArch64 a wheel with
-compiled kernels (HF_HYPERATTN_PREBUILT may name levels and scores, as for prebuild.py). Each is installed into a fresh
-environment and exercised, with a compiler and without one.
+From the commit that is checked out: a source archive, from that a plain wheel, and on Linux (x86-64, AArch64) a wheel
+with compiled kernels (HF_HYPERATTN_PREBUILT may name levels and scores, as for prebuild.py). Each is installed into a
+fresh environment and exercised, with a compiler and without one.
 """
 
 from __future__ import annotations

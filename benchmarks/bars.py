@@ -6,8 +6,8 @@
     python benchmarks/bars.py peak --dtypes float32 bfloat16 --passes forward training --dims 64 128 --save
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
-other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it, --save
-where docs/performance.md is drawn from.
+other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it,
+--save where docs/performance.md is drawn from.
 """
 
 from __future__ import annotations

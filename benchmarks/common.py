@@ -44,7 +44,8 @@ def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, fl
 
 def cpu() -> str:
     """The processor: its name, which may be that of many (a virtual machine says "AMD EPYC"), family and model, and the
-    widest instructions."""
+    widest instructions.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -1,8 +1,8 @@
 """Compiled kernels: what the wheel carries, and what is built of C++ sources on first use, kept, checked, and loaded.
 
 A wheel for Linux on x86-64 or AArch64 carries one library for each of its instruction sets in `LEVELS`; the best that
-the CPU has is loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are those
-that it was made of. All else is built on this machine.
+the CPU has is loaded where it is, byte for byte, what the wheel's manifest says, and where the sources beside it are
+those that it was made of. All else is built on this machine.
 
 For that a C++ compiler is enough: $CXX, else c++, g++ or clang++. A library is kept under a name that says all it
 depends on: its sources, the flags, and the instructions of this CPU (`-march=native`, or the wheel's level). Several

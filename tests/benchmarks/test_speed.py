@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 
+import common
 import pytest
 import run
 import torch
@@ -206,6 +207,21 @@ def test_tables_hold_what_was_measured_and_mark_what_is_missed():
     assert "1.05!" not in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
+
+
+def test_a_chip_is_more_than_its_name_and_its_shares_are_drawn(monkeypatch, tmp_path):
+    flags = "fma avx2 avx512f avx512_bf16"
+    told = f"model name : AMD EPYC\ncpu family : 25\nmodel : 17\nflags : {flags}\n"
+    monkeypatch.setattr(common.Path, "exists", lambda path: True)
+    monkeypatch.setattr(common.Path, "read_text", lambda path: told)
+    assert (chip := common.cpu()) == "AMD EPYC (family 25, model 17, avx512_bf16)"
+    monkeypatch.undo()
+    monkeypatch.setattr(page, "FOLDER", tmp_path)
+    row = {"kind": "forward", "score": "umbral", "dtype": "float32", "shape": "full d 64", "rate": 84.4, "most": 117.0}
+    row |= {"share": 0.72, "ratio": 0.987}
+    (tmp_path / "peak-x.json").write_text(json.dumps({"environment": {"chip": chip}, "rows": [row]}))
+    assert "| float32, full d 64, forward, cone, umbral | 84 | 117 | 72% | 0.99 |" in page.shares(chip)
+    assert page.shares("another") == ""
 
 
 def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
