@@ -42,6 +42,7 @@ GEOMETRY = {
     "hyperbolicity": "how tree-like words and nodes lie, and whether their norms follow frequency or depth",
     "ball": "WordNet's mammals as points of the ball and of Euclidean space",
     "graphs": "sections of Debian's packages by attention over their dependencies",
+    "graph_trees": "the same sections by hierarchical attention over a package's neighbourhood as a tree",
     "hypernyms": "which word is above a noun, by MiniLM's frozen states and one score over them",
     "operations": "what distance, maps and attention over 64 tokens cost",
     "starts": "the depth task from other starts of cones and distances",

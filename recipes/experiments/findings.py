@@ -13,6 +13,8 @@ from . import (
     ball_tables,
     coattention_tables,
     depth,
+    graph_trees,
+    graph_trees_tables,
     graphs_tables,
     head_tables,
     hsa_joined_deep_tables,
@@ -484,6 +486,12 @@ def graph_gain(kind: str) -> Found:
         raise KeyError(kind)
     others = {name: values[name] for name in ("dot product", "Euclidean distance", "mean of neighbours")}
     return gain(values[kind], others, "points")
+
+
+def graph_trees_gain() -> Found:
+    """Accuracy of hierarchical attention over a package's neighbourhood as a tree, against what has no tree."""
+    values = graphs_tables.whole(load("graph_trees"))
+    return gain(values[graph_trees.TREE], {name: values[name] for name in graph_trees_tables.CONTROLS}, "points")
 
 
 def vision_gain(kind: str, gamma: float, claimed: float = 0.0) -> Found:

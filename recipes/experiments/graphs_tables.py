@@ -35,16 +35,16 @@ def scores(results: dict) -> str:
     return table(["score", "parameters", "learning rate", "accuracy, %"], rows)
 
 
-def pairs(results: dict) -> str:
+def pairs(results: dict, controls: tuple[str, ...] = CONTROLS) -> str:
     """Differences seed by seed from each control, and their power."""
     found, rows = whole(results), []
     for kind, mine in found.items():
-        others = {control: found[control] for control in CONTROLS if control in found and control != kind}
+        others = {control: found[control] for control in controls if control in found and control != kind}
         if others:
             power = max(detectable(mine, other) for other in others.values())
-            cells = [paired(mine, others[control]) if control in others else "" for control in CONTROLS]
+            cells = [paired(mine, others[control]) if control in others else "" for control in controls]
             rows.append([kind, *cells, f"{power:.1f}"])
-    return table(["points ahead of", *CONTROLS, "what would be found"], rows)
+    return table(["points ahead of", *controls, "what would be found"], rows)
 
 
 def graph(results: dict) -> str:

@@ -1,4 +1,4 @@
-"""recipes/experiments graphs: the graph of a list of packages, two steps of every kind, and the page."""
+"""recipes/experiments graphs and graph_trees: the graph of a list of packages, two steps of every kind, the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from experiments import draw, graphs, graphs_tables, store
+from experiments import draw, graph_trees, graph_trees_tables, graphs, graphs_tables, store
 
 #: Sections a and b, of which the packages of each depend on the one before; one package of a section too small.
 LIST = (
@@ -20,6 +20,9 @@ LIST = (
 )
 SMALL = graphs.SETTINGS | {"packages": [5, 20], "words": 8, "labelled": 2, "read": {"search": 4, "test": 6}}
 SMALL |= {"width": 8, "steps": 2, "seeds": [0, 1], "search": {"seed": 9, "rates": [0.1, 0.2]}}
+SMALL_TREES = graph_trees.SETTINGS | {key: SMALL[key] for key in SMALL if key in graph_trees.SETTINGS}
+SMALL_TREES |= {"kinds": graph_trees.SETTINGS["kinds"], "neighbours": [2, 3], "drawings": 2, "heads": 2}
+EXPERIMENTS = {"graphs": (graphs, graphs_tables), "graph_trees": (graph_trees, graph_trees_tables)}
 
 
 @pytest.fixture(autouse=True)
@@ -59,24 +62,51 @@ def test_a_mean_of_neighbours_is_one():
     torch.testing.assert_close(layer(graph.words, graph.edges), expected)
 
 
-def test_two_steps_of_every_kind(tmp_path):
-    experiment = store.Experiment("graphs", SMALL, graphs.runs)
-    assert store.perform(experiment, tmp_path)
-    runs = store.load("graphs", tmp_path)["runs"]
-    assert runs["graph"]["nodes"] == 18 and 0 <= runs["hyperbolic distance, seed 1"]["accuracy"] <= 1
+def test_neighbours_are_drawn_from_the_edges_and_a_package_without_any_is_its_own():
+    edges = torch.tensor([[0, 1, 0, 2, 0, 1, 2, 3], [1, 0, 2, 0, 0, 1, 2, 3]])
+    near, draw = graph_trees.Neighbours(edges, 4), torch.Generator().manual_seed(0)
+    drawn = near.drawn(torch.tensor([[0, 1], [2, 3]]), 50, draw)
+    assert [set(row.tolist()) for row in drawn.flatten(0, 1)] == [{1, 2}, {0}, {0}, {3}]
+
+
+def test_a_neighbourhood_is_a_tree_and_shuffled_its_package_stays():
+    graph, draw = graphs.graph_of(SMALL_TREES), torch.Generator().manual_seed(0)
+    near, nodes = graph_trees.Neighbours(graph.edges, 18), torch.arange(18)
+    edges = set(map(tuple, graph.edges.T.tolist()))
+    found = graph_trees.surroundings(SMALL_TREES, graph_trees.TREE, near, nodes, draw)
+    families = found[:, 1:].unflatten(1, (2, 4))  # a neighbour, and three of its own
+    for node, ones in zip(nodes.tolist(), families.tolist()):
+        assert all((node, one) in edges and all((one, other) in edges for other in rest) for one, *rest in ones)
+    same = torch.Generator().manual_seed(0)
+    shuffled = graph_trees.surroundings(SMALL_TREES, graph_trees.SHUFFLED, near, nodes, same)
+    assert torch.equal(shuffled[:, 0], nodes) and torch.equal(shuffled.sort().values, found.sort().values)
+    assert not torch.equal(shuffled, found)
+    (tree,) = graph_trees.hierarchy(2, 3).trees
+    assert tree.parents.tolist() == [11, *[9] * 4, *[10] * 4, 11, 11, -1]
+
+
+@pytest.mark.parametrize("name, small, row", [
+    ("graphs", SMALL, "| umbral cone, psi |"), ("graph_trees", SMALL_TREES, "| shuffled tree |")
+])  # fmt: skip
+def test_two_steps_of_every_kind(name, small, row, tmp_path):
+    experiment, drawn = EXPERIMENTS[name]
+    assert store.perform(store.Experiment(name, small, experiment.runs), tmp_path)
+    runs = store.load(name, tmp_path)["runs"]
+    assert all(0 <= run["accuracy"] <= 1 for key, run in runs.items() if key != "graph")
+    assert runs.get("graph", {"nodes": 18})["nodes"] == 18
     page = tmp_path / "page.md"
-    page.write_text(graphs_tables.PAGE.read_text())
-    graphs_tables.draw(tmp_path, page)
-    assert "not done yet" not in page.read_text() and "| umbral cone, psi |" in page.read_text()
+    page.write_text(drawn.PAGE.read_text())
+    drawn.draw(tmp_path, page)
+    text = page.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name}-made -->")[0]
+    assert "not done yet" not in text and row in text
 
 
-def test_committed_results_are_of_these_settings_and_on_the_page():
-    page = graphs_tables.PAGE.read_text()
-    if not (store.FOLDER / "graphs.json").exists():
-        assert page.count("The runs are not done yet.") == len(graphs_tables.TABLES)
-        return
-    results = store.load("graphs")
-    assert results["settings"] == json.loads(json.dumps(graphs.SETTINGS))
-    assert set(results["runs"]) == {key for key, _ in graphs.runs(graphs.SETTINGS, {})}
-    for mark, make in graphs_tables.TABLES.items():
+@pytest.mark.parametrize("name", ["graphs", "graph_trees"])
+def test_committed_results_are_of_these_settings_and_on_the_page(name):
+    experiment, drawn = EXPERIMENTS[name]
+    page = drawn.PAGE.read_text()
+    results = store.load(name)
+    assert results["settings"] == json.loads(json.dumps(experiment.SETTINGS))
+    assert set(results["runs"]) == {key for key, _ in experiment.runs(experiment.SETTINGS, {})}
+    for mark, make in drawn.TABLES.items():
         assert draw.put(page, mark, make(results)) == page, mark
