@@ -98,9 +98,11 @@ def levels() -> tuple[str, ...]:
     from hf_hyperattn.engines import native
 
     asked = subprocess.run([*native.compiler(), "-dumpmachine"], capture_output=True, text=True, check=True)
-    machine = asked.stdout.strip().partition("-")[0]
-    if machine not in native.OF_MACHINES:
-        raise RuntimeError(f"{native.compiler()[0]} compiles for {machine}; allowed: {', '.join(native.OF_MACHINES)}")
+    target = asked.stdout.strip()
+    machine = target.partition("-")[0]
+    if machine not in native.OF_MACHINES or "linux" not in target:
+        allowed = ", ".join(native.OF_MACHINES)
+        raise RuntimeError(f"{native.compiler()[0]} compiles for {target}; allowed: Linux on {allowed}")
     return native.OF_MACHINES[machine]
 
 

@@ -3,11 +3,11 @@
     python benchmarks/bars.py decode                 the decode operator, 8,192 keys, every score, beside SDPA
     python benchmarks/bars.py model --kinds decode   a model of SmolLM2's shape, by name and patched, beside itself
     python benchmarks/bars.py peak                   forward in GF/s, as a share of this core's multiplications
-    python benchmarks/bars.py peak --dtypes float32 bfloat16 --passes forward training --dims 64 128 --save
+    python benchmarks/bars.py peak --dtypes float32 bfloat16 --passes forward training --dims 64 128
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
 other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it,
---save where docs/performance.md is drawn from.
+--save keeps each row, a file a chip, for docs/performance.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common import environment, write_json
 from speed.cases import Case
 from speed.measure import base, call, inputs
 from speed.operations import OPERATIONS, plain
-from speed.store import default_path
+from speed.store import Store, default_path
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
@@ -185,8 +185,8 @@ def model(args) -> Iterator[dict]:
             calls = {name: STEPS[kind](m, args) for name, m in models.items()}
             seconds = lowest(calls, args.seconds * len(calls), threads)
             for name in list(models)[1:]:
-                what = f"{kind} {name} batch {args.batch} {threads}t"
-                yield {"what": what, "ratio": seconds[name] / seconds["stock"],
+                shape = f"{args.layers} layers batch {args.batch} {threads}t"
+                yield {"what": f"{kind} {name} {shape}", "ratio": seconds[name] / seconds["stock"],
                        "sdpa": seconds["stock"], "way": seconds[name]}  # fmt: skip
 
 
@@ -288,15 +288,16 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[64])
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--json", help="also write the result here")
-    where.add_argument("--save", action="store_true", help="also write it into benchmarks/results, a file a chip")
+    where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
     args = parser.parse_args()
-    rows = []
+    rows, store = [], Store(default_path("bars", gpu=False), gpu=False) if args.save else None
     for row in {"decode": decode, "model": model, "peak": peak}[args.what](args):
         rows.append(row)
+        if store:
+            store.add(row | {"key": f"{args.what} {row['what'].partition(':')[0]}"})
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
         print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
-    path = str(default_path(args.what)) if args.save else args.json
-    write_json(path, {"environment": environment(), "arguments": vars(args), "rows": rows})
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -42,24 +42,34 @@ def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, fl
     return found
 
 
+def cpuinfo() -> dict[str, str]:
+    """What Linux tells of the last processor; empty elsewhere."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
 def cpu() -> str:
-    """The processor: its name, which may be that of many (a virtual machine says "AMD EPYC"), family and model, and the
-    widest instructions.
+    """The processor as one tells it from others: a name may be that of many (virtual machines say "AMD EPYC"), so its
+    family and model and the widest instructions, or on AArch64 its implementer and part, stand behind.
     """
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if "model name" not in told or "model" not in told:
-        return platform.processor() or platform.machine()
-    widest = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in told.get("flags", "").split()]
-    about = [f"family {told['cpu family']}, model {told['model']}"] if "cpu family" in told else []
-    return f"{told['model name']} ({', '.join([*about, *widest[:1]])})"
+    told = cpuinfo()
+    about = [f"{what.removeprefix('cpu ').removeprefix('CPU ')} {told[what]}"
+             for what in ("cpu family", "model", "CPU implementer", "CPU part") if what in told]  # fmt: skip
+    flags = told.get("flags", "").split()
+    about += [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags][:1]
+    return f"{chip()} ({', '.join(about)})" if about else chip()
+
+
+def chip() -> str:
+    """The processor's name."""
+    return cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def environment() -> dict[str, str | int]:
     """Chip, threads and versions, as every result must state them."""
     return {
-        "chip": cpu(),
+        "chip": chip(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -63,24 +63,33 @@ def section(result: dict) -> str:
         f"{where['python']}; commit{'s' * (len(commits) > 1)} {', '.join(commits)}; {when}. "
         "Ratios to SDPA:\nmedian, in brackets the quartiles; ! above what it is held to.\n"
     ]
-    parts.append(shares(where["chip"]))
+    parts += bars(where["chip"])
     for title, table in TABLES.items():
         found = table(rows)
         parts.append(f"\n### {title}\n\n{found}" if found else "")
     return "".join(parts) + "\n"
 
 
-def shares(chip: str) -> str:
-    """What `bars.py peak --save` has measured on this chip; "" where it was not run."""
-    lines = []
-    for file in FOLDER.glob("peak-*.json"):
-        result = json.loads(file.read_text())
-        for r in result["rows"] if result["environment"]["chip"] == chip else ():
-            what = f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}"
-            lines.append([what, f"{r['rate']:.0f}", f"{r['most']:.0f}", f"{r['share']:.0%}", f"{r['ratio']:.2f}"])
-    table = grid(["", "GF/s", "a core multiplies", "share", "over SDPA"], lines)
-    title = "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's"
-    return f"\n### {title}\n\n{table}" if table else ""
+def bars(chip: str) -> list[str]:
+    """What `bars.py --save` has measured on this chip, as tables; none where it was not run."""
+    results = [json.loads(file.read_text()) for file in FOLDER.glob("bars-*.json")]
+    rows = next((list(r["rows"].values()) for r in results if r["environment"]["chip"] == chip), [])
+    peak, single, model = ([r for r in rows if r["key"].startswith(what)] for what in ("peak ", "decode ", "model "))
+    shares = grid(["", "GF/s", "a core multiplies", "share", "over SDPA"], [
+        [f"{r['dtype']}, {r['shape']}, {KIND_TITLES[r['kind']]}, {OPERATIONS[r['score']].title}",
+         f"{r['rate']:.0f}", f"{r['most']:.0f}", f"{r['share']:.0%}", f"{r['ratio']:.2f}"] for r in peak
+    ])  # fmt: skip
+    names = lambda found: [[r["what"], f"{r['ratio']:.2f}"] for r in found]
+    tables = {
+        "Share of what a core multiplies, 2,048 tokens, 4 heads, 1 thread; time over SDPA's": shares,
+        "Decoding, 8,192 keys, the lowest times (`bars.py decode`)": grid(["", "over SDPA"], names(single)),
+        "Models of SmolLM2's shape, 2,048 tokens, training 512, the lowest times (`bars.py model`)": grid(
+            ["", "over stock"], names(model)
+        ),
+    }
+    commits = ", ".join(sorted({r["commit"] for r in rows}))
+    said = f"\nCommit {commits}.\n" if commits else ""
+    return [f"\n### {title}\n{said}\n{table}" for title, table in tables.items() if table]
 
 
 def cell(row: dict | None, memory: bool = False) -> str:

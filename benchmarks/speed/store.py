@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import environment
+from common import cpu, environment
 
 from hf_hyperattn.files import write_atomically
 
@@ -18,17 +18,15 @@ FOLDER = Path(__file__).resolve().parents[1] / "results"
 SAME = ("chip", "torch", "transformers")
 
 
-def machine() -> dict:
-    """Chip and versions; threads are said row by row."""
+def machine(gpu: bool = True) -> dict:
+    """Chip and versions; threads are said row by row. The chip is the GPU where there is one and `gpu`."""
     found = {k: v for k, v in environment().items() if k not in ("threads", "date")}
-    if torch.cuda.is_available():
-        found["chip"] = torch.cuda.get_device_name()
-    return found
+    return found | {"chip": torch.cuda.get_device_name() if gpu and torch.cuda.is_available() else cpu()}
 
 
-def default_path(what: str = "attention") -> Path:
+def default_path(what: str = "attention", gpu: bool = True) -> Path:
     """One file for each chip."""
-    chip = re.sub(r"\W+", "-", machine()["chip"].lower()).strip("-")
+    chip = re.sub(r"\W+", "-", machine(gpu)["chip"].lower()).strip("-")
     return FOLDER / f"{what}-{chip}.json"
 
 
@@ -52,9 +50,9 @@ class Store:
         ValueError: the file's rows were measured on another machine or with other versions.
     """
 
-    def __init__(self, path: Path, fresh: bool = False):
+    def __init__(self, path: Path, fresh: bool = False, gpu: bool = True):
         self.path, self.commit = path, commit()
-        self.result = {"environment": machine(), "rows": {}}
+        self.result = {"environment": machine(gpu), "rows": {}}
         if path.exists() and not fresh:
             found = json.loads(path.read_text())
             other = [k for k in SAME if found["environment"].get(k) != self.result["environment"][k]]

@@ -48,7 +48,8 @@ _logged: set[str] = set()  # the reasons for which libraries were not built
 SETTING = "HF_HYPERATTN_NATIVE"
 OFF, BUILD, ANY = ("0", "off", "false", "no"), "build", ("", "1", "on", "true", "yes", "auto")
 
-#: Instruction sets: the flags that Linux tells of such CPUs, beside those of the sets before it, and the compiler's.
+#: Instruction sets: the flags that Linux tells of such CPUs, beside those of the sets before it in `OF_MACHINES`, and
+#: the compiler's.
 LEVELS = {
     "v2": ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["-march=x86-64-v2"]),
     "v3": ("abm avx avx2 bmi1 bmi2 f16c fma movbe xsave", ["-march=x86-64-v3"]),
@@ -96,7 +97,7 @@ def enabled() -> bool:
 
 @functools.cache
 def levels() -> list[str]:
-    """The levels that this CPU has; none where that is not known."""
+    """The levels that this CPU has; none where that is not known. Every AArch64 CPU has the one there is."""
     has: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         has = set(next((line for line in info if line.startswith("flags")), "").split())

@@ -323,7 +323,7 @@ CLAIMS = (
         "C1",
         "one construct for signals of several scales and kinds",
         "trees of text, code, pages, images, joined",
-        "text, code, Markdown, quad-trees and neighbourhoods of a graph (C11); no video or audio",
+        "text, code, Markdown and quad-trees; for a graph see C11; no video or audio",
         PARTLY,
         "pytest tests/hierarchy/test_trees.py",
     ),

@@ -209,19 +209,37 @@ def test_tables_hold_what_was_measured_and_mark_what_is_missed():
         assert not line.startswith("|") or line.endswith("|")
 
 
-def test_a_chip_is_more_than_its_name_and_its_shares_are_drawn(monkeypatch, tmp_path):
-    flags = "fma avx2 avx512f avx512_bf16"
-    told = f"model name : AMD EPYC\ncpu family : 25\nmodel : 17\nflags : {flags}\n"
+X86 = "model name : AMD EPYC\ncpu family : 25\nmodel : 17\nflags : fma avx2 avx512f avx512_bf16\n"
+ARM = "processor : 0\nCPU implementer : 0x41\nCPU part : 0xd0c\nFeatures : fp asimd\n"
+
+
+@pytest.mark.parametrize("told, name", [
+    (X86, "AMD EPYC (family 25, model 17, avx512_bf16)"), (ARM, "neoverse (implementer 0x41, part 0xd0c)")
+])  # fmt: skip
+def test_a_chip_is_more_than_its_name(told, name, monkeypatch):
     monkeypatch.setattr(common.Path, "exists", lambda path: True)
     monkeypatch.setattr(common.Path, "read_text", lambda path: told)
-    assert (chip := common.cpu()) == "AMD EPYC (family 25, model 17, avx512_bf16)"
-    monkeypatch.undo()
+    monkeypatch.setattr(common.platform, "processor", lambda: "neoverse")
+    assert common.cpu() == name and common.environment()["chip"] == name.partition(" (")[0]
+
+
+def test_bars_are_kept_row_by_row_and_drawn_beside_their_chip(monkeypatch, tmp_path):
+    peak = {
+        "kind": "forward",
+        "score": "umbral",
+        "dtype": "float32",
+        "shape": "full d 64",
+        "rate": 84.4,
+        "most": 117.0,
+    }
+    peak |= {"key": "peak umbral", "share": 0.72, "ratio": 0.987}
+    file = tmp_path / "bars-x.json"
+    for row in (peak, {"key": "decode hype", "what": "decode hype 1t", "ratio": 1.089}, peak | {"ratio": 0.985}):
+        Store(file, gpu=False).add(row)
     monkeypatch.setattr(page, "FOLDER", tmp_path)
-    row = {"kind": "forward", "score": "umbral", "dtype": "float32", "shape": "full d 64", "rate": 84.4, "most": 117.0}
-    row |= {"share": 0.72, "ratio": 0.987}
-    (tmp_path / "peak-x.json").write_text(json.dumps({"environment": {"chip": chip}, "rows": [row]}))
-    assert "| float32, full d 64, forward, cone, umbral | 84 | 117 | 72% | 0.99 |" in page.shares(chip)
-    assert page.shares("another") == ""
+    text = "".join(page.bars(common.cpu()))
+    assert "| float32, full d 64, forward, cone, umbral | 84 | 117 | 72% | 0.98 |" in text
+    assert "| decode hype 1t | 1.09 |" in text and text.count("###") == 2 and not page.bars("another")
 
 
 def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():

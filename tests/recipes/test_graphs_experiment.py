@@ -67,20 +67,24 @@ def test_neighbours_are_drawn_from_the_edges_and_a_package_without_any_is_its_ow
     near, draw = graph_trees.Neighbours(edges, 4), torch.Generator().manual_seed(0)
     drawn = near.drawn(torch.tensor([[0, 1], [2, 3]]), 50, draw)
     assert [set(row.tolist()) for row in drawn.flatten(0, 1)] == [{1, 2}, {0}, {0}, {3}]
+    assert near.count.tolist() == [2, 1, 1, 1]
 
 
-def test_a_neighbourhood_is_a_tree_and_shuffled_its_package_stays():
-    graph, draw = graphs.graph_of(SMALL_TREES), torch.Generator().manual_seed(0)
-    near, nodes = graph_trees.Neighbours(graph.edges, 18), torch.arange(18)
+def test_a_neighbourhood_is_a_tree_and_shuffled_holds_the_same_with_their_roles():
+    graph, nodes = graphs.graph_of(SMALL_TREES), torch.arange(18)
+    near, kinds = graph_trees.Neighbours(graph.edges, 18), (graph_trees.TREE, graph_trees.SHUFFLED)
+    draws = {kind: graph_trees.Draws(0) for kind in kinds}
     edges = set(map(tuple, graph.edges.T.tolist()))
-    found = graph_trees.surroundings(SMALL_TREES, graph_trees.TREE, near, nodes, draw)
-    families = found[:, 1:].unflatten(1, (2, 4))  # a neighbour, and three of its own
-    for node, ones in zip(nodes.tolist(), families.tolist()):
-        assert all((node, one) in edges and all((one, other) in edges for other in rest) for one, *rest in ones)
-    same = torch.Generator().manual_seed(0)
-    shuffled = graph_trees.surroundings(SMALL_TREES, graph_trees.SHUFFLED, near, nodes, same)
-    assert torch.equal(shuffled[:, 0], nodes) and torch.equal(shuffled.sort().values, found.sort().values)
-    assert not torch.equal(shuffled, found)
+    for _ in range(3):  # every drawing is the same for both
+        (found, roles), (shuffled, others) = (
+            graph_trees.surroundings(SMALL_TREES, kind, near, nodes, draws[kind]) for kind in kinds
+        )
+        families = found[:, 1:].unflatten(1, (2, 4))  # a neighbour, and three of its own
+        for node, ones in zip(nodes.tolist(), families.tolist()):
+            assert all((node, one) in edges and all((one, other) in edges for other in rest) for one, *rest in ones)
+        assert torch.equal(shuffled[:, 0], nodes) and not torch.equal(shuffled, found)
+        pairs = [(3 * tokens + role).sort().values for tokens, role in ((found, roles), (shuffled, others))]
+        assert torch.equal(*pairs) and (roles[0].bincount() == torch.tensor([1, 2, 6])).all()
     (tree,) = graph_trees.hierarchy(2, 3).trees
     assert tree.parents.tolist() == [11, *[9] * 4, *[10] * 4, 11, 11, -1]
 
@@ -92,12 +96,12 @@ def test_two_steps_of_every_kind(name, small, row, tmp_path):
     experiment, drawn = EXPERIMENTS[name]
     assert store.perform(store.Experiment(name, small, experiment.runs), tmp_path)
     runs = store.load(name, tmp_path)["runs"]
-    assert all(0 <= run["accuracy"] <= 1 for key, run in runs.items() if key != "graph")
-    assert runs.get("graph", {"nodes": 18})["nodes"] == 18
+    assert all(0 <= run["accuracy"] <= 1 for key, run in runs.items() if key not in ("graph", "neighbourhoods"))
+    assert runs["graph"]["nodes"] == 18
     page = tmp_path / "page.md"
     page.write_text(drawn.PAGE.read_text())
     drawn.draw(tmp_path, page)
-    text = page.read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name}-made -->")[0]
+    text = page.read_text().split(f"<!-- {name}-graph -->")[1].split(f"<!-- /{name}-made -->")[0]
     assert "not done yet" not in text and row in text
 
 
