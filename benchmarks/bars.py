@@ -4,6 +4,7 @@
     python benchmarks/bars.py model --kinds decode   a model of SmolLM2's shape, by name and patched, beside itself
     python benchmarks/bars.py peak                   forward in GF/s, as a share of this core's multiplications
     python benchmarks/bars.py peak --dtypes float32 bfloat16 --passes forward training --dims 64 128
+    python benchmarks/bars.py peak --base benchmarks/results/bars-CHIP.json    which shares have become smaller
 
 Times are CPU time on one thread and wall time on more, of calls that take turns; the lowest of all rounds counts, which
 other work on the machine disturbs least. Weights are random: they change no time. Prints a table; --json writes it,
@@ -14,15 +15,18 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
-from common import environment, write_json
+from common import cpu, environment, write_json
 from speed.cases import Case
+from speed.compare import lost_shares
 from speed.measure import base, call, inputs
 from speed.operations import OPERATIONS, plain
 from speed.store import Store, default_path
@@ -286,18 +290,25 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--scores", nargs="+", default=["dot", "umbral"], choices=OPERATIONS)
     parser.add_argument("--dims", type=int, nargs="+", default=[64])
+    parser.add_argument("--base", metavar="FILE.json", help="of --save: tell what has less of the peak now")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--json", help="also write the result here")
     where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
     args = parser.parse_args()
-    rows, store = [], Store(default_path("bars", gpu=False), gpu=False) if args.save else None
+    base = json.loads(Path(args.base).read_text()) if args.base else {"environment": {"chip": cpu()}, "rows": {}}
+    if base["environment"]["chip"] != cpu():
+        raise SystemExit(f"{args.base} was measured on {base['environment']['chip']}; allowed: one of {cpu()}")
+    rows, store = {}, Store(default_path("bars", gpu=False), gpu=False) if args.save else None
     for row in {"decode": decode, "model": model, "peak": peak}[args.what](args):
-        rows.append(row)
+        key = f"{args.what} {row['what'].partition(':')[0]}"
+        rows[key] = row
         if store:
-            store.add(row | {"key": f"{args.what} {row['what'].partition(':')[0]}"})
+            store.add(row | {"key": key})
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
         print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": rows})
+    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": list(rows.values())})
+    if lost := lost_shares(base["rows"], rows):
+        raise SystemExit("\n".join(["slower than in the base:", *lost]))
 
 
 if __name__ == "__main__":

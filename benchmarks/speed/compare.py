@@ -1,4 +1,4 @@
-"""Two result files compared: which ratios to SDPA have become worse beyond their noise."""
+"""Two result files compared: which ratios to SDPA are worse beyond their noise, which shares of the peak smaller."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def slowdowns(base: dict[str, dict], rows: dict[str, dict]) -> list[str]:
                 f"{new['median']:.2f} ({new['q1']:.2f} to {new['q3']:.2f})"
             )
     return found
+
+
+def lost_shares(base: dict[str, dict], rows: dict[str, dict]) -> list[str]:
+    """A line for each row of both whose share of what a core multiplies is 5 % smaller now."""
+    shared = [(key, old["share"], rows[key]["share"]) for key, old in base.items() if "share" in old and key in rows]
+    return [f"{key}: {old:.1%} -> {new:.1%} of the peak" for key, old, new in shared if new < (1 - LEAST) * old]
 
 
 def summary(base: dict[str, dict], rows: dict[str, dict]) -> tuple[str, bool]:

@@ -242,6 +242,12 @@ def test_bars_are_kept_row_by_row_and_drawn_beside_their_chip(monkeypatch, tmp_p
     assert "| decode hype 1t | 1.09 |" in text and text.count("###") == 2 and not page.bars("another")
 
 
+def test_a_share_of_the_peak_that_became_smaller_is_told():
+    base = {"a": {"share": 0.8}, "b": {"share": 0.8}, "gone": {"share": 0.8}, "no share": {"ratio": 1.0}}
+    now = {"a": {"share": 0.77}, "b": {"share": 0.75}, "no share": {"ratio": 2.0}}
+    assert compare.lost_shares(base, now) == ["b: 80.0% -> 75.0% of the peak"]
+
+
 def test_rows_of_a_gpu_come_first_by_what_is_held_to_something_and_are_drawn():
     ways = {name: ["triton", *operation.peers] for name, operation in OPERATIONS.items()}
     found = jobs(ways, {}, "cuda", full=False)
