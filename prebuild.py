@@ -93,7 +93,7 @@ def levels() -> tuple[str, ...]:
     """The levels of the machines that the compiler compiles for.
 
     Raises:
-        RuntimeError: there are none for these machines.
+        RuntimeError: there are none for these machines, or none of those that HF_HYPERATTN_PREBUILT names.
     """
     from hf_hyperattn.engines import native
 
@@ -103,7 +103,12 @@ def levels() -> tuple[str, ...]:
     if machine not in native.OF_MACHINES or "linux" not in target:
         allowed = ", ".join(native.OF_MACHINES)
         raise RuntimeError(f"{native.compiler()[0]} compiles for {target}; allowed: Linux on {allowed}")
-    return native.OF_MACHINES[machine]
+    found = native.OF_MACHINES[machine]
+    asked_for = set(os.environ.get("HF_HYPERATTN_PREBUILT", "").split()) & native.LEVELS.keys()
+    if asked_for and not asked_for & set(found):
+        others, allowed = " ".join(sorted(asked_for)), ", ".join(found)
+        raise RuntimeError(f"HF_HYPERATTN_PREBUILT={others}: {native.compiler()[0]} cannot; allowed: {allowed}")
+    return found
 
 
 def wish(names: Iterable[str]) -> list[str]:

@@ -295,6 +295,8 @@ def main() -> None:
     where.add_argument("--json", help="also write the result here")
     where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
     args = parser.parse_args()
+    if args.base and args.what != "peak":
+        parser.error(f"--base says nothing of {args.what}, which has no shares; allowed: peak")
     base = json.loads(Path(args.base).read_text()) if args.base else {"environment": {"chip": cpu()}, "rows": {}}
     if base["environment"]["chip"] != cpu():
         raise SystemExit(f"{args.base} was measured on {base['environment']['chip']}; allowed: one of {cpu()}")
@@ -307,6 +309,8 @@ def main() -> None:
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
         print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
     write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": list(rows.values())})
+    if args.base:
+        print(f"{len(base['rows'].keys() & rows.keys())} rows are in the base, too")
     if lost := lost_shares(base["rows"], rows):
         raise SystemExit("\n".join(["slower than in the base:", *lost]))
 
