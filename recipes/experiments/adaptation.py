@@ -4,9 +4,10 @@ layers, at equal numbers of trainable parameters (to 1.1 %) and equal tokens.
 A mechanism's run of a seed starts from the same LoRA matrices and reads the same rows as that of LoRA alone, so that
 their difference tells what the mechanism adds; where it has parameters to speak of, LoRA's rank is lower instead.
 
-The plan, by what was measured before (2.75 s of one core for a step of 512 tokens with any row, 1.75 s for a window
-that is read): 21 runs of the search, 40 steps and 16 windows each, 0.8 hours; 21 runs of 150 steps and 36 windows,
-2.8 hours. All modules but those two that are read make 0.95 million tokens, of which a run draws 77,000.
+What the layers below those say of a window is the same in every run of a seed, and is computed once.
+
+The plan: 21 runs of the search, 40 steps and 16 windows each; 21 runs of 150 steps and 36 windows. All modules but
+those two that are read make 0.95 million tokens, of which a run draws 77,000.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def train_at_best(settings: dict, found: dict, name: str, seed: int) -> dict:
 
 def read_stock(settings: dict) -> dict:
     """The loss of the model as it is."""
-    return held_out(settings, pretrained().to(device()), "test")
+    return held_out(settings, upper_part(settings, pretrained()).to(device()), "test")
 
 
 def train(settings: dict, name: str, seed: int, rate: float, added: float, steps: int, part: str) -> dict:
@@ -111,11 +112,10 @@ def fit_windows(settings: dict, model: nn.Module, seed: int, rate: float, added:
     """Train on windows drawn from the modules: LoRA at a rate, what a mechanism adds at its own; the mean
     loss at the end.
     """
-    rows, draw, size = tokens("train"), random.Random(seed), settings["window"]
+    draw, last = random.Random(seed), len(tokens("train")) - settings["window"]
 
     def loss() -> Tensor:
-        start = draw.randrange(len(rows) - size)
-        return mean_loss(model, rows[start : start + size])
+        return mean_loss(settings, model, "train", draw.randrange(last))
 
     groups = [
         {"params": [p for n, p in trained(model) if ".hyper." not in n], "lr": rate},
@@ -141,25 +141,66 @@ def model_of(settings: dict, name: str, seed: int) -> nn.Module:
     if row["mechanism"]:
         config_class = get_mechanism(row["mechanism"]).config
         ha.patch_model(model, config_class(**row.get("options", {})), layers=layers)
+    upper_part(settings, model)
     torch.manual_seed(seed)
     if row["mechanism"]:
         return get_peft_model(model, ha.lora_config(model, **config))
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config))
 
 
-def mean_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Mean loss of a token in nats; ids [N]."""
-    ids = ids[None].to(device())
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+def mean_loss(settings: dict, model: nn.Module, part: str, start: int) -> Tensor:
+    """Mean loss of a token in nats, in the window that begins at a token of a part."""
+    size = settings["window"]
+    ids = window(part, start, size)
+    if below := settings.get("first_layer"):
+        inputs = {"inputs_embeds": states_below(below, part, start, size)}
+    else:
+        inputs = {"input_ids": ids}
+    logits = model(**inputs, use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[0, 1:])
+
+
+def window(part: str, start: int, size: int) -> Tensor:
+    """Token ids [1, N]."""
+    return tokens(part)[None, start : start + size].to(device())
+
+
+class Done(nn.Module):
+    """In place of a layer whose part was computed before: states go through as they come."""
+
+    def forward(self, hidden_states: Tensor, **_) -> Tensor:
+        return hidden_states
+
+
+def upper_part(settings: dict, model: nn.Module) -> nn.Module:
+    """The model, which is given what its first layers made of the tokens, by `inputs_embeds`."""
+    layers = model.model.layers
+    for i in range(settings["first_layer"]):
+        layers[i] = Done()
+    return model
+
+
+@functools.lru_cache(maxsize=256)  # the windows of a seed, and those that are read
+def states_below(layers: int, part: str, start: int, size: int) -> Tensor:
+    """What the first layers of SmolLM2 make of a window, [1, N, D]."""
+    with torch.no_grad():
+        return lower_part(layers)(input_ids=window(part, start, size), use_cache=False).last_hidden_state
+
+
+@functools.cache
+def lower_part(layers: int) -> nn.Module:
+    """The first layers of SmolLM2, without the norm at the end."""
+    lower = pretrained().model
+    lower.layers, lower.norm = lower.layers[:layers], nn.Identity()
+    return lower.to(device())
 
 
 @torch.no_grad()
 def held_out(settings: dict, model: nn.Module, part: str) -> dict:
     """The mean loss over windows of modules that were held out, and that of each."""
-    size, ids = settings["window"], tokens(part)
+    size = settings["window"]
     starts = range(0, size * settings["held_out_windows"][part], size)
-    losses = [mean_loss(model.eval(), ids[start : start + size]).item() for start in starts]
+    losses = [mean_loss(settings, model.eval(), part, start).item() for start in starts]
     return {
         "held_out": statistics.mean(losses),
         "perplexity": math.exp(statistics.mean(losses)),

@@ -22,6 +22,8 @@ def small(monkeypatch):
     monkeypatch.setattr(adaptation, "pretrained", lambda: torch.manual_seed(0) and llama())
     monkeypatch.setattr(adaptation, "tokens", tokens)
     monkeypatch.setattr(adaptation, "device", lambda: "cpu")
+    for cached in (adaptation.lower_part, adaptation.states_below):
+        cached.cache_clear()
     search = {"seed": 9, "steps": 1, "rates": [1e-3, 1e-2], "added_rates": [1e-2, 0.1]}
     return adaptation.SETTINGS | {
         "first_layer": 2,
@@ -47,6 +49,13 @@ def test_every_row_starts_as_the_model_and_with_the_same_lora(small):
     for other in matrices[1:]:
         assert other.keys() == matrices[0].keys()
         assert all(torch.equal(other[n], p) for n, p in matrices[0].items())
+
+
+def test_what_layers_below_make_once_is_what_the_whole_model_makes(small):
+    ids = adaptation.window("test", 16, 16)
+    whole = adaptation.pretrained()(input_ids=ids, use_cache=False).logits[0, :-1]
+    upper = adaptation.upper_part(small, adaptation.pretrained())
+    assert adaptation.mean_loss(small, upper, "test", 16) == torch.nn.functional.cross_entropy(whole, ids[0, 1:])
 
 
 def test_two_steps_of_every_row_of_the_plan(small, tmp_path):
