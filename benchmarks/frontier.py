@@ -477,32 +477,41 @@ def table(result: dict, length: int) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict) -> None:
-    """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
+def figure_of(result: dict):
+    """The plot: a panel for every length that has rows, a colour a method, dashes for one rule for all heads."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    page = ROOT / "docs" / "frontier.md"
-    text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
-    figure, axes = plt.subplots(1, len(lengths), figsize=(6 * len(lengths), 4.5), squeeze=False)
-    for length, axis in zip(lengths, axes[0], strict=True):
-        begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
-        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
-        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
-        for i, method in enumerate(METHODS):
+    matplotlib.rcParams["svg.hashsalt"] = "frontier"
+    lengths = [n for n in BUDGETS if rows_of(result, n)]
+    figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
+    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "black"], strict=True))
+    for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
+        for method, colour in colours.items():
             for kind, style in (("by head", "o-"), ("uniform", "x--")):
                 rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
                 points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
                 if points:
                     label = method if kind == "by head" else f"{method}, uniform"
-                    axis.plot(*zip(*points, strict=True), style, color=f"C{i}", label=label)
-        axis.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens", ylim=(-0.5, 100))
-        axis.set_yscale("symlog", linthresh=2)
-        axis.legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
+                    axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+        axes.set_yscale("symlog", linthresh=2)
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in (-1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low < tick < high]
+        axes.set(yticks=ticks, yticklabels=map(str, ticks), ylim=(low, high))
+        axes.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens")
+        axes.legend(fontsize=6)
+    return figure
+
+
+def draw(result: dict) -> None:
+    """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
+    page = ROOT / "docs" / "frontier.md"
+    text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
+    for length in lengths:
+        begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
+        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
+        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
+    figure_of(result).savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
     page.write_text(text)
 
 

@@ -181,14 +181,18 @@ def sample(run: Callable, number: int, device: str) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def too_much(job: Job, memory_gib: float, longest: float) -> str | None:
-    """Why the job is not safe to run, told by the same job at a quarter of the length; None if it is."""
+def too_much(job: Job, memory_gib: float, longest: float, times: int = 1) -> str | None:
+    """Why the job is not safe to run, told by the same job at a quarter of the length; None if it is.
+
+    Args:
+        times: what is asked about takes so many times as much as this job.
+    """
     case = job.case
     if case.pairs <= PROBED or case.kind == "decode":
         return None
     small = Case(**vars(case) | {"length": case.length // 4})
     run = call(small, runner(job), inputs(small))
-    refusal = too_much(Job(job.subject, job.way, small), memory_gib / 16, longest / 16)
+    refusal = too_much(Job(job.subject, job.way, small), memory_gib / 16, longest / 16, 16 * times)
     if refusal is not None:
         return refusal
     run()
@@ -197,8 +201,8 @@ def too_much(job: Job, memory_gib: float, longest: float) -> str | None:
         took = sample(run, 1, case.device)
     need, free = 16 * memory.added / 2**30, room(case.device, memory_gib)
     if need > free:
-        return f"not run: would take up to {need:.0f} GiB"
-    return f"not run: would take {16 * took:.0f} s" if 16 * took > longest else None
+        return f"not run: would take up to {times * need:.0f} GiB"
+    return f"not run: would take {times * 16 * took:.0f} s" if 16 * took > longest else None
 
 
 def room(device: str, memory_gib: float) -> float:

@@ -254,7 +254,7 @@ TABLES = {
         {"": {"length": 8192, "dtype": "bfloat16", "device": "cuda"}}, ("decode",)
     ),
     "Whole models by name": models,
-    "Extra memory at length 8,192, 8 heads": by_operation({"": {"length": 8192}}, memory=True),
+    "Extra memory at length 8,192, 8 heads": by_operation({"": {"length": 8192}}, ("training",), True),
     "All ways at length 2,048, 8 heads, 1 thread": ways,
     "bfloat16, 1 thread": by_operation({f" {n}": s | {"dtype": "bfloat16"} for n, s in SHAPES.items()}),
     "Causal, float32, 1 thread": by_operation({f" {n}": s | {"causal": True} for n, s in SHAPES.items()}),

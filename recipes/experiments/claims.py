@@ -166,7 +166,7 @@ CLAIMS = (
         "gamma from 0.1 to 1 by mappings matters",
         f"{STARTS}; {IMAGES}",
         of(f.gammas, (PSI, XI), "gamma 0.1"),
-        command=START,
+        command=f"{START}; {VISION}",
     ),
     missing("A18", "works with billions of parameters", GPU),
     Claim(

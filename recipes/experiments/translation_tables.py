@@ -118,7 +118,7 @@ def plot(results: dict):
         axes.set(xlabel="width of a head's queries and keys")
         axes.minorticks_off()
         axes.margins(y=0.02)
-    plots[0].legend(fontsize=7)
+    figure.legend(*plots[0].get_legend_handles_labels(), fontsize=7, ncols=4, loc="outside lower center")
     return figure
 
 

@@ -1,5 +1,6 @@
 """The plots of docs/plots tell the truth: their own data, as drawn, against their axes, legends and colours."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,21 +12,36 @@ import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from recipes.experiments import figures, head_tables, hyperbolicity_tables, translation_tables, trilinear_tables
+from recipes.experiments import (
+    figures,
+    head_tables,
+    hyperbolicity_tables,
+    translation_tables,
+    trilinear_tables,
+    vision_tables,
+)
 from recipes.experiments.store import load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def frontier() -> Figure:
+def benchmark(name: str):
+    """A module beside the benchmarks, which import each other by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from benchmarks import hsa_frontier
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def hsa_frontier() -> Figure:
     files = [RESULTS / f"hsa_frontier_{length}.json" for length in (2048, 8192)]
-    return hsa_frontier.figure_of([json.loads(file.read_text()) for file in files], [8192])
+    return benchmark("hsa_frontier").figure_of([json.loads(file.read_text()) for file in files], [8192])
+
+
+def frontier() -> Figure:
+    return benchmark("frontier").figure_of(json.loads((RESULTS / "frontier.json").read_text()))
 
 
 def performance() -> Figure:
@@ -39,7 +55,9 @@ MAKERS = {name: lambda name=name, make=make: make(load(name)) for name, make in 
     "head_pruning": lambda: head_tables.plot(load("head_pruning")),
     "hyperbolicity": lambda: hyperbolicity_tables.plot(load("hyperbolicity")),
     "translation": lambda: translation_tables.plot(load("translation")),
-    "hsa_frontier": frontier,
+    "vision": lambda: vision_tables.plot(load("vision")),
+    "hsa_frontier": hsa_frontier,
+    "frontier": frontier,
     "performance": performance,
 }
 NAMES = "names alone"  # lines across groups of bars
@@ -69,8 +87,10 @@ def drawn(axes) -> np.ndarray:
     return shares[np.isfinite(shares).all(1)]
 
 
-def test_every_plot_of_the_docs_is_looked_at():
+def test_every_plot_of_the_docs_is_looked_at_and_on_a_page():
     assert {path.stem for path in (ROOT / "docs" / "plots").glob("*.svg")} == set(MAKERS)
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert all(f"](plots/{name}.svg)" in pages for name in MAKERS)
 
 
 def test_no_point_is_cut_off_without_a_mark(figure):
