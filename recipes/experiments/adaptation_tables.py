@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .adaptation import ALONE, key_of, key_of_search
 from .draw import PLOTS, ROOT, draw_page
-from .store import FOLDER
+from .store import FOLDER, load
 from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
@@ -92,5 +92,6 @@ def plot(results: dict):
 
 
 def draw(folder: Path = FOLDER, page: Path = PAGE, plots: Path = PLOTS) -> None:
-    """Write the plot, and every table between its two marks on the page."""
-    draw_page("adaptation", TABLES, folder, page, plot, plots)
+    """Write every table between its two marks on the page; the plot too, once a row beside LoRA alone is whole."""
+    there = (folder / "adaptation.json").exists() and whole(load("adaptation", folder))[1:]
+    draw_page("adaptation", TABLES, folder, page, plot if there else None, plots)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from . import (
+    adaptation_tables,
     ball,
     ball_tables,
     coattention_tables,
@@ -36,8 +37,7 @@ from . import (
     vision,
     vision_tables,
 )
-from .adaptation_tables import ALONE
-from .adaptation_tables import losses as adaptation_losses
+from .adaptation import ALONE
 
 HOLDS, PARTLY, NOT, UNDECIDED, NOT_RUN = "holds", "holds in part", "does not hold", "undecided", "not run"
 #: What a claim's function gives: a text, and the verdict.
@@ -202,9 +202,9 @@ def translation_narrow(kind: str, narrow: int, full: int) -> Found:
 def adapted(name: str) -> Found:
     """What a mechanism gains beside LoRA, a hundred times the loss."""
     results = load("adaptation")
-    mine, alone = ([-x for x in adaptation_losses(results, row)] for row in (name, ALONE))
-    if len(mine) < 2 or len(mine) != len(alone):
+    if name not in adaptation_tables.whole(results):
         raise KeyError(name)
+    mine, alone = ([-x for x in adaptation_tables.losses(results, row)] for row in (name, ALONE))
     return gain(mine, {ALONE: alone}, "100 x loss gained", 0.0, 3)
 
 
