@@ -8,7 +8,7 @@ from pathlib import Path
 from .adaptation import ALONE, key_of, key_of_search
 from .draw import PLOTS, ROOT, draw_page
 from .store import FOLDER, load
-from .tables import circumstances, detectable, done, mean_and_deviation, paired, table
+from .tables import NOT_DONE, circumstances, detectable, done, mean_and_deviation, paired, table
 
 PAGE = ROOT / "docs" / "adaptation.md"
 
@@ -51,7 +51,7 @@ def pairs(results: dict) -> str:
     for name in whole(results)[1:]:
         mine, others = losses(results, name), losses(results, ALONE)
         found.append([name, paired(mine, others, 3), f"{detectable(mine, others):.3f}"])
-    return table(["", "loss less that of LoRA alone, x 100", "what would be found"], found)
+    return table(["", "loss less that of LoRA alone, x 100", "what would be found"], found) if found else NOT_DONE
 
 
 def searched(results: dict) -> str:
