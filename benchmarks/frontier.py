@@ -103,7 +103,12 @@ class ExactTopK(SparseRule):
 def is_pages(rule: Any, summary: str, query: str) -> bool:
     """Whether a rule is of pages of 16 that are chosen so."""
     rule = getattr(rule, "rule", None)
-    return isinstance(rule, Pages) and (rule.summary, rule.query, rule.page) == (summary, query, 16)
+    return isinstance(rule, Pages) and (rule.summary, rule.query, rule.page, rule.channels) == (summary, query, 16, 1)
+
+
+def is_sparq(rule: SparseRule) -> bool:
+    """Whether a rule is of single keys that each query finds by a part of its channels."""
+    return isinstance(rule, Pages) and rule.page == 1 and rule.query == "own"
 
 
 def is_named(*names: str) -> Callable[[Any], bool]:
@@ -121,6 +126,7 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "mean pages": lambda rule: is_pages(rule, "mean", "own"),
     "Quest": lambda rule: is_pages(rule, "bounds", "own"),
     "Quest, shared by 16": lambda rule: is_pages(rule, "bounds", "previous"),
+    "SparQ": lambda rule: isinstance(rule, SparseHeadRule) and is_sparq(rule.rule),
     "clusters": is_named("clusters"),
     "trees": is_named("nested_windows"),
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
@@ -234,6 +240,13 @@ def candidates(length: int) -> list[Any]:
         for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
         if near + opened < length / 2
     ]
+    pages += [
+        Pages(near, 4, 1, opened, "mean", "own", channels=channels)
+        for near in (16, 64)
+        for opened in (32, 64, 128, 256, 512, 1024)
+        for channels in (1 / 16, 1 / 8)
+        if near + opened < length / 2
+    ]
     top = [ExactTopK(max(1, int(length * share))) for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)]
     rules = [*given, *pages, *more_rules(length), *RETRIEVAL, *top]
     return [*hsa.candidates(length), *map(SparseHeadRule, dict.fromkeys(rules))]
@@ -241,7 +254,7 @@ def candidates(length: int) -> list[Any]:
 
 def more_rules(length: int) -> list[SparseRule]:
     """Columns and diagonals, clusters of keys, and trees of windows."""
-    sizes = [(near, n) for near in (32, 64, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
+    sizes = [(near, n) for near in (32, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
     slashes = [VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
     options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
     clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
@@ -277,28 +290,44 @@ class Choices:
     def losses(self, index: Sequence[int]) -> dict[str, torch.Tensor]:
         """What these rules cost, [H, C] by layer; the kinds that they are of are measured first."""
         names = [group_of(rule) for rule in self.rules]
-        for name in dict.fromkeys(names[i] for i in index):
-            if name not in self.groups:
-                self.groups[name] = self.group(name, [rule for rule in self.rules if group_of(rule) == name])
+        missing = [name for name in dict.fromkeys(names[i] for i in index) if name not in self.groups]
+        if missing := [name for name in missing if not self.read(name)]:
+            self.measure(missing)
         place = {i: names[:i].count(names[i]) for i in index}
         layers = self.groups[names[index[0]]]
         return {n: torch.stack([self.groups[names[i]][n][:, place[i]] for i in index], 1) for n in layers}
 
-    def group(self, name: str, rules: list[Any]) -> dict[str, torch.Tensor]:
-        """What the rules of one kind cost; from the committed file, where it is of these rules."""
-        file = RESULTS.with_name(f"frontier-costs-{self.length}-{name}.safetensors")
+    def file(self, name: str) -> tuple[Path, dict[str, str]]:
+        """Where what the rules of one kind cost is committed, and which rules and how it was measured."""
+        rules = [rule for rule in self.rules if group_of(rule) == name]
         told = {"rules": hashlib.sha256(repr((ROWS, ANSWERS, rules)).encode()).hexdigest()}
-        if file.is_file():
-            with safe_open(file, "pt") as kept:
-                if kept.metadata()["rules"] == told["rules"]:
-                    return {layer: kept.get_tensor(layer).double() for layer in json.loads(kept.metadata()["layers"])}
-        say = lambda layer: print(f"measured {name}, {layer}", file=sys.stderr, flush=True)
+        return RESULTS.with_name(f"frontier-costs-{self.length}-{name}.safetensors"), told
+
+    def read(self, name: str) -> bool:
+        """Take what the rules of one kind cost from the committed file, where it is of these rules."""
+        file, told = self.file(name)
+        if not file.is_file():
+            return False
+        with safe_open(file, "pt") as kept:
+            if kept.metadata()["rules"] != told["rules"]:
+                return False
+            layers = json.loads(kept.metadata()["layers"])
+            self.groups[name] = {layer: kept.get_tensor(layer).double() for layer in layers}
+        return True
+
+    def measure(self, names: Sequence[str]) -> None:
+        """Find what the rules of some kinds cost, in one pass over each text, and keep it, a file for each kind."""
+        rules = [rule for rule in self.rules if group_of(rule) in names]
+        say = lambda layer: print(f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True)
         options: Any = {"rows": ROWS, "folder": cache_directory() / "frontier", "on_layer": say}
         measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in self.items]
         found = predicted_losses(measured, [weight for *_, weight in self.items])
-        tensors = {layer: costs.float().contiguous() for layer, costs in found.items()}
-        save_file(tensors, file, told | {"layers": json.dumps(list(tensors))})
-        return {layer: costs.double() for layer, costs in tensors.items()}
+        for name in names:
+            file, told = self.file(name)
+            columns = [i for i, rule in enumerate(rules) if group_of(rule) == name]
+            tensors = {layer: costs[:, columns].float().contiguous() for layer, costs in found.items()}
+            save_file(tensors, file, told | {"layers": json.dumps(list(tensors))})
+            self.read(name)
 
     def of(self, cell: Cell) -> Allocation | None:
         """The allocation of a cell; None where no rule of the method is cheap enough for all heads."""
@@ -485,7 +514,7 @@ def figure_of(result: dict):
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
     lengths = [n for n in BUDGETS if rows_of(result, n)]
     figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
-    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "black"], strict=True))
+    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "black"], strict=True))
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
             for kind, style in (("by head", "o-"), ("uniform", "x--")):

@@ -40,6 +40,7 @@ class SparseHeadRule(CandidateRule):
             return "sinks and window"
         if isinstance(self.rule, sparse.Pages):
             kind = "Quest pages" if self.rule.summary == "bounds" else "mean pages"
+            kind = "single keys" if self.rule.page == 1 else kind
             return kind if self.rule.query == "own" else f"{kind}, shared by {self.rule.chunk}"
         return self.rule.name
 
@@ -114,11 +115,19 @@ def share_of(rule: sparse.SparseRule, length: int) -> float:
     return rule.share(length)
 
 
-#: What pages are scored by, and by whose query.
-SEARCHES: tuple[tuple[Any, Any], ...] = (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
+#: Tokens of a page, what it is scored by, and by whose query. Single keys only where 16 queries share the search: where
+#: every query searches by itself, a prompt takes longer than with full attention.
+PAGES: tuple[tuple[int, Any, Any], ...] = (
+    (1, "mean", "previous"),
+    *(
+        (size, summary, query)
+        for size in (4, 16)
+        for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
+    ),
+)
 #: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
 NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
-PAGE_NEAR, OPENED, PAGES = (16, 64, 256), (64, 128, 256, 512, 1024), (4, 16)
+PAGE_NEAR, OPENED = (16, 64, 256), (64, 128, 256, 512, 1024)
 #: Pages, no more pairs than this: nearness alone is the better use of more.
 MOST = 0.5
 
@@ -128,9 +137,9 @@ def candidates(length: int) -> list[SparseHeadRule]:
     windows = [sparse.Window(near, SINKS) for near in NEAR if near <= length / 2]
     pages = [
         sparse.Pages(near, SINKS, page, opened // page, summary, query)
-        for near, opened, page in itertools.product(PAGE_NEAR, OPENED, PAGES)
+        for near, opened in itertools.product(PAGE_NEAR, OPENED)
         if near + opened < length / 2
-        for summary, query in SEARCHES
+        for page, summary, query in PAGES
     ]
     fine = [rule for rule in pages if rule.share(length) <= MOST]
     return [SparseHeadRule(rule) for rule in (*windows, *fine)]

@@ -81,6 +81,8 @@ CHOOSING = [
     HeadRule(5, 0, page=2, chunk=8, top=7, bounds=0, by=BY.index("previous")),
     HeadRule(10, 9, page=8, chunk=4, top=2, bounds=0, by=BY.index("first")),
     HeadRule(1, 0, page=16, chunk=16, top=2, bounds=1, by=BY.index("chunk")),
+    HeadRule(3, 1, page=1, chunk=1, top=5, bounds=0, by=BY.index("own"), channels=2),
+    HeadRule(6, 3, page=3, chunk=4, top=4, bounds=1, by=BY.index("previous"), channels=5),
 ]
 
 
@@ -96,6 +98,9 @@ def choices(q, k, rules, offset, earlier, start, stop):
             real = [p for p in reads if p < stop - start] or reads  # what padding alone chooses, nobody sees
             rows = [p - offset + start for p in real if 0 <= p - offset + start < q.shape[1]]
             by = q[h, rows].double().mean(0)
+            if rule.channels:
+                largest = sorted(range(len(by)), key=lambda e, by=by: -abs(float(by[e])))[: rule.channels]
+                by = torch.tensor([float(x) * (e in largest) for e, x in enumerate(by)], dtype=by.dtype)
             scored = []
             for page in range(len(k[h]) // rule.page):
                 of = k[h, page * rule.page : (page + 1) * rule.page]
@@ -111,7 +116,7 @@ def choices(q, k, rules, offset, earlier, start, stop):
 def test_choice_is_that_of_the_definition(name):
     queries, keys, offset, d, _, spans = SHAPES[name]
     earlier = min(offset, 31)
-    q = torch.randint(-2, 3, (2, 6, queries + earlier, d)).float()  # sums are exact, and many scores equal
+    q = torch.randint(-2, 3, (2, 8, queries + earlier, d)).float()  # sums are exact, and many scores equal
     k = torch.randint(-2, 3, (2, 2, keys, d)).float()
     k[:, :, 20:40] = k[:, :, :20]
     spans = spans or ([0] * 2, [keys] * 2)

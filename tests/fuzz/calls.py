@@ -140,8 +140,9 @@ def by_rules(pick: random.Random, seed: int) -> str:
         pick.randint(0, 9),
         pick.randint(0, 1),
         pick.randint(0, 3),
+        pick.choice((0, 1, 5, 200)),
     )
-    plain = lambda: (0, 1, 0, 0, 0)
+    plain = lambda: (0, 1, 0, 0, 0, 0)
     rules = [HeadRule(pick.randint(1, 700), pick.randint(0, 9), *pick.choice((paged, plain))()) for _ in range(heads)]
     dtype, offset = pick.choice((torch.float32, torch.bfloat16)), keys - queries
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)

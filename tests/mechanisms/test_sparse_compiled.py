@@ -12,10 +12,10 @@ pytestmark = needs_compiler
 RULES = (
     Exact(),
     Window(near=20, sinks=3),
-    Pages(near=8, sinks=2, page=4, top=5),
+    Pages(near=5, sinks=2, page=1, top=9, summary="mean", channels=0.125),
     Pages(near=16, page=8, top=3, summary="mean", query="first", chunk=8),
     Pages(near=10, sinks=0, page=4, top=6, query="previous", chunk=16),
-    Pages(near=4, page=16, top=1, query="chunk", chunk=4),
+    Pages(near=4, page=16, top=1, query="chunk", chunk=4, channels=0.25),
 )
 
 

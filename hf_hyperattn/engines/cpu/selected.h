@@ -1,6 +1,7 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
 // chunk of queries has chosen. Keys stand in blocks of a register's width; a tile is a few queries that share their
 // choice, its blocks are listed once, and blocks of one list need not be neighbours: products take an address for each.
+// Chosen pages smaller than a block are gathered: their keys are brought side by side, so that products are of them alone.
 #pragma once
 
 #include "forward.h"
@@ -13,8 +14,9 @@ namespace hyper {
 // first position of the query's chunk.
 struct Rule {
   int64_t near, sinks, page, chunk;  // page 0: none are chosen
-  int64_t top, bounds, by;           // of the choice, see selected_choice.h
+  int64_t top, bounds, by, channels; // of the choice, see selected_choice.h
 
+  int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }  // channels
   int64_t opening(int64_t p) const { return std::max<int64_t>(0, p / chunk * chunk - near + 1) / page * page; }
 };
 
@@ -53,11 +55,15 @@ constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 // The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
 struct Blocks {
   std::vector<uint32_t> bits;
-  std::vector<int32_t> listed;   // in order
+  std::vector<int32_t> listed;   // in order; -1, -2, ...: kLanes of the gathered keys each
   std::vector<uint8_t> whole;    // of each: every query sees every key
+  std::vector<int32_t> gathered; // keys that all queries see
   int64_t near = 0, limit = 0;
+  const bool gathers;            // where not, gathered keys are bits of their blocks, too
 
-  explicit Blocks(int64_t blocks) : bits(blocks + 1) { listed.reserve(blocks), whole.reserve(blocks); }
+  Blocks(int64_t blocks, bool gathers) : bits(blocks + 1), gathers(gathers) {
+    listed.reserve(blocks), whole.reserve(blocks);
+  }
 
   void set(int64_t first, int64_t last) {
     for (int64_t j = first; j < last;) {
@@ -73,15 +79,21 @@ struct Blocks {
     const int64_t last = p + rows - 1;
     near = rule.page ? 0 : rule.near, limit = c.length(b);
     const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
-    listed.clear(), whole.clear();
+    listed.clear(), whole.clear(), gathered.clear();
     std::fill_n(bits.begin(), count, 0u);
     if (seen <= 0) return;
     set(0, std::min(rule.sinks, seen));
     if (rule.page) {
       set(rule.opening(p), seen);
       const int32_t* pages = c.pages(b, h, p);
-      for (int64_t i = 0; i < c.most; ++i)
-        if (pages[i] >= 0) set(pages[i] * rule.page, std::min((pages[i] + 1) * rule.page, seen));
+      const bool apart = gathers && rule.page < kLanes && (rows > kFew || rule.page == 1);
+      for (int64_t i = 0; i < c.most; ++i) {
+        if (pages[i] < 0) continue;
+        const int64_t from = pages[i] * rule.page, end = std::min(from + rule.page, seen);
+        if (!apart) set(from, end);
+        else
+          for (int64_t j = std::max(from, rule.sinks); j < end; ++j) gathered.push_back(static_cast<int32_t>(j));
+      }
     }
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * kLanes, end = first + kLanes;
@@ -89,12 +101,23 @@ struct Blocks {
       listed.push_back(static_cast<int32_t>(block));
       whole.push_back(end <= std::min(p + 1, limit) && (bits[block] == kAll || first > last - near));
     }
+    for (int64_t from = 0, all = gathered.size(); from < all; from += kLanes) {
+      listed.push_back(static_cast<int32_t>(-1 - from / kLanes));
+      whole.push_back(from + kLanes <= all);
+    }
+  }
+
+  // The keys of a listed block below 0: the first of them and how many.
+  std::pair<const int32_t*, int64_t> keys_of(int32_t block) const {
+    const int64_t from = (-1 - block) * int64_t{kLanes};
+    return {&gathered[from], std::min<int64_t>(kLanes, gathered.size() - from)};
   }
 
   // The lanes of listed block i that a query at p does not see.
   Ints hidden(int64_t i, int64_t p) const {
     static const Ints powers = Ints{} + 1 << lane_numbers();
     const int32_t block = listed[i];
+    if (block < 0) return lane_numbers() >= static_cast<int32_t>(keys_of(block).second);
     const Ints key = lane_numbers() + static_cast<int32_t>(block * kLanes);
     const Ints chosen = (powers & static_cast<int32_t>(bits[block])) != 0;
     const Ints close = key > static_cast<int32_t>(std::max<int64_t>(p - near, -1));
@@ -102,18 +125,24 @@ struct Blocks {
   }
 };
 
-// A block of rows: the first numbers of the rows side by side, then the second ones, and so on.
-template <typename T>
-void put_block(Rows<T> from, int64_t there, int64_t width, float* to) {
+// A block of rows, of which row(i) is the address: the first numbers of the rows side by side, `step` numbers later the
+// second ones, and so on.
+template <class Row>
+void put_block(Row row, int64_t there, int64_t width, float* to, int64_t step = kLanes) {
   int64_t e = 0;
   for (; e + kLanes <= width; e += kLanes) {
     Vec square[kLanes];
-    for (int i = 0; i < kLanes; ++i) square[i] = i < there ? load_numbers(from.at + i * from.step + e) : Vec{};
+    for (int i = 0; i < kLanes; ++i) square[i] = i < there ? load_numbers(row(i) + e) : Vec{};
     transpose(square);
-    for (int i = 0; i < kLanes; ++i) store(to + (e + i) * kLanes, square[i]);
+    for (int i = 0; i < kLanes; ++i) store(to + (e + i) * step, square[i]);
   }
   for (; e < width; ++e)
-    for (int i = 0; i < kLanes; ++i) to[e * kLanes + i] = i < there ? number(from.at[i * from.step + e]) : 0.0f;
+    for (int i = 0; i < kLanes; ++i) to[e * step + i] = i < there ? number(row(i)[e]) : 0.0f;
+}
+
+template <typename T>
+void put_block(Rows<T> from, int64_t there, int64_t width, float* to, int64_t step = kLanes) {
+  put_block([&](int64_t i) { return from.at + i * from.step; }, there, width, to, step);
 }
 
 // Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
@@ -253,9 +282,11 @@ template <typename T>
 class SelectedTask {
  public:
   SelectedTask(const Selected& call, const Packed& packed)
-      : c(call), packed_(packed), wide(packed.wide), blocks_(c.blocks()),
-        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + 256) {
+      : c(call), packed_(packed), wide(packed.wide), blocks_(c.blocks(), true),
+        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + kTileKeys * (c.dim + wide) + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
+    keys_ = scratch_.take(kTileKeys * c.dim);
+    values_ = scratch_.take(kTileKeys * wide);
     queries_ = scratch_.take(kTileRows * c.dim);
     out_ = scratch_.take(kTileRows * wide);
     top_ = scratch_.take(kTileRows);
@@ -292,8 +323,10 @@ class SelectedTask {
     for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
       const int64_t count = std::min(kListed, all - from);
       for (int64_t i = 0; i < count; ++i) {
-        keys[i] = packed_.keys(head, blocks_.listed[from + i]);
-        values[i] = packed_.values(head, blocks_.listed[from + i]);
+        const int32_t block = blocks_.listed[from + i];
+        keys[i] = block < 0 ? keys_ + i * kLanes * c.dim : packed_.keys(head, block);
+        values[i] = block < 0 ? values_ + i * kLanes * wide : packed_.values(head, block);
+        if (block < 0) gather(b, head, block, i);
       }
       products(queries_, c.dim, rows, keys, count, c.dim, dots_);
       for (int64_t i = 0; i < count; ++i)
@@ -302,6 +335,17 @@ class SelectedTask {
       sums(dots_, rows, values, count, wide, out_, wide);
     }
     finish(b, h, row, rows);
+  }
+
+  // Brings keys and values of a listed block below 0 side by side, in place `slot`.
+  void gather(int64_t b, int64_t head, int32_t block, int64_t slot) {
+    const auto [keys, there] = blocks_.keys_of(block);
+    const auto row = [&, first = keys](int64_t i) { return at<T>(c.key, b, head % c.kv_heads, c.starts[b] + first[i]); };
+    put_block(row, there, c.dim, keys_ + slot * kLanes * c.dim);
+    float* to = values_ + slot * kLanes * wide;
+    for (int64_t i = 0; i < there; ++i)
+      std::copy_n(packed_.values(head, keys[i] / kLanes) + keys[i] % kLanes * wide, wide, to + i * wide);
+    std::fill(to + there * wide, to + kLanes * wide, 0.0f);
   }
 
   void hide(int64_t listed, int64_t slot, int64_t p, int64_t rows) {
@@ -345,7 +389,7 @@ class SelectedTask {
   const int64_t wide;
   Blocks blocks_;
   Scratch scratch_;
-  float *dots_, *queries_, *out_, *top_, *sum_;
+  float *dots_, *keys_, *values_, *queries_, *out_, *top_, *sum_;
 };
 
 }  // namespace hyper

@@ -39,6 +39,7 @@ class HeadRule(NamedTuple):
         top: how many pages before those a chunk chooses.
         bounds: pages are scored by the least and the largest of their keys, not by their means.
         by: what a chunk chooses by, a place in `BY`.
+        channels: how many channels score a page, those of largest size in what the chunk chooses by; 0: all.
     """
 
     near: int
@@ -48,6 +49,7 @@ class HeadRule(NamedTuple):
     top: int = 0
     bounds: int = 0
     by: int = 0
+    channels: int = 0
 
 
 #: A query by itself, the first query of its chunk, the mean of the chunk before, the mean of its own chunk.

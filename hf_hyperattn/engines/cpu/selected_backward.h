@@ -17,7 +17,7 @@ template <typename T>
 class SelectedBackward {
  public:
   SelectedBackward(const Selected& call, const SelectedGradients& gradients, const Packed& packed)
-      : c(call), s(gradients), packed_(packed), wide(packed.wide), dim(packed.key_wide), blocks_(c.blocks()),
+      : c(call), s(gradients), packed_(packed), wide(packed.wide), dim(packed.key_wide), blocks_(c.blocks(), false),
         scratch_(kTileRows * (2 * kTileKeys + 2 * dim + wide + 1) + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
     weights_ = scratch_.take(kTileRows * kTileKeys);

@@ -1,6 +1,7 @@
 // The choice of pages: of those before a chunk's opening that the sinks leave over, the `top` with the largest scores, of
 // equal ones the first. A page's score is the product of what the chunk chooses by with the page's mean key, or the largest
-// product that a key within the page's bounds could have, the sum of max(q_e least_e, q_e largest_e).
+// product that a key within the page's bounds could have, the sum of max(q_e least_e, q_e largest_e); of `channels` e alone,
+// those of largest |q_e|, where these are not all.
 #pragma once
 
 #include <array>
@@ -9,6 +10,8 @@
 #include "selected.h"
 
 namespace hyper {
+
+constexpr int64_t kSampled = 128;  // scores that tell which others are worth a look
 
 enum By { kOwn, kFirst, kPrevious, kChunk };  // each query, the first of its chunk, the mean of the one before, of its own
 
@@ -65,14 +68,14 @@ class ChoiceTask {
     const int64_t pages = std::min(rule.opening(last), c.length(b)) / rule.page, from = rule.sinks / rule.page;
     if (pages <= from) return;
     width_ = rule.bounds ? 2 * c.dim : c.dim, blocks_ = (pages + kLanes - 1) / kLanes;
+    few_ = 3 * rule.scoring(c.dim) <= c.dim;
     pack(b, h, pages);
     scores_.resize(2 * kRows * blocks_ * kLanes), queries_.resize(2 * kRows * width_);
     for (int64_t i = 0; i < chunks; i += 2 * kRows) {
       const int64_t count = std::min<int64_t>(2 * kRows, chunks - i), end = (base + i + count) * chunk - 1;
       const int64_t seen = std::min(pages, rule.opening(end) / rule.page);
       for (int64_t r = 0; r < count; ++r) read(b, h, base + i + r, &queries_[r * width_]);
-      products(queries_.data(), width_, count, addresses_.data(), (seen + kLanes - 1) / kLanes, width_, scores_.data(),
-               blocks_ * kLanes);
+      score(count, (seen + kLanes - 1) / kLanes);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t stop = std::min(pages, rule.opening((base + i + r) * chunk) / rule.page);
         best(&scores_[r * blocks_ * kLanes], from, stop, rule.top,
@@ -82,11 +85,12 @@ class ChoiceTask {
   }
 
  private:
-  // Summaries of the pages; those of the head before where they are the same.
+  // Summaries of the pages, in blocks; where few channels count, each channel of all pages side by side. Those of the head
+  // before where they are the same.
   void pack(int64_t b, int64_t h, int64_t pages) {
     const Rule& rule = c.rules[h];
     const int64_t kv = h / c.group();
-    const std::array<int64_t, 5> made{b, kv, rule.page, rule.bounds, pages};
+    const std::array<int64_t, 6> made{b, kv, rule.page, rule.bounds, pages, few_};
     if (made == made_) return;
     made_ = made;
     packed_.resize(blocks_ * kLanes * width_), addresses_.resize(blocks_);
@@ -99,9 +103,41 @@ class ChoiceTask {
           const auto keys = c.rows_of<T>(c.key, b, kv, c.starts[b] + (block * kLanes + i) * rule.page);
           summarize(keys, rule.page, c.dim, rule.bounds, &row_[i * width_]);
         }
-      put_block(rows, there, width_, &packed_[block * kLanes * width_]);
-      addresses_[block] = &packed_[block * kLanes * width_];
+      float* to = &packed_[block * kLanes * (few_ ? 1 : width_)];
+      put_block(rows, there, width_, to, few_ ? blocks_ * kLanes : kLanes);
+      addresses_[block] = to;
     }
+  }
+
+  // Products of `count` chunks with blocks of summaries; where few channels count, of these alone, one chunk at a time.
+  void score(int64_t count, int64_t blocks) {
+    const int64_t step = blocks_ * kLanes;
+    if (!few_) {
+      products(queries_.data(), width_, count, addresses_.data(), blocks, width_, scores_.data(), step);
+      return;
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const float* query = &queries_[r * width_];
+      used_.clear();
+      for (int64_t e = 0; e < width_; ++e)
+        if (query[e] != 0) used_.push_back(static_cast<int32_t>(e));
+      for (int64_t block = 0; block < blocks; ++block) store(&scores_[r * step + block * kLanes], Vec{});
+      for (const int32_t e : used_) {
+        const Vec number = splat(query[e]);
+        const float* from = &packed_[e * step];
+        float* to = &scores_[r * step];
+        for (int64_t j = 0; j < blocks * kLanes; j += kLanes) store(to + j, load(to + j) + number * load(from + j));
+      }
+    }
+  }
+
+  // Sets all but the `count` numbers of largest size to 0; of equal ones the first stay.
+  void keep_largest(int64_t count, float* numbers) {
+    ranks_.clear();
+    for (int64_t e = 0; e < c.dim; ++e)
+      ranks_.push_back(uint64_t{rank_of(std::fabs(numbers[e]))} << 32 | static_cast<uint32_t>(~e));
+    std::nth_element(ranks_.begin(), ranks_.begin() + count, ranks_.end(), std::greater<uint64_t>());
+    for (auto rank = ranks_.begin() + count; rank != ranks_.end(); ++rank) numbers[~static_cast<uint32_t>(*rank)] = 0.0f;
   }
 
   // What a chunk chooses by; with bounds its positive numbers, then its negative ones.
@@ -115,22 +151,52 @@ class ChoiceTask {
     for (int64_t e = 0; e < c.dim; ++e) {
       float sum = 0;
       for (int64_t r = low; r < high; ++r) sum += number(at<T>(c.query, b, h, r)[e]);
-      const float mean = high > low ? sum / (high - low) : 0.0f;
-      to[e] = rule.bounds ? std::max(mean, 0.0f) : mean;
-      if (rule.bounds) to[c.dim + e] = std::min(mean, 0.0f);
+      to[e] = high > low ? sum / (high - low) : 0.0f;
     }
+    if (rule.scoring(c.dim) < c.dim) keep_largest(rule.channels, to);
+    if (!rule.bounds) return;
+    for (int64_t e = 0; e < c.dim; ++e) to[c.dim + e] = std::min(to[e], 0.0f), to[e] = std::max(to[e], 0.0f);
   }
 
-  // The pages of [from, stop) with the largest scores, in a total order: NaN above all, 0 and -0 alike.
-  void best(const float* score, int64_t from, int64_t stop, int64_t top, int32_t* to) {
+  // A total order: NaN above all, 0 and -0 alike.
+  static uint32_t rank_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (bits == 0x80000000u) bits = 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+  }
+
+  // A rank that is likely to be below the `top` largest of many scores, and not by much: from some of them.
+  uint32_t likely(const float* score, int64_t from, int64_t stop, int64_t top) {
+    const int64_t count = stop - from, above = kSampled * top / count * 5 / 4 + 10;
+    if (count < 4 * kSampled || above >= kSampled) return 0;
+    std::array<uint32_t, kSampled> some;
+    for (int64_t i = 0; i < kSampled; ++i) some[i] = rank_of(score[from + i * count / kSampled]);
+    std::nth_element(some.begin(), some.begin() + above, some.end(), std::greater<uint32_t>());
+    return some[above];
+  }
+
+  // Lists the scores whose rank is at least `least`.
+  void list(const float* score, int64_t from, int64_t stop, uint32_t least) {
     ranks_.clear();
-    for (int64_t a = from; a < stop; ++a) {
-      uint32_t bits;
-      std::memcpy(&bits, score + a, 4);
-      if (bits == 0x80000000u) bits = 0;
-      bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-      ranks_.push_back(uint64_t{bits} << 32 | static_cast<uint32_t>(~a));
+    const auto add = [&](int64_t a) { ranks_.push_back(uint64_t{rank_of(score[a])} << 32 | static_cast<uint32_t>(~a)); };
+    // the same order by signed numbers, but for -0, which is just below 0 here
+    const int32_t bound = static_cast<int32_t>(least ^ 0x80000000u), low = bound == 0 ? -1 : bound;
+    int64_t a = from;
+    for (; a + kLanes <= stop; a += kLanes) {
+      const Ints bits = as_bits(load(score + a));
+      for (uint32_t set = bits_of((bits ^ ((bits >> 31) & 0x7fffffff)) >= low); set; set &= set - 1)
+        add(a + __builtin_ctz(set));
     }
+    for (; a < stop; ++a) add(a);
+  }
+
+  // The pages of [from, stop) with the largest scores.
+  void best(const float* score, int64_t from, int64_t stop, int64_t top, int32_t* to) {
+    if (stop <= from) return;
+    const uint32_t least = likely(score, from, stop, top);
+    list(score, from, stop, least);
+    if (least && static_cast<int64_t>(ranks_.size()) < top) list(score, from, stop, 0);
     if (top < static_cast<int64_t>(ranks_.size())) {
       std::nth_element(ranks_.begin(), ranks_.begin() + top, ranks_.end(), std::greater<uint64_t>());
       ranks_.resize(top);
@@ -141,10 +207,12 @@ class ChoiceTask {
   const Selected& c;
   const Choice& s;
   int64_t width_ = 0, blocks_ = 0;
-  std::array<int64_t, 5> made_{-1};
+  bool few_ = false;  // channels count
+  std::array<int64_t, 6> made_{-1};
   std::vector<float> packed_, row_, queries_, scores_;
   std::vector<const float*> addresses_;
   std::vector<uint64_t> ranks_;
+  std::vector<int32_t> used_;
 };
 
 template <typename T>

@@ -79,17 +79,20 @@ inline Ints outside(int32_t j, int32_t first, int32_t last) {
   return (at < first) | (at >= last);
 }
 
-inline bool any(Ints mask) {
+// A bit for each lane of a comparison.
+inline uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
 #elif defined(__AVX__) && !defined(HYPER_PLAIN)
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask));
 #else
-  int32_t found = 0;
-  for (int i = 0; i < kLanes; ++i) found |= mask[i];
-  return found != 0;
+  uint32_t found = 0;
+  for (int i = 0; i < kLanes; ++i) found |= (mask[i] ? 1u : 0u) << i;
+  return found;
 #endif
 }
+
+inline bool any(Ints mask) { return bits_of(mask) != 0; }
 
 inline Vec root(Vec x) {
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)

@@ -48,7 +48,7 @@ def attend(
         text: where queries and keys stand, and the queries before them.
         backend: the engine that was asked for.
     """
-    heads = rules_of_call(rules, query.shape[1])
+    heads = rules_of_call(rules, *query.shape[1:4:2])
     rest = [h for h, rule in enumerate(heads) if rule is None]
     if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_plain(score, options, window):
         return None
@@ -79,12 +79,15 @@ def attend(
 
 
 def kept_summaries(key: Tensor, rules: Sequence[HeadRule], starts: list[int]) -> list[Tensor]:
-    """Of each head the summaries of its pages, from the cache that gave the keys; none where it keeps none."""
+    """Of each head the summaries of its pages, from the cache that gave the keys; none where it keeps none.
+
+    The summary of a page of one key is that key, which nobody keeps twice.
+    """
     cache = None if is_recorded() else PAGE_CACHES.get(key)
     if cache is None:
         return []
     nothing = torch.empty(0)
-    return [cache.summaries(key, rule.page, rule.bounds, starts) if rule.page else nothing for rule in rules]
+    return [cache.summaries(key, rule.page, rule.bounds, starts) if rule.page > 1 else nothing for rule in rules]
 
 
 def by_masks(
@@ -104,23 +107,23 @@ def by_masks(
     return attention(dot_score(score.raw_query[:, heads], of(score.raw_key), score.scale), of(value), hidden)[0]
 
 
-def rules_of_call(rules: ByLength, heads: int) -> list[HeadRule | None]:
+def rules_of_call(rules: ByLength, heads: int, dim: int) -> list[HeadRule | None]:
     """The rule of each head for the kernel; None where it knows none, for all where rules change with the length."""
     if len(rules) != 1:
         return [None] * heads
-    known = [rule_of_head(rule) for rule in rules[0][1]]
+    known = [rule_of_head(rule, dim) for rule in rules[0][1]]
     return known * (heads // len(known))
 
 
-def rule_of_head(rule: SparseRule) -> HeadRule | None:
-    """A rule as the kernel takes it."""
+def rule_of_head(rule: SparseRule, dim: int) -> HeadRule | None:
+    """A rule as the kernel takes it; of queries of `dim` numbers."""
     if type(rule) is Exact:
         return HeadRule(EVERYTHING)
     if type(rule) is Window:
         return HeadRule(rule.near, rule.sinks)
     if type(rule) is Pages:
         by, bounds = BY.index(rule.query), int(rule.summary == "bounds")
-        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by)
+        return HeadRule(rule.near, rule.sinks, rule.page, rule.chunk, rule.top, bounds, by, rule.channels_of(dim))
     return None
 
 

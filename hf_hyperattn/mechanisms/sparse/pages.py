@@ -25,6 +25,9 @@ class Pages(SelectingRule):
     w = page·floor(max(0, c - near + 1) / page) on, the sinks, and chooses among the pages before w. With q what the
     chunk selects by, a page's score is q·(its mean key), or with bounds Σ_d max(q_d m_d, q_d M_d), m and M the least
     and the largest of its keys by channel: no key of the page has a larger product with q (Quest, arXiv 2406.10774).
+    Where `channels` is below 1, d are that share of the channels alone, rounded, at least one: those of largest |q_d|,
+    of equal ones the first (with pages of one key SparQ, arXiv 2312.04985, without the mean value that stands there for
+    what is left out).
     """
 
     near: int = option(64, "tokens less than so many before a chunk are seen, rounded up to whole pages", least=1)
@@ -34,14 +37,27 @@ class Pages(SelectingRule):
     summary: Summary = option("bounds", "what a page is scored by", choices=get_args(Summary))
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP, least=1)
+    channels: float = option(1.0, "share of the channels that pages are scored by, where q is largest", above=0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.channels > 1:
+            self._refuse("channels", "at most 1")
 
     def share(self, length: int) -> float:
-        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them."""
+        """Tokens seen, and pages scored, where there are more than are opened, over the queries that share them.
+
+        A page that is scored by a share of the channels counts as much of a logit.
+        """
         places = torch.arange(length)
         opening = self.opening(places // self.chunk * self.chunk)
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
         seen = places - opening + 1 + opening.clamp_max(self.sinks) + pages.clamp_max(self.top) * self.page
-        return share_of(seen + pages.where(pages > self.top, 0) / self.chunk)
+        return share_of(seen + pages.where(pages > self.top, 0) * self.channels / self.chunk)
+
+    def channels_of(self, dim: int) -> int:
+        """How many channels of `dim` score pages."""
+        return max(1, round(self.channels * dim))
 
     def opening(self, start: Tensor) -> Tensor:
         """The token from which on a chunk that begins at `start` sees everything."""
@@ -57,9 +73,16 @@ class Pages(SelectingRule):
         if call.window is not None:  # what a cache has dropped, or drops before the chunk ends, is no candidate
             candidates = candidates & (stops - self.page >= chunks.start + self.chunk - call.window)
         chunks.check(call, candidates)
-        chosen = best(scores_of(self.summary, chunks.query, keys), candidates, self.top)
+        chosen = best(scores_of(self.summary, self.asking(chunks.query), keys), candidates, self.top)
         tokens = chunks.spread(chosen).repeat_interleave(self.page, -1)[..., : call.key.shape[2]]
         return tokens | (call.tokens >= chunks.spread(opening)) | (call.tokens < self.sinks)
+
+    def asking(self, query: Tensor) -> Tensor:
+        """[B, H, R, d], what chunks choose by: 0 in channels that score nothing."""
+        count = self.channels_of(query.shape[-1])
+        if count == query.shape[-1]:
+            return query
+        return query * best(query.abs(), torch.ones_like(query, dtype=torch.bool), count)
 
 
 def scores_of(summary: Summary, query: Tensor, keys: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def pages(rule: Pages, query: Tensor, key: Tensor, scale: float, i: int) -> Toke
     seen = set(range(opening, i + 1)) | set(range(rule.sinks))
     tokens = {a: range(a * rule.page, (a + 1) * rule.page) for a in range(opening // rule.page)}
     tokens = {a: page for a, page in tokens.items() if page.stop > rule.sinks}
-    s = selector(rule, query, i) if tokens else query[i]
+    s = largest_channels(rule, selector(rule, query, i) if tokens else query[i])
 
     for a in sorted(tokens, key=lambda a: score(rule, s, key[list(tokens[a])]), reverse=True)[: rule.top]:
         seen |= set(tokens[a])
@@ -92,6 +92,13 @@ def score(rule: Pages | NestedWindows, s: Tensor, keys: Tensor) -> float:
     if rule.summary == "mean":
         return float(s @ keys.mean(0))
     return float(torch.maximum(s * keys.amin(0), s * keys.amax(0)).sum())
+
+
+def largest_channels(rule: Pages, s: Tensor) -> Tensor:
+    """s, 0 in all but its largest channels."""
+    count, strength = max(1, round(rule.channels * len(s))), s.abs().tolist()
+    largest = sorted(range(len(s)), key=strength.__getitem__, reverse=True)[:count]
+    return torch.tensor([float(s[d]) if d in largest else 0.0 for d in range(len(s))], dtype=s.dtype)
 
 
 def tree(rule: NestedWindows, query: Tensor, key: Tensor, scale: float, i: int) -> Tokens:
