@@ -61,7 +61,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "frontier.json"
 BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
 WINDOWS = {2048: 3, 8192: 1}  # of each text
-ROWS = 384  # queries measured a text
+ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
@@ -232,36 +232,67 @@ def tokens_of(tokenizer: Any, texts: dict[str, str], start: int, count: int) -> 
 @cache
 def candidates(length: int) -> list[Any]:
     """All rules that are measured; those of one class are beside each other. Their shares take a while to count."""
-    given = [rule.rule for rule in sparse.candidates(length)]
-    pages = [
-        Pages(near, 4, 16, opened // 16, summary, query)
-        for near in (16, 64, 256)
-        for opened in (16, 32, 64, 128, 256, 512, 1024)
-        for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
-        if near + opened < length / 2
-    ]
-    pages += [
-        Pages(near, 4, 1, opened, "mean", "own", channels=channels)
-        for near in (16, 64)
-        for opened in (32, 64, 128, 256, 512, 1024)
-        for channels in (1 / 16, 1 / 8)
-        if near + opened < length / 2
-    ]
     top = [ExactTopK(max(1, int(length * share))) for share in (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25)]
-    rules = [*given, *pages, *more_rules(length), *RETRIEVAL, *top]
+    windows = [Window(near, sparse.SINKS) for near in sparse.NEAR if near <= length / 2]
+    rules = [*windows, *pages(length), *more_rules(length), *RETRIEVAL, *top]
     return [*hsa.candidates(length), *map(SparseHeadRule, dict.fromkeys(rules))]
+
+
+def pages(length: int) -> list[Pages]:
+    """Pages of 16 and of 4, single keys that each query finds by a part of its channels, or that 16 queries share."""
+    bounds, shared, mean = ("bounds", "own"), ("bounds", "previous"), ("mean", "own")
+    if length < 8192:
+        first = [(1, "mean", "previous"), *((size, *kind) for size in (4, 16) for kind in (bounds, shared, mean))]
+        near, opened, sparq = (16, 64, 256), (64, 128, 256, 512, 1024), (32, 64, 128, 256, 512, 1024)
+    else:  # a rule takes a minute to measure there
+        first = [(1, "mean", "previous"), (4, *bounds)]
+        near, opened, sparq = (16, 64), (64, 128, 256, 512, 1024, 2048), (64, 128, 256, 512, 1024)
+    small = [
+        Pages(n, 4, size, tokens // size, summary, query)
+        for n in near
+        for tokens in opened
+        if n + tokens < length / 2
+        for size, summary, query in first
+    ]
+    small = [rule for rule in small if rule.share(length) <= sparse.MOST]
+    rivals = [
+        Pages(n, 4, 16, tokens // 16, *kind)
+        for n in ((16, 64, 256) if length < 8192 else (64, 256))
+        for tokens in ((16, 32, 64, 128, 256, 512, 1024) if length < 8192 else (64, 128, 256, 512, 1024))
+        for kind in (bounds, shared, mean)
+        if n + tokens < length / 2
+    ]
+    keys = [
+        Pages(n, 4, 1, tokens, "mean", "own", channels=channels)
+        for n in ((16, 64) if length < 8192 else (64,))
+        for tokens in sparq
+        for channels in (1 / 16, 1 / 8)
+        if n + tokens < length / 2
+    ]
+    few = [
+        Pages(n, 4, 1, tokens, "mean", "previous", channels=0.25)
+        for n in (16, 64)
+        for tokens in opened
+        if n + tokens < length / 2
+    ]
+    return [*small, *rivals, *keys, *few]
 
 
 def more_rules(length: int) -> list[SparseRule]:
     """Columns and diagonals, clusters of keys, and trees of windows."""
-    sizes = [(near, n) for near in (32, 128) for n in (16, 64, 128, 256) if 2 * n + near < length / 2]
+    sizes = [
+        (near, n)
+        for near in ((32, 128) if length < 8192 else (64,))
+        for n in (16, 64, 128, 256)
+        if 2 * n + near < length / 2
+    ]
     slashes = [VerticalSlash(near, 4, n, n, every=min(512, length // 8), measured=16) for near, n in sizes]
     options: Any = {"segment": length // 16, "rounds": 2, "query": "previous"}
     clusters = [Clusters(64, 4, top=top, **options) for top in (2, 4, 8, 16, 32) if 64 + 16 * top < length / 2]
     trees = [
         NestedWindows(windows, near, 4, top, summary, query)
         for windows in ((4, 16, 64), (16, 64))
-        for near in (16, 64, 256)
+        for near in ((16, 64, 256) if length < 8192 else (64,))
         for top in (4, 16)
         for summary, query in (("mean", "own"), ("bounds", "previous"))
     ]
@@ -269,8 +300,11 @@ def more_rules(length: int) -> list[SparseRule]:
 
 
 def group_of(rule: Any) -> str:
-    """The rules that are measured in one go."""
-    return "hsa" if isinstance(rule, HsaHeadRule) else rule.rule.name
+    """The kind of a rule; what the rules of a kind cost is kept together."""
+    if isinstance(rule, HsaHeadRule):
+        return "hsa"
+    few = isinstance(rule.rule, Pages) and rule.rule.channels < 1 and rule.rule.query != "own"
+    return "shared_channels" if few else rule.rule.name
 
 
 class Choices:
@@ -300,7 +334,7 @@ class Choices:
     def file(self, name: str) -> tuple[Path, dict[str, str]]:
         """Where what the rules of one kind cost is committed, and which rules and how it was measured."""
         rules = [rule for rule in self.rules if group_of(rule) == name]
-        told = {"rules": hashlib.sha256(repr((ROWS, ANSWERS, rules)).encode()).hexdigest()}
+        told = {"rules": hashlib.sha256(repr((ROWS[self.length], ANSWERS, rules)).encode()).hexdigest()}
         return RESULTS.with_name(f"frontier-costs-{self.length}-{name}.safetensors"), told
 
     def read(self, name: str) -> bool:
@@ -319,7 +353,7 @@ class Choices:
         """Find what the rules of some kinds cost, in one pass over each text, and keep it, a file for each kind."""
         rules = [rule for rule in self.rules if group_of(rule) in names]
         say = lambda layer: print(f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True)
-        options: Any = {"rows": ROWS, "folder": cache_directory() / "frontier", "on_layer": say}
+        options: Any = {"rows": ROWS[self.length], "folder": cache_directory() / "frontier", "on_layer": say}
         measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in self.items]
         found = predicted_losses(measured, [weight for *_, weight in self.items])
         for name in names:

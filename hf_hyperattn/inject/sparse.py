@@ -115,31 +115,31 @@ def share_of(rule: sparse.SparseRule, length: int) -> float:
     return rule.share(length)
 
 
-#: Tokens of a page, what it is scored by, and by whose query. Single keys only where 16 queries share the search: where
-#: every query searches by itself, a prompt takes longer than with full attention.
-PAGES: tuple[tuple[int, Any, Any], ...] = (
-    (1, "mean", "previous"),
-    *(
-        (size, summary, query)
-        for size in (4, 16)
-        for summary, query in (("bounds", "own"), ("bounds", "previous"), ("mean", "own"))
-    ),
+#: Tokens of a page, what it is scored by, by whose query, and by which share of its channels. Single keys only where 16
+#: queries share the search: where every query searches by itself, a prompt takes longer than with full attention.
+PAGES: tuple[tuple[int, Any, Any, float], ...] = (
+    (1, "mean", "previous", 1.0),
+    (1, "mean", "previous", 0.25),
+    (4, "bounds", "own", 1.0),
+    (4, "mean", "own", 1.0),
+    (16, "bounds", "previous", 1.0),
+    (16, "bounds", "own", 1.0),
 )
 #: What a head may be given, in tokens: windows, what is seen beside pages, and what pages open.
 NEAR, SINKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), 4
-PAGE_NEAR, OPENED = (16, 64, 256), (64, 128, 256, 512, 1024)
+PAGE_NEAR, OPENED = (16, 64), (32, 64, 128, 256, 512, 1024)
 #: Pages, no more pairs than this: nearness alone is the better use of more.
 MOST = 0.5
 
 
 def candidates(length: int) -> list[SparseHeadRule]:
-    """The rules that are measured for texts of a length: windows, and pages by their bounds or means."""
+    """The rules that are measured for texts of a length: windows, pages by their bounds or means, and single keys."""
     windows = [sparse.Window(near, SINKS) for near in NEAR if near <= length / 2]
     pages = [
-        sparse.Pages(near, SINKS, page, opened // page, summary, query)
+        sparse.Pages(near, SINKS, page, opened // page, summary, query, channels=channels)
         for near, opened in itertools.product(PAGE_NEAR, OPENED)
         if near + opened < length / 2
-        for page, summary, query in PAGES
+        for page, summary, query, channels in PAGES
     ]
     fine = [rule for rule in pages if rule.share(length) <= MOST]
     return [SparseHeadRule(rule) for rule in (*windows, *fine)]
