@@ -113,6 +113,9 @@ struct Blocks {
     return {&gathered[from], std::min<int64_t>(kLanes, gathered.size() - from)};
   }
 
+  // A bit for each lane of listed block i that a query at p sees.
+  uint32_t seen(int64_t i, int64_t p) const { return whole[i] ? kAll : bits_of(~hidden(i, p)); }
+
   // The lanes of listed block i that a query at p does not see.
   Ints hidden(int64_t i, int64_t p) const {
     static const Ints powers = Ints{} + 1 << lane_numbers();

@@ -58,7 +58,7 @@ void summarize(Rows<T> keys, int64_t page, int64_t dim, bool bounds, float* to) 
 template <typename T>
 class ChoiceTask {
  public:
-  ChoiceTask(const Selected& call, const Choice& choice) : c(call), s(choice), row_(2 * c.dim * kLanes) {}
+  ChoiceTask(const Selected& call, const Choice& choice) : c(call), s(choice), row_(kLanes * std::max(2 * c.dim, padded(c.dim))) {}
 
   void run(int64_t b, int64_t h) {
     const Rule& rule = c.rules[h];
@@ -69,8 +69,13 @@ class ChoiceTask {
     if (pages <= from) return;
     width_ = rule.bounds ? 2 * c.dim : c.dim, blocks_ = (pages + kLanes - 1) / kLanes;
     few_ = 3 * rule.scoring(c.dim) <= c.dim;
+    scores_.resize(2 * kRows * blocks_ * kLanes), queries_.assign(2 * kRows * width_ + kLanes, 0.0f);
+    if (chunks == 1 && rule.page == 1 && !rule.bounds) {  // nothing to make of a key, and nobody to share it with
+      read(b, h, base, queries_.data());
+      score_keys(b, h, pages);
+      return best(scores_.data(), from, pages, rule.top, s.chosen + (b * c.heads + h) * c.chunks * c.most);
+    }
     pack(b, h, pages);
-    scores_.resize(2 * kRows * blocks_ * kLanes), queries_.resize(2 * kRows * width_);
     for (int64_t i = 0; i < chunks; i += 2 * kRows) {
       const int64_t count = std::min<int64_t>(2 * kRows, chunks - i), end = (base + i + count) * chunk - 1;
       const int64_t seen = std::min(pages, rule.opening(end) / rule.page);
@@ -128,6 +133,22 @@ class ChoiceTask {
         float* to = &scores_[r * step];
         for (int64_t j = 0; j < blocks * kLanes; j += kLanes) store(to + j, load(to + j) + number * load(from + j));
       }
+    }
+  }
+
+  // Products of one chunk with single keys, which are read where they lie.
+  void score_keys(int64_t b, int64_t h, int64_t keys) {
+    const int64_t filled = padded(c.dim);
+    const auto term = [&](Vec key, int64_t, int64_t e, bool) { return key * load(&queries_[e]); };
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      const int64_t there = std::min<int64_t>(kLanes, keys - j);
+      const auto from = c.rows_of<T>(c.key, b, h / c.group(), c.starts[b] + j);
+      const float* rows = row_.data();
+      int64_t step = filled;
+      if constexpr (std::is_same_v<T, float>)
+        if (c.dim == filled) rows = from.at, step = from.step;
+      if (rows == row_.data()) copy_rows(from, there, 0, c.dim, filled, row_.data());
+      sum_rows(rows, step, there, filled, term, [](int64_t) {}, &scores_[j]);
     }
   }
 

@@ -35,12 +35,25 @@ class SelectedFew {
       const float* query = queries_ + g * dim;
       const auto term = [&](Vec key, int64_t, int64_t e, bool) { return key * load(query + e); };
       float* to = logits_ + g * length + i * kLanes;
+      const uint32_t seen = heads_[g].seen(i, p);
+      if (__builtin_popcount(seen) <= kLoose) {
+        store(to, splat(-kInf));
+        return over_bits(seen, [&](int j) {
+          Vec sum = {};
+          for (int64_t e = 0; e < dim; e += kLanes) sum += load(keys + j * step + e) * load(query + e);
+          to[j] = sum_of(sum);
+        });
+      }
       sum_rows(keys, step, there, dim, term, [](int64_t) {}, to);
       if (!heads_[g].whole[i]) store(to, heads_[g].hidden(i, p) ? splat(-kInf) : load(to));
     });
     for (int64_t g = 0; g < group; ++g) weigh(b, kv * group + g, g, row);
     over_blocks(c.value, b, kv, c.value_dim, wide, [&](int64_t g, int64_t i, const float* values, int64_t step, int64_t there) {
-      product(logits_ + g * length + i * kLanes, 0, 1, values, step, there, out_ + g * wide, wide, 1, wide, true);
+      const float* weights = logits_ + g * length + i * kLanes;
+      const uint32_t seen = heads_[g].seen(i, p);
+      if (__builtin_popcount(seen) > kLoose)
+        return product(weights, 0, 1, values, step, there, out_ + g * wide, wide, 1, wide, true);
+      over_bits(seen, [&](int j) { add_rows(weights + j, values + j * step, step, 1, wide, out_ + g * wide); });
     });
     for (int64_t g = 0; g < group; ++g) {
       float* to = c.out + ((b * c.heads + kv * group + g) * c.queries + row) * c.value_dim;
@@ -49,6 +62,13 @@ class SelectedFew {
   }
 
  private:
+  static constexpr int kLoose = kLanes / 4;  // of a block of which no more keys are seen, these alone are read
+
+  template <class Body>
+  static void over_bits(uint32_t bits, Body body) {
+    for (; bits; bits &= bits - 1) body(__builtin_ctz(bits));
+  }
+
   // f(head, its block's place in the list, rows of floats, their step, how many) for the blocks of all heads in order.
   template <class Body>
   void over_blocks(const Matrix& m, int64_t b, int64_t kv, int64_t width, int64_t filled, Body body) {
