@@ -165,3 +165,28 @@ def test_model_prefills_and_generates(padded, rules, runs):
     torch.testing.assert_close(logits, other_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(written, other_written)
     assert runs.count(True) == 2 * 21
+
+
+@pytest.mark.parametrize("keys", ["random", "round", "equal", "rising", "one of a kind"])
+def test_choices_among_many_keys(keys, runs):
+    """A sample of the scores tells which others are looked at; ties and lopsided scores do not change the choice."""
+    length = 1100
+    q, v = round_numbers(1, 2, length, 16) + 1, torch.randn(1, 2, length, 16)
+    k = {
+        "random": torch.randint(-9, 10, (1, 2, length, 16)).float(),
+        "round": round_numbers(1, 2, length, 16),
+        "equal": torch.ones(1, 2, length, 16),
+        "rising": torch.arange(float(length)).view(1, 1, -1, 1).expand(1, 2, -1, 16).contiguous(),
+        "one of a kind": torch.eye(length)[:, :16].expand(1, 2, -1, -1).contiguous() * 3 - 1,
+    }[keys]
+    options = {"near": 3, "page": 1, "summary": "mean"}
+    rules = Pages(top=20, channels=0.25, **options), Pages(top=300, query="previous", chunk=4, channels=0.5, **options)
+    found = [
+        sparse_attention(q, k, v, is_causal=True, scale=1e-3, rules=rules, backend=b) for b in ("auto", "reference")
+    ]
+    assert runs == [True, False]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    one = sparse_attention(
+        q[:, :1, -1:], k[:, :1], v[:, :1], is_causal=True, scale=1e-3, rules=rules[0], first=length - 1
+    )
+    torch.testing.assert_close(one, found[1][:, :1, -1:], rtol=1e-4, atol=1e-4)
