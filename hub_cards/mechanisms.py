@@ -28,6 +28,7 @@ ALIBI = "Train Short, Test Long: Attention with Linear Biases Enables Input Leng
 HSA = "Hierarchical Self-Attention: Generalizing Neural Attention Mechanics to Multi-Scale Problems, arXiv 2509.15448"
 QUEST = "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774"
 SINKS = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
+SPARQ = "SparQ Attention, arXiv 2312.04985"
 HAT = (
     "An Exploration of Hierarchical Attention Transformers for Efficient Long Document Classification, "
     "arXiv 2210.05529"
@@ -65,7 +66,7 @@ KNOWN = {
     "sparse": About(
         "structure",
         "Each head computes the logits of the keys alone that a rule of its own selects: near tokens, pages, clusters.",
-        (QUEST, SINKS),
+        (QUEST, SINKS, SPARQ),
         ("What a rule does not select has no part in the output, which differs from that of full attention.",),
     ),
     "head_fusion": About(

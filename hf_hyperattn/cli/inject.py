@@ -31,7 +31,6 @@ NOT_OF_ENCODERS = {
     "rows": "which is measured on whole passages",
     "retrieval_budget": "which answers nothing",
     "resume": "of which nothing is kept",
-    "compare": "which has no rivals",
     "cost": "whose rules go by layer, and which keeps no cache",
 }
 #: Not for a mechanism: (option, mechanisms that it says nothing for).
@@ -96,13 +95,13 @@ def inject_rules(args: argparse.Namespace) -> int:
     injection = injection_of(args, task, model)
     with progress(injection.steps()) as bar:
         report = injection.run(bar)
-        rivals = injection.compare(bar) if args.compare and isinstance(injection, CausalInjection) else {}
+        rivals = injection.compare(bar) if args.compare else {}
         bar.describe("timing")
         pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config))
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)
-    show_rivals(rivals, cost)
+    show_rivals(rivals, cost, task.is_encoder)
     report |= {"rivals": rivals, "pays": {"from": pays.start, "seconds": pays.seconds}}
     args.report = report
     reason = refusal(args, report, task.is_encoder) or slower(args, report, pays)
@@ -140,8 +139,8 @@ def injection_of(args: argparse.Namespace, task: Task, model: Any) -> CausalInje
     args.rows = args.rows or max(ROWS, -(-QUERIES // len(task.texts[0])))
     rivals = sparse.candidates(task.length) if args.compare and args.mechanism == "hsa" else ()
     return CausalInjection(
-        model, task.texts, rules, *options, args.rows, args.seed, task.tokenizer, args.retrieval_budget,
-        cache_directory() / "inject", args.resume, rivals, args.cost or "pairs",
+        model, task.texts, rules, *options, rivals, args.cost or "pairs", args.rows, args.seed, task.tokenizer,
+        args.retrieval_budget, cache_directory() / "inject", args.resume,
     )  # fmt: skip
 
 
@@ -201,12 +200,15 @@ def show_families(injection: CausalInjection) -> None:
     table(("layer", "pairs", "exact", *families), rows)
 
 
-def show_rivals(rivals: dict[str, dict[str, Any]], cost: str) -> None:
+def show_rivals(rivals: dict[str, dict[str, Any]], cost: str, is_encoder: bool) -> None:
     """What other choices lose at no more of the cost, on the held-out texts and tasks."""
     if not rivals:
         return
     print(f"\nRivals at no more of {cost}, on held-out text:")
-    rows = [[name, f"{r['pairs']:.1%}", *(f"{x:+.2%}" for x in r["losses"].values())] for name, r in rivals.items()]
+    rows = [
+        [name, f"{r['pairs']:.1%}", *(loss_text(x, is_encoder) for x in r["losses"].values())]
+        for name, r in rivals.items()
+    ]
     table(("", "pairs", *rivals["this choice"]["losses"]), rows)
 
 

@@ -188,6 +188,10 @@ class HsaLayerRule(CandidateRule):
             count = pairs(length, config.windows, *numbers, is_causal=False, compared=False)
         return min(1.0, count / length**2)
 
+    @property
+    def family(self) -> str:
+        return f"tying {self.config.tying}" if self.config else "exact"
+
     def exact(self) -> HsaLayerRule:
         return HsaLayerRule(None)
 

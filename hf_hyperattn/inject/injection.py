@@ -51,6 +51,8 @@ class Injection(ABC):
         texts: to measure on, to choose on, to verify on, by name: token ids [N], for an encoder passages [B, N].
         rules: the candidates. length: tokens of a text or passage.
         budget: largest loss. pairs: compute this share of the pairs (of what `cost` names), whatever it loses.
+        rivals: rules that are measured to be compared with, and never chosen.
+        cost: what is to be little: see `choose`.
 
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
@@ -64,11 +66,15 @@ class Injection(ABC):
     length: int
     budget: float
     pairs: float | None = None
+    rivals: Sequence[CandidateRule] = ()
+    cost: CostName = "pairs"
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     rejected: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     allocation: Allocation = field(init=False)
+    times: Cost | None = field(default=None, init=False)
     metric: ClassVar[str]
     tries: ClassVar[int]
+    unit: ClassVar[str]  # what has a rule of its own
 
     @abstractmethod
     def steps(self) -> int:
@@ -202,6 +208,62 @@ class Injection(ABC):
             unpatch_model(self.model)
         return self.losses(before, after)
 
+    @abstractmethod
+    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
+        """The allocation of least predicted loss at a share of the cost; of `rules`, where they are given."""
+
+    @abstractmethod
+    def predicted(self) -> dict[str, Tensor]:
+        """What every rule is expected to cost, those of rivals last, [H, C] by layer."""
+
+    def losses_of(self, rules: Sequence[CandidateRule]) -> dict[str, Tensor]:
+        """What these rules are expected to cost."""
+        all_ = [*self.rules, *self.rivals]
+        columns = [all_.index(rule) for rule in rules]
+        return {name: costs[:, columns] for name, costs in self.predicted().items()}
+
+    def compared(self) -> dict[str, Item]:
+        """What rivals read."""
+        return dict(self.texts[2])
+
+    def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
+        """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
+
+        They are chosen by the same measurements as the allocation, which the model has afterwards. All read held-out
+        texts, causal models also copies of them, and needles of all kinds in one text ("mixture").
+        """
+        items = self.compared()
+        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
+        here, _ = self.read(items)
+        unpatch_model(self.model)
+        stock, _ = self.read(items)
+        shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
+        for label, rival in self.rival_allocations().items():
+            progress.describe(f"comparing with {label}")
+            self.patch(rival)
+            after, _ = self.read(items)
+            unpatch_model(self.model)
+            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
+        self.patch(self.allocation)
+        return shown
+
+    def rival_allocations(self) -> dict[str, Allocation]:
+        """By label; those that no rule of a family is cheap enough for are left out."""
+        families: dict[str, list[CandidateRule]] = {}
+        for rule in (*self.rules, *self.rivals):
+            families.setdefault(rule.family, []).append(rule)
+        all_, predicted, made = [*self.rules, *self.rivals], self.predicted(), {}
+        total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
+        of = self.times or cost_of(self.cost, all_, self.length)
+        for family, rules in families.items():
+            cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
+            if cheap:
+                one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
+                layers = {name: (one,) * len(costs) for name, costs in predicted.items()}
+                made[f"{family}, one for all"] = Allocation(layers, self.length)
+                made[f"{family}, by {self.unit}"] = self.choose(self.allocation.cost, rules)
+        return made
+
     def fits(self, allocation: Allocation, before: dict[str, Any]) -> bool:
         """Try an allocation on the second texts: whether it keeps `MARGIN` of the budget, where there is one."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
@@ -227,8 +289,6 @@ class CausalInjection(Injection):
         tokenizer: makes examples of retrieval, which are measured, chosen and verified on beside the texts; None: none.
         retrieval_budget: largest relative rise of the perplexity of answers, in every task; None: it is only shown.
         folder: keeps what is measured. resume: take from there what an earlier run left.
-        rivals: rules that are measured to be compared with, and never chosen.
-        cost: what is to be little: see `choose`.
     """
 
     rows: int = 384
@@ -237,12 +297,9 @@ class CausalInjection(Injection):
     retrieval_budget: float | None = None
     folder: Path | str | None = None
     resume: bool = True
-    rivals: Sequence[CandidateRule] = ()
-    cost: CostName = "pairs"
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
-    times: Cost | None = field(default=None, init=False)
-    metric, tries = "perplexity", 5
+    metric, tries, unit = "perplexity", 5, "head"
 
     def __post_init__(self) -> None:
         self.weights: dict[str, float] = {}
@@ -291,12 +348,9 @@ class CausalInjection(Injection):
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         """The allocation of least predicted loss at a share of the cost, by the texts' present weights."""
-        rules, all_ = rules or self.rules, [*self.rules, *self.rivals]
-        columns = [all_.index(rule) for rule in rules]
-        predicted = predicted_losses(self.measured, list(self.weights.values()))
-        losses, cost = {n: costs[:, columns] for n, costs in predicted.items()}, self.cost
-        named = self.times if cost == "time" else cost
-        return choose(rules, losses, self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
+        rules = rules or self.rules
+        named = self.times if self.cost == "time" else self.cost
+        return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
     def search(self, before: dict[str, Any]) -> Allocation | None:
         """As in `Injection`. What loses more than the others, in units of its budget, weighs more in the next choice.
@@ -319,49 +373,17 @@ class CausalInjection(Injection):
         """In units of their budgets."""
         return {name: loss / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name, loss in losses.items()}
 
-    def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
-        """Rivals at no more of the cost than the choice: each family of rules, one for all heads and chosen by head.
-
-        They are chosen by the same measurements and weights as the allocation, which the model has afterwards. All read
-        the held-out texts, copies of them, and needles of all kinds in one text ("mixture").
-        """
+    def compared(self) -> dict[str, Item]:
         texts = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
         items: dict[str, Item] = dict(texts)
         if self.tokenizer is not None:
             mixed = mixture(self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2)
             items["copying"] = copying(next(iter(texts.values())), self.length)
             items |= {"mixture": mixed} if mixed else {}
-        self.texts = [*self.texts[:2], {**self.texts[2], **items}]
-        here, _ = self.read(items)
-        unpatch_model(self.model)
-        stock, _ = self.read(items)
-        shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
-        for label, rival in self.rival_allocations().items():
-            progress.describe(f"comparing with {label}")
-            self.patch(rival)
-            after, _ = self.read(items)
-            unpatch_model(self.model)
-            shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
-        self.patch(self.allocation)
-        return shown
+        return items
 
-    def rival_allocations(self) -> dict[str, Allocation]:
-        """By label; those that no rule of a family is cheap enough for are left out."""
-        families: dict[str, list[CandidateRule]] = {}
-        for rule in (*self.rules, *self.rivals):
-            families.setdefault(rule.family, []).append(rule)
-        all_, made = [*self.rules, *self.rivals], {}
-        predicted = predicted_losses(self.measured, list(self.weights.values()))
-        total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
-        of = self.times or cost_of(self.cost, all_, self.length)
-        for family, rules in families.items():
-            cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
-            if cheap:
-                one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
-                layers = {name: (one,) * len(costs) for name, costs in predicted.items()}
-                made[f"{family}, one for all"] = Allocation(layers, self.length)
-                made[f"{family}, by head"] = self.choose(self.allocation.cost, rules)
-        return made
+    def predicted(self) -> dict[str, Tensor]:
+        return predicted_losses(self.measured, list(self.weights.values()))
 
     def hidden(self, item: Item) -> Tensor:
         return final_hidden(self.model, ids_of(item))
@@ -409,7 +431,7 @@ class EncoderInjection(Injection):
     """
 
     costs: dict[str, Tensor] = field(default_factory=dict, init=False)
-    metric, tries = "cosine", 6
+    metric, tries, unit = "cosine", 6, "layer"
 
     def steps(self) -> int:
         return len(self.texts[0]) * (len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4)
@@ -429,6 +451,13 @@ class EncoderInjection(Injection):
             if self.fits(allocation, before):
                 return allocation
         return None
+
+    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
+        rules = rules or self.rules
+        return choose(rules, self.losses_of(rules), self.length, pairs=pairs)
+
+    def predicted(self) -> dict[str, Tensor]:
+        return self.costs
 
     def hidden(self, item: Item) -> Tensor:
         return embeddings(self.model, ids_of(item))

@@ -365,6 +365,11 @@ def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     (folder / "long.txt").write_text(prose(1, 4000))
     arguments = ["--mechanism", "hsa", "--length", "64", "--text", folder / "long.txt", "--pairs", "0.6"]
-    arguments += ["--output", tmp_path / "out"]
+    arguments += ["--compare", "--output", tmp_path / "out"]
     assert main(["inject", *map(str, [tmp_path / "bert", *arguments])]) == 0
-    assert 0 < json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())["pairs"] <= 0.6
+    report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
+    assert 0 < report["pairs"] <= 0.6
+    rivals = report["rivals"]
+    assert {"this choice", "tying both, one for all", "tying both, by layer"} <= set(rivals)
+    assert all(0 < rival["pairs"] <= report["pairs"] + 1e-9 for rival in rivals.values())
+    assert rivals["this choice"]["losses"] == {n: pytest.approx(t["loss"]) for n, t in report["texts"].items()}

@@ -29,7 +29,7 @@ register(
         name="sparse",
         stage="structure",
         paper="Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, arXiv 2406.10774; Efficient "
-        "Streaming Language Models with Attention Sinks, arXiv 2309.17453",
+        "Streaming Language Models with Attention Sinks, arXiv 2309.17453; SparQ Attention, arXiv 2312.04985",
         config=SparseConfig,
         layer=SparseLayer,
         functions={"sparse_attention": sparse_attention},
