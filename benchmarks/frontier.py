@@ -65,11 +65,12 @@ ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
-TASKS, IN_FULL = ("copying",), ("all rules",)
+TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel")
 #: At 8,192 tokens: methods by head, and with one rule for all heads.
 LONG = {
     "by head": (
         "all rules",
+        "rules with a kernel",
         "HSA",
         "trees",
         "Quest",
@@ -111,6 +112,11 @@ def is_sparq(rule: SparseRule) -> bool:
     return isinstance(rule, Pages) and rule.page == 1 and rule.query == "own"
 
 
+def is_fast(rule: SparseRule) -> bool:
+    """Whether a rule is of those whose kernel takes less time where pairs are fewer, as `hyperattn inject` has them."""
+    return isinstance(rule, Window) or (isinstance(rule, Pages) and not is_sparq(rule))
+
+
 def is_named(*names: str) -> Callable[[Any], bool]:
     """A test of rules: those of sparse attention that are registered under one of these names."""
     return lambda rule: isinstance(rule, SparseHeadRule) and rule.rule.name in names
@@ -130,9 +136,12 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "clusters": is_named("clusters"),
     "trees": is_named("nested_windows"),
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
+    "rules with a kernel": lambda rule: isinstance(rule, SparseHeadRule) and is_fast(rule.rule),
     "all rules": lambda rule: not is_named("exact_top_k")(rule),
     "exact top-k": is_named("exact_top_k"),
 }
+#: Methods that choose from rules of several others.
+COLLECTIONS = ("all rules", "rules with a kernel", "retrieval heads")
 #: What an allocation by head is changed to before it is run: (method, rule -> rule).
 ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
@@ -176,7 +185,8 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
     """Every cell, those that matter most first."""
     for length in lengths:
         yield Cell(length, STOCK)
-        order = ["all rules", "HSA", "Quest", *(m for m in METHODS if m not in ("all rules", "HSA", "Quest"))]
+        first = ("all rules", "rules with a kernel", "HSA", "Quest")
+        order = [*first, *(m for m in METHODS if m not in first)]
         for method in order:
             for budget in BUDGETS[length]:
                 yield from (
@@ -457,7 +467,7 @@ def counted(allocation: Allocation) -> dict[str, int]:
     """How many heads have rules of which method."""
     found: dict[str, int] = {}
     for rule in (rule for heads in allocation.layers.values() for rule in heads):
-        methods = (m for m in METHODS if m not in ("all rules", "retrieval heads") and METHODS[m](rule))
+        methods = (m for m in METHODS if m not in COLLECTIONS and METHODS[m](rule))
         name = "exact" if rule.is_exact else next(methods, "pages of other sizes")
         found[name] = found.get(name, 0) + 1
     return found
@@ -548,7 +558,7 @@ def figure_of(result: dict):
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
     lengths = [n for n in BUDGETS if rows_of(result, n)]
     figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
-    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "black"], strict=True))
+    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "black", "magenta"], strict=True))
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
             for kind, style in (("by head", "o-"), ("uniform", "x--")):

@@ -6,7 +6,7 @@ their difference tells what the mechanism adds; where it has parameters to speak
 
 What the layers below those say of a window is the same in every run of a seed, and is computed once.
 
-The plan: 21 runs of the search, 40 steps and 16 windows each; 21 runs of 150 steps and 36 windows. All modules but
+The plan: 27 runs of the search, 40 steps and 16 windows each; 27 runs of 150 steps and 36 windows. All modules but
 those two that are read make 0.95 million tokens, of which a run draws 77,000.
 """
 
@@ -27,6 +27,7 @@ from hf_hyperattn.registry import get_mechanism
 
 from .fitting import best_of, fit, key_of, key_of_search
 from .head_pruning import pretrained, tokenizer
+from .recovered import own_scores
 from .store import Experiment
 
 ALONE = "LoRA alone"
@@ -41,6 +42,9 @@ SETTINGS = {
         "head_fusion": {"mechanism": "head_fusion", "options": {"size": 6}, "rank": 7},
         "talking_heads": {"mechanism": "talking_heads", "rank": 8},
         "mkl": {"mechanism": "mkl", "rank": 8},
+        # Controls of cone and hyperbolic: another score beside the model's own, without their geometry.
+        "distance": {"mechanism": "only_distance", "rank": 8},
+        "cosine": {"mechanism": "only_cosine", "rank": 8},
     },
     "first_layer": 20,
     "seeds": [0, 1, 2],
@@ -134,6 +138,7 @@ def model_of(settings: dict, name: str, seed: int) -> nn.Module:
     """SmolLM2 with LoRA on the attention projections of its last layers, and there the row's mechanism, at identity."""
     from peft import LoraConfig, get_peft_model
 
+    own_scores()
     row, model = settings["rows"][name], pretrained()
     layers = list(range(settings["first_layer"], model.config.num_hidden_layers))
     modules = [f"layers.{i}.self_attn.{kind}_proj" for i in layers for kind in "qkvo"]
@@ -231,4 +236,4 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-EXPERIMENT = Experiment("adaptation", SETTINGS, runs, rows=("rows", "seeds"), hours=3.6)
+EXPERIMENT = Experiment("adaptation", SETTINGS, runs, rows=("rows", "seeds"), hours=4.5)

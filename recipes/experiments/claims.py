@@ -131,7 +131,7 @@ CLAIMS = (
         "A12",
         "first experiment: better than dot product on a small language task",
         LORA,
-        of(f.adapted, "cone"),
+        of(f.adapted, "cone", "distance", "cosine"),
         command=ADAPTATION,
     ),
     Claim(
@@ -317,6 +317,13 @@ CLAIMS = (
         HELP,
         of(f.translation_gain, HYP, 32, {"dot product": ("dot product", 32), EUCLID: (EUCLID, 32)}),
         command=TRANSLATION,
+    ),
+    Claim(
+        "B15a",
+        "gains in a pretrained language model (not the source's question)",
+        LORA,
+        of(f.adapted, "hyperbolic", "distance", "cosine"),
+        command=ADAPTATION,
     ),
     # --- C
     Claim(

@@ -199,13 +199,22 @@ def translation_narrow(kind: str, narrow: int, full: int) -> Found:
     )
 
 
-def adapted(name: str) -> Found:
-    """What a mechanism gains beside LoRA, a hundred times the loss."""
+def adapted(name: str, *controls: str) -> Found:
+    """What a mechanism gains beside LoRA, a hundred times the loss, over LoRA alone and with controls in its place.
+
+    There is no verdict on a gain that its controls were not run for.
+    """
     results = load("adaptation")
-    if name not in adaptation_tables.whole(results):
+    whole = adaptation_tables.whole(results)
+    if name not in whole:
         raise KeyError(name)
-    mine, alone = ([-x for x in adaptation_tables.losses(results, row)] for row in (name, ALONE))
-    return gain(mine, {ALONE: alone}, "100 x loss gained", 0.0, 3)
+    losses = {
+        row: [-x for x in adaptation_tables.losses(results, row)] for row in (name, ALONE, *controls) if row in whole
+    }
+    text, verdict = gain(losses.pop(name), losses, "100 x loss gained", 0.0, 3)
+    if verdict == HOLDS and not set(controls) <= set(whole):
+        raise KeyError(name)
+    return text, verdict
 
 
 def recovered(kind: str, k: str) -> Found:
