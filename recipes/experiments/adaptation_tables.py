@@ -81,13 +81,17 @@ def plot(results: dict):
 
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes, names = figure.subplots(), whole(results)[1:]
-    for place, name in enumerate(names):
-        differences = [a - b for a, b in zip(losses(results, name), losses(results, ALONE))]
-        axes.plot(differences, [place] * len(differences), "o", color=figures.COLOURS[0], markersize=4)
-        axes.plot([statistics.mean(differences)], [place], "|", color="#333333", markersize=14)
+    alone = losses(results, ALONE)
+    found = [[a - b for a, b in zip(losses(results, name), alone, strict=True)] for name in names]
+    points = [(x, place) for place, row in enumerate(found) for x in row]
+    axes.plot(*zip(*points), "o", color=figures.COLOURS[0], markersize=4, label="a seed")
+    axes.plot(
+        [statistics.mean(row) for row in found], range(len(found)), "|", color="#333333", markersize=14, label="mean"
+    )
     axes.axvline(0, color="0.3", linewidth=1)
     axes.set(yticks=range(len(names)), yticklabels=names, xlabel="loss less that of LoRA alone, x 100")
     axes.invert_yaxis()
+    axes.legend()
     return figure
 
 

@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from recipes.experiments import (
+    adaptation_tables,
     figures,
     head_tables,
     hyperbolicity_tables,
@@ -51,6 +52,7 @@ def performance() -> Figure:
 
 
 MAKERS = {name: lambda name=name, make=make: make(load(name)) for name, make in figures.FIGURES.items()} | {
+    "adaptation": lambda: adaptation_tables.plot(load("adaptation")),
     "trilinear": lambda: trilinear_tables.curves(load("trilinear")),
     "head_pruning": lambda: head_tables.plot(load("head_pruning")),
     "hyperbolicity": lambda: hyperbolicity_tables.plot(load("hyperbolicity")),
