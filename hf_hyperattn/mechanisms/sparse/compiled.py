@@ -48,7 +48,7 @@ def attend(
         text: where queries and keys stand, and the queries before them.
         backend: the engine that was asked for.
     """
-    heads = rules_of_call(rules, *query.shape[1:4:2])
+    heads = rules_of_call(rules, query.shape[1], query.shape[3])
     rest = [h for h, rule in enumerate(heads) if rule is None]
     if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_plain(score, options, window):
         return None
