@@ -186,6 +186,9 @@ def test_choices_among_many_keys(keys, runs):
     ]
     assert runs == [True, False]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    every = sparse_attention(q, k, v, is_causal=True, scale=1e-3, rules=Pages(top=10**17, **options))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1e-3)
+    torch.testing.assert_close(every, whole, rtol=1e-4, atol=1e-4)
     one = sparse_attention(
         q[:, :1, -1:], k[:, :1], v[:, :1], is_causal=True, scale=1e-3, rules=rules[0], first=length - 1
     )

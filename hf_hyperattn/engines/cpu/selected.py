@@ -261,8 +261,8 @@ def selected_attention(
         query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
         key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
         rules: one for each query head.
-        chosen: [B, H, chunks, most], int32: the pages of each chunk, in any order, -1 for none; the first chunk is that
-            of the first query that is no padding. None: no head has pages.
+        chosen: [B, H, chunks, most], int32: the pages of each chunk, all before its opening, in any order, each once,
+            -1 for none; the first chunk is that of the first query that is no padding. None: no head has pages.
         spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).

@@ -189,7 +189,9 @@ class ChoiceTask {
 
   // A rank that is likely to be below the `top` largest of many scores, and not by much: from some of them.
   uint32_t likely(const float* score, int64_t from, int64_t stop, int64_t top) {
-    const int64_t count = stop - from, above = kSampled * top / count * 5 / 4 + 10;
+    const int64_t count = stop - from;
+    if (top >= count) return 0;
+    const int64_t above = kSampled * top / count * 5 / 4 + 10;
     if (count < 4 * kSampled || above >= kSampled) return 0;
     std::array<uint32_t, kSampled> some;
     for (int64_t i = 0; i < kSampled; ++i) some[i] = rank_of(score[from + i * count / kSampled]);
