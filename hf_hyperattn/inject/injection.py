@@ -440,21 +440,23 @@ class EncoderInjection(Injection):
         plain, _ = self.read(self.texts[0])
         for name, _ in find_hosts(self.model):
             self.progress.describe(f"measuring {name}")
-            alone = (Allocation({name: (rule,)}, self.length) for rule in self.rules)
+            alone = (Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals))
             worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
             self.costs[name] = torch.tensor([worst], dtype=torch.float64)
 
     def search(self, before: dict[str, Tensor]) -> Allocation | None:
         for halvings in range(1 if self.pairs else self.tries):
             loss = MARGIN * self.budget / 2**halvings
-            allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss)
+            allocation = choose(
+                self.rules, self.losses_of(self.rules), self.length, pairs=self.pairs, loss=loss, cost=self.cost
+            )
             if self.fits(allocation, before):
                 return allocation
         return None
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         rules = rules or self.rules
-        return choose(rules, self.losses_of(rules), self.length, pairs=pairs)
+        return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=self.cost)
 
     def predicted(self) -> dict[str, Tensor]:
         return self.costs

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from . import (
+    adaptation,
     adaptation_tables,
     ball,
     ball_tables,
@@ -214,7 +215,10 @@ def adapted(name: str, *controls: str) -> Found:
     text, verdict = gain(losses.pop(name), losses, "100 x loss gained", 0.0, 3)
     if verdict == HOLDS and not set(controls) <= set(whole):
         raise KeyError(name)
-    return text, verdict
+    settings = results["settings"]
+    rates, rate = settings["search"]["added_rates"], adaptation.best_rate(settings, results["runs"], name)
+    edges = {min(rates): "lowest", max(rates): "highest"}
+    return text + (f"; its rate is the {edges[rate]} that was searched" if rate in edges else ""), verdict
 
 
 def recovered(kind: str, k: str) -> Found:

@@ -14,9 +14,9 @@ namespace hyper {
 // first position of the query's chunk.
 struct Rule {
   int64_t near, sinks, page, chunk;  // page 0: none are chosen
-  int64_t top, bounds, by, channels; // of the choice, see selected_choice.h
+  int64_t top, bounds, by, channels; // of the choice, see selected_choice.h; channels 0: all score
 
-  int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }  // channels
+  int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }
   int64_t opening(int64_t p) const { return std::max<int64_t>(0, p / chunk * chunk - near + 1) / page * page; }
 };
 

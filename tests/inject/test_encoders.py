@@ -1,0 +1,44 @@
+"""Injection into an encoder from Python: rivals are measured and never chosen, a cost that it has not is refused."""
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from hf_hyperattn.inject import hsa
+from hf_hyperattn.inject.injection import EncoderInjection
+
+
+class Quiet:
+    def describe(self, text):
+        pass
+
+    def advance(self, steps):
+        pass
+
+
+def injection(**options) -> EncoderInjection:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                        intermediate_size=48, max_position_embeddings=64, initializer_range=0.5)  # fmt: skip
+    texts = [{"a": torch.randint(5, 90, (2, 64), generator=torch.Generator().manual_seed(s))} for s in range(3)]
+    rules = hsa.layer_candidates(64)
+    key, both = ([rule for rule in rules if rule.config.tying == tying] for tying in ("key", "both"))
+    return EncoderInjection(BertModel(config).eval(), texts, key, 64, 2.0, 0.9, rivals=both, **options)
+
+
+def test_rivals_are_measured_and_not_chosen():
+    made = injection()
+    made.run(Quiet())
+    assert {rule for rules in made.allocation.layers.values() for rule in rules if not rule.is_exact} <= {*made.rules}
+    compared = made.compare(Quiet())
+    assert "tying both, by layer" in compared
+    for label, allocation in made.rival_allocations().items():
+        family = label.split(", ")[0]
+        assert {r.family for rules in allocation.layers.values() for r in rules} <= {family, "exact"}
+    alone = [costs.min().item() for costs in made.losses_of(made.rivals).values()]
+    assert all(cost > 0 for cost in alone)
+
+
+def test_an_encoder_has_no_cache_to_make_small():
+    with pytest.raises(ValueError, match="rules of an encoder, which keeps no cache"):
+        injection(cost="bytes").run(Quiet())
