@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
-from experiments import adaptation, adaptation_tables, draw, store
+from experiments import adaptation, adaptation_tables, draw, recovered, store
 from experiments.tables import NOT_DONE
 
 from tests.integration.models import llama
+from tests.registries import restored
 
 
 @pytest.fixture
@@ -24,6 +25,13 @@ def small(monkeypatch):
     monkeypatch.setattr(adaptation, "device", lambda: "cpu")
     for cached in (adaptation.lower_part, adaptation.states_below):
         cached.cache_clear()
+    recovered.own_scores.cache_clear()
+    with restored():
+        yield small_settings()
+    recovered.own_scores.cache_clear()
+
+
+def small_settings() -> dict:
     search = {"seed": 9, "steps": 1, "rates": [1e-3, 1e-2], "added_rates": [1e-2, 0.1]}
     return adaptation.SETTINGS | {
         "first_layer": 2,
