@@ -320,16 +320,20 @@ def group_of(rule: Any) -> str:
 class Choices:
     """What every rule costs at every head, measured once, and the allocations that follow."""
 
-    def __init__(self, model, tokenizer, length: int):
-        self.length, self.model, self.rules = length, model, candidates(length)
-        texts = tokens_of(tokenizer, measured_texts(), MEASURED_AT, length)
-        answers = [
-            retrieval.copying(texts["bible"], length),
-            retrieval.mixture(tokenizer, texts["reviews"], length, seed=99),
-        ]
-        self.items: list[Any] = [(ids, None, 1.0) for ids in texts.values()]
-        self.items += [(e.ids, e.spans, ANSWERS[e.task]) for e in answers if e is not None]
+    def __init__(self, length: int, model: Any = None, tokenizer: Any = None):
+        """Model and tokenizer are needed for rules whose costs are not committed."""
+        self.length, self.model, self.tokenizer, self.rules = length, model, tokenizer, candidates(length)
         self.groups: dict[str, dict[str, torch.Tensor]] = {}
+
+    def items(self) -> list[tuple[torch.Tensor, Any, float]]:
+        """Tokens that rules are measured on, the answers that count there, and the weight."""
+        texts = tokens_of(self.tokenizer, measured_texts(), MEASURED_AT, self.length)
+        answers = [
+            retrieval.copying(texts["bible"], self.length),
+            retrieval.mixture(self.tokenizer, texts["reviews"], self.length, seed=99),
+        ]
+        items: list[Any] = [(ids, None, 1.0) for ids in texts.values()]
+        return items + [(e.ids, e.spans, ANSWERS[e.task]) for e in answers if e is not None]
 
     def losses(self, index: Sequence[int]) -> dict[str, torch.Tensor]:
         """What these rules cost, [H, C] by layer; the kinds that they are of are measured first."""
@@ -364,8 +368,9 @@ class Choices:
         rules = [rule for rule in self.rules if group_of(rule) in names]
         say = lambda layer: print(f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True)
         options: Any = {"rows": ROWS[self.length], "folder": cache_directory() / "frontier", "on_layer": say}
-        measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in self.items]
-        found = predicted_losses(measured, [weight for *_, weight in self.items])
+        items = self.items()
+        measured = [measure(self.model, ids, rules, spans=spans, **options) for ids, spans, _ in items]
+        found = predicted_losses(measured, [weight for *_, weight in items])
         for name in names:
             file, told = self.file(name)
             columns = [i for i, rule in enumerate(rules) if group_of(rule) == name]
@@ -421,11 +426,12 @@ class Work:
         if not todo or entry.get("none"):
             return True
         if cell.method != STOCK:
-            self.choices = self.choices or Choices(self.model, self.tokenizer, self.length)
+            self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
             allocation = self.choices.of(cell)
             entry["pairs"] = None if allocation is None else allocation.pairs
             if allocation is None:
                 entry["none"] = "no rule of the method is cheap enough"
+                self.keep(cell, entry)
                 return True
             entry["rules"] = counted(allocation)
             hf_hyperattn.patch_model(self.model, allocation.config())
@@ -434,12 +440,18 @@ class Work:
                 if time.monotonic() > until:
                     return False
                 self.measure(entry, kind, name)
-                write_json(str(RESULTS), self.result)
+                self.keep(cell, entry)
                 print(cell.key, kind, name, entry[kind][name], flush=True)
         finally:
             if cell.method != STOCK:
                 hf_hyperattn.unpatch_model(self.model)
         return True
+
+    def keep(self, cell: Cell, entry: dict) -> None:
+        """Write a cell beside those of the file, which another process may have changed in the meantime."""
+        now = read_results()
+        now["cells"][cell.key] = entry
+        write_json(str(RESULTS), {**now, "environment": self.result["environment"]})
 
     def todo(self, cell: Cell, entry: dict) -> list[tuple[str, str]]:
         """What is not there yet: texts, then tasks."""
@@ -461,6 +473,11 @@ class Work:
         entry[kind][name] = losses
         entry["seconds"].append((time.process_time() - start) / len(losses))
         entry["bytes"] = max(entry.get("bytes", 0), memory.peak)
+
+
+def read_results() -> dict:
+    """What has been measured."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
 
 
 def counted(allocation: Allocation) -> dict[str, int]:
@@ -602,7 +619,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+    result = read_results()
     lengths = [args.length] if args.length else list(BUDGETS)
     if args.plan:
         return plan(result, lengths)

@@ -2,12 +2,15 @@
 
     python benchmarks/sparse.py                                  layer, model and decoding at 8,192 tokens
     python benchmarks/sparse.py --kinds layer --lengths 2048 8192 --shares 0.1 0.2 --json benchmarks/results/sparse.json
+    python benchmarks/sparse.py --kinds model decode --chosen     SmolLM2-135M, by the rules that frontier.py gives it
 
-Heads have the rules that an allocation mixes: chunks of 16 queries that choose pages by the query before or by their
-first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
-what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules' masks
-in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt and then
-one logit; `decode` is one token after a prompt. `forget` is one token with a cache that forgets, of a model whose key
+Heads have the rules that an allocation mixes: pages of 16 that 16 queries choose together, pages of 4, single keys that
+16 queries choose by a quarter of the channels, windows, one head of nine exact; how many tokens are opened is set so
+that the heads' mean share of pairs is what --shares says. Beside every time of a layer stands the largest difference of
+sampled queries from the rules' masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape
+with random weights, a prompt and then one logit; `decode` is one token after a prompt; with --chosen both are of
+SmolLM2-135M itself, and its heads have what "rules with a kernel, by head" of `frontier.py` has at that share, from the
+committed costs. `forget` is one token with a cache that forgets, of a model whose key
 heads have sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that
 are held, and the largest difference of the logits from those of the cache that keeps all, as a share of the largest.
 Times are CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already
@@ -24,16 +27,18 @@ from dataclasses import replace
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
 from common import environment, write_json
+from frontier import Cell, Choices
 from merged import merged
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_hyperattn as ha
+from hf_hyperattn.cli.smollm2 import smollm2 as smollm2_folder
 from hf_hyperattn.engines import Options, attention, dot_score
 from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseRule, Window
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
-PAGED = [Pages(query="previous"), Pages(query="first"), Pages(query="previous", summary="mean")]
+PAGED = [Pages(query="previous"), Pages(page=4), Pages(page=1, query="previous", summary="mean", channels=0.25)]
 LOOSE = [Window(near=64), Window(near=512)]
 
 
@@ -48,8 +53,8 @@ def mixed(length: int, share: float) -> list[SparseRule]:
 
 
 def with_top(few: list[SparseRule], top: int) -> list[SparseRule]:
-    """Six heads that open `top` pages each, and three others."""
-    paged = [replace(rule, top=top) for rule in PAGED * 2]
+    """Six heads that open `top` times 16 tokens each, and three others."""
+    paged = [replace(rule, top=top * 16 // rule.page) for rule in PAGED * 2]
     return [rule for three in (paged[:2] + few[:1], paged[2:4] + few[1:2], paged[4:] + few[2:]) for rule in three]
 
 
@@ -96,24 +101,29 @@ def layer(length: int, share: float, args) -> list[dict]:
     return [row("layer", length, pairs, seconds, error=off, rate=rate, share_of_product=rate / product)]
 
 
-def models(length: int, args) -> tuple[dict[str, torch.nn.Module], list[SparseRule], float]:
-    """Stock, on our dense kernel, and sparse; they share weights."""
-    rules = mixed(length, args.share)
-    made = {name: smollm2(args.layers) for name in ("sdpa", "dense", "sparse")}
+def models(length: int, args) -> tuple[dict[str, torch.nn.Module], float]:
+    """Stock, on our dense kernel, and sparse, which share weights; and the share of the pairs."""
+    pretrained = lambda: AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32).eval()
+    made = {n: pretrained() if args.chosen else smollm2(args.layers) for n in ("sdpa", "dense", "sparse")}
     for model in made.values():
         model.load_state_dict(made["sdpa"].state_dict(), assign=True)
     made["dense"].set_attn_implementation("hyper_dot")
     ha.set_backend(made["dense"], "cpu")
+    if args.chosen:
+        allocation = Choices(length).of(Cell(length, "rules with a kernel", "by head", args.share))
+        ha.patch_model(made["sparse"], allocation.config())
+        return made, allocation.pairs
+    rules = mixed(length, args.share)
     ha.patch_model(made["sparse"], ha.SparseConfig(rules=rules), mode="replace")
-    return made, rules, mean_share(rules, length)
+    return made, mean_share(rules, length)
 
 
 def model(length: int, share: float, args) -> list[dict]:
     """A prompt and one logit."""
     args.context, args.share = length, share
-    made, _, pairs = models(length, args)
+    made, pairs = models(length, args)
     seconds = lowest({name: prefill_step(m, args) for name, m in made.items()}, args.seconds, 1)
-    return [row("model", length, pairs, seconds)]
+    return [row(called("model", args), length, pairs, seconds)]
 
 
 def decode(length: int, share: float, args) -> list[dict]:
@@ -123,22 +133,32 @@ def decode(length: int, share: float, args) -> list[dict]:
     timed with that as well.
     """
     args.share = share
-    made, _, pairs = models(length, args)
+    made, pairs = models(length, args)
     steps = {name: one_token(m, length, args, DynamicCache()) for name, m in made.items()}
     steps |= {f"{name}, grown": one_token(m, length, args, ha.HierarchicalCache()) for name, m in made.items()}
     seconds = lowest(steps, args.seconds, 1)
     grown = {"sdpa": seconds["sdpa"], **{name: seconds[f"{name}, grown"] for name in ("dense", "sparse")}}
     return [
-        row("decode", length, pairs, {name: seconds[name] for name in made}),
-        row("decode, HierarchicalCache", length, pairs, grown),
-        row("the stock model with HierarchicalCache", length, 1.0, grown | {"sparse": seconds["sdpa, grown"]}),
+        row(called("decode", args), length, pairs, {name: seconds[name] for name in made}),
+        row(called("decode, HierarchicalCache", args), length, pairs, grown),
+        row(
+            called("the stock model with HierarchicalCache", args),
+            length,
+            1.0,
+            grown | {"sparse": seconds["sdpa, grown"]},
+        ),
     ]
+
+
+def called(kind: str, args) -> str:
+    """A row's name."""
+    return f"SmolLM2-135M, {kind}" if args.chosen else kind
 
 
 def forget(length: int, share: float, args) -> list[dict]:
     """One token of a model most of whose key heads forget, and what its cache holds then."""
     args.share, group = share, HEADS // KV_HEADS
-    made, _, _ = models(length, args)
+    made, _ = models(length, args)
     split = ha.unpatch_model(made["sparse"])
     retrieving = ha.SparseConfig([Exact()] * group + [Window(near=256)] * (HEADS - group))
     every_second = {f"model.layers.{i}.self_attn": (retrieving,) for i in range(0, args.layers, 2)}
@@ -209,7 +229,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
-    parser.add_argument("--layers", type=int, default=3, help="of the model")
+    parser.add_argument("--layers", type=int, default=3, help="of the model with random weights")
+    parser.add_argument("--chosen", action="store_true", help="model and decode: SmolLM2-135M and its own rules")
     parser.add_argument("--batch", type=int, default=1, help="of the model")
     parser.add_argument("--seconds", type=float, default=5.0, help="of rounds, for each row")
     parser.add_argument("--json", help="also write the result here")

@@ -99,6 +99,16 @@ def test_a_row_says_what_was_measured(capsys):
     assert f"{len(every) - 1} of {len(every)} cells" in capsys.readouterr().out
 
 
+def test_two_processes_keep_each_others_cells(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "RESULTS", tmp_path / "frontier.json")
+    ours, theirs = (object.__new__(frontier.Work) for _ in range(2))
+    ours.result = theirs.result = {"environment": {}, "cells": {}}
+    cells = [frontier.Cell(2048, "Quest", "by head", budget) for budget in (0.2, 0.4)]
+    for work, cell in zip((ours, theirs, ours), (*cells, cells[0]), strict=True):
+        work.keep(cell, {"texts": {}, "pairs": cell.budget})
+    assert {key: e["pairs"] for key, e in frontier.read_results()["cells"].items()} == {c.key: c.budget for c in cells}
+
+
 def test_pages_of_html_become_text():
     source = "<head><title>x</title></head><p>A &amp; <b>B</b></p><script>no</script>\n\n\n<p>C</p>"
     assert frontier.plain(source).split() == ["A", "&", "B", "C"]
