@@ -21,7 +21,7 @@ from ..integration.checkpoint_files import class_of, errors_as, load_config
 from .console import progress, reported, table
 from .demo import device_of
 from .inject_task import CHARACTERS, dtype_of, is_causal, results
-from .inputs import check_place, encode, quiet, read_text, read_tokenizer, window_of, write_checkpoint
+from .inputs import check_place, encode, prefix_of, quiet, read_text, read_tokenizer, window_of, write_checkpoint
 
 REPORT, STATE = "hyperattn_heal.json", ".heal-state.safetensors"  # the state is beside the output, until it is there
 
@@ -44,7 +44,8 @@ def heal(args: argparse.Namespace) -> int:
     with errors_as(f"{args.model}: cannot load it"):
         model = class_of(config).from_pretrained(args.model, dtype=torch.float32).eval()
     model.to(device_of(args.device))
-    healing = Healing(model, texts, length, args.steps, args.lora or 0, args.lr, args.patch_lr, args.seed)
+    rates, prefix = (args.lr, args.patch_lr), prefix_of(tokenizer)
+    healing = Healing(model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix)
     count = sum(p.numel() for p in healing.trained().values())
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip

@@ -22,7 +22,7 @@ import hub_cards
 
 from ..integration.checkpoint_files import errors_as, load_config
 from . import device_map
-from .inputs import encode, read_text, read_tokenizer, window_of, write_checkpoint
+from .inputs import encode, prefix_of, read_text, read_tokenizer, window_of, write_checkpoint
 
 REPORT = "hyperattn_inject.json"
 CHARACTERS = 16  # of a text are read for a token; texts have about 4
@@ -54,7 +54,8 @@ def prepare(args: argparse.Namespace) -> Task:
     tokenizer = read_tokenizer(args.model, args.model)
     is_encoder = not is_causal(args.model, config)
     length = window_of(config, args.length, 128 if is_encoder else 2048)
-    piece = length * (PASSAGES if is_encoder else 1)  # tokens of a part
+    prefix = torch.tensor([] if is_encoder else prefix_of(tokenizer), dtype=torch.long)  # of every part
+    piece = length * PASSAGES if is_encoder else length - len(prefix)  # tokens of a text in a part
     texts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
     for path in args.text:
         text, name = read_text(path, CHARACTERS * PARTS * piece)
@@ -67,7 +68,8 @@ def prepare(args: argparse.Namespace) -> Task:
                 "a longer text or a smaller --length"
             )
         for part, ids_of_part in zip(texts, torch.tensor(ids).split(piece)):
-            part[name] = passages(tokenizer, ids_of_part, length) if is_encoder else ids_of_part
+            whole = passages(tokenizer, ids_of_part, length) if is_encoder else torch.cat([prefix, ids_of_part])
+            part[name] = whole
     return Task(config, tokenizer, texts, length, is_encoder)
 
 

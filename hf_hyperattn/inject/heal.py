@@ -11,7 +11,7 @@ What learns is what the patch added (block biases, gates, whatever its layers ho
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -48,6 +48,8 @@ class Healing:
         rank: of LoRA's matrices; 0 for none. seed: of the windows and of LoRA's start.
         lr, patch_lr: learning rates of LoRA's matrices and of what the patch added, at their highest: both rise over
             the first twentieth of the steps, then fall to 0 in a line.
+        prefix: tokens that every window begins with, such as the BOS token of a tokenizer that puts one before a text;
+            they count among its `length`.
 
     Attributes:
         losses: KL in nats a token, of every step that is done.
@@ -64,6 +66,7 @@ class Healing:
     lr: float = 3e-4
     patch_lr: float = 1e-2
     seed: int = 0
+    prefix: Sequence[int] = ()
     losses: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self):
@@ -105,7 +108,11 @@ class Healing:
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         pick = lambda below: int(torch.randint(below, (), generator=draw))
         ids = list(self.texts.values())[pick(len(self.texts))]
-        return ids[pick(len(ids) - 2 * self.length + 1) :][: self.length]
+        return self.opened(ids[pick(len(ids) - 2 * self.length + 1) :][: self.length - len(self.prefix)])
+
+    def opened(self, ids: Tensor) -> Tensor:
+        """Tokens of a text behind the prefix."""
+        return torch.cat([ids.new_tensor(self.prefix), ids])
 
     def step(self, ids: Tensor) -> float:
         """Learn from one window; the loss before that."""
@@ -132,7 +139,8 @@ class Healing:
     def held_out(self) -> Losses:
         """By text, on the last `length` tokens: the teacher's loss, the student's, and KL; nats a token."""
         losses = {}
-        for name, ids in ((name, ids[-self.length :]) for name, ids in self.texts.items()):
+        last = self.length - len(self.prefix)
+        for name, ids in ((name, self.opened(ids[-last:])) for name, ids in self.texts.items()):
             with evaluation_mode(self.model):
                 teacher, student = self.teacher(ids), final_hidden(self.model, ids)
             own, now = (loss_of(self.head, hidden, ids, gradient=False)[0] for hidden in (teacher, student))
@@ -147,7 +155,8 @@ class Healing:
         """What a state has to agree in, as JSON data."""
         numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
         texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
-        return numbers | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
+        prefix = {"prefix": list(self.prefix)} if self.prefix else {}
+        return numbers | prefix | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
 
     def write(self, file: Path) -> None:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""

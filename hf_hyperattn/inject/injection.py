@@ -22,7 +22,7 @@ from .allocate import Allocation, choose, predicted_losses
 from .costs import Cost, CostName, cost_of
 from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
-from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, score_hidden
+from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, score_hidden
 from .rules import CandidateRule
 
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
@@ -316,7 +316,8 @@ class CausalInjection(Injection):
             made = examples(self.tokenizer, texts, self.length, seed=seed)
             return {f"{example.task} {i}": example for i, example in enumerate(made)}
         mixed = mixture(self.tokenizer, texts[-1], self.length, seed=seed)
-        return {"copying": copying(texts[0], self.length), **({"mixture": mixed} if mixed else {})}
+        copied = copying(texts[0], self.length, opening(self.tokenizer, texts[0]))
+        return {"copying": copied, **({"mixture": mixed} if mixed else {})}
 
     def steps(self) -> int:
         layers = sum(1 for m in self.model.modules() if hasattr(m, "layer_idx")) or 1
@@ -378,7 +379,8 @@ class CausalInjection(Injection):
         items: dict[str, Item] = dict(texts)
         if self.tokenizer is not None:
             mixed = mixture(self.tokenizer, list(texts.values())[-1], self.length, seed=3 * self.seed + 2)
-            items["copying"] = copying(next(iter(texts.values())), self.length)
+            text = next(iter(texts.values()))
+            items["copying"] = copying(text, self.length, opening(self.tokenizer, text))
             items |= {"mixture": mixed} if mixed else {}
         return items
 

@@ -190,7 +190,8 @@ def examples(
 
     Args:
         tokenizer: of the model.
-        texts: haystacks, token ids [at least `length`] each, taken in turn; all of them are copied.
+        texts: haystacks, token ids [at least `length`] each, taken in turn; all of them are copied. A BOS token at the
+            start of one is the first token of its examples, and comes once.
         length: tokens of an example, its answers among them.
         seed: the same seed, texts and tokenizer give the same examples.
         tasks: names in `TASKS`, and "copying"; None: all.
@@ -200,12 +201,14 @@ def examples(
     """
     chosen = list(("copying", *TASKS) if tasks is None else tasks)
     check(texts, length, chosen)
-    made = [copying(text, length) for text in texts] if "copying" in chosen else []
+    first = [opening(tokenizer, text) for text in texts]
+    made = [copying(text, length, n) for text, n in zip(texts, first)] if "copying" in chosen else []
     for task in (name for name in TASKS if name in chosen):
         for i in range(COUNTS[task]):
             draw = random.Random(f"{seed} {task} {i}")  # a text: the same on every platform and version
             hidden = TASKS[task](draw, (i + 0.5) / COUNTS[task])
-            example = assemble(encoder(tokenizer), texts[i % len(texts)], length, task, hidden)
+            at = i % len(texts)
+            example = assemble(encoder(tokenizer), texts[at], length, task, hidden, first[at])
             made += [example] if example else []
     return made
 
@@ -222,10 +225,16 @@ def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
         )
 
 
-def copying(text: Tensor, length: int) -> Example:
-    """Half of `length` tokens of a text, twice; the second time is scored."""
-    half = length // 2
-    return Example("copying", text[:half].repeat(2), ((half, 2 * half),))
+def opening(tokenizer: Any, text: Tensor) -> int:
+    """How many tokens of a text [N] stay at its front whatever is made of it: 1 where it begins with a BOS token."""
+    return int(tokenizer.bos_token_id is not None and text[0].item() == tokenizer.bos_token_id)
+
+
+def copying(text: Tensor, length: int, first: int = 0) -> Example:
+    """Half of `length` tokens of a text, twice; the second time is scored. Its `first` tokens come once."""
+    half = (length - first) // 2
+    ids = torch.cat([text[:first], text[first : first + half].repeat(2)])
+    return Example("copying", ids, ((first + half, first + 2 * half),))
 
 
 def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Example | None:
@@ -237,13 +246,13 @@ def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Exam
     Returns:
         None where `length` is too short for a single needle.
     """
-    parts, encode, best = [], encoder(tokenizer), None
+    parts, encode, best, first = [], encoder(tokenizer), None, opening(tokenizer, text)
     order = ["needle", "few_shot", "variables", "needle_values", *["needle"] * (DEPTHS - 1)]
     for i, task in enumerate(order):
         draw = random.Random(f"{seed} mixture {i}")
         parts.append(TASKS[task](draw, (i * 0.37 + 0.05) % 1))
         inserts, tail = ([x for p in parts for x in getattr(p, name)] for name in ("inserts", "tail"))
-        fitting = assemble(encode, text, length, "mixture", Hidden(inserts, tail))
+        fitting = assemble(encode, text, length, "mixture", Hidden(inserts, tail), first)
         if fitting is None:
             parts.pop()
         else:
@@ -256,8 +265,11 @@ def encoder(tokenizer: Any) -> Encode:
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def assemble(encode: Encode, text: Tensor, length: int, task: str, hidden: Hidden) -> Example | None:
-    """The haystack with what is hidden in it and the end, `length` tokens; None where too little haystack is left."""
+def assemble(encode: Encode, text: Tensor, length: int, task: str, hidden: Hidden, first: int = 0) -> Example | None:
+    """The haystack with what is hidden in it, after its `first` tokens, and the end: `length` tokens.
+
+    None where too little haystack is left.
+    """
     inserts = [(depth, encode(piece)) for depth, piece in sorted(hidden.inserts)]
     tail = [(encode(piece), counts) for piece, counts in hidden.tail]
     room = length - sum(len(ids) for _, ids in inserts) - sum(len(ids) for ids, _ in tail)
@@ -265,8 +277,9 @@ def assemble(encode: Encode, text: Tensor, length: int, task: str, hidden: Hidde
         return None
     hay, ids, done = text[:room].tolist(), [], 0
     for depth, piece in inserts:
-        ids += hay[done : int(depth * room)] + piece
-        done = int(depth * room)
+        place = max(first, int(depth * room))
+        ids += hay[done:place] + piece
+        done = place
     ids += hay[done:]
     spans = []
     for piece, counts in tail:

@@ -116,6 +116,17 @@ def test_what_is_held_out_is_never_read_and_gains(folder):
     assert after[0] == before[0] and 0 < after[2] < before[2]
 
 
+def test_a_prefix_opens_every_window_and_old_states_know_none(folder):
+    plain, opened = healing(folder), healing(folder, prefix=[tiny.BOS])
+    for step in range(8):
+        assert opened.window(step).tolist() == [tiny.BOS, *plain.window(step)[:-1].tolist()]
+    read = []
+    opened.teacher = lambda ids: read.append(ids) or torch.zeros(len(ids), 32)
+    opened.held_out()
+    assert read[0].tolist() == [tiny.BOS, *opened.texts["one"][-63:].tolist()]
+    assert opened.settings()["prefix"] == [tiny.BOS] and "prefix" not in plain.settings()
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_that_was_cut_off_ends_in_the_same_bits(folder, tmp_path, rank):
     whole = healing(folder, rank, seed=3)
@@ -135,6 +146,19 @@ def test_a_run_that_was_cut_off_ends_in_the_same_bits(folder, tmp_path, rank):
     with pytest.raises(ValueError, match="other settings"):
         healing(folder, rank, seed=4).run(tmp_path / "state")
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_the_command_gives_windows_the_bos_token_of_the_tokenizer(capsys, folder, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(Healing, "run", lambda self, *_: given.append(list(self.prefix)))
+    for bos in (False, True):
+        model = tmp_path / f"bos-{bos}"
+        injected(folder).save_pretrained(model)
+        tiny.tokenizer(bos).save_pretrained(model)
+        main(
+            ["heal", str(model), "--text", str(folder / "one.txt"), "--steps", "2", "--output", str(tmp_path / "out")]
+        )
+    assert given == [[], [tiny.BOS]]
 
 
 def test_rules_without_parameters_learn_through_lora(folder):

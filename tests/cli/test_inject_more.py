@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_hyperattn import HierarchicalCache
 from hf_hyperattn.cli import inject as command
 from hf_hyperattn.cli import main
+from hf_hyperattn.cli.inject_task import prepare
 from hf_hyperattn.inject import costs, hsa, injection, pays, sparse
 from hf_hyperattn.inject.injection import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
@@ -251,3 +252,18 @@ def test_what_is_lost_most_in_units_of_its_budget_weighs_more():
     assert weights == pytest.approx({"text": 0.5**0.5, "copying": 1.5**0.5})
     extreme = injection.reweighted({"text": 1.0, "copying": 1.0}, {"text": -1.0, "copying": 1e9})
     assert extreme == pytest.approx({"text": 0.5, "copying": 2**0.5})
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_every_part_begins_with_the_bos_token_of_the_tokenizer(tmp_path, bos):
+    """As the model reads texts elsewhere; a model that expects it is another one without it."""
+    (tmp_path / "one.txt").write_text(prose(1))
+    model = tiny.save(tmp_path / "model", bos, max_position_embeddings=256)
+    task = prepare(argparse.Namespace(model=str(model), text=[str(tmp_path / "one.txt")], length=192))
+    plain = tiny.tokenizer()(prose(1)).input_ids
+    piece = 192 - bos
+    for i, part in enumerate(task.texts):
+        assert part["one.txt"].tolist() == [tiny.BOS] * bos + plain[i * piece : (i + 1) * piece]
+    chosen = CausalInjection(None, task.texts, rules=[], length=192, budget=0.1, tokenizer=task.tokenizer)
+    made = [e for part in chosen.texts for name, e in part.items() if name != "one.txt"]
+    assert len(made) > 4 and all((e.ids == tiny.BOS).nonzero().flatten().tolist() == [0] * bos for e in made)

@@ -82,6 +82,19 @@ def test_what_does_not_fit_is_left_out_and_what_is_wrong_is_refused(words):
         examples(tiny.tokenizer(), [words[:100]], 256)
 
 
+def test_a_bos_token_stays_in_front_and_comes_once(words):
+    tokenizer = tiny.tokenizer(bos=True)
+    text = torch.cat([torch.tensor([tiny.BOS]), words])
+    made = examples(tokenizer, [text], LENGTH) + [retrieval.mixture(tokenizer, text, 1600)]
+    assert all(e.ids[0] == tiny.BOS and (e.ids == tiny.BOS).sum() == 1 for e in made)
+    assert all(len(e.ids) == LENGTH for e in made if e.task not in ("copying", "mixture"))
+    ((start, stop),) = made[0].spans
+    assert (start, stop) == (500, 999) and torch.equal(made[0].ids[1:start], made[0].ids[start:])
+    hidden = retrieval.Hidden([(0.0, "deep")], [(" end", True)])
+    first = retrieval.assemble(retrieval.encoder(tokenizer), text, 64, "needle", hidden, 1)
+    assert tokenizer.decode(first.ids).startswith("<s>deep")
+
+
 def test_a_mixture_asks_for_many_things_at_once(words):
     long = retrieval.mixture(tiny.tokenizer(), words, 1600)
     assert len(long.ids) == 1600 and len(long.spans) > 15
