@@ -6,7 +6,7 @@ their difference tells what the mechanism adds; where it has parameters to speak
 
 What the layers below those say of a window is the same in every run of a seed, and is computed once.
 
-The plan: 27 runs of the search, 40 steps and 16 windows each; 27 runs of 150 steps and 36 windows. All modules but
+The plan: 30 runs of the search, 40 steps and 16 windows each; 30 runs of 150 steps and 36 windows. All modules but
 those two that are read make 0.95 million tokens, of which a run draws 77,000.
 """
 
@@ -45,6 +45,8 @@ SETTINGS = {
         # Controls of cone and hyperbolic: another score beside the model's own, without their geometry.
         "distance": {"mechanism": "only_distance", "rank": 8},
         "cosine": {"mechanism": "only_cosine", "rank": 8},
+        # And hyperbolic's score alone: values are averaged as ever, and not by the Einstein midpoint.
+        "hyperbolic, mean": {"mechanism": "hyperbolic", "options": {"aggregation": "mean"}, "rank": 8},
     },
     "first_layer": 20,
     "seeds": [0, 1, 2],

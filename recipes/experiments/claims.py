@@ -320,9 +320,16 @@ CLAIMS = (
     ),
     Claim(
         "B15a",
-        "gains in a pretrained language model (not the source's question)",
+        "its score gains in a pretrained language model (not the source's question)",
         LORA,
-        of(f.adapted, "hyperbolic", "distance", "cosine"),
+        of(f.adapted, "hyperbolic, mean", "distance", "cosine"),
+        command=ADAPTATION,
+    ),
+    Claim(
+        "B15b",
+        "there, the Einstein midpoint gains over the mean of the values (not the source's question)",
+        LORA + "; no row weighs values otherwise, without a midpoint",
+        of(f.adapted, "hyperbolic", "hyperbolic, mean", "distance", "cosine"),
         command=ADAPTATION,
     ),
     # --- C
