@@ -111,7 +111,8 @@ def attention_hooks(model: nn.Module, on_gradient: OnGradient) -> Iterator[None]
         call, _, stock = arguments
         out = stock() if output is None else output[0]  # None: the host's own attention is what counts
         if out.requires_grad:
-            out.register_hook(lambda gradient: on_gradient(name, call, out.detach(), gradient))
+            plain = out.detach()  # a hook that refers to its own tensor is never freed, nor is the layer's call
+            out.register_hook(lambda gradient: on_gradient(name, call, plain, gradient))
         return out, None if output is None else output[1]
 
     with ExitStack() as handles:

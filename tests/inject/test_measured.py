@@ -1,6 +1,8 @@
 """Measurements that are kept and taken up again, rules of `SparseConfig` as candidates, and what is allocated."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -41,6 +43,18 @@ def seen_calls(model, ids, **more):
     attention_gradients(model, ids, lambda name, *rest: calls.update({name: rest}), **more)
     ha.unpatch_model(model)
     return calls
+
+
+def test_no_layer_stays_in_memory(model, ids):
+    """A hook that referred to its own tensor kept what every layer had computed, of every text."""
+    seen = []
+    ha.patch_model(model, SparseConfig(Exact()), mode="blend")
+    attention_gradients(
+        model, ids, lambda _, call, out, g: seen.extend(map(weakref.ref, (call.query, call.key, out, g)))
+    )
+    ha.unpatch_model(model)
+    gc.collect()
+    assert seen and not any(ref() is not None for ref in seen)
 
 
 def test_slopes_and_divergences_of_sparse_rules_are_those_of_their_masks(model, ids):
