@@ -65,12 +65,13 @@ ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
-TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel")
+TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ")
 #: At 8,192 tokens: methods by head, and with one rule for all heads.
 LONG = {
     "by head": (
         "all rules",
         "rules with a kernel",
+        "rules with a kernel and SparQ",
         "HSA",
         "trees",
         "Quest",
@@ -137,11 +138,12 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "trees": is_named("nested_windows"),
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
     "rules with a kernel": lambda rule: isinstance(rule, SparseHeadRule) and is_fast(rule.rule),
+    "rules with a kernel and SparQ": is_named("window", "pages"),
     "all rules": lambda rule: not is_named("exact_top_k")(rule),
     "exact top-k": is_named("exact_top_k"),
 }
 #: Methods that choose from rules of several others.
-COLLECTIONS = ("all rules", "rules with a kernel", "retrieval heads")
+COLLECTIONS = ("all rules", "rules with a kernel", "rules with a kernel and SparQ", "retrieval heads")
 #: What an allocation by head is changed to before it is run: (method, rule -> rule).
 ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
@@ -403,10 +405,10 @@ class Choices:
 
 
 class Work:
-    """The model, the texts and examples of one length, and the results."""
+    """The model, and the texts and examples of one length."""
 
-    def __init__(self, length: int, result: dict):
-        self.length, self.result = length, result
+    def __init__(self, length: int):
+        self.length = length
         self.tokenizer = AutoTokenizer.from_pretrained(smollm2())
         self.model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
         texts = tokens_of(self.tokenizer, held_out_texts(), 20_000, WINDOWS[length] * length)
@@ -421,7 +423,7 @@ class Work:
 
     def run(self, cell: Cell, until: float) -> bool:
         """Do what a cell lacks; whether it is whole."""
-        entry = self.result["cells"].setdefault(cell.key, {"texts": {}, "retrieval": {}, "seconds": []})
+        entry = read_results()["cells"].get(cell.key, {"texts": {}, "retrieval": {}, "seconds": []})
         todo = self.todo(cell, entry)
         if not todo or entry.get("none"):
             return True
@@ -451,7 +453,7 @@ class Work:
         """Write a cell beside those of the file, which another process may have changed in the meantime."""
         now = read_results()
         now["cells"][cell.key] = entry
-        write_json(str(RESULTS), {**now, "environment": self.result["environment"]})
+        write_json(str(RESULTS), {**now, "environment": environment()})
 
     def todo(self, cell: Cell, entry: dict) -> list[tuple[str, str]]:
         """What is not there yet: texts, then tasks."""
@@ -575,7 +577,9 @@ def figure_of(result: dict):
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
     lengths = [n for n in BUDGETS if rows_of(result, n)]
     figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
-    colours = dict(zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "black", "magenta"], strict=True))
+    colours = dict(
+        zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta"], strict=True)
+    )
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
             for kind, style in (("by head", "o-"), ("uniform", "x--")):
@@ -626,14 +630,13 @@ def main() -> None:
     if args.draw:
         return draw(result)
     until, done = time.monotonic() + 60 * args.minutes, True
-    result["environment"] = environment()
     for length in lengths:
         work = None
         for cell in cells([length]):
             wanted = not args.only or cell.method in args.only
             wanted = wanted and (not args.budgets or cell.budget in args.budgets) and args.kind in (None, cell.kind)
-            if (wanted or cell.method == STOCK) and not cell.is_whole(result["cells"].get(cell.key)):
-                work = work or Work(length, result)
+            if (wanted or cell.method == STOCK) and not cell.is_whole(read_results()["cells"].get(cell.key)):
+                work = work or Work(length)
                 done = done and time.monotonic() < until and work.run(cell, until)
     print("all is done" if done else "stopped; the same command goes on from here")
 

@@ -395,6 +395,13 @@ CLAIMS = (
         PARTLY,
         "python benchmarks/hsa_frontier.py",
     ),
+    Claim(
+        "C9a",
+        "the same with windows, pages and single keys, chosen by head (ours)",
+        "SmolLM2 at 8,192 tokens, texts and tasks that no rule was chosen on",
+        of(f.fewer_pairs, 8192, "rules with a kernel"),
+        command='python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind "by head"',
+    ),
     exact(
         "C10",
         "works in causal models, too",

@@ -102,7 +102,6 @@ def test_a_row_says_what_was_measured(capsys):
 def test_two_processes_keep_each_others_cells(tmp_path, monkeypatch):
     monkeypatch.setattr(frontier, "RESULTS", tmp_path / "frontier.json")
     ours, theirs = (object.__new__(frontier.Work) for _ in range(2))
-    ours.result = theirs.result = {"environment": {}, "cells": {}}
     cells = [frontier.Cell(2048, "Quest", "by head", budget) for budget in (0.2, 0.4)]
     for work, cell in zip((ours, theirs, ours), (*cells, cells[0]), strict=True):
         work.keep(cell, {"texts": {}, "pairs": cell.budget})
