@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
-from common import environment, write_json
+from common import cpu, environment, write_json
 from frontier import Cell, Choices
 from merged import merged
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -243,7 +243,8 @@ def main() -> None:
                 for r in kinds[kind](length, share, args):
                     rows.append(r)
                     show(r)
-    write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": merged(args.json, rows)})
+    about = {"environment": environment(), "processor": cpu(), "arguments": vars(args)}
+    write_json(args.json, about | {"rows": merged(args.json, rows)})
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ def draw() -> int:
 
 def sparse() -> str:
     """What benchmarks/sparse.py has measured; "" where it was not run."""
-    file = FOLDER / "sparse.json"
-    if not file.is_file():
-        return ""
-    result = json.loads(file.read_text())
+    results = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("sparse*.json"), reverse=True)]
+    return "## Sparse rules by head\n\n" + "\n".join(map(sparse_table, results)) if results else ""
+
+
+def sparse_table(result: dict) -> str:
+    """One run of benchmarks/sparse.py."""
     where, lines = result["environment"], []
     for r in result["rows"]:
         products = f"{r['rate']:.0f} GF/s" if "rate" in r else ""
@@ -42,14 +44,16 @@ def sparse() -> str:
         held = f", {r['bytes']['sparse'] / r['bytes']['sdpa']:.2f} of the bytes" if "bytes" in r else ""
         lines.append([r["kind"] + held, f"{r['length']:,}", f"{r['pairs']:.0%}", *ratios, products, error])
     header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
+    chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
+    of = "the rules that `frontier.py` gives SmolLM2-135M" if chosen else f"models of {layers} layers"
     about = (
-        f"{where['chip']}, torch {where['torch']}, {where['date']}, {where['threads']} thread, CPU time, the lowest of "
+        f"{result.get('processor', where['chip'])}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, the lowest of "
         "rounds; other work ran beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as "
-        f"`benchmarks/sparse.py` says; models of {result['arguments']['layers']} layers.\nBeside them stands stock "
+        f"`benchmarks/sparse.py` says; {of}.\nBeside them stands stock "
         "with its own cache, which copies all keys and values at every token; our dense kernel has\n"
         "the cache of the row."
     )
-    return f"## Sparse rules by head\n\n{about}\n\n{grid(header, lines)}\n"
+    return f"{about}\n\n{grid(header, lines)}\n"
 
 
 def section(result: dict) -> str:
