@@ -46,12 +46,12 @@ def sparse_table(result: dict) -> str:
     header = ["", "tokens", "pairs", "over SDPA", "over our dense kernel", "visible pairs", "error"]
     chosen, layers = result["arguments"].get("chosen"), result["arguments"]["layers"]
     of = "the rules that `frontier.py` gives SmolLM2-135M" if chosen else f"models of {layers} layers"
+    chip = result.get("processor", where["chip"])
     about = (
-        f"{result.get('processor', where['chip'])}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, the lowest of "
-        "rounds; other work ran beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as "
-        f"`benchmarks/sparse.py` says; {of}.\nBeside them stands stock "
-        "with its own cache, which copies all keys and values at every token; our dense kernel has\n"
-        "the cache of the row."
+        f"{chip}, torch {where['torch']}, {where['date']}, 1 thread, CPU time, the lowest of rounds; other work ran "
+        "beside it.\n9 query heads on 3 key heads, d = 64, float32; rules and kinds as `benchmarks/sparse.py` says; "
+        f"{of}.\nBeside them stands stock with its own cache, which copies all keys and values at every token; our "
+        "dense kernel has\nthe cache of the row."
     )
     return f"{about}\n\n{grid(header, lines)}\n"
 
