@@ -110,7 +110,7 @@ def models(length: int, args) -> tuple[dict[str, torch.nn.Module], float]:
     made["dense"].set_attn_implementation("hyper_dot")
     ha.set_backend(made["dense"], "cpu")
     if args.chosen:
-        allocation = Choices(length).of(Cell(length, "rules with a kernel", "by head", args.share))
+        allocation = Choices(length).of(Cell(length, "rules with a kernel", args.chosen, args.share))
         ha.patch_model(made["sparse"], allocation.config())
         return made, allocation.pairs
     rules = mixed(length, args.share)
@@ -152,7 +152,8 @@ def decode(length: int, share: float, args) -> list[dict]:
 
 def called(kind: str, args) -> str:
     """A row's name."""
-    return f"SmolLM2-135M, {kind}" if args.chosen else kind
+    chosen = " by time" if args.chosen == "by time" else ""
+    return f"SmolLM2-135M{chosen}, {kind}" if args.chosen else kind
 
 
 def forget(length: int, share: float, args) -> list[dict]:
@@ -230,7 +231,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
     parser.add_argument("--layers", type=int, default=3, help="of the model with random weights")
-    parser.add_argument("--chosen", action="store_true", help="model and decode: SmolLM2-135M and its own rules")
+    parser.add_argument("--chosen", nargs="?", const="by head", choices=["by head", "by time"],
+                        help="model and decode: SmolLM2-135M and its own rules; by time, as --shares")  # fmt: skip
     parser.add_argument("--batch", type=int, default=1, help="of the model")
     parser.add_argument("--seconds", type=float, default=5.0, help="of rounds, for each row")
     parser.add_argument("--json", help="also write the result here")
