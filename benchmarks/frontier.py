@@ -61,6 +61,7 @@ from hf_hyperattn.mechanisms.sparse.rules import option, share_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "frontier.json"
 BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
+TIMES = (0.3, 0.2)  # shares of the time of stock's attention
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
@@ -195,10 +196,12 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
             for budget in BUDGETS[length]:
                 yield from (
                     Cell(length, method, kind, budget)
-                    for kind in ("by head", "by time", "uniform")
+                    for kind in ("by head", "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
-                    if (method in LONG[kind] if length == 8192 else kind != "by time")
+                    if length < 8192 or method in LONG[kind]
                 )
+            if length == 8192 and method in LONG["by time"]:
+                yield from (Cell(length, method, "by time", budget) for budget in TIMES)
         yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
 
 
