@@ -7,10 +7,11 @@
 
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
 rule or exact attention for every head), and a budget of pairs; or "by time", which is by head too, its budget a share
-of the time that stock's attention takes: every rule's time is then measured when the run begins. What rules lose is
-measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides needles; what a cell
-costs, on five other texts, of which three are of other kinds, and on retrieval examples made of them (what rules are
-measured on is drawn by another seed). Measurements and every text of a cell are kept, and not done again.
+of the time that stock's attention takes: every rule's time is then measured when its run begins, and kept. What rules
+lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides needles;
+what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of them
+(what rules are measured on is drawn by another seed). Measurements and every text of a cell are kept, and not done
+again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ import hf_hyperattn
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.cli.smollm2 import cache_directory, smollm2
 from hf_hyperattn.inject import Allocation, choose, hsa, measure, predicted_losses, retrieval, sparse
+from hf_hyperattn.inject.costs import cost_of
 from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
@@ -355,7 +357,7 @@ class Choices:
     def file(self, name: str) -> tuple[Path, dict[str, str]]:
         """Where what the rules of one kind cost is committed, and which rules and how it was measured."""
         rules = [rule for rule in self.rules if group_of(rule) == name]
-        told = {"rules": hashlib.sha256(repr((ROWS[self.length], ANSWERS, rules)).encode()).hexdigest()}
+        told = {"rules": hashlib.sha256(repr((ROWS.get(self.length), ANSWERS, rules)).encode()).hexdigest()}
         return RESULTS.with_name(f"frontier-costs-{self.length}-{name}.safetensors"), told
 
     def read(self, name: str) -> bool:
@@ -371,7 +373,16 @@ class Choices:
         return True
 
     def measure(self, names: Sequence[str]) -> None:
-        """Find what the rules of some kinds cost, in one pass over each text, and keep it, a file for each kind."""
+        """Find what the rules of some kinds cost, in one pass over each text, and keep it, a file for each kind.
+
+        Raises:
+            SystemExit: there is no model.
+        """
+        if self.model is None:
+            raise SystemExit(
+                f"what {', '.join(names)} cost at {self.length} tokens is not committed; allowed: lengths that "
+                "`python benchmarks/frontier.py --length N` has measured"
+            )
         rules = [rule for rule in self.rules if group_of(rule) in names]
         say = lambda layer: print(f"measured {', '.join(names)}, {layer}", file=sys.stderr, flush=True)
         options: Any = {"rows": ROWS[self.length], "folder": cache_directory() / "frontier", "on_layer": say}
@@ -385,25 +396,41 @@ class Choices:
             save_file(tensors, file, told | {"layers": json.dumps(list(tensors))})
             self.read(name)
 
-    def of(self, cell: Cell) -> Allocation | None:
-        """The allocation of a cell; None where no rule of the method is cheap enough for all heads."""
-        change = ABLATIONS.get(cell.method)
-        fits = METHODS["HSA" if change else cell.method]
+    def rules_of(self, cell: Cell) -> list[int]:
+        """Which rules a cell chooses from."""
+        fits = METHODS["HSA" if cell.method in ABLATIONS else cell.method]
         index = [i for i, rule in enumerate(self.rules) if fits(rule)]
         if cell.kind == "uniform":
             index = [i for i in index if self.rules[i].share(self.length) <= cell.budget]
+        return index
+
+    def times(self, cell: Cell) -> list[float]:
+        """What each of these rules takes, over stock's attention, measured here and now."""
+        rules = [self.rules[i] for i in self.rules_of(cell)]
+        cost = cost_of("time", rules, self.length)
+        return [cost(rule, self.length) for rule in rules]
+
+    def of(self, cell: Cell, times: Sequence[float] | None = None) -> Allocation | None:
+        """The allocation of a cell; None where no rule of the method is cheap enough for all heads.
+
+        Args:
+            times: of a cell by time, as `times` measured them.
+        """
+        index = self.rules_of(cell)
         if not index:
             return None
         rules, losses = [self.rules[i] for i in index], self.losses(index)
         if cell.kind == "uniform":
             best = rules[int(sum(costs.sum(0) for costs in losses.values()).argmin())]
             return Allocation({name: (best,) * len(costs) for name, costs in losses.items()}, self.length)
-        made = choose(
-            rules, losses, self.length, pairs=cell.budget, cost="time" if cell.kind == "by time" else "pairs"
-        )
-        if made.pairs > cell.budget * 1.01 and cell.kind != "by time":
+        cost = None
+        if cell.kind == "by time":
+            known = dict(zip(rules, times or self.times(cell), strict=True))
+            cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
+        made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost)
+        if made.cost > cell.budget * 1.01:
             return None
-        change = change or (lambda rule: rule)
+        change = ABLATIONS.get(cell.method, lambda rule: rule)
         layers = {n: tuple(r if r.is_exact else change(r) for r in heads) for n, heads in made.layers.items()}
         return Allocation(layers, self.length)
 
@@ -436,7 +463,10 @@ class Work:
             return True
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
-            allocation = self.choices.of(cell)
+            if cell.kind == "by time" and "times" not in entry:  # texts of one cell are read by one allocation
+                entry = {"texts": {}, "retrieval": {}, "seconds": [], "times": self.choices.times(cell)}
+                todo = self.todo(cell, entry)
+            allocation = self.choices.of(cell, entry.get("times"))
             entry["pairs"] = None if allocation is None else allocation.pairs
             if allocation is None:
                 entry["none"] = "no rule of the method is cheap enough"

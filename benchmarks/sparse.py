@@ -4,17 +4,16 @@
     python benchmarks/sparse.py --kinds layer --lengths 2048 8192 --shares 0.1 0.2 --json benchmarks/results/sparse.json
     python benchmarks/sparse.py --kinds model decode --chosen     SmolLM2-135M, by the rules that frontier.py gives it
 
-Heads have the rules that an allocation mixes: pages of 16 that 16 queries choose together, pages of 4, single keys that
-16 queries choose by a quarter of the channels, windows, one head of nine exact; how many tokens are opened is set so
-that the heads' mean share of pairs is what --shares says. Beside every time of a layer stands the largest difference of
-sampled queries from the rules' masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape
-with random weights, a prompt and then one logit; `decode` is one token after a prompt; with --chosen both are of
-SmolLM2-135M itself, and its heads have what "rules with a kernel, by head" of `frontier.py` has at that share, from the
-committed costs. `forget` is one token with a cache that forgets, of a model whose key
-heads have sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that
-are held, and the largest difference of the logits from those of the cache that keeps all, as a share of the largest.
-Times are CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already
-stay there.
+Heads have the rules that an allocation mixes: chunks of 16 queries that choose pages by the query before or by their
+first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
+what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules'
+masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt
+and then one logit; `decode` is one token after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
+have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured. `forget`
+is one token with a cache that forgets, of a model whose key heads have sinks and a window but for the first one of
+every second layer, which is exact; it also shows the bytes that are held, and the largest difference of the logits
+from those of the cache that keeps all, as a share of the largest. Times are CPU time of one thread, the lowest of
+rounds that take turns. Rows of other runs that are in the JSON already stay there.
 GF/s count visible pairs alone.
 """
 
@@ -27,7 +26,7 @@ from dataclasses import replace
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
 from common import cpu, environment, write_json
-from frontier import Cell, Choices
+from frontier import Cell, Choices, read_results
 from merged import merged
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -38,7 +37,7 @@ from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseRule, Window
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
-PAGED = [Pages(query="previous"), Pages(page=4), Pages(page=1, query="previous", summary="mean", channels=0.25)]
+PAGED = [Pages(query="previous"), Pages(query="first"), Pages(query="previous", summary="mean")]
 LOOSE = [Window(near=64), Window(near=512)]
 
 
@@ -53,8 +52,8 @@ def mixed(length: int, share: float) -> list[SparseRule]:
 
 
 def with_top(few: list[SparseRule], top: int) -> list[SparseRule]:
-    """Six heads that open `top` times 16 tokens each, and three others."""
-    paged = [replace(rule, top=top * 16 // rule.page) for rule in PAGED * 2]
+    """Six heads that open `top` pages each, and three others."""
+    paged = [replace(rule, top=top) for rule in PAGED * 2]
     return [rule for three in (paged[:2] + few[:1], paged[2:4] + few[1:2], paged[4:] + few[2:]) for rule in three]
 
 
@@ -110,7 +109,8 @@ def models(length: int, args) -> tuple[dict[str, torch.nn.Module], float]:
     made["dense"].set_attn_implementation("hyper_dot")
     ha.set_backend(made["dense"], "cpu")
     if args.chosen:
-        allocation = Choices(length).of(Cell(length, "rules with a kernel", args.chosen, args.share))
+        cell = Cell(length, "rules with a kernel", args.chosen, args.share)
+        allocation = Choices(length).of(cell, read_results()["cells"].get(cell.key, {}).get("times"))
         ha.patch_model(made["sparse"], allocation.config())
         return made, allocation.pairs
     rules = mixed(length, args.share)

@@ -55,7 +55,7 @@ def test_allocations_keep_their_budget():
         if made is None or cell.method in frontier.ABLATIONS:
             continue
         rules = [rule for heads in made.layers.values() for rule in heads]
-        assert made.pairs <= cell.budget * 1.01
+        assert made.cost <= cell.budget * 1.01
         assert all(rule.is_exact or frontier.METHODS[cell.method](rule) for rule in rules)
         assert cell.kind == "by head" or len(set(rules)) == 1
         assert sum(frontier.counted(made).values()) == len(rules)
@@ -106,6 +106,28 @@ def test_two_processes_keep_each_others_cells(tmp_path, monkeypatch):
     for work, cell in zip((ours, theirs, ours), (*cells, cells[0]), strict=True):
         work.keep(cell, {"texts": {}, "pairs": cell.budget})
     assert {key: e["pairs"] for key, e in frontier.read_results()["cells"].items()} == {c.key: c.budget for c in cells}
+
+
+def test_a_cell_that_another_process_has_done_is_not_done_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "RESULTS", tmp_path / "frontier.json")
+    work, cell = object.__new__(frontier.Work), frontier.Cell(2048, "Quest", "by head", 0.2)
+    work.windows, work.examples = {"essay": []}, dict.fromkeys(cell.tasks, [])
+    work.keep(cell, {"texts": {"essay": [1.0]}, "retrieval": {}, "seconds": [1.0]})
+    assert work.run(cell, until=0.0)  # it has no model that could be run
+
+
+def test_an_allocation_by_time_follows_the_times_it_is_given():
+    choices, cell = Costs(8192), frontier.Cell(8192, "rules with a kernel", "by time", 0.3)
+    rules = [choices.rules[i] for i in choices.rules_of(cell)]
+    slow = [rule.rule.name == "pages" for rule in rules]
+    made = choices.of(cell, [2.0 if pages else rule.share(8192) for pages, rule in zip(slow, rules, strict=True)])
+    chosen = {rule for heads in made.layers.values() for rule in heads if not rule.is_exact}
+    assert chosen and all(rule.rule.name == "window" for rule in chosen)
+
+
+def test_costs_that_are_not_committed_need_a_model():
+    with pytest.raises(SystemExit, match="not committed; allowed: lengths"):
+        frontier.Choices(4096).of(frontier.Cell(4096, "sinks and window", "by head", 0.2))
 
 
 def test_pages_of_html_become_text():
