@@ -45,7 +45,7 @@ def heal(args: argparse.Namespace) -> int:
         model = class_of(config).from_pretrained(args.model, dtype=torch.float32).eval()
     model.to(device_of(args.device))
     rates, prefix = (args.lr, args.patch_lr), prefix_of(tokenizer)
-    healing = Healing(model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix)
+    healing = Healing(model, texts, length, args.steps, args.lora or 0, *rates, args.seed, prefix, args.bf16)
     count = sum(p.numel() for p in healing.trained().values())
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip

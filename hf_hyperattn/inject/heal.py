@@ -50,6 +50,7 @@ class Healing:
             the first twentieth of the steps, then fall to 0 in a line.
         prefix: tokens that every window begins with, such as the BOS token of a tokenizer that puts one before a text;
             they count among its `length`.
+        bf16: steps multiply matrices in bfloat16, by autocast; what learns, the losses and `held_out` stay in float32.
 
     Attributes:
         losses: KL in nats a token, of every step that is done.
@@ -67,6 +68,7 @@ class Healing:
     patch_lr: float = 1e-2
     seed: int = 0
     prefix: Sequence[int] = ()
+    bf16: bool = False
     losses: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self):
@@ -97,7 +99,8 @@ class Healing:
         if state is not None and state.exists():
             self.read(state)
         for step in range(len(self.losses), self.steps):
-            self.losses.append(self.step(self.window(step)))
+            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16):
+                self.losses.append(self.step(self.window(step)))
             if on_step:
                 on_step(self.losses[-1])
             if state is not None and (step + 1) % save_every == 0:
@@ -155,8 +158,9 @@ class Healing:
         """What a state has to agree in, as JSON data."""
         numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
         texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
-        prefix = {"prefix": list(self.prefix)} if self.prefix else {}
-        return numbers | prefix | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
+        more = {"prefix": list(self.prefix)} if self.prefix else {}
+        more |= {"bf16": True} if self.bf16 else {}
+        return numbers | more | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
 
     def write(self, file: Path) -> None:
         """Keep parameters, the optimizer's moments and the losses; a crash leaves the old file or the new one."""

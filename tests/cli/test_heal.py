@@ -127,6 +127,19 @@ def test_a_prefix_opens_every_window_and_old_states_know_none(folder):
     assert opened.settings()["prefix"] == [tiny.BOS] and "prefix" not in plain.settings()
 
 
+def test_products_in_bfloat16_learn_nearly_the_same_in_float32(folder, tmp_path):
+    full, half = healing(folder, 2, steps=20), healing(folder, 2, steps=20, bf16=True)
+    (before,) = half.held_out().values()
+    assert {"one": before} == full.held_out()  # which is measured in float32
+    full.run()
+    half.run(tmp_path / "state", 20)
+    assert half.losses == pytest.approx(full.losses, rel=0.2) and half.losses != full.losses
+    (after,) = half.held_out().values()
+    assert after[2] < before[2] and {p.dtype for p in half.trained().values()} == {torch.float32}
+    with pytest.raises(ValueError, match="other settings"):
+        healing(folder, 2, steps=20).run(tmp_path / "state")
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_that_was_cut_off_ends_in_the_same_bits(folder, tmp_path, rank):
     whole = healing(folder, rank, seed=3)

@@ -8,6 +8,8 @@ from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import Clusters, Exact, Pages, VerticalSlash, Window, compiled
 from tests.engines.test_native import needs_compiler
 
+from .test_sparse_models import drawn, sparse
+
 pytestmark = needs_compiler
 RULES = (
     Exact(),
@@ -76,6 +78,26 @@ def test_bfloat16(runs):
     )
     assert runs == [True, False] and one.dtype == torch.bfloat16
     torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_which_rounds_values_alone(runs):
+    q, k, v = (round_numbers(1, heads, 100, 16).requires_grad_() for heads in (6, 3, 3))
+    found = []
+    for value, backend in ((v, "auto"), (v.bfloat16(), "auto"), (v, "reference")):
+        out = sparse_attention(q, k, value, is_causal=True, enable_gqa=True, rules=RULES, backend=backend)
+        assert out.dtype == torch.float32
+        found.append((out, *torch.autograd.grad(out.square().mean(), (q, k))))
+    assert runs == [True, True, False]
+    for mixed, plain, reference in zip(found[1], found[0], found[2], strict=True):
+        torch.testing.assert_close(mixed, plain, rtol=0, atol=0)  # such values lose nothing by it
+        torch.testing.assert_close(mixed, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_under_autocast(runs):
+    model = sparse([Pages(near=4, page=4, top=2)] * 4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(drawn(), use_cache=False).logits.sum().backward()
+    assert runs == [True, True]
 
 
 def test_a_part_of_the_queries(runs):

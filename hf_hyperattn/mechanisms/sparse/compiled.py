@@ -52,10 +52,12 @@ def attend(
     rest = [h for h, rule in enumerate(heads) if rule is None]
     if len(rest) == len(heads) or backend not in ("auto", "cpu") or not is_plain(score, options, window):
         return None
-    if not all(
-        selected.serves(t) and t.dtype == query.dtype for t in (query, key, score.raw_query, score.raw_key, value)
-    ):
+    given = query, key, score.raw_query, score.raw_key, value
+    if not all(map(selected.serves, given)):
         return None
+    # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
+    dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
+    asking, searched, raw_query, raw_key, values = (t.to(dtype) for t in given)
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key
         return None
@@ -64,14 +66,16 @@ def attend(
         return None
     chosen, earlier, known = None, 0, [HeadRule(1) if rule is None else rule for rule in heads]
     if any(rule.page for rule in known):
-        asking = query if text.before is None else torch.cat([text.before.to(query.dtype), query], 2)
+        if text.before is not None:
+            asking = torch.cat([text.before.to(dtype), asking], 2)
         earlier = asking.shape[2] - n
-        kept = kept_summaries(key, known, spans[0]) if last == key.shape[2] else ()
-        offset = last - asking.shape[2]
-        chosen = selected.chosen_pages(asking, key, known, spans=spans, offset=offset, earlier=earlier, summaries=kept)
+        kept = kept_summaries(searched, known, spans[0]) if last == key.shape[2] else ()
+        chosen = selected.chosen_pages(
+            asking, searched, known, spans=spans, offset=last - asking.shape[2], earlier=earlier, summaries=kept
+        )
     out = selected.selected_attention(
-        score.raw_query, score.raw_key, value, known, chosen, spans=spans, offset=last - n, scale=score.scale
-    )
+        raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
+    ).to(query.dtype)
     if not rest:
         return out
     others = by_masks(rest, query, key, score, value, options, rules, text)
