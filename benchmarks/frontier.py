@@ -37,6 +37,7 @@ import torch
 from common import environment, write_json
 from hsa_frontier import MEASURED_AT
 from hsa_frontier import texts as measured_texts
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,16 +67,19 @@ BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they a
 TIMES = (0.3, 0.2)  # shares of the time of stock's attention
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
+#: The rules of the kernel, in a model that learned by `benchmarks/healing.py` what they lose.
+HEALED = "rules with a kernel, healed"
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
-TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ")
+TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
 #: At 8,192 tokens: methods by head, and with one rule for all heads.
 LONG = {
     "by head": (
         "all rules",
         "rules with a kernel",
         "rules with a kernel and SparQ",
+        HEALED,
         "HSA",
         "trees",
         "Quest",
@@ -144,11 +148,12 @@ METHODS: dict[str, Callable[[Any], bool]] = {
     "HSA": lambda rule: isinstance(rule, HsaHeadRule),
     "rules with a kernel": lambda rule: isinstance(rule, SparseHeadRule) and is_fast(rule.rule),
     "rules with a kernel and SparQ": is_named("window", "pages"),
+    HEALED: lambda rule: isinstance(rule, SparseHeadRule) and is_fast(rule.rule),
     "all rules": lambda rule: not is_named("exact_top_k")(rule),
     "exact top-k": is_named("exact_top_k"),
 }
 #: Methods that choose from rules of several others.
-COLLECTIONS = ("all rules", "rules with a kernel", "rules with a kernel and SparQ", "retrieval heads")
+COLLECTIONS = ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED, "retrieval heads")
 #: What an allocation by head is changed to before it is run: (method, rule -> rule).
 ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
@@ -200,11 +205,17 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
                     Cell(length, method, kind, budget)
                     for kind in ("by head", "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
+                    if method != HEALED or (kind, budget) == ("by head", 0.1)
                     if length < 8192 or method in LONG[kind]
                 )
             if length == 8192 and method in LONG["by time"]:
                 yield from (Cell(length, method, "by time", budget) for budget in TIMES)
         yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
+
+
+def healed_folder(cell: Cell) -> Path:
+    """Where the adapter of a healed cell is."""
+    return cache_directory() / "healed" / f"{cell.length}-{cell.budget:g}"
 
 
 # Texts
@@ -461,6 +472,10 @@ class Work:
         todo = self.todo(cell, entry)
         if not todo or entry.get("none"):
             return True
+        if cell.method == HEALED and not healed_folder(cell).is_dir():
+            print(f"{cell.key}: not healed yet; python benchmarks/healing.py --length {cell.length} --budget "
+                  f"{cell.budget:g} does it")  # fmt: skip
+            return True
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
             if cell.kind == "by time" and "times" not in entry:  # texts of one cell are read by one allocation
@@ -474,6 +489,7 @@ class Work:
                 return True
             entry["rules"] = counted(allocation)
             hf_hyperattn.patch_model(self.model, allocation.config())
+        healed = PeftModel.from_pretrained(self.model, str(healed_folder(cell))) if cell.method == HEALED else None
         try:
             for kind, name in todo:
                 if time.monotonic() > until:
@@ -482,6 +498,8 @@ class Work:
                 self.keep(cell, entry)
                 print(cell.key, kind, name, entry[kind][name], flush=True)
         finally:
+            if healed is not None:
+                healed.unload()
             if cell.method != STOCK:
                 hf_hyperattn.unpatch_model(self.model)
         return True
@@ -615,7 +633,7 @@ def figure_of(result: dict):
     lengths = [n for n in BUDGETS if rows_of(result, n)]
     figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
     colours = dict(
-        zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta"], strict=True)
+        zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"], strict=True)
     )
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
