@@ -6,11 +6,13 @@
     python benchmarks/frontier.py --draw                         # table and plot of docs/frontier.md
 
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
-rule or exact attention for every head), and a budget of pairs; or "by time", which is by head too, its budget a share
-of the time that stock's attention takes: every rule's time is then measured when its run begins, and kept. What rules
-lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides needles;
-what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of them
-(what rules are measured on is drawn by another seed). Measurements and every text of a cell are kept, and not done
+rule or exact attention for every head), and a budget of pairs. "By time" and "by bytes" are by head too, the budget a
+share of the time that stock's attention takes, or of the bytes of its keys and values that a cache has to keep: every
+rule's time is measured when its run begins, and kept.
+
+What rules lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides
+needles; what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of
+them (what rules are measured on is drawn by another seed). Measurements and every text of a cell are kept, and not done
 again.
 """
 
@@ -64,7 +66,9 @@ from hf_hyperattn.mechanisms.sparse.rules import option, share_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "frontier.json"
 BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
-TIMES = (0.3, 0.2)  # shares of the time of stock's attention
+#: Shares of the time of stock's attention, and of the bytes of its cache.
+OTHER_COSTS = {"by time": (0.3, 0.2), "by bytes": (0.3, 0.5)}
+KEY_HEADS = 3  # of every layer of SmolLM2-135M
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: The rules of the kernel, in a model that learned by `benchmarks/healing.py` what they lose.
@@ -89,6 +93,7 @@ LONG = {
         "exact top-k",
     ),
     "by time": ("rules with a kernel",),
+    "by bytes": ("rules with a kernel",),
     "uniform": ("HSA", "Quest"),
 }
 #: Seconds of one core a pass, and for the measurement of all rules on three texts, before any was taken.
@@ -208,8 +213,8 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
                     if length < 8192 or method in LONG[kind]
                 )
-            if length == 8192 and method in LONG["by time"]:
-                yield from (Cell(length, method, "by time", budget) for budget in TIMES)
+            for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
+                yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])
         yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
 
 
@@ -434,11 +439,12 @@ class Choices:
         if cell.kind == "uniform":
             best = rules[int(sum(costs.sum(0) for costs in losses.values()).argmin())]
             return Allocation({name: (best,) * len(costs) for name, costs in losses.items()}, self.length)
-        cost = None
+        cost: Any = "bytes" if cell.kind == "by bytes" else "pairs"
         if cell.kind == "by time":
             known = dict(zip(rules, times or self.times(cell), strict=True))
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
-        made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost)
+        key_heads = dict.fromkeys(losses, KEY_HEADS)
+        made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
         if made.cost > cell.budget * 1.01:
             return None
         change = ABLATIONS.get(cell.method, lambda rule: rule)
@@ -637,7 +643,7 @@ def figure_of(result: dict):
     )
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
-            for kind, style in (("by head", "o-"), ("by time", "s:"), ("uniform", "x--")):
+            for kind, style in (("by head", "o-"), ("by time", "s:"), ("by bytes", "d:"), ("uniform", "x--")):
                 rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
                 points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
                 if points:
