@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from common import environment, write_json
-from frontier import HEALED, Cell, Choices, healed_folder, tokens_of
+from frontiers.cells import Cell, healed_folder
+from frontiers.choices import Choices, tokens_of
+from frontiers.rules import HEALED
 from hsa_frontier import texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

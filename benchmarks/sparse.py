@@ -26,7 +26,8 @@ from dataclasses import replace
 import torch
 from bars import lowest, prefill_step, smollm2, tokens
 from common import cpu, environment, write_json
-from frontier import Cell, Choices, read_results
+from frontiers.cells import Cell, read_results
+from frontiers.choices import Choices
 from merged import merged
 from transformers import AutoModelForCausalLM, DynamicCache
 

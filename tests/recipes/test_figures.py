@@ -42,7 +42,7 @@ def hsa_frontier() -> Figure:
 
 
 def frontier() -> Figure:
-    return benchmark("frontier").figure_of(json.loads((RESULTS / "frontier.json").read_text()))
+    return benchmark("frontiers.table").figure_of(json.loads((RESULTS / "frontier.json").read_text()))
 
 
 def performance() -> Figure:

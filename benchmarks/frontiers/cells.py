@@ -1,0 +1,143 @@
+"""The cells of the frontier, and what has been measured of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import environment, write_json
+
+from hf_hyperattn.cli.smollm2 import cache_directory
+from hf_hyperattn.inject import retrieval
+
+from .rules import ABLATIONS, HEALED, METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "frontier.json"
+STOCK = "stock"
+BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
+#: Shares of the time of stock's attention, and of the bytes of its cache.
+OTHER_COSTS = {"by time": (0.3, 0.2), "by bytes": (0.3, 0.5)}
+WINDOWS = {2048: 3, 8192: 1}  # of each text
+#: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
+TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
+#: At 8,192 tokens: methods by head, and with one rule for all heads.
+LONG = {
+    "by head": (
+        "all rules",
+        "rules with a kernel",
+        "rules with a kernel and SparQ",
+        HEALED,
+        "HSA",
+        "trees",
+        "Quest",
+        "Quest, shared by 16",
+        "mean pages",
+        "sinks and window",
+        "exact top-k",
+    ),
+    "by time": ("rules with a kernel",),
+    "by bytes": ("rules with a kernel",),
+    "uniform": ("HSA", "Quest"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    length: int
+    method: str
+    kind: str = ""
+    budget: float = 1.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.length}/{self.method}/{self.kind}/{self.budget:g}"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Those of retrieval; the last one says that the cell is whole."""
+        full = self.method in (STOCK, *IN_FULL) and self.kind != "uniform"
+        return (*(retrieval.TASKS if full else ()), *TASKS, "mixture") if full or self.length < 8192 else ()
+
+    @property
+    def passes(self) -> int:
+        """Of the model, over texts and examples."""
+        return 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
+
+    def is_whole(self, entry: dict | None) -> bool:
+        """Whether nothing of it is left to do."""
+        if entry is None or entry.get("none"):
+            return entry is not None
+        return len(entry["texts"]) == 5 and (not self.tasks or self.tasks[-1] in entry["retrieval"])
+
+
+def cells(lengths: Sequence[int]) -> Iterator[Cell]:
+    """Every cell, those that matter most first."""
+    for length in lengths:
+        yield Cell(length, STOCK)
+        first = ("all rules", "rules with a kernel", "HSA", "Quest")
+        order = [*first, *(m for m in METHODS if m not in first)]
+        for method in order:
+            for budget in BUDGETS[length]:
+                yield from (
+                    Cell(length, method, kind, budget)
+                    for kind in ("by head", "uniform")
+                    if (method, kind) != ("retrieval heads", "uniform")
+                    if method != HEALED or (kind, budget) == ("by head", 0.1)
+                    if length < 8192 or method in LONG[kind]
+                )
+            for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
+                yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])
+        yield from (Cell(length, name, "by head", b) for name in ABLATIONS for b in (0.1, 0.2) if length == 2048)
+
+
+def healed_folder(cell: Cell) -> Path:
+    """Where the adapter of a healed cell is."""
+    return cache_directory() / "healed" / f"{cell.length}-{cell.budget:g}"
+
+
+def read_results() -> dict:
+    """What has been measured."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+
+
+def keep(cell: Cell, entry: dict) -> None:
+    """Write a cell beside those of the file, which another process may have changed in the meantime."""
+    now = read_results()
+    now["cells"][cell.key] = entry
+    write_json(str(RESULTS), {**now, "environment": environment()})
+
+
+def rises(entry: dict, stock: dict) -> dict[str, float]:
+    """By text, how much larger the perplexity is than the stock model's, mean over windows."""
+    return {
+        name: statistics.mean(math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True))
+        for name, losses in entry["texts"].items()
+    }
+
+
+def lost(entry: dict, stock: dict, tasks: Sequence[str]) -> str:
+    """How much larger the perplexity of the answers is."""
+    found = [
+        math.expm1(statistics.mean(entry["retrieval"][t]["nats"]) - statistics.mean(stock["retrieval"][t]["nats"]))
+        for t in tasks
+        if t in entry["retrieval"] and t in stock["retrieval"]
+    ]
+    return f"{max(found):+.1%}" if found else ""
+
+
+def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float]]]:
+    """The cells of a length whose texts are all there."""
+    stock = result["cells"].get(Cell(length, STOCK).key, {"texts": {}})
+    rows = []
+    for cell in cells([length]):
+        entry = result["cells"].get(cell.key)
+        if entry and cell.method != STOCK and entry["texts"] and set(entry["texts"]) == set(stock["texts"]):
+            rows.append((cell, entry, rises(entry, stock)))
+    return sorted(rows, key=lambda row: (row[0].budget, statistics.mean(row[2].values())))

@@ -1,0 +1,79 @@
+"""The tables and the plot of docs/frontier.md."""
+
+from __future__ import annotations
+
+import statistics
+
+from hf_hyperattn.inject import retrieval
+
+from .cells import BUDGETS, ROOT, STOCK, Cell, lost, rows_of
+from .rules import METHODS
+
+
+def table(result: dict, length: int) -> str:
+    """A Markdown table of a length."""
+    rows, stock = rows_of(result, length), result["cells"][Cell(length, STOCK).key]
+    names = list(stock["texts"])
+    head = [
+        "budget",
+        "method",
+        "",
+        "pairs",
+        "mean ± deviation",
+        *names,
+        "copying",
+        "mixture",
+        "worst task",
+        "time",
+        "memory",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for cell, entry, rise in rows:
+        values = [rise[name] for name in names]
+        time_of = statistics.mean(entry["seconds"]) / statistics.mean(stock["seconds"])
+        tasks = [lost(entry, stock, names) for names in (["copying"], ["mixture"], list(retrieval.TASKS))]
+        lines.append("| " + " | ".join([
+            f"{cell.budget:.0%}", cell.method, cell.kind, f"{entry['pairs']:.1%}",
+            f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}", *(f"{v:+.2%}" for v in values),
+            *tasks, f"{time_of:.2f}", f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def figure_of(result: dict):
+    """The plot: a panel for every length that has rows, a colour a method, dashes for one rule for all heads."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "frontier"
+    lengths = [n for n in BUDGETS if rows_of(result, n)]
+    figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
+    colours = dict(
+        zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"], strict=True)
+    )
+    for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
+        for method, colour in colours.items():
+            for kind, style in (("by head", "o-"), ("by time", "s:"), ("by bytes", "d:"), ("uniform", "x--")):
+                rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
+                points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
+                if points:
+                    label = method if kind == "by head" else f"{method}, {kind}"
+                    axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+        axes.set_yscale("symlog", linthresh=2)
+        low, high = axes.get_ylim()
+        ticks = [tick for tick in (-1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low < tick < high]
+        axes.set(yticks=ticks, yticklabels=map(str, ticks), ylim=(low, high))
+        axes.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens")
+        axes.legend(fontsize=6)
+    return figure
+
+
+def draw(result: dict) -> None:
+    """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
+    page = ROOT / "docs" / "frontier.md"
+    text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
+    for length in lengths:
+        begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
+        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
+        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
+    figure_of(result).savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
+    page.write_text(text)
