@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -99,7 +99,7 @@ class Healing:
         if state is not None and state.exists():
             self.read(state)
         for step in range(len(self.losses), self.steps):
-            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bf16):
+            with torch.autocast(self.model.device.type, torch.bfloat16) if self.bf16 else nullcontext():
                 self.losses.append(self.step(self.window(step)))
             if on_step:
                 on_step(self.losses[-1])
