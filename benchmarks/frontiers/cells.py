@@ -122,14 +122,14 @@ def rises(entry: dict, stock: dict) -> dict[str, float]:
     }
 
 
-def lost(entry: dict, stock: dict, tasks: Sequence[str]) -> str:
-    """How much larger the perplexity of the answers is."""
-    found = [
-        math.expm1(statistics.mean(entry["retrieval"][t]["nats"]) - statistics.mean(stock["retrieval"][t]["nats"]))
-        for t in tasks
-        if t in entry["retrieval"] and t in stock["retrieval"]
-    ]
-    return f"{max(found):+.1%}" if found else ""
+def rise_of(entry: dict, stock: dict, task: str) -> tuple[float, float] | None:
+    """How much larger the perplexity of a task's answers is, and its standard error over the examples, by pairs."""
+    if task not in entry["retrieval"] or task not in stock["retrieval"]:
+        return None
+    more = [a - b for a, b in zip(entry["retrieval"][task]["nats"], stock["retrieval"][task]["nats"], strict=True)]
+    mean = statistics.mean(more)
+    error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.nan
+    return math.expm1(mean), math.exp(mean) * error
 
 
 def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float]]]:

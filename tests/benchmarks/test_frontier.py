@@ -96,6 +96,10 @@ def test_a_row_says_what_was_measured(capsys):
         "| 20% | Quest | by head | 19.9% | +1.01% ± 0.00% | +1.01% | +1.01% | +1.01% | +1.01% | +1.01% | +2.0% | +2.0% "
         "|  | 1.01 | 1.00 |"
     )
+    more = result()
+    for cell, nats in (("stock//1", [1.0, 2.0, 3.0]), ("Quest/by head/0.2", [1.1, 2.2, 3.3])):
+        more["cells"][f"2048/{cell}"]["retrieval"]["needle"] = {"nats": nats, "exact": [1, 1, 1]}
+    assert "| needle +22.1% ± 7.1% |" in table(more, 2048)
     half = result()
     del half["cells"]["2048/Quest/by head/0.2"]["texts"]["e"]
     half["cells"]["2048/stock//1"]["retrieval"] |= {"needle": {"nats": [1.0], "exact": [1]}}
