@@ -158,7 +158,7 @@ class Healing:
         """What a state has to agree in, as JSON data."""
         numbers = {name: getattr(self, name) for name in ("length", "steps", "rank", "lr", "patch_lr", "seed")}
         texts = {name: sha256(ids.cpu().numpy().tobytes()).hexdigest() for name, ids in self.texts.items()}
-        more = {"prefix": list(self.prefix)} if self.prefix else {}
+        more: dict[str, Any] = {"prefix": list(self.prefix)} if self.prefix else {}
         more |= {"bf16": True} if self.bf16 else {}
         return numbers | more | {"texts": texts, "patch": self.model.config.hyperattn, "model": self.origin}
 
