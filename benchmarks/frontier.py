@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from frontiers.cells import BUDGETS, LONG, STOCK, WINDOWS, Cell, cells, healed_folder, keep, read_results
+from frontiers.cells import BUDGETS, LONG, STOCK, WINDOWS, Cell, adapter_of, cells, healed_folder, keep, read_results
 from frontiers.choices import Choices, counted, held_out_texts, tokens_of
 from frontiers.rules import HEALED
 from frontiers.table import draw
@@ -68,6 +68,9 @@ class Work:
             print(f"{cell.key}: not healed yet; python benchmarks/healing.py --length {cell.length} --budget "
                   f"{cell.budget:g} does it")  # fmt: skip
             return False
+        if cell.method == HEALED and entry.get("adapter") != adapter_of(cell):  # what another one did is done anew
+            entry = {"texts": {}, "retrieval": {}, "seconds": [], "adapter": adapter_of(cell)}
+            todo = self.todo(cell, entry)
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
             if cell.kind == "by time" and "times" not in entry:  # texts of one cell are read by one allocation

@@ -2,29 +2,36 @@
 
     python benchmarks/healing.py --length 8192 --budget 0.1 --threads 1              # again, where it was cut off
     python benchmarks/frontier.py --length 8192 --only "rules with a kernel, healed"  # what it is worth
+    python benchmarks/healing.py --length 8192 --budget 0.1 --relabelled             # few-shot by other labels
 
-It learns from the three texts on which rules are measured, and from examples of retrieval made of them: nothing of what
-a cell of the frontier is measured on. Windows are drawn by seed and step.
+It learns from the three texts on which rules are measured, and from examples of retrieval made of them. The texts of a
+cell of the frontier are others, and so are its numbers, names and places of needles; but the words of few-shot and
+their labels are few and the same, so that it might learn them by heart. `--relabelled` gives every word another label,
+and asks the stock, the injected and the healed model. Windows are drawn by seed and step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import environment, write_json
 from frontiers.cells import Cell, healed_folder
-from frontiers.choices import Choices, tokens_of
+from frontiers.choices import Choices, held_out_texts, tokens_of
 from frontiers.rules import HEALED
 from hsa_frontier import texts
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_hyperattn
 from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.inject import Healing, retrieval
+from hf_hyperattn.inject.gradients import head_of
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 300_000  # of each text, no more
@@ -39,6 +46,28 @@ def lessons(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
     return found | {"retrieval": torch.cat([example.ids for example in made if example is not None])}
 
 
+@torch.no_grad()
+def relabelled(model: Any, tokenizer: Any, length: int) -> list[float]:
+    """Nats a token of the answers of few-shot, on the frontier's texts, where every word has the label of others."""
+    labels, words = list(retrieval.KINDS), list(retrieval.KINDS.values())
+    texts_of = tokens_of(tokenizer, held_out_texts(), 20_000, length)
+    with patch.dict(retrieval.KINDS, zip(labels, [*words[1:], words[0]])):
+        made = retrieval.examples(tokenizer, [texts_of["essay"], texts_of["code"]], length, tasks=["few_shot"])
+    head = head_of(model, made[0].ids)
+    return [retrieval.score(model, head, example).nats for example in made]
+
+
+def compare(cell: Cell, model: Any, tokenizer: Any, config: Any, file: Path) -> None:
+    """Few-shot with other labels, by the stock, the injected and the healed model, into the file of results."""
+    found = {"stock": relabelled(model, tokenizer, cell.length)}
+    hf_hyperattn.patch_model(model, config)
+    found["injected"] = relabelled(model, tokenizer, cell.length)
+    PeftModel.from_pretrained(model, str(healed_folder(cell)))
+    found["healed"] = relabelled(model, tokenizer, cell.length)
+    print(found)
+    write_json(str(file), {**json.loads(file.read_text()), "relabelled": found})
+
+
 def main() -> None:
     """Read the command line, heal, and keep the adapter and what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,6 +77,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=8, help="rank of LoRA's matrices (default: 8)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 3e-3)")
     parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--relabelled", action="store_true", help="few-shot with other labels, once it is healed")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -57,6 +87,9 @@ def main() -> None:
     allocation = Choices(args.length, model, tokenizer).of(cell)
     if allocation is None:
         raise SystemExit(f"no rules of {args.budget:.0%} of the pairs")
+    file = RESULTS / f"healing-{args.length}-{args.budget:g}.json"
+    if args.relabelled:
+        return compare(cell, model, tokenizer, allocation.config(), file)
     hf_hyperattn.patch_model(model, allocation.config())
     settings: Any = {"rank": args.lora, "lr": args.lr, "bf16": True}
     healing = Healing(model, lessons(tokenizer, args.length), args.length, args.steps, **settings)
@@ -67,13 +100,14 @@ def main() -> None:
 
     print(f"{allocation.pairs:.1%} of the pairs; before: {before}", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    healing.run(folder.with_suffix(".state"), 5, say)
+    state = folder.with_name(f"{folder.name}.state")
+    healing.run(state, 5, say)
     after = healing.held_out()
     healing.adapter.save_pretrained(str(folder))
+    state.unlink(missing_ok=True)
     print(f"after: {after}")
     told = {"pairs": allocation.pairs, "before": before, "after": after, "losses": healing.losses}
     settings |= {"length": args.length, "budget": args.budget, "steps": args.steps}
-    file = RESULTS / f"healing-{args.length}-{args.budget:g}.json"
     write_json(str(file), {**settings, **told, "environment": environment()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -25,7 +26,7 @@ OTHER_COSTS = {"by time": (0.3, 0.2), "by bytes": (0.3, 0.5)}
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
 TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
-#: At 8,192 tokens: methods by head, and with one rule for all heads.
+#: At 8,192 tokens: which methods are run, by kind.
 LONG = {
     "by head": (
         "all rules",
@@ -100,6 +101,11 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
 def healed_folder(cell: Cell) -> Path:
     """Where the adapter of a healed cell is."""
     return cache_directory() / "healed" / f"{cell.length}-{cell.budget:g}"
+
+
+def adapter_of(cell: Cell) -> str:
+    """32 hexadecimal digits of the adapter of a healed cell."""
+    return hashlib.sha256((healed_folder(cell) / "adapter_model.safetensors").read_bytes()).hexdigest()[:32]
 
 
 def read_results() -> dict:

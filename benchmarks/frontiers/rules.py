@@ -92,7 +92,6 @@ ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
     "HSA, no refinement": lambda rule: replace(rule, refine_top_k=0),
 }
-STOCK = "stock"
 
 
 @cache

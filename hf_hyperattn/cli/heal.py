@@ -116,7 +116,8 @@ def report_of(args: argparse.Namespace, healing: Healing, before: Losses, after:
         | {"kl_injected": kl, "kl": after[name][2]}
         for name, (own, old, kl) in before.items()
     }
-    notes = f"{healing.length} tokens, {args.steps} steps of distillation from the untouched model."
+    half = ", in bfloat16" if args.bf16 else ""
+    notes = f"{healing.length} tokens, {args.steps} steps of distillation from the untouched model{half}."
     return {"metric": "perplexity", "notes": notes, "texts": texts, "losses": healing.losses}
 
 

@@ -50,7 +50,8 @@ class Healing:
             the first twentieth of the steps, then fall to 0 in a line.
         prefix: tokens that every window begins with, such as the BOS token of a tokenizer that puts one before a text;
             they count among its `length`.
-        bf16: steps multiply matrices in bfloat16, by autocast; what learns, the losses and `held_out` stay in float32.
+        bf16: steps multiply matrices in bfloat16, by autocast, logits too, so that `losses` are a little rounded; what
+            learns and `held_out` stay in float32.
 
     Attributes:
         losses: KL in nats a token, of every step that is done.

@@ -404,10 +404,11 @@ CLAIMS = (
     ),
     Claim(
         "C9b",
-        "a few steps of distillation give back what that loses (ours)",
-        "the same at a tenth of the pairs, after 60 steps of 8,192 tokens from other texts",
+        "60 steps of distillation bring a tenth of the pairs to 0.7 % of perplexity, tasks to 5 % (ours)",
+        "the same, after steps of 8,192 tokens from other texts and examples of the same tasks",
         of(f.fewer_pairs, 8192, "rules with a kernel, healed", (0.1,), (0.7, 5.0)),
-        command="python benchmarks/healing.py --length 8192 --budget 0.1",
+        command="python benchmarks/healing.py --length 8192 --budget 0.1 && "
+        'python benchmarks/frontier.py --length 8192 --only "rules with a kernel, healed"',
     ),
     exact(
         "C10",

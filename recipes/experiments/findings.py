@@ -283,10 +283,10 @@ def fewer_pairs(
             f"{tasks['copying']:+.1f} %, the worst of {len(tasks)} tasks {tasks[worst]:+.1f} % ({worst})"
         )
         bars.append((statistics.mean(texts), tasks[worst]))
+    said[0] += f" (asked for: at most {most[0]:g} and {most[1]:g} %)"
     texts, task = bars[0]
-    return f"{len(stock['texts'])} texts; {'; '.join(said)}", NOT if texts > most[0] else HOLDS if task <= most[
-        1
-    ] else PARTLY
+    verdict = NOT if texts > most[0] else HOLDS if task <= most[1] else PARTLY
+    return f"{len(stock['texts'])} texts; {'; '.join(said)}", verdict
 
 
 def joined_deep(layers: int) -> Found:

@@ -1,5 +1,8 @@
 """The frontier's cells, its yardstick, its table; the model runs elsewhere."""
 
+import math
+from types import SimpleNamespace
+
 import frontier
 import pytest
 import torch
@@ -8,9 +11,14 @@ from frontiers.cells import STOCK, Cell, read_results
 from frontiers.choices import Choices, counted, plain
 from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, candidates
 from frontiers.table import table
+from peft import get_peft_model
 
+import hf_hyperattn as ha
+from hf_hyperattn.inject import Allocation
 from hf_hyperattn.inject.sparse import SparseHeadRule
-from hf_hyperattn.mechanisms.sparse import Exact
+from hf_hyperattn.integration import lora_config
+from hf_hyperattn.mechanisms.sparse import Exact, Window
+from tests.mechanisms.test_sparse_models import llama
 
 
 def test_every_cell_is_there_once_and_every_method_has_rules():
@@ -148,6 +156,30 @@ def test_a_healed_cell_waits_for_its_adapter(tmp_path, monkeypatch, capsys):
     work.windows, work.examples = {"essay": []}, dict.fromkeys(cell.tasks, [])
     assert not work.run(cell, until=0.0)
     assert "healing.py --length 8192 --budget 0.1" in capsys.readouterr().out
+
+
+def test_a_healed_cell_runs_with_its_adapter_and_goes_on_with_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
+    work, cell, asked = object.__new__(frontier.Work), Cell(8192, HEALED, "by head", 0.1), []
+    work.windows, work.examples, work.model = {"essay": [], "code": []}, dict.fromkeys(cell.tasks, []), llama()
+    layers = {f"model.layers.{i}.self_attn": (SparseHeadRule(Window(8, 2)),) * 4 for i in range(2)}
+    allocation = Allocation(layers, 64)
+    work.choices = SimpleNamespace(of=lambda *_: allocation)
+    has_lora = lambda: any("lora_" in name for name, _ in work.model.named_parameters())
+    work.measure = lambda entry, kind, name: (asked.append(has_lora()), entry[kind].update({name: [1.0]}))
+    for seed in (0, 1):
+        patched = ha.patch_model(llama(), allocation.config())
+        torch.manual_seed(seed)
+        healed = get_peft_model(patched, lora_config(patched, 2))
+        healed.save_pretrained(str(cells.healed_folder(cell)))
+        for _ in range(2):  # what is done with an adapter is not done again
+            assert work.run(cell, until=math.inf) and not has_lora()
+        assert asked == [True] * 2 * (seed + 1)
+        entry = read_results()["cells"][cell.key]
+        assert entry["adapter"] == cells.adapter_of(cell)
+        del entry["texts"]["code"]  # as if it had been cut off there
+        cells.keep(cell, entry)
 
 
 def test_costs_that_are_not_committed_need_a_model():

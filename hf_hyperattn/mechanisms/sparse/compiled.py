@@ -55,15 +55,17 @@ def attend(
     given = query, key, score.raw_query, score.raw_key, value
     if not all(map(selected.serves, given)):
         return None
-    # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
-    dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
-    asking, searched, raw_query, raw_key, values = (t.to(dtype) for t in given)
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key
         return None
     spans = spans_of(options, text, len(query), n)
     if spans is None or not text.reaches(n):
         return None
+    # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
+    dtype = query.dtype if len({t.dtype for t in given}) == 1 else torch.float32
+    asking, searched, values = query.to(dtype), key.to(dtype), value.to(dtype)
+    raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
+    raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
     chosen, earlier, known = None, 0, [HeadRule(1) if rule is None else rule for rule in heads]
     if any(rule.page for rule in known):
         if text.before is not None:
