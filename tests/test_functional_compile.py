@@ -1,10 +1,13 @@
 """`cone_attention` under torch.compile and torch.export: one graph, dynamic lengths, the same numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.export import Dim
 
-from hf_hyperattn.functional import cone_attention
+from hf_hyperattn.functional import cone_attention, sparse_attention
+from hf_hyperattn.mechanisms.sparse import Window
 from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, assert_gradients, per_head, qkv
 from tests.oracles.marks import first_always
 
@@ -48,6 +51,16 @@ def test_compiles_into_one_graph_forward_and_backward(backend, pairing):
         (eager, expected), (out, grads) = results
         assert_close(out, eager, 1e-5, "compiled output")
         assert_gradients(grads, expected, 1e-4, NAMES)
+
+
+@every_backend
+@pytest.mark.parametrize("attention", [cone_attention, partial(sparse_attention, rules=Window(8, 2))])
+def test_compiles_with_rounded_values_as_autocast_has_them(backend, attention):
+    torch._dynamo.reset()
+    q, k, v = qkv(batch=1, heads=2, lq=9, dtype=torch.float32)
+    run = lambda q, k, v: attention(q, k, v.bfloat16(), is_causal=True, backend=backend)
+    eager, out = run(q, k, v), torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_close(out, eager, 1e-5, "compiled output")
 
 
 @every_backend
