@@ -407,11 +407,7 @@ def _heal(add: Callable) -> None:
     add("--lr", type=float, default=3e-4, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
     add("--patch-lr", type=float, default=1e-2, metavar="X", help="learning rate of the patch (default: 1e-2)")
     add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
-    add(
-        "--bf16",
-        action="store_true",
-        help="multiply matrices in bfloat16 while it learns: faster where a CPU or GPU can",
-    )
+    add("--bf16", action="store_true", help="learn with products in bfloat16: faster where a CPU or GPU has them")
     add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
     add("--resume", action="store_true", help="go on from what an interrupted run kept beside DIR")
     add("--force", action="store_true", help="replace what is in DIR; without --resume also an interrupted run's work")

@@ -2,12 +2,13 @@
 
     python benchmarks/healing.py --length 8192 --budget 0.1 --threads 1              # again, where it was cut off
     python benchmarks/frontier.py --length 8192 --only "rules with a kernel, healed"  # what it is worth
-    python benchmarks/healing.py --length 8192 --budget 0.1 --relabelled             # few-shot by other labels
+    python benchmarks/healing.py --length 8192 --budget 0.1 --controls               # what could explain it away
 
 It learns from the three texts on which rules are measured, and from examples of retrieval made of them. The texts of a
 cell of the frontier are others, and so are its numbers, names and places of needles; but the words of few-shot and
-their labels are few and the same, so that it might learn them by heart. `--relabelled` gives every word another label,
-and asks the stock, the injected and the healed model. Windows are drawn by seed and step.
+their labels are few and the same, so that it might learn them by heart. `--controls` gives every word another label,
+and asks the stock, the injected and the healed model; and it reads the texts by the stock model with the adapter alone,
+which tells what the adapter would gain where nothing is to be healed. Windows are drawn by seed and step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_hyperattn
 from hf_hyperattn.cli.smollm2 import smollm2
 from hf_hyperattn.inject import Healing, retrieval
-from hf_hyperattn.inject.gradients import head_of
+from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 300_000  # of each text, no more
@@ -57,15 +58,24 @@ def relabelled(model: Any, tokenizer: Any, length: int) -> list[float]:
     return [retrieval.score(model, head, example).nats for example in made]
 
 
-def compare(cell: Cell, model: Any, tokenizer: Any, config: Any, file: Path) -> None:
-    """Few-shot with other labels, by the stock, the injected and the healed model, into the file of results."""
-    found = {"stock": relabelled(model, tokenizer, cell.length)}
-    hf_hyperattn.patch_model(model, config)
-    found["injected"] = relabelled(model, tokenizer, cell.length)
-    PeftModel.from_pretrained(model, str(healed_folder(cell)))
-    found["healed"] = relabelled(model, tokenizer, cell.length)
-    print(found)
-    write_json(str(file), {**json.loads(file.read_text()), "relabelled": found})
+@torch.no_grad()
+def controls(cell: Cell, model: Any, tokenizer: Any, config: Any, file: Path) -> None:
+    """Few-shot with other labels, and the texts by the stock model with the adapter, into the file of results."""
+    told = json.loads(file.read_text())
+    found = {"stock": relabelled(model, tokenizer, cell.length)} if "relabelled" not in told else {}
+    healed = PeftModel.from_pretrained(hf_hyperattn.patch_model(model, config), str(healed_folder(cell)))
+    if found:
+        with healed.disable_adapter():
+            found["injected"] = relabelled(model, tokenizer, cell.length)
+        found["healed"] = relabelled(model, tokenizer, cell.length)
+        told["relabelled"] = found
+    model = hf_hyperattn.unpatch_model(healed.merge_and_unload())
+    told["adapter alone"] = {}
+    for name, ids in tokens_of(tokenizer, held_out_texts(), 20_000, cell.length).items():
+        loss, _ = loss_of(head_of(model, ids), final_hidden(model, ids), ids, gradient=False)
+        told["adapter alone"][name] = loss
+        print(name, loss, flush=True)
+    write_json(str(file), told)
 
 
 def main() -> None:
@@ -77,7 +87,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=8, help="rank of LoRA's matrices (default: 8)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default: 3e-3)")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--relabelled", action="store_true", help="few-shot with other labels, once it is healed")
+    parser.add_argument("--controls", action="store_true", help="what could explain the gain, once it is healed")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -88,8 +98,8 @@ def main() -> None:
     if allocation is None:
         raise SystemExit(f"no rules of {args.budget:.0%} of the pairs")
     file = RESULTS / f"healing-{args.length}-{args.budget:g}.json"
-    if args.relabelled:
-        return compare(cell, model, tokenizer, allocation.config(), file)
+    if args.controls:
+        return controls(cell, model, tokenizer, allocation.config(), file)
     hf_hyperattn.patch_model(model, allocation.config())
     settings: Any = {"rank": args.lora, "lr": args.lr, "bf16": True}
     healing = Healing(model, lessons(tokenizer, args.length), args.length, args.steps, **settings)

@@ -519,7 +519,7 @@ UPCAST: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def is_upcast(x: Tensor) -> bool:
     """Whether these are bfloat16 numbers whose gradients are wanted in float32 (`upcast_for_grad`)."""
-    return not torch.compiler.is_compiling() and x in UPCAST  # which no compiled call is entered in
+    return not torch.compiler.is_compiling() and x in UPCAST  # compiled calls enter nothing there
 
 
 #: Keys that a cache keeps in a working dtype too, and that copy.
