@@ -64,7 +64,7 @@ class Cell:
     def tasks(self) -> tuple[str, ...]:
         """Those of retrieval; the last one says that the cell is whole."""
         full = self.method in (STOCK, *IN_FULL) and self.kind != "uniform"
-        return (*(retrieval.TASKS if full else ()), *TASKS, "mixture") if full or self.length < 8192 else ()
+        return (*(retrieval.TASKS if full else ()), *TASKS, "mixture")
 
     @property
     def passes(self) -> int:
@@ -75,7 +75,7 @@ class Cell:
         """Whether nothing of it is left to do."""
         if entry is None or entry.get("none"):
             return entry is not None
-        return len(entry["texts"]) == 5 and (not self.tasks or self.tasks[-1] in entry["retrieval"])
+        return len(entry["texts"]) == 5 and self.tasks[-1] in entry["retrieval"]
 
 
 def cells(lengths: Sequence[int]) -> Iterator[Cell]:

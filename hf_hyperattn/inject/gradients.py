@@ -28,29 +28,31 @@ OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
 #: (start, stop) of tokens, in order.
 Spans = Sequence[tuple[int, int]]
 Head = Callable[[Tensor], Tensor]
+#: Of the head and the final hidden states [N, e]: the loss, and its gradient by these.
+Loss = Callable[[Head, Tensor], tuple[float, Tensor | None]]
 PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
 
 
-def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient, spans: Spans | None = None) -> float:
+def attention_gradients(model: nn.Module, ids: Tensor, on_gradient: OnGradient, loss: Loss) -> float:
     """Run a patched model forward and backward on one text, and pass every layer's gradient to `on_gradient`.
 
     Args:
         model: a patched causal model, with all gates at 0 for gradients of the model as it was.
         ids: token ids [N].
         on_gradient: called once a layer, the last one first.
-        spans: (start, stop) of the tokens whose prediction counts; None: all.
+        loss: such as `loss_of` or `divergence`.
 
     Returns:
-        The loss a token: the negative log-likelihood of what counts, in nats.
+        The loss.
     """
     base = base_model(model)
     head = head_of(base, ids)
     with frozen(base), checkpointed(base), attention_hooks(base, on_gradient):
         hidden = final_hidden(base, ids)
-        loss, gradient = loss_of(head, hidden, ids, spans=spans)
+        value, gradient = loss(head, hidden)
         hidden.backward(gradient)
-    return loss
+    return value
 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -95,6 +97,27 @@ def loss_of(
             loss.backward()
         total += loss.item()
     return total / len(counted), leaf.grad
+
+
+def divergence(
+    head: Head, hidden: Tensor, teacher: Tensor, gradient: bool = True, spans: Spans | None = None
+) -> tuple[float, Tensor | None]:
+    """KL(teacher ‖ student) in nats, mean over tokens, and its gradient by the student's final hidden states [N, e].
+
+    Args:
+        spans: (start, stop) of the tokens whose prediction counts; None: of every token that may come next.
+    """
+    leaf, total = hidden.detach().requires_grad_(gradient), 0.0
+    counted = torch.arange(len(leaf)) if spans is None else predicted_of(spans, len(leaf))
+    for piece in counted.to(leaf.device).split(PIECE):
+        with torch.no_grad():
+            own = head(teacher[piece]).float().log_softmax(-1)
+        student = head(leaf[piece]).float().log_softmax(-1)
+        loss = F.kl_div(student, own, reduction="sum", log_target=True) / len(counted)
+        if gradient:
+            loss.backward()
+        total += loss.item()
+    return total, leaf.grad
 
 
 def predicted_of(spans: Spans | None, length: int) -> Tensor:

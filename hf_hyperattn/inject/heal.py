@@ -23,7 +23,6 @@ from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..analysis.perplexity import evaluation_mode
@@ -31,7 +30,7 @@ from ..files import write_atomically
 from ..integration import lora_config, parameter_groups
 from ..integration.checkpoint_files import errors_as
 from ..integration.training import hosts_of_patched, hyper_parameters
-from .gradients import PIECE, Head, checkpointed, final_hidden, head_of, loss_of
+from .gradients import checkpointed, divergence, final_hidden, head_of, loss_of
 from .kept import fingerprint
 
 Losses = dict[str, tuple[float, float, float]]
@@ -198,17 +197,3 @@ def untouched(model: PreTrainedModel, adapter: PeftModel) -> Iterator[None]:
         finally:
             for host, patch in zip(hosts, patches, strict=True):
                 host._modules["hyper"] = patch
-
-
-def divergence(head: Head, hidden: Tensor, teacher: Tensor, gradient: bool = True) -> tuple[float, Tensor | None]:
-    """KL(teacher ‖ student) in nats, mean over tokens, and its gradient by the student's final hidden states [N, e]."""
-    leaf, total = hidden.detach().requires_grad_(gradient), 0.0
-    for start in range(0, len(leaf), PIECE):
-        with torch.no_grad():
-            own = head(teacher[start : start + PIECE]).float().log_softmax(-1)
-        student = head(leaf[start : start + PIECE]).float().log_softmax(-1)
-        loss = F.kl_div(student, own, reduction="sum", log_target=True) / len(leaf)
-        if gradient:
-            loss.backward()
-        total += loss.item()
-    return total, leaf.grad

@@ -24,11 +24,16 @@ from .gradients import final_hidden, head_of, loss_of, to_model
 from .measure import Sensitivity, measure
 from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, score_hidden
 from .rules import CandidateRule
+from .together import corrected, loss_parts
 
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
 LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
-TRIES_AT_PAIRS = 3  # choices at one share of the pairs, with other weights of the texts
+TRIES_AT_PAIRS = 3  # choices at one share of the pairs
+#: What the first choices lose together corrects the next, by these powers of it: see `together`.
+POWERS = (0.75, 0.5)
+#: Passes that the parts of all heads take, in progress steps.
+PARTS = 4
 USUAL_RETRIEVAL_BUDGET = 0.05
 Losses = dict[str, float]  # by text
 Item = Tensor | Example  # a text as token ids, or with answers in it that alone are scored
@@ -57,6 +62,7 @@ class Injection(ABC):
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
         rejected: those that the held-out texts refused, with their losses there.
+        costs: by layer [H, C], what every rule is expected to lose, those of rivals last.
         allocation: what the model is patched with in the end.
     """
 
@@ -70,6 +76,7 @@ class Injection(ABC):
     cost: CostName = "pairs"
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     rejected: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
+    costs: dict[str, Tensor] = field(default_factory=dict, init=False)
     allocation: Allocation = field(init=False)
     times: Cost | None = field(default=None, init=False)
     metric: ClassVar[str]
@@ -85,7 +92,7 @@ class Injection(ABC):
         """Find what every rule costs, on the first texts."""
 
     @abstractmethod
-    def search(self, before: dict[str, Any]) -> Allocation | None:
+    def search(self) -> Allocation | None:
         """The allocation of fewest pairs that keeps `MARGIN` of the budget on the second texts, None if none does."""
 
     @abstractmethod
@@ -125,10 +132,10 @@ class Injection(ABC):
         Raises:
             ValueError: no rule keeps the budget, or the model is of another kind.
         """
-        self.progress, (_, choosing, held_out) = progress, self.texts
+        self.progress, held_out = progress, self.texts[2]
         self.measure()
         progress.describe("the model as it is")
-        allocation = self.search(self.read(choosing)[0])
+        allocation = self.search()
         if allocation is None or allocation.config() is None:
             raise ValueError(
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
@@ -212,15 +219,11 @@ class Injection(ABC):
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         """The allocation of least predicted loss at a share of the cost; of `rules`, where they are given."""
 
-    @abstractmethod
-    def predicted(self) -> dict[str, Tensor]:
-        """What every rule is expected to cost, those of rivals last, [H, C] by layer."""
-
     def losses_of(self, rules: Sequence[CandidateRule]) -> dict[str, Tensor]:
         """What these rules are expected to cost."""
         all_ = [*self.rules, *self.rivals]
         columns = [all_.index(rule) for rule in rules]
-        return {name: costs[:, columns] for name, costs in self.predicted().items()}
+        return {name: costs[:, columns] for name, costs in self.costs.items()}
 
     def compared(self) -> dict[str, Item]:
         """What rivals read."""
@@ -252,24 +255,22 @@ class Injection(ABC):
         families: dict[str, list[CandidateRule]] = {}
         for rule in (*self.rules, *self.rivals):
             families.setdefault(rule.family, []).append(rule)
-        all_, predicted, made = [*self.rules, *self.rivals], self.predicted(), {}
-        total = torch.stack([costs.sum(0) for costs in predicted.values()]).sum(0)
+        all_, made = [*self.rules, *self.rivals], {}
+        total = torch.stack([costs.sum(0) for costs in self.costs.values()]).sum(0)
         of = self.times or cost_of(self.cost, all_, self.length)
         for family, rules in families.items():
             cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
             if cheap:
                 one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
-                layers = {name: (one,) * len(costs) for name, costs in predicted.items()}
+                layers = {name: (one,) * len(costs) for name, costs in self.costs.items()}
                 made[f"{family}, one for all"] = Allocation(layers, self.length)
                 made[f"{family}, by {self.unit}"] = self.choose(self.allocation.cost, rules)
         return made
 
-    def fits(self, allocation: Allocation, before: dict[str, Any]) -> bool:
-        """Try an allocation on the second texts: whether it keeps `MARGIN` of the budget, where there is one."""
+    def attempt(self, allocation: Allocation, before: dict[str, Any]) -> None:
+        """Try an allocation on the second texts."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
-        losses = self.losses_under(allocation, 1, before)
-        self.tried.append((allocation, losses))
-        return self.pairs is not None or self.keeps(losses)
+        self.tried.append((allocation, self.losses_under(allocation, 1, before)))
 
 
 RETRIEVAL = ("copying", "mixture", *TASKS)
@@ -302,7 +303,6 @@ class CausalInjection(Injection):
     metric, tries, unit = "perplexity", 5, "head"
 
     def __post_init__(self) -> None:
-        self.weights: dict[str, float] = {}
         if self.tokenizer is not None:
             self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
 
@@ -321,7 +321,8 @@ class CausalInjection(Injection):
 
     def steps(self) -> int:
         layers = sum(1 for m in self.model.modules() if hasattr(m, "layer_idx")) or 1
-        return len(self.texts[0]) * (LAYER_STEPS * layers + self.tries + 1) + 3 * len(self.texts[2])
+        tries = self.tries + (PARTS - 1) * len(POWERS)
+        return len(self.texts[0]) * (LAYER_STEPS * layers + tries + 1) + 3 * len(self.texts[2])
 
     def bar(self, name: str) -> float | None:
         return self.retrieval_budget if name in RETRIEVAL and self.tokenizer is not None else self.budget
@@ -339,7 +340,7 @@ class CausalInjection(Injection):
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
-        self.weights = dict.fromkeys(self.texts[0], 1.0)
+        self.costs = predicted_losses(self.measured)
         hosts = [host_facts(n, host, 0) for n, host in find_hosts(self.model) if n in self.measured[0].costs]
         self.key_heads = {host.name: host.kv_heads for host in hosts}
         if self.cost == "time":  # once, so that all choices of this run know the same
@@ -348,31 +349,66 @@ class CausalInjection(Injection):
             self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        """The allocation of least predicted loss at a share of the cost, by the texts' present weights."""
+        """The allocation of least predicted loss at a share of the cost."""
         rules = rules or self.rules
         named = self.times if self.cost == "time" else self.cost
         return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
-    def search(self, before: dict[str, Any]) -> Allocation | None:
-        """As in `Injection`. What loses more than the others, in units of its budget, weighs more in the next choice.
+    def search(self) -> Allocation | None:
+        """As in `Injection`. What the first choices lose together corrects what rules are expected to lose.
 
-        With `pairs` the weights alone change, and the allocation is kept whose worst loss is least.
+        With `pairs` that alone changes, and the allocation is kept whose worst loss, in units of its budget, is least.
         """
+        with torch.no_grad():
+            stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
+            before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
         best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
-        for _ in range(TRIES_AT_PAIRS if self.pairs else self.tries):
+        for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
             allocation = self.choose(pairs)
-            fits = self.fits(allocation, before)
+            if i < len(POWERS):
+                self.correct(allocation, before, stock, POWERS[i])
+            else:
+                self.attempt(allocation, before)
             if self.pairs is None:
+                fits = self.keeps(self.tried[-1][1])
                 best, low, high = (allocation, low, pairs) if fits else (best, pairs, high)
-            self.weights = reweighted(self.weights, self.in_budgets(self.tried[-1][1]))
             pairs = self.pairs or math.sqrt(max(low, high / 4) * high)
         if self.pairs is None:
             return best
         return min(self.tried, key=lambda tried: max(self.in_budgets(tried[1]).values()))[0]
 
+    def correct(
+        self, allocation: Allocation, before: dict[str, Score], stock: dict[str, Tensor], power: float
+    ) -> None:
+        """Try an allocation as `attempt` does, and correct `costs` by what its heads lose together.
+
+        Args:
+            before, stock: scores and final hidden states of the model as it was.
+        """
+        if not allocation.sparse:
+            return self.attempt(allocation, before)
+        after, sums = {}, {}
+        self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together")
+        self.patch(allocation)
+        try:
+            for name, item in self.texts[1].items():
+                hidden, parts = loss_parts(self.model, ids_of(item), stock[name], getattr(item, "spans", None))
+                after[name] = self.value(hidden, item)
+                weight = 1 / self.budget_of(name)
+                sums = {layer: sums.get(layer, 0) + weight * found for layer, found in parts.items()}
+                self.progress.advance(PARTS)
+        finally:
+            unpatch_model(self.model)
+        self.tried.append((allocation, self.losses(before, after)))
+        self.costs = corrected(self.costs, [*self.rules, *self.rivals], allocation, sums, power)
+
     def in_budgets(self, losses: Losses) -> Losses:
         """In units of their budgets."""
-        return {name: loss / (self.bar(name) or USUAL_RETRIEVAL_BUDGET) for name, loss in losses.items()}
+        return {name: loss / self.budget_of(name) for name, loss in losses.items()}
+
+    def budget_of(self, name: str) -> float:
+        """Of a text or task, one where any loss is allowed too."""
+        return self.bar(name) or USUAL_RETRIEVAL_BUDGET
 
     def compared(self) -> dict[str, Item]:
         texts = {name: item for name, item in self.texts[2].items() if not isinstance(item, Example)}
@@ -383,9 +419,6 @@ class CausalInjection(Injection):
             items["copying"] = copying(text, self.length, opening(self.tokenizer, text))
             items |= {"mixture": mixed} if mixed else {}
         return items
-
-    def predicted(self) -> dict[str, Tensor]:
-        return predicted_losses(self.measured, list(self.weights.values()))
 
     def hidden(self, item: Item) -> Tensor:
         return final_hidden(self.model, ids_of(item))
@@ -432,7 +465,6 @@ class EncoderInjection(Injection):
     allocation is tried, with a smaller sum until the budget holds.
     """
 
-    costs: dict[str, Tensor] = field(default_factory=dict, init=False)
     metric, tries, unit = "cosine", 6, "layer"
 
     def steps(self) -> int:
@@ -446,22 +478,21 @@ class EncoderInjection(Injection):
             worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
             self.costs[name] = torch.tensor([worst], dtype=torch.float64)
 
-    def search(self, before: dict[str, Tensor]) -> Allocation | None:
+    def search(self) -> Allocation | None:
+        before, _ = self.read(self.texts[1])
         for halvings in range(1 if self.pairs else self.tries):
             loss = MARGIN * self.budget / 2**halvings
             allocation = choose(
                 self.rules, self.losses_of(self.rules), self.length, pairs=self.pairs, loss=loss, cost=self.cost
             )
-            if self.fits(allocation, before):
+            self.attempt(allocation, before)
+            if self.pairs is not None or self.keeps(self.tried[-1][1]):
                 return allocation
         return None
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
         rules = rules or self.rules
         return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=self.cost)
-
-    def predicted(self) -> dict[str, Tensor]:
-        return self.costs
 
     def hidden(self, item: Item) -> Tensor:
         return embeddings(self.model, ids_of(item))
@@ -482,13 +513,3 @@ def embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def distance(before: Tensor, after: Tensor) -> float:
     """1 - cosine of embeddings [B, e], mean over passages."""
     return 1 - F.cosine_similarity(after, before).mean().item()
-
-
-def reweighted(weights: dict[str, float], losses: Losses) -> dict[str, float]:
-    """More weight for the texts that lose more than the mean.
-
-    The root of how much more they lose, at most twice the weight a step: with the whole of it texts and answers took
-    turns at losing most.
-    """
-    mean = max(sum(max(x, 0.0) for x in losses.values()) / len(losses), 1e-6)
-    return {name: w * math.sqrt(min(4.0, max(0.25, losses[name] / mean))) for name, w in weights.items()}

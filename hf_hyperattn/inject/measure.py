@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
-from .gradients import Spans, attention_gradients, predicted_of
+from .gradients import Spans, attention_gradients, loss_of, predicted_of
 from .kept import Kept, fingerprint
 from .rules import CHUNK, CandidateRule
 
@@ -151,7 +152,7 @@ def measure(
 
     patch_model(model, rules[0].base_config(), mode="blend")  # gates at 0: the attention is the model's own
     try:
-        result.loss = attention_gradients(model, ids, on_gradient, spans)
+        result.loss = attention_gradients(model, ids, on_gradient, partial(loss_of, ids=ids, spans=spans))
     finally:
         unpatch_model(model)
     result.order(seen[::-1])  # the last layer came first

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import hub_cards
 from hf_hyperattn.cli import build_parser, main
 from hf_hyperattn.cli.inject_task import public_command
 from hf_hyperattn.inject import Allocation, CandidateRule, choose, hsa, measure
-from hf_hyperattn.inject.gradients import attention_gradients
+from hf_hyperattn.inject.gradients import attention_gradients, loss_of
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
@@ -103,7 +104,9 @@ def test_gradients_are_those_of_plain_autograd(model):
     ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0))
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
-    loss = attention_gradients(model, ids, lambda name, call, out, g: seen.update({name: (out, g)}))
+    loss = attention_gradients(
+        model, ids, lambda name, call, out, g: seen.update({name: (out, g)}), partial(loss_of, ids=ids)
+    )
     hf_hyperattn.unpatch_model(model)
     assert loss == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-5)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -123,7 +126,7 @@ def test_slopes_are_the_gradient_along_the_change(model):
     settings = [HsaHeadRule((4,), EVERYTHING), HsaHeadRule((4, 16), 8, 2, 1, -1.0)]
     seen = {}
     hf_hyperattn.patch_model(model, hf_hyperattn.HsaConfig(), mode="blend")
-    attention_gradients(model, ids, lambda name, *rest: seen.update({name: rest}))
+    attention_gradients(model, ids, lambda name, *rest: seen.update({name: rest}), partial(loss_of, ids=ids))
     hf_hyperattn.unpatch_model(model)
     measured = measure(model, ids, settings, rows=128, keep_slopes=True)
     assert list(measured.costs) == list(seen)[::-1]

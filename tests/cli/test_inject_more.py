@@ -247,13 +247,6 @@ def test_from_which_length_it_pays(monkeypatch, ratios, start):
     assert never.start is None and max(never.seconds) == 512 and "not faster" in never.text()
 
 
-def test_what_is_lost_most_in_units_of_its_budget_weighs_more():
-    weights = injection.reweighted({"text": 1.0, "copying": 1.0}, {"text": 1.0, "copying": 3.0})
-    assert weights == pytest.approx({"text": 0.5**0.5, "copying": 1.5**0.5})
-    extreme = injection.reweighted({"text": 1.0, "copying": 1.0}, {"text": -1.0, "copying": 1e9})
-    assert extreme == pytest.approx({"text": 0.5, "copying": 2**0.5})
-
-
 @pytest.mark.parametrize("bos", [False, True])
 def test_every_part_begins_with_the_bos_token_of_the_tokenizer(tmp_path, bos):
     """As the model reads texts elsewhere; a model that expects it is another one without it."""

@@ -3,6 +3,7 @@
 import gc
 import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
-from hf_hyperattn.inject.gradients import attention_gradients
+from hf_hyperattn.inject.gradients import attention_gradients, loss_of
 from hf_hyperattn.inject.measure import sample
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseConfig, Window
@@ -40,7 +41,7 @@ def ids():
 def seen_calls(model, ids, **more):
     calls = {}
     ha.patch_model(model, SparseConfig(Exact()), mode="blend")
-    attention_gradients(model, ids, lambda name, *rest: calls.update({name: rest}), **more)
+    attention_gradients(model, ids, lambda name, *rest: calls.update({name: rest}), partial(loss_of, ids=ids, **more))
     ha.unpatch_model(model)
     return calls
 
@@ -50,7 +51,10 @@ def test_no_layer_stays_in_memory(model, ids):
     seen = []
     ha.patch_model(model, SparseConfig(Exact()), mode="blend")
     attention_gradients(
-        model, ids, lambda _, call, out, g: seen.extend(map(weakref.ref, (call.query, call.key, out, g)))
+        model,
+        ids,
+        lambda _, call, out, g: seen.extend(map(weakref.ref, (call.query, call.key, out, g))),
+        partial(loss_of, ids=ids),
     )
     ha.unpatch_model(model)
     gc.collect()

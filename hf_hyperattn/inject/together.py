@@ -1,0 +1,87 @@
+"""What heads lose together: the loss of a whole allocation, shared out among the heads that make it.
+
+`measure` finds what a rule loses at one head while all others are exact. What several lose is not the sum: one head may
+find what another one no longer sees, and errors of the same direction add up. So the allocation is put into the model,
+and with o the output of a head under its rule, o' that of ordinary attention for the same queries, keys and values, and
+G the gradient by o of KL(model as it was ‖ model as allocated), the head's part is
+
+    ½ Σ G·(o - o')
+
+over all queries. Where KL is a quadratic form of the changes, as it nearly is where they are small, the parts of all
+heads add up to it. KL has no noise of the text's own tokens in it, as the loss has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..mechanisms.base import HostCall, Plan
+from .allocate import Allocation
+from .gradients import Head, Spans, attention_gradients, divergence
+from .rules import CandidateRule
+
+#: By layer, a number for each head.
+ByHead = dict[str, Tensor]
+#: A correction at once is no more than this, nor less than one by it: parts are of a few texts.
+MOST = 8.0
+
+
+def loss_parts(model: nn.Module, ids: Tensor, teacher: Tensor, spans: Spans | None = None) -> tuple[Tensor, ByHead]:
+    """What every head of an allocation has to do with what is lost on one text.
+
+    Args:
+        model: causal, patched with the allocation.
+        ids: token ids [N].
+        teacher: final hidden states [N, e] of the model as it was.
+        spans: (start, stop) of the tokens whose prediction counts; None: all.
+
+    Returns:
+        The final hidden states [N, e], and by patched layer [H] nats a token that counts.
+    """
+    parts: ByHead = {}
+    seen: list[Tensor] = []
+
+    def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
+        with torch.no_grad():
+            ordinary, _ = Plan.of(call).run()
+            parts[name] = 0.5 * (gradient * (out - ordinary)).double().sum((0, 2, 3)).cpu()
+
+    def loss(head: Head, hidden: Tensor) -> tuple[float, Tensor | None]:
+        seen.append(hidden.detach())
+        return divergence(head, hidden, teacher, spans=spans)
+
+    attention_gradients(model, ids, on_gradient, loss)
+    return seen[0], parts
+
+
+def corrected(
+    losses: Mapping[str, Tensor], rules: Sequence[CandidateRule], allocation: Allocation, parts: ByHead, power: float
+) -> dict[str, Tensor]:
+    """What rules lose, with every head's in proportion to what it was found to lose together with the others.
+
+    Args:
+        losses: by layer [H, C]. rules: the C candidates. allocation: which of them every head had.
+        parts: by patched layer [H], as `loss_parts` finds them.
+        power: of how much more or less a head loses than it was thought to, over what all heads do: 1 for the whole of
+            it, less where parts are of few texts.
+
+    Returns:
+        By layer [H, C]. A head that was exact keeps what it had.
+    """
+    column = {rule: i for i, rule in enumerate(rules)}
+    thought, found = {}, {}
+    for name in allocation.sparse:
+        chosen = [(h, rule) for h, rule in enumerate(allocation.layers[name])]
+        lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in chosen]
+        thought[name], found[name] = torch.tensor(lost, dtype=torch.float64), parts[name]
+    usual = sum(p.sum().item() for p in found.values()) / sum(t.sum().item() for t in thought.values())
+    if usual <= 0:  # nothing is lost
+        return dict(losses)
+    changed = dict(losses)
+    for name, lost in thought.items():
+        more = (found[name] / (usual * lost).clamp_min(1e-30)).clamp(1 / MOST, MOST) ** power
+        changed[name] = losses[name] * torch.where(lost > 0, more, 1.0)[:, None]
+    return changed
