@@ -8,6 +8,7 @@ from .heal import Healing
 from .measure import Sensitivity, measure
 from .retrieval import Example, Score, examples
 from .rules import CandidateRule
+from .together import corrected, loss_parts
 from .verify import Verified, verify
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "CandidateRule",
     "Verified",
     "choose",
+    "corrected",
     "examples",
+    "loss_parts",
     "measure",
     "predicted_losses",
     "verify",

@@ -74,12 +74,13 @@ def corrected(
     column = {rule: i for i, rule in enumerate(rules)}
     thought, found = {}, {}
     for name in allocation.sparse:
-        chosen = [(h, rule) for h, rule in enumerate(allocation.layers[name])]
+        chosen = enumerate(allocation.layers[name])
         lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in chosen]
         thought[name], found[name] = torch.tensor(lost, dtype=torch.float64), parts[name]
-    usual = sum(p.sum().item() for p in found.values()) / sum(t.sum().item() for t in thought.values())
-    if usual <= 0:  # nothing is lost
+    whole, expected = (sum(x.sum().item() for x in by_head.values()) for by_head in (found, thought))
+    if whole <= 0 or expected <= 0:
         return dict(losses)
+    usual = whole / expected
     changed = dict(losses)
     for name, lost in thought.items():
         more = (found[name] / (usual * lost).clamp_min(1e-30)).clamp(1 / MOST, MOST) ** power

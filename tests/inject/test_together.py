@@ -1,0 +1,122 @@
+"""What heads lose together, against the gradient of gates, and what is made of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_hyperattn as ha
+from hf_hyperattn.inject import Allocation, choose
+from hf_hyperattn.inject.gradients import final_hidden
+from hf_hyperattn.inject.hsa import HsaHeadRule
+from hf_hyperattn.inject.sparse import SparseHeadRule
+from hf_hyperattn.inject.together import MOST, corrected, loss_parts
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
+from tests.cli import tiny
+
+LENGTH, HEADS = 128, 4
+EXACT = SparseHeadRule(Exact())
+SPARSE = [SparseHeadRule(rule) for rule in (Window(8, 2), Pages(4, 2, 4, 2), Window(16, 0))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+
+
+def loaded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor(tiny.tokenizer()("a fox that jumps over one lazy dog is quick. " * 9).input_ids[:LENGTH])
+    return model, ids
+
+
+def kl_of(model, ids, teacher, counted):
+    """Written anew: KL(teacher ‖ model) in nats a token that counts."""
+    log_q = model(ids[None]).logits[0, counted].double().log_softmax(-1)
+    return (teacher[counted].exp() * (teacher[counted] - log_q)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("spans", [None, ((20, 30), (100, LENGTH))])
+@pytest.mark.parametrize(
+    "heads", [(SPARSE[0], SPARSE[1], EXACT, SPARSE[2]), (HsaHeadRule((4,), 8, 1, 2, 0.0),) * HEADS]
+)
+def test_parts_are_half_the_gradient_of_gates_that_are_one(folder, heads, spans):
+    """A gate g makes o' + g·(o - o') of a head, so that the gradient by it is Σ G·(o - o')."""
+    model, ids = loaded(folder)
+    count = len(model.model.layers)
+    names = [f"model.layers.{i}.self_attn" for i in range(count - 1)]  # the last layer stays exact
+    allocation = Allocation(
+        {**dict.fromkeys(names, heads), f"model.layers.{count - 1}.self_attn": (EXACT,) * 4}, LENGTH
+    )
+    with torch.no_grad():
+        hidden, teacher = final_hidden(model, ids), model(ids[None]).logits[0].double().log_softmax(-1)
+    ha.patch_model(model, allocation.config())
+    found_hidden, parts = loss_parts(model, ids, hidden, spans)
+    with torch.no_grad():
+        assert torch.allclose(found_hidden, final_hidden(model, ids), atol=1e-5)
+    ha.unpatch_model(model)
+    assert list(parts) == names[::-1] and all(p.shape == (HEADS,) for p in parts.values())
+
+    ha.patch_model(model, replace(allocation.config(), mode="blend"))
+    gates = {name: gate for name, gate in model.named_parameters() if name.endswith("gate")}
+    assert len(gates) == count - 1
+    for gate in gates.values():
+        gate.data.fill_(1.0)
+    counted = torch.arange(LENGTH)
+    if spans is not None:
+        counted = torch.cat([torch.arange(start - 1, stop - 1) for start, stop in spans])
+    kl_of(model, ids, teacher, counted).backward()
+    for name, gate in gates.items():
+        of_layer = next(parts[host] for host in names if name.startswith(host))
+        assert torch.allclose(of_layer, 0.5 * gate.grad.double(), rtol=1e-3, atol=1e-7)
+        assert of_layer.abs().max() > 1e-6 and (heads[2] != EXACT or of_layer[2].abs() < 1e-7)
+
+
+def test_parts_add_up_to_what_is_lost_where_little_is(folder):
+    """KL is a quadratic form there."""
+    model, ids = loaded(folder)
+    layers = {
+        f"model.layers.{i}.self_attn": (SparseHeadRule(Window(110, 2)),) * 4 for i in range(len(model.model.layers))
+    }
+    with torch.no_grad():
+        hidden, teacher = final_hidden(model, ids), model(ids[None]).logits[0].double().log_softmax(-1)
+    ha.patch_model(model, Allocation(layers, LENGTH).config())
+    _, parts = loss_parts(model, ids, hidden)
+    with torch.no_grad():
+        lost = kl_of(model, ids, teacher, torch.arange(LENGTH)).item()
+    assert sum(p.sum().item() for p in parts.values()) == pytest.approx(lost, rel=0.1) and lost > 0
+
+
+def test_heads_lose_in_proportion_to_what_they_were_found_to_lose():
+    """By hand: the parts are 6 of 4 that was thought, so 1.5 is usual; of both heads 4 / (1.5·2) and 2 / (1.5·2)."""
+    rules = [SPARSE[0], SPARSE[2]]
+    losses = {"a": torch.tensor([[2.0, 1.0], [5.0, 2.0], [1.0, 1.0]]).double(), "b": torch.ones(1, 2).double()}
+    allocation = Allocation({"a": (rules[0], rules[1], EXACT), "b": (EXACT,)}, LENGTH)
+    parts = {"a": torch.tensor([4.0, 2.0, 0.0]).double()}
+    whole = corrected(losses, rules, allocation, parts, 1.0)
+    more = torch.tensor([4 / 3, 2 / 3, 1.0]).double()
+    assert torch.allclose(whole["a"], losses["a"] * more[:, None]) and whole["b"] is losses["b"]
+    root = corrected(losses, rules, allocation, parts, 0.5)
+    assert torch.allclose(root["a"], losses["a"] * more.sqrt()[:, None])
+
+
+def test_a_correction_is_bounded():
+    """A head of which nothing was thought, one that gains, and no loss at all."""
+    losses = {"a": torch.tensor([[1e-9], [1.0], [1.0]]).double()}
+    allocation = Allocation({"a": (SPARSE[0],) * 3}, LENGTH)
+    found = corrected(losses, SPARSE[:1], allocation, {"a": torch.tensor([5.0, -1.0, 1.0]).double()}, 1.0)["a"]
+    assert found[0, 0] == pytest.approx(1e-9 * MOST) and found[1, 0] == pytest.approx(1 / MOST)
+    nothing = corrected(losses, SPARSE[:1], allocation, {"a": torch.zeros(3).double()}, 1.0)
+    assert torch.equal(nothing["a"], losses["a"])
+    thought_nothing = corrected({"a": torch.zeros(3, 1)}, SPARSE[:1], allocation, {"a": torch.ones(3).double()}, 1.0)
+    assert torch.equal(thought_nothing["a"], torch.zeros(3, 1))
+
+
+def test_a_head_that_matters_gets_more_pairs_after_the_correction():
+    losses = {"a": torch.tensor([[3.0, 1.0], [3.0, 1.0]]).double()}
+    rules = [SparseHeadRule(Window(8, 0)), SparseHeadRule(Window(32, 0))]
+    allocation = Allocation({"a": (rules[1], rules[1])}, LENGTH)
+    now = corrected(losses, rules, allocation, {"a": torch.tensor([4.0, 0.5]).double()}, 1.0)
+    pairs = (rules[0].share(LENGTH) + rules[1].share(LENGTH)) / 2
+    assert choose(rules, now, LENGTH, pairs=pairs).layers["a"] == (rules[1], rules[0])
