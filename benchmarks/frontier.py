@@ -8,7 +8,8 @@
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
 rule or exact attention for every head), and a budget of pairs. "By time" and "by bytes" are by head too, the budget a
 share of the time that stock's attention takes, or of the bytes of its keys and values that a cache has to keep: every
-rule's time is measured when its run begins, and kept.
+rule's time is measured when its run begins, and kept. "Together" is by head, corrected twice by what heads lose
+together on other windows of the texts that rules are measured on, as `hyperattn inject` does.
 
 What rules lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides
 needles; what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of
@@ -76,7 +77,11 @@ class Work:
             if cell.kind == "by time" and "times" not in entry:  # texts of one cell are read by one allocation
                 entry = {"texts": {}, "retrieval": {}, "seconds": [], "times": self.choices.times(cell)}
                 todo = self.todo(cell, entry)
-            allocation = self.choices.of(cell, entry.get("times"))
+            if cell.kind == "together":
+                rounds = entry.setdefault("rounds", [])
+                if not self.choices.lose_together(cell, rounds, lambda: self.say(cell, entry), until):
+                    return False
+            allocation = self.choices.of(cell, entry.get("times"), entry.get("rounds", ()))
             entry["pairs"] = None if allocation is None else allocation.pairs
             if allocation is None:
                 entry["none"] = "no rule of the method is cheap enough"
@@ -98,6 +103,11 @@ class Work:
             if cell.method != STOCK:
                 hf_hyperattn.unpatch_model(self.model)
         return True
+
+    def say(self, cell: Cell, entry: dict) -> None:
+        """Keep what heads lose together."""
+        keep(cell, entry)
+        print(cell.key, "rounds", [found["done"] for found in entry["rounds"]], flush=True)
 
     def todo(self, cell: Cell, entry: dict) -> list[tuple[str, str]]:
         """What is not there yet: texts, then tasks."""

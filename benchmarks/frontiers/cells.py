@@ -26,6 +26,8 @@ OTHER_COSTS = {"by time": (0.3, 0.2), "by bytes": (0.3, 0.5)}
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
 TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
+#: Chosen by head, corrected by what heads lose together.
+TOGETHER = ("rules with a kernel", "Quest, shared by 16", "Quest", "mean pages", "sinks and window")
 #: At 8,192 tokens: which methods are run, by kind.
 LONG = {
     "by head": (
@@ -41,6 +43,7 @@ LONG = {
         "sinks and window",
         "exact top-k",
     ),
+    "together": TOGETHER,
     "by time": ("rules with a kernel",),
     "by bytes": ("rules with a kernel",),
     "uniform": ("HSA", "Quest"),
@@ -88,10 +91,11 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
             for budget in BUDGETS[length]:
                 yield from (
                     Cell(length, method, kind, budget)
-                    for kind in ("by head", "uniform")
+                    for kind in ("by head", "together", "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
                     if length < 8192 or method in LONG[kind]
+                    if kind != "together" or method in TOGETHER
                 )
             for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
                 yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])

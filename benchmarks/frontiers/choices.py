@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_hyperattn.cli.smollm2 import cache_directory
-from hf_hyperattn.inject import Allocation, choose, measure, predicted_losses, retrieval
+from hf_hyperattn.inject import Allocation, choose, corrected, loss_parts, measure, predicted_losses, retrieval
 from hf_hyperattn.inject.costs import cost_of
+from hf_hyperattn.inject.gradients import final_hidden
+from hf_hyperattn.inject.injection import POWERS
+from hf_hyperattn.integration import patch_model, unpatch_model
 
 from .cells import RESULTS, ROOT, Cell
 from .rules import ABLATIONS, COLLECTIONS, METHODS, candidates, group_of
@@ -31,6 +35,10 @@ KEY_HEADS = 3  # of every layer of SmolLM2-135M
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
+#: Of what heads lose together on a text, and on answers: as budgets of 2 and 5 % weigh them in `hyperattn inject`.
+TEXT, ANSWER = 1 / 0.02, 1 / 0.05
+#: What is found in a round: how many texts are done, and by layer what each head lost on them together with the others.
+Round = dict[str, Any]
 
 
 def plain(source: str) -> str:
@@ -152,11 +160,54 @@ class Choices:
         cost = cost_of("time", rules, self.length)
         return [cost(rule, self.length) for rule in rules]
 
-    def of(self, cell: Cell, times: Sequence[float] | None = None) -> Allocation | None:
+    def read_together(self, number: int) -> list[tuple[torch.Tensor, Any, float]]:
+        """As `items`, for a round of what heads lose together: other windows of the texts, other needles."""
+        ids_of = tokens_of(self.tokenizer, measured_texts(), 0, 20_000 * number + self.length)
+        texts = {name: ids[20_000 * number :] for name, ids in ids_of.items()}
+        hay = list(texts.values())
+        answers = [retrieval.copying(hay[number], self.length)]
+        for i in range(2):
+            made = retrieval.mixture(self.tokenizer, hay[(number + i) % 3], self.length, seed=500 + 10 * number + i)
+            answers += [made] if made is not None else []
+        return [(ids, None, TEXT) for ids in hay] + [(e.ids, e.spans, ANSWER) for e in answers]
+
+    def lose_together(self, cell: Cell, rounds: list[Round], on_text: Callable[[], None], until: float) -> bool:
+        """Find what the heads of the choices so far lose together; whether that is done.
+
+        Args:
+            rounds: what has been found, and is added to. on_text: called when a text is done.
+            until: the time to stop at.
+        """
+        for number in range(len(POWERS)):
+            if number == len(rounds):
+                rounds.append({"done": 0, "parts": {}})
+            found, items = rounds[number], self.read_together(number)
+            allocation = self.of(cell, rounds=rounds[:number])
+            if allocation is None:
+                return True
+            while found["done"] < len(items):
+                if time.monotonic() > until:
+                    return False
+                ids, spans, weight = items[found["done"]]
+                with torch.no_grad():
+                    stock = final_hidden(self.model, ids)
+                patch_model(self.model, allocation.config())
+                try:
+                    _, parts = loss_parts(self.model, ids, stock, spans)
+                finally:
+                    unpatch_model(self.model)
+                sums = {name: found["parts"].get(name, [0.0] * len(p)) for name, p in parts.items()}
+                found["parts"] = {n: [a + weight * b for a, b in zip(sums[n], p.tolist())] for n, p in parts.items()}
+                found["done"] += 1
+                on_text()
+        return True
+
+    def of(self, cell: Cell, times: Sequence[float] | None = None, rounds: Sequence[Round] = ()) -> Allocation | None:
         """The allocation of a cell; None where no rule of the method is cheap enough for all heads.
 
         Args:
             times: of a cell by time, as `times` measured them.
+            rounds: of a cell "together", as `lose_together` found them.
         """
         index = self.rules_of(cell)
         if not index:
@@ -171,6 +222,10 @@ class Choices:
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
         key_heads = dict.fromkeys(losses, KEY_HEADS)
         made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
+        for found, power in zip(rounds, POWERS):
+            parts = {name: torch.tensor(p, dtype=torch.float64) for name, p in found["parts"].items()}
+            losses = corrected(losses, rules, made, parts, power)
+            made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
         if made.cost > cell.budget * 1.01:
             return None
         change = ABLATIONS.get(cell.method, lambda rule: rule)
