@@ -70,7 +70,7 @@ def test_allocations_keep_their_budget():
         rules = [rule for heads in made.layers.values() for rule in heads]
         assert made.cost <= cell.budget * 1.01
         assert all(rule.is_exact or METHODS[cell.method](rule) for rule in rules)
-        assert cell.kind == "by head" or len(set(rules)) == 1
+        assert cell.kind in ("by head", "together") or len(set(rules)) == 1
         assert sum(counted(made).values()) == len(rules)
 
 
@@ -147,6 +147,52 @@ def test_an_allocation_by_bytes_keeps_what_the_dearest_of_three_heads_keeps():
     made = choices.of(Cell(8192, "rules with a kernel", "by bytes", 0.3))
     kept = [max(r.kept(8192) for r in h[i : i + 3]) for h in made.layers.values() for i in range(0, 9, 3)]
     assert 0.2 < sum(kept) / len(kept) <= 0.3
+
+
+class Together(Choices):
+    """Of a tiny model: two rules, and three texts a round."""
+
+    def __init__(self, model):
+        self.model, self.length = model, 64
+        self.rules = [SparseHeadRule(Window(8, 2)), SparseHeadRule(Window(24, 2))]
+        self.names = [f"model.layers.{i}.self_attn" for i in range(2)]
+
+    def losses(self, index):
+        return {name: torch.tensor([[2.0, 1.0]] * 4).double()[:, index] for name in self.names}
+
+    def read_together(self, number):
+        ids = lambda i: torch.randint(64, (64,), generator=torch.Generator().manual_seed(10 * number + i))
+        return [(ids(0), None, 50.0), (ids(1), ((20, 40),), 20.0), (ids(2), ((50, 64),), 20.0)]
+
+
+def test_what_heads_lose_together_is_found_text_by_text_and_gone_on_with():
+    cell, choices = Cell(64, "rules with a kernel", "together", 0.4), Together(llama())
+    whole, cut, seen = [], [], []
+    assert choices.lose_together(cell, whole, lambda: seen.append(1), math.inf) and len(seen) == 6
+    assert [found["done"] for found in whole] == [3, 3]
+
+    def stop():
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            choices.lose_together(cell, cut, stop, math.inf)
+        assert not any("hyper" in name for name, _ in choices.model.named_modules())
+    assert not choices.lose_together(cell, cut, stop, 0.0)  # no time is left
+    assert choices.lose_together(cell, cut, lambda: None, math.inf) and cut == whole
+    assert all(len(parts) == 4 for found in whole for parts in found["parts"].values())
+
+
+def test_a_head_that_loses_more_together_gets_a_rule_that_loses_less():
+    choices = Together(None)
+    losses = {name: torch.tensor([[2.0, 1.0]] * 4).double() for name in choices.names}
+    choices.losses = lambda index: {name: costs[:, index] for name, costs in losses.items()}
+    cell = Cell(64, "rules with a kernel", "together", 0.5)
+    parts = {name: [0.1, 0.1, 0.1, 4.0] for name in choices.names}
+    first, then = choices.of(cell), choices.of(cell, rounds=[{"done": 3, "parts": parts}])
+    share = lambda made, head: sum(heads[head].share(64) for heads in made.layers.values())
+    assert share(then, 3) > share(then, 0) and then.pairs <= 0.5
+    assert share(then, 3) - share(then, 0) > share(first, 3) - share(first, 0)
 
 
 def test_a_healed_cell_waits_for_its_adapter(tmp_path, monkeypatch, capsys):
