@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 
 from hf_hyperattn.cli.smollm2 import cache_directory
 from hf_hyperattn.inject import Allocation, choose, corrected, loss_parts, measure, predicted_losses, retrieval
+from hf_hyperattn.inject.causal import POWERS
 from hf_hyperattn.inject.costs import cost_of
 from hf_hyperattn.inject.gradients import final_hidden
-from hf_hyperattn.inject.injection import POWERS
 from hf_hyperattn.integration import patch_model, unpatch_model
 
 from .cells import RESULTS, ROOT, Cell

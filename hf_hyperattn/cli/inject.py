@@ -14,7 +14,9 @@ from hyperattn_cli import MECHANISMS, nearest
 
 from ..folders import check_replaceable
 from ..inject import Allocation, hsa, sparse
-from ..inject.injection import RETRIEVAL, CausalInjection, EncoderInjection, Losses, ids_of
+from ..inject.causal import RETRIEVAL, CausalInjection
+from ..inject.encoder import EncoderInjection
+from ..inject.injection import Losses, ids_of
 from ..inject.pays import Pays, faster, pays_from
 from ..integration.checkpoint_files import errors_as
 from . import device_map

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..analysis import perplexity
-from ..inject.injection import distance, embeddings
+from ..inject.encoder import distance, embeddings
 from ..integration.checkpoint_files import class_of, errors_as
 from ..integration.collaborative.conversion import report, share_heads
 from ..mechanisms.collaborative.config import CollaborativeConfig

@@ -72,17 +72,17 @@ def corrected(
         By layer [H, C]. A head that was exact keeps what it had.
     """
     column = {rule: i for i, rule in enumerate(rules)}
-    thought, found = {}, {}
-    for name in allocation.sparse:
-        chosen = enumerate(allocation.layers[name])
-        lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in chosen]
-        thought[name], found[name] = torch.tensor(lost, dtype=torch.float64), parts[name]
+    thought: ByHead = {}
+    for name, chosen in allocation.sparse.items():
+        lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in enumerate(chosen)]
+        thought[name] = torch.tensor(lost, dtype=torch.float64)
+    found = {name: parts[name] for name in thought}
     whole, expected = (sum(x.sum().item() for x in by_head.values()) for by_head in (found, thought))
     if whole <= 0 or expected <= 0:
         return dict(losses)
     usual = whole / expected
     changed = dict(losses)
-    for name, lost in thought.items():
-        more = (found[name] / (usual * lost).clamp_min(1e-30)).clamp(1 / MOST, MOST) ** power
-        changed[name] = losses[name] * torch.where(lost > 0, more, 1.0)[:, None]
+    for name, at in thought.items():
+        more = (found[name] / (usual * at).clamp_min(1e-30)).clamp(1 / MOST, MOST) ** power
+        changed[name] = losses[name] * torch.where(at > 0, more, 1.0)[:, None]
     return changed

@@ -14,7 +14,7 @@ from hf_hyperattn.cli import inject as command
 from hf_hyperattn.cli import main
 from hf_hyperattn.cli.inject_task import prepare
 from hf_hyperattn.inject import costs, hsa, pays, sparse
-from hf_hyperattn.inject.injection import CausalInjection
+from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Pages, Window
 

@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_hyperattn.inject import hsa
-from hf_hyperattn.inject.injection import EncoderInjection
+from hf_hyperattn.inject.encoder import EncoderInjection
 
 
 class Quiet:

@@ -12,7 +12,8 @@ from packaging.version import Version
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import hsa
-from hf_hyperattn.inject.injection import CausalInjection, EncoderInjection
+from hf_hyperattn.inject.causal import CausalInjection
+from hf_hyperattn.inject.encoder import EncoderInjection
 
 from .collaborative import quiet
 from .models import TEXT

@@ -1,0 +1,75 @@
+"""Injection into an encoder of text: rules by layer, chosen by what its embeddings lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..integration.hosts import find_hosts
+from .allocate import Allocation, choose
+from .gradients import to_model
+from .injection import MARGIN, Injection, Item, ids_of
+from .rules import CandidateRule
+
+
+@dataclass
+class EncoderInjection(Injection):
+    """Of an encoder of text: rules by layer; the loss is 1 - cosine of mean-pooled embeddings.
+
+    What a layer loses is measured under each rule alone. What several lose together is more than the sum, so that the
+    allocation is tried, with a smaller sum until the budget holds.
+    """
+
+    metric, tries, unit = "cosine", 6, "layer"
+
+    def steps(self) -> int:
+        return len(self.texts[0]) * (len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4)
+
+    def measure(self) -> None:
+        plain, _ = self.read(self.texts[0])
+        for name, _ in find_hosts(self.model):
+            self.progress.describe(f"measuring {name}")
+            alone = (Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals))
+            worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
+            self.costs[name] = torch.tensor([worst], dtype=torch.float64)
+
+    def search(self) -> Allocation | None:
+        before, _ = self.read(self.texts[1])
+        for halvings in range(1 if self.pairs else self.tries):
+            loss = MARGIN * self.budget / 2**halvings
+            allocation = choose(
+                self.rules, self.losses_of(self.rules), self.length, pairs=self.pairs, loss=loss, cost=self.cost
+            )
+            self.attempt(allocation, before)
+            if self.pairs is not None or self.keeps(self.tried[-1][1]):
+                return allocation
+        return None
+
+    def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
+        rules = rules or self.rules
+        return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=self.cost)
+
+    def hidden(self, item: Item) -> Tensor:
+        return embeddings(self.model, ids_of(item))
+
+    def value(self, hidden: Tensor, item: Item) -> Tensor:
+        return hidden
+
+    def scores(self, before: Tensor, after: Tensor) -> tuple[float, float, float]:
+        loss = distance(before, after)
+        return 1.0, 1 - loss, loss
+
+
+def embeddings(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Mean-pooled last hidden states [B, e] of passages [B, N]."""
+    return model.base_model(to_model(ids, model)).last_hidden_state.float().mean(1)
+
+
+def distance(before: Tensor, after: Tensor) -> float:
+    """1 - cosine of embeddings [B, e], mean over passages."""
+    return 1 - F.cosine_similarity(after, before).mean().item()
