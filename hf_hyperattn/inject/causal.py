@@ -17,10 +17,11 @@ from .allocate import Allocation, choose, predicted_losses
 from .costs import cost_of
 from .gradients import final_hidden, head_of, loss_of
 from .injection import Injection, Item, Losses, ids_of
+from .kept import Kept, fingerprint
 from .measure import Sensitivity, measure
 from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, score_hidden
 from .rules import CandidateRule
-from .together import corrected, loss_parts
+from .together import ByHead, corrected, loss_parts
 
 LAYER_STEPS = 10  # progress steps of the measurement of a layer; a pass over a text is one
 TRIES_AT_PAIRS = 3  # choices at one share of the pairs
@@ -29,6 +30,8 @@ POWERS = (0.75, 0.5)
 #: Passes that the parts of all heads take, in progress steps.
 PARTS = 4
 USUAL_RETRIEVAL_BUDGET = 0.05
+#: Of the file that keeps what heads lose together on a text: its name, and that of the text's score among layers.
+TOGETHER, SCORE = "together", "score"
 RETRIEVAL = ("copying", "mixture", *TASKS)
 
 
@@ -141,18 +144,34 @@ class CausalInjection(Injection):
         after: dict[str, Score] = {}
         sums: dict[str, Tensor] = {}
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together")
-        self.patch(allocation)
-        try:
-            for name, item in self.texts[1].items():
-                hidden, parts = loss_parts(self.model, ids_of(item), stock[name], getattr(item, "spans", None))
-                after[name] = self.value(hidden, item)
-                weight = 1 / self.budget_of(name)
-                sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
-                self.progress.advance(PARTS)
-        finally:
-            unpatch_model(self.model)
+        for name, item in self.texts[1].items():
+            after[name], parts = self.parts(allocation, item, stock[name])
+            weight = 1 / self.budget_of(name)
+            sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
+            self.progress.advance(PARTS)
         self.tried.append((allocation, self.losses(before, after)))
         self.costs = corrected(self.costs, [*self.rules, *self.rivals], allocation, sums, power)
+
+    def parts(self, allocation: Allocation, item: Item, stock: Tensor) -> tuple[Score, ByHead]:
+        """The score of a text under an allocation, and every head's part of what is lost; kept as measurements are."""
+        ids, spans = ids_of(item), getattr(item, "spans", None)
+        kept, found = None, None
+        if self.folder is not None:
+            rules = [rule for heads in allocation.layers.values() for rule in heads]
+            options = {"layers": list(allocation.layers), "spans": None if spans is None else [list(s) for s in spans]}
+            kept = Kept(Path(self.folder) / fingerprint(self.model, ids, rules, **options))
+            found = kept.read(TOGETHER) if self.resume else None
+        if found is None:
+            self.patch(allocation)
+            try:
+                hidden, parts = loss_parts(self.model, ids, stock, spans)
+            finally:
+                unpatch_model(self.model)
+            score = self.value(hidden, item)
+            found = parts | {SCORE: torch.tensor([score.nats, score.exact], dtype=torch.float64)}
+            if kept:
+                kept.write(TOGETHER, found)
+        return Score(*found.pop(SCORE).tolist()), found
 
     def in_budgets(self, losses: Losses) -> Losses:
         """In units of their budgets."""

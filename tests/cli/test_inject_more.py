@@ -156,15 +156,22 @@ def test_a_slower_model_is_not_called_faster(capsys, folder, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_resuming_measures_nothing_again(capsys, folder, monkeypatch):
-    module, count = sys.modules["hf_hyperattn.inject.measure"], []
-    inner = module.compare
-    monkeypatch.setattr(module, "compare", lambda *a: count.append(1) or inner(*a))
-    counts = []
+    """Neither what rules lose alone nor what choices lose together, and the choice is the same."""
+    count = []
+    for name, function in (("measure", "compare"), ("causal", "loss_parts")):
+        module = sys.modules[f"hf_hyperattn.inject.{name}"]
+        inner = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *a, n=name, inner=inner: count.append(n) or inner(*a))
+    counts, printed = [], []
     for more in ((), ("--resume",), ("--resume", "--seed", "4"), ()):
         count.clear()
-        assert inject(capsys, folder, "--pairs", "0.6", "--allow-slower", *more)[0] == 0
-        counts.append(len(count))
-    assert counts[0] == counts[3] > 0 and counts[1] == 0 and counts[2] == counts[0]
+        code, out, _ = inject(capsys, folder, "--pairs", "0.6", "--allow-slower", *more)
+        assert code == 0
+        counts.append((count.count("measure"), count.count("causal")))
+        printed.append(out[out.index("Tried") : out.index("Held-out")])
+    assert counts[0] == counts[3] and min(counts[0]) > 0 and counts[1] == (0, 0)
+    assert counts[2][0] == counts[0][0] and counts[2][1] > 0  # texts are the same, needles are others
+    assert printed[0] == printed[1] == printed[3]
 
 
 def test_rivals_have_no_more_pairs_and_the_model_is_as_it_was(capsys, folder, tmp_path):
