@@ -71,8 +71,9 @@ class Cell:
 
     @property
     def passes(self) -> int:
-        """Of the model, over texts and examples."""
-        return 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
+        """Of the model, over texts and examples; a text of a round of "together" takes as long as five."""
+        rounds = 2 * 6 * 5 if self.kind == "together" else 0
+        return rounds + 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
 
     def is_whole(self, entry: dict | None) -> bool:
         """Whether nothing of it is left to do."""

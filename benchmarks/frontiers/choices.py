@@ -37,7 +37,8 @@ ROWS = {2048: 384, 8192: 240}  # queries measured a text
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
 #: Of what heads lose together on a text, and on answers: as budgets of 2 and 5 % weigh them in `hyperattn inject`.
 TEXT, ANSWER = 1 / 0.02, 1 / 0.05
-#: What is found in a round: how many texts are done, and by layer what each head lost on them together with the others.
+#: What is found in a round: of which choice, how many texts are done, and by layer what each head lost on them together
+#: with the others.
 Round = dict[str, Any]
 
 
@@ -179,12 +180,14 @@ class Choices:
             until: the time to stop at.
         """
         for number in range(len(POWERS)):
-            if number == len(rounds):
-                rounds.append({"done": 0, "parts": {}})
-            found, items = rounds[number], self.read_together(number)
             allocation = self.of(cell, rounds=rounds[:number])
             if allocation is None:
                 return True
+            if number < len(rounds) and rounds[number]["of"] != digest_of(allocation):
+                del rounds[number:]  # rules were measured anew in between
+            if number == len(rounds):
+                rounds.append({"of": digest_of(allocation), "done": 0, "parts": {}})
+            found, items = rounds[number], self.read_together(number)
             while found["done"] < len(items):
                 if time.monotonic() > until:
                     return False
@@ -222,15 +225,20 @@ class Choices:
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
         key_heads = dict.fromkeys(losses, KEY_HEADS)
         made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
+        if made.cost > cell.budget * 1.01:
+            return None
         for found, power in zip(rounds, POWERS):
             parts = {name: torch.tensor(p, dtype=torch.float64) for name, p in found["parts"].items()}
             losses = corrected(losses, rules, made, parts, power)
             made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
-        if made.cost > cell.budget * 1.01:
-            return None
         change = ABLATIONS.get(cell.method, lambda rule: rule)
         layers = {n: tuple(r if r.is_exact else change(r) for r in heads) for n, heads in made.layers.items()}
         return Allocation(layers, self.length)
+
+
+def digest_of(allocation: Allocation) -> str:
+    """32 hexadecimal digits of which rule every head has."""
+    return hashlib.sha256(repr(dict(allocation.layers)).encode()).hexdigest()[:32]
 
 
 def counted(allocation: Allocation) -> dict[str, int]:

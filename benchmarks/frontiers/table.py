@@ -9,6 +9,9 @@ from hf_hyperattn.inject import retrieval
 from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of
 from .rules import METHODS
 
+#: How a kind of choice is drawn.
+STYLES = {"by head": "o-", "together": "*-", "by time": "s:", "by bytes": "d:", "uniform": "x--"}
+
 
 def table(result: dict, length: int) -> str:
     """A Markdown table of a length."""
@@ -60,7 +63,7 @@ def figure_of(result: dict):
     )
     for length, axes in zip(lengths, figure.subplots(1, len(lengths), squeeze=False)[0], strict=True):
         for method, colour in colours.items():
-            for kind, style in (("by head", "o-"), ("by time", "s:"), ("by bytes", "d:"), ("uniform", "x--")):
+            for kind, style in STYLES.items():
                 rows = [row for row in rows_of(result, length) if (row[0].method, row[0].kind) == (method, kind)]
                 points = sorted((e["pairs"], 100 * statistics.mean(r.values())) for _, e, r in rows)
                 if points:

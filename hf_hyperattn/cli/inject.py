@@ -157,7 +157,7 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     what = "held-out text" if kind == "texts" else "retrieval task"
     return (f"{what} {name} loses {said}, more than the budget of {budgets[kind]:g}, and so with all safer candidates "
             f"({len(report['refused'])} verified): nothing is written; use longer texts of the same kinds, or a larger "
-            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures nothing again")  # fmt: skip
+            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures no rule again")  # fmt: skip
 
 
 def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:

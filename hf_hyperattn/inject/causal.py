@@ -94,7 +94,8 @@ class CausalInjection(Injection):
                 f"{type(self.model).__name__}: no layer attends causally to all of {self.length} tokens; allowed: "
                 "models without sliding windows as short, soft caps or position biases"
             )
-        self.costs = predicted_losses(self.measured)
+        self.alone = predicted_losses(self.measured)
+        self.costs = self.losses_of(self.rules)
         hosts = [host_facts(n, host, 0) for n, host in find_hosts(self.model) if n in self.measured[0].costs]
         self.key_heads = {host.name: host.kv_heads for host in hosts}
         if self.cost == "time":  # once, so that all choices of this run know the same
@@ -103,10 +104,9 @@ class CausalInjection(Injection):
             self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        """The allocation of least predicted loss at a share of the cost."""
-        rules = rules or self.rules
+        rules, losses = (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
         named = self.times if self.cost == "time" else self.cost
-        return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
+        return choose(rules, losses, self.length, pairs=pairs, cost=named, key_heads=self.key_heads)
 
     def search(self) -> Allocation | None:
         """As in `Injection`. What the first choices lose together corrects what rules are expected to lose.
@@ -116,16 +116,19 @@ class CausalInjection(Injection):
         with torch.no_grad():
             stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
             before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
+        self.progress.advance(len(stock))
         best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
         for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
             allocation = self.choose(pairs)
             if i < len(POWERS):
                 self.correct(allocation, before, stock, POWERS[i])
             else:
+                stock.clear()
                 self.attempt(allocation, before)
-            if self.pairs is None:
-                fits = self.keeps(self.tried[-1][1])
-                best, low, high = (allocation, low, pairs) if fits else (best, pairs, high)
+            if self.pairs is None and self.keeps(self.tried[-1][1]):
+                best, high = allocation, pairs
+            elif i >= len(POWERS):  # before, what failed may hold by costs that are corrected
+                low = pairs
             pairs = self.pairs or math.sqrt(max(low, high / 4) * high)
         if self.pairs is None:
             return best
@@ -150,7 +153,7 @@ class CausalInjection(Injection):
             sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
             self.progress.advance(PARTS)
         self.tried.append((allocation, self.losses(before, after)))
-        self.costs = corrected(self.costs, [*self.rules, *self.rivals], allocation, sums, power)
+        self.costs = corrected(self.costs, self.rules, allocation, sums, power)
 
     def parts(self, allocation: Allocation, item: Item, stock: Tensor) -> tuple[Score, ByHead]:
         """The score of a text under an allocation, and every head's part of what is lost; kept as measurements are."""
@@ -167,7 +170,8 @@ class CausalInjection(Injection):
                 hidden, parts = loss_parts(self.model, ids, stock, spans)
             finally:
                 unpatch_model(self.model)
-            score = self.value(hidden, item)
+            with torch.no_grad():
+                score = self.value(hidden, item)
             found = parts | {SCORE: torch.tensor([score.nats, score.exact], dtype=torch.float64)}
             if kept:
                 kept.write(TOGETHER, found)
@@ -178,7 +182,7 @@ class CausalInjection(Injection):
         return {name: loss / self.budget_of(name) for name, loss in losses.items()}
 
     def budget_of(self, name: str) -> float:
-        """Of a text or task, one where any loss is allowed too."""
+        """The bar of a text or task; where there is none, the usual one of retrieval."""
         return self.bar(name) or USUAL_RETRIEVAL_BUDGET
 
     def compared(self) -> dict[str, Item]:
@@ -204,10 +208,10 @@ class CausalInjection(Injection):
 
     def losses(self, before: dict[str, Score], after: dict[str, Score]) -> Losses:
         """By text, and by task of retrieval."""
-        before, after = self.together(before), self.together(after)
+        before, after = self.of_tasks(before), self.of_tasks(after)
         return super().losses(before, after)
 
-    def together(self, scores: dict[str, Score]) -> dict[str, Score]:
+    def of_tasks(self, scores: dict[str, Score]) -> dict[str, Score]:
         """The scores of the examples of a task as one."""
         part = next(texts for texts in self.texts if scores.keys() <= texts.keys())
         items = {name: item for name, item in part.items() if isinstance(item, Example)}
@@ -215,7 +219,7 @@ class CausalInjection(Injection):
         return {name: value for name, value in scores.items() if name not in items} | tasks
 
     def verified(self, before: dict[str, Score], after: dict[str, Score]) -> dict[str, Any]:
-        first, last = self.together(before), self.together(after)
+        first, last = self.of_tasks(before), self.of_tasks(after)
         keys = ("before", "after", "loss")
         cost = {"name": self.cost, "share": self.allocation.cost}
         report: dict[str, dict[str, Any]] = {"cost": cost, "texts": {}, "retrieval": {}}

@@ -36,23 +36,22 @@ class EncoderInjection(Injection):
             self.progress.describe(f"measuring {name}")
             alone = (Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals))
             worst = [max(self.losses_under(allocation, 0, plain).values()) for allocation in alone]
-            self.costs[name] = torch.tensor([worst], dtype=torch.float64)
+            self.alone[name] = torch.tensor([worst], dtype=torch.float64)
+        self.costs = self.losses_of(self.rules)
 
     def search(self) -> Allocation | None:
         before, _ = self.read(self.texts[1])
         for halvings in range(1 if self.pairs else self.tries):
             loss = MARGIN * self.budget / 2**halvings
-            allocation = choose(
-                self.rules, self.losses_of(self.rules), self.length, pairs=self.pairs, loss=loss, cost=self.cost
-            )
+            allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost)
             self.attempt(allocation, before)
             if self.pairs is not None or self.keeps(self.tried[-1][1]):
                 return allocation
         return None
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        rules = rules or self.rules
-        return choose(rules, self.losses_of(rules), self.length, pairs=pairs, cost=self.cost)
+        rules, losses = (self.rules, self.costs) if rules is None else (rules, self.losses_of(rules))
+        return choose(rules, losses, self.length, pairs=pairs, cost=self.cost)
 
     def hidden(self, item: Item) -> Tensor:
         return embeddings(self.model, ids_of(item))

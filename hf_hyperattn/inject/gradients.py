@@ -28,7 +28,7 @@ OnGradient = Callable[[str, HostCall, Tensor, Tensor], None]
 #: (start, stop) of tokens, in order.
 Spans = Sequence[tuple[int, int]]
 Head = Callable[[Tensor], Tensor]
-#: Of the head and the final hidden states [N, e]: the loss, and its gradient by these.
+#: Of the head and the final hidden states [N, e]: the loss a token that counts, and by these the gradient of its sum.
 Loss = Callable[[Head, Tensor], tuple[float, Tensor | None]]
 PIECE = 512  # tokens whose logits are formed at a time
 FUNCTION = "_gradient_checkpointing_func"
@@ -102,10 +102,11 @@ def loss_of(
 def divergence(
     head: Head, hidden: Tensor, teacher: Tensor, gradient: bool = True, spans: Spans | None = None
 ) -> tuple[float, Tensor | None]:
-    """KL(teacher ‖ student) in nats, mean over tokens, and its gradient by the student's final hidden states [N, e].
+    """KL(teacher ‖ student) in nats a token that counts, and the gradient of its sum by what the student's head reads.
 
     Args:
-        spans: (start, stop) of the tokens whose prediction counts; None: of every token that may come next.
+        hidden, teacher: final hidden states [N, e].
+        spans: (start, stop) of the tokens whose prediction counts; None: all N predictions, also that after the text.
     """
     leaf, total = hidden.detach().requires_grad_(gradient), 0.0
     counted = torch.arange(len(leaf)) if spans is None else predicted_of(spans, len(leaf))
@@ -113,11 +114,11 @@ def divergence(
         with torch.no_grad():
             own = head(teacher[piece]).float().log_softmax(-1)
         student = head(leaf[piece]).float().log_softmax(-1)
-        loss = F.kl_div(student, own, reduction="sum", log_target=True) / len(counted)
+        loss = F.kl_div(student, own, reduction="sum", log_target=True)
         if gradient:
             loss.backward()
         total += loss.item()
-    return total, leaf.grad
+    return total / len(counted), leaf.grad
 
 
 def predicted_of(spans: Spans | None, length: int) -> Tensor:

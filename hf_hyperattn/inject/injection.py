@@ -48,7 +48,8 @@ class Injection(ABC):
     Attributes:
         tried: all allocations that were tried, with their losses on the texts to choose on.
         rejected: those that the held-out texts refused, with their losses there.
-        costs: by layer [H, C], what every rule is expected to lose, those of rivals last.
+        alone: by layer [H, C], what every rule was measured to lose at one head (of an encoder: layer) while all others
+            are exact, those of rivals last. costs: of `rules`, the same, corrected by what was tried.
         allocation: what the model is patched with in the end.
     """
 
@@ -62,6 +63,7 @@ class Injection(ABC):
     cost: CostName = "pairs"
     tried: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
     rejected: list[tuple[Allocation, Losses]] = field(default_factory=list, init=False)
+    alone: dict[str, Tensor] = field(default_factory=dict, init=False)
     costs: dict[str, Tensor] = field(default_factory=dict, init=False)
     allocation: Allocation = field(init=False)
     times: Cost | None = field(default=None, init=False)
@@ -203,13 +205,13 @@ class Injection(ABC):
 
     @abstractmethod
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:
-        """The allocation of least predicted loss at a share of the cost; of `rules`, where they are given."""
+        """The allocation of least predicted loss at a share of the cost; of `rules` by what they lose alone."""
 
     def losses_of(self, rules: Sequence[CandidateRule]) -> dict[str, Tensor]:
-        """What these rules are expected to cost."""
+        """What these rules lose alone."""
         all_ = [*self.rules, *self.rivals]
         columns = [all_.index(rule) for rule in rules]
-        return {name: costs[:, columns] for name, costs in self.costs.items()}
+        return {name: losses[:, columns] for name, losses in self.alone.items()}
 
     def compared(self) -> dict[str, Item]:
         """What rivals read."""
@@ -218,7 +220,8 @@ class Injection(ABC):
     def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
         """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
 
-        They are chosen by the same measurements as the allocation, which the model has afterwards. All read held-out
+        They are chosen by the measurements alone, without the corrections of the choice, which the model has
+        afterwards. All read held-out
         texts, causal models also copies of them, and needles of all kinds in one text ("mixture").
         """
         items = self.compared()
@@ -242,13 +245,13 @@ class Injection(ABC):
         for rule in (*self.rules, *self.rivals):
             families.setdefault(rule.family, []).append(rule)
         all_, made = [*self.rules, *self.rivals], {}
-        total = torch.stack([costs.sum(0) for costs in self.costs.values()]).sum(0)
+        total = torch.stack([losses.sum(0) for losses in self.alone.values()]).sum(0)
         of = self.times or cost_of(self.cost, all_, self.length)
         for family, rules in families.items():
             cheap = [rule for rule in rules if of(rule, self.length) <= self.allocation.cost]
             if cheap:
                 one = min(cheap, key=lambda rule: total[all_.index(rule)].item())
-                layers = {name: (one,) * len(costs) for name, costs in self.costs.items()}
+                layers = {name: (one,) * len(losses) for name, losses in self.alone.items()}
                 made[f"{family}, one for all"] = Allocation(layers, self.length)
                 made[f"{family}, by {self.unit}"] = self.choose(self.allocation.cost, rules)
         return made

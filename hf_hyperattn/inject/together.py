@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from ..mechanisms.base import HostCall, Plan
 from .allocate import Allocation
-from .gradients import Head, Spans, attention_gradients, divergence
+from .gradients import Head, Spans, attention_gradients, divergence, predicted_of
 from .rules import CandidateRule
 
 #: By layer, a number for each head.
 ByHead = dict[str, Tensor]
-#: A correction at once is no more than this, nor less than one by it: parts are of a few texts.
+#: The largest correction at once, up or down: parts are of a few texts.
 MOST = 8.0
 
 
@@ -43,11 +43,13 @@ def loss_parts(model: nn.Module, ids: Tensor, teacher: Tensor, spans: Spans | No
     """
     parts: ByHead = {}
     seen: list[Tensor] = []
+    counted = len(ids) if spans is None else len(predicted_of(spans, len(ids)))
 
     def on_gradient(name: str, call: HostCall, out: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
             ordinary, _ = Plan.of(call).run()
-            parts[name] = 0.5 * (gradient * (out - ordinary)).double().sum((0, 2, 3)).cpu()
+            change = gradient.float() * (out.float() - ordinary.float())
+            parts[name] = 0.5 / counted * change.sum((0, 2, 3), dtype=torch.float64).cpu()
 
     def loss(head: Head, hidden: Tensor) -> tuple[float, Tensor | None]:
         seen.append(hidden.detach())
@@ -69,9 +71,17 @@ def corrected(
             it, less where parts are of few texts.
 
     Returns:
-        By layer [H, C]. A head that was exact keeps what it had.
+        By layer [H, C]. A head that was exact keeps what it had; others lose up to `MOST` times as much, or as little.
+
+    Raises:
+        ValueError: the allocation has rules that are no candidates, or patched layers of which there are no parts.
     """
     column = {rule: i for i, rule in enumerate(rules)}
+    used = {rule for heads in allocation.sparse.values() for rule in heads if not rule.is_exact}
+    if strange := used - column.keys():
+        raise ValueError(f"corrected: {strange.pop()} is no candidate; allowed: the rules that losses are of")
+    if missing := allocation.sparse.keys() - parts.keys():
+        raise ValueError(f"corrected: no parts of {missing.pop()}; allowed: those of all layers that are patched")
     thought: ByHead = {}
     for name, chosen in allocation.sparse.items():
         lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in enumerate(chosen)]

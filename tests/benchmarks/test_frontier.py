@@ -8,13 +8,14 @@ import pytest
 import torch
 from frontiers import cells
 from frontiers.cells import STOCK, Cell, read_results
-from frontiers.choices import Choices, counted, plain
+from frontiers.choices import Choices, counted, digest_of, plain
 from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, candidates
 from frontiers.table import table
 from peft import get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.inject import Allocation
+from hf_hyperattn.inject import Allocation, loss_parts
+from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.integration import lora_config
 from hf_hyperattn.mechanisms.sparse import Exact, Window
@@ -180,7 +181,29 @@ def test_what_heads_lose_together_is_found_text_by_text_and_gone_on_with():
         assert not any("hyper" in name for name, _ in choices.model.named_modules())
     assert not choices.lose_together(cell, cut, stop, 0.0)  # no time is left
     assert choices.lose_together(cell, cut, lambda: None, math.inf) and cut == whole
-    assert all(len(parts) == 4 for found in whole for parts in found["parts"].values())
+    first, second = (choices.of(cell, rounds=whole[:n]) for n in (0, 1))
+    assert [found["of"] for found in whole] == [digest_of(first), digest_of(second)] and first != second
+    for found, allocation, number in zip(whole, (first, second), (0, 1)):
+        sums = {}
+        for ids, spans, weight in choices.read_together(number):
+            with torch.no_grad():
+                stock = final_hidden(choices.model, ids)
+            ha.patch_model(choices.model, allocation.config())
+            for name, parts in loss_parts(choices.model, ids, stock, spans)[1].items():
+                sums[name] = sums.get(name, 0) + weight * parts
+            ha.unpatch_model(choices.model)
+        assert found["parts"].keys() == sums.keys()
+        assert all(found["parts"][name] == pytest.approx(sums[name].tolist()) for name in sums)
+    whole[0]["of"] = "of another choice"
+    before = [found["parts"] for found in whole]
+    assert choices.lose_together(cell, whole, lambda: None, math.inf) and [f["parts"] for f in whole] == before
+
+
+def test_where_no_rule_is_cheap_enough_nothing_is_found_together():
+    choices, rounds = Together(llama()), []
+    cell = Cell(64, "rules with a kernel", "together", 0.05)
+    assert choices.lose_together(cell, rounds, lambda: None, math.inf) and rounds == []
+    assert choices.of(cell, rounds=rounds) is None
 
 
 def test_a_head_that_loses_more_together_gets_a_rule_that_loses_less():
@@ -189,7 +212,7 @@ def test_a_head_that_loses_more_together_gets_a_rule_that_loses_less():
     choices.losses = lambda index: {name: costs[:, index] for name, costs in losses.items()}
     cell = Cell(64, "rules with a kernel", "together", 0.5)
     parts = {name: [0.1, 0.1, 0.1, 4.0] for name in choices.names}
-    first, then = choices.of(cell), choices.of(cell, rounds=[{"done": 3, "parts": parts}])
+    first, then = choices.of(cell), choices.of(cell, rounds=[{"parts": parts}])
     share = lambda made, head: sum(heads[head].share(64) for heads in made.layers.values())
     assert share(then, 3) > share(then, 0) and then.pairs <= 0.5
     assert share(then, 3) - share(then, 0) > share(first, 3) - share(first, 0)

@@ -105,7 +105,7 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder,
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)
     code, out, _ = inject(capsys, folder, "--budget", "0.1", "--output", tmp_path / "out", mechanism=mechanism)
-    assert code == 1 and "nothing is written" in out and "--resume measures nothing again" in out
+    assert code == 1 and "nothing is written" in out and "--resume measures no rule again" in out
     assert not (tmp_path / "out").exists()
 
 

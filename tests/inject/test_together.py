@@ -1,13 +1,15 @@
 """What heads lose together, against the gradient of gates, and what is made of it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import hf_hyperattn as ha
-from hf_hyperattn.inject import Allocation, choose
+from hf_hyperattn.inject import Allocation, Score, causal, choose
+from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
@@ -120,3 +122,79 @@ def test_a_head_that_matters_gets_more_pairs_after_the_correction():
     now = corrected(losses, rules, allocation, {"a": torch.tensor([4.0, 0.5]).double()}, 1.0)
     pairs = (rules[0].share(LENGTH) + rules[1].share(LENGTH)) / 2
     assert choose(rules, now, LENGTH, pairs=pairs).layers["a"] == (rules[1], rules[0])
+
+
+def test_what_cannot_be_corrected_is_refused():
+    losses, allocation = {"a": torch.ones(1, 1).double()}, Allocation({"a": (SPARSE[0],)}, LENGTH)
+    with pytest.raises(ValueError, match="no candidate; allowed: the rules"):
+        corrected(losses, [SPARSE[2]], allocation, {"a": torch.ones(1)}, 1.0)
+    with pytest.raises(ValueError, match="no parts of a; allowed"):
+        corrected(losses, [SPARSE[0]], allocation, {}, 1.0)
+
+
+class Fake(CausalInjection):
+    """A model of one layer and two heads, whose second head loses more in the model than it does alone."""
+
+    def __post_init__(self):
+        self.progress = SimpleNamespace(describe=lambda text: None, advance=lambda steps: None)
+        self.alone = {"a": torch.tensor([[3.0, 1.0], [3.0, 1.0]]).double()}
+        self.costs = self.losses_of(self.rules)
+        self.key_heads = {"a": 2}
+
+    def hidden(self, item):
+        return item.float()
+
+    def value(self, hidden, item):
+        return Score(0.0, 0.0)
+
+    def of_tasks(self, scores):
+        return scores
+
+    def parts(self, allocation, item, stock):
+        assert torch.equal(stock, item.float())
+        return Score(self.lost, 0.0), {"a": torch.tensor([1.0, 3.0 if len(item) == 1 else 5.0]).double()}
+
+    def losses_under(self, allocation, part, before):
+        return dict.fromkeys(before, self.lost)
+
+
+def fake(lost, **more):
+    rules = [SparseHeadRule(Window(8, 0)), SparseHeadRule(Window(32, 0))]
+    texts = {"text": torch.zeros(1), "copying": torch.zeros(2)}
+    made = Fake(None, [texts] * 3, rules, LENGTH, 0.02, tokenizer="some", retrieval_budget=0.1, **more)
+    made.lost = lost
+    return made
+
+
+def test_the_first_choices_correct_what_is_expected_by_texts_in_units_of_their_budgets():
+    """By hand: parts over 0.02 of the text and over 0.1 of the task make 60 and 200, 130 on average."""
+    made, before = fake(0.001, pairs=0.3), {"text": Score(0.0, 0.0), "copying": Score(0.0, 0.0)}
+    both = Allocation({"a": (made.rules[0],) * 2}, LENGTH)
+    made.correct(both, before, {name: item.float() for name, item in made.texts[1].items()}, 0.75)
+    more = (torch.tensor([60.0, 200.0]).double() / 130) ** 0.75
+    assert torch.allclose(made.costs["a"], made.alone["a"] * more[:, None])
+    assert made.tried == [(both, pytest.approx({"text": 0.001, "copying": 0.001}, rel=1e-3))]
+    assert torch.equal(made.alone["a"], torch.tensor([[3.0, 1.0], [3.0, 1.0]]).double())
+
+
+def test_three_choices_at_a_share_of_the_pairs_are_corrected_twice(monkeypatch):
+    made, powers = fake(0.001, pairs=0.3), []
+    real = causal.corrected
+    monkeypatch.setattr(causal, "corrected", lambda *a: powers.append(a[-1]) or real(*a))
+    assert made.search() is not None and powers == [0.75, 0.5] and len(made.tried) == 3
+    second, last = (allocation.layers["a"] for allocation, _ in made.tried[1:])
+    assert last[1].share(LENGTH) > last[0].share(LENGTH) and second[1].share(LENGTH) >= second[0].share(LENGTH)
+
+
+def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
+    """By costs that are corrected it may hold."""
+    made, asked = fake(1.0), []
+    correct, choose_at = made.correct, made.choose
+
+    def first_fails(*arguments):
+        correct(*arguments)
+        made.lost = 0.0  # all that comes later holds
+
+    made.correct, made.choose = first_fails, lambda pairs: asked.append(pairs) or choose_at(pairs)
+    assert made.search() is not None
+    assert asked[:2] == [0.4, 0.5] and asked[2] < 0.4 and len(asked) == 5 and asked[2:] == sorted(asked[2:])[::-1]
