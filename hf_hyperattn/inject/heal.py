@@ -127,7 +127,7 @@ class Healing:
         with ask, checkpointed(self.model), torch.enable_grad():
             hidden = final_hidden(self.model, ids)
             loss, gradient = divergence(self.head, hidden, teacher)
-            hidden.backward(gradient / len(ids))
+            (hidden / len(ids)).backward(gradient)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss

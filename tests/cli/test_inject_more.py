@@ -87,7 +87,7 @@ def refusing(monkeypatch, count: int) -> None:
 
     def losses(self, before, after):
         held_out = before.keys() == self.texts[2].keys()
-        return dict.fromkeys(self.together(before), 1.0 if held_out and len(self.rejected) < count else 0.0)
+        return dict.fromkeys(self.of_tasks(before), 1.0 if held_out and len(self.rejected) < count else 0.0)
 
     monkeypatch.setattr(CausalInjection, "losses", losses)
 
