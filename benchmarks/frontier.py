@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from common import cpu
 from frontiers.cells import BUDGETS, LONG, STOCK, WINDOWS, Cell, adapter_of, cells, healed_folder, keep, read_results
 from frontiers.choices import Choices, counted, held_out_texts, tokens_of
 from frontiers.rules import HEALED
@@ -74,12 +75,12 @@ class Work:
             todo = self.todo(cell, entry)
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
-            if cell.kind == "by time" and "times" not in entry:  # texts of one cell are read by one allocation
+            if cell.is_by_time and "times" not in entry:  # texts of one cell are read by one allocation
                 entry = {"texts": {}, "retrieval": {}, "seconds": [], "times": self.choices.times(cell)}
                 todo = self.todo(cell, entry)
-            if cell.kind == "together":
-                rounds = entry.setdefault("rounds", [])
-                if not self.choices.lose_together(cell, rounds, lambda: self.say(cell, entry), until):
+            if cell.is_together:
+                rounds, say = entry.setdefault("rounds", []), lambda: self.say(cell, entry)
+                if not self.choices.lose_together(cell, rounds, say, until, entry.get("times")):
                     return False
             allocation = self.choices.of(cell, entry.get("times"), entry.get("rounds", ()))
             entry["pairs"] = None if allocation is None else allocation.pairs
@@ -110,18 +111,29 @@ class Work:
         print(cell.key, "rounds", [found["done"] for found in entry["rounds"]], flush=True)
 
     def todo(self, cell: Cell, entry: dict) -> list[tuple[str, str]]:
-        """What is not there yet: texts, then tasks."""
+        """What is not there yet: texts, then tasks; of the stock model its time on this CPU."""
         wanted = [("texts", name) for name in self.windows]
         wanted += [("retrieval", task) for task in cell.tasks if self.examples[task]]
-        return [(kind, name) for kind, name in wanted if name not in entry[kind]]
+        wanted += [("seconds_on", cpu())] if cell.method == STOCK else []
+        return [(kind, name) for kind, name in wanted if name not in entry.get(kind, {})]
 
     @torch.no_grad()
     def measure(self, entry: dict, kind: str, name: str) -> None:
-        """Nats a token of every window or example; of texts the processor's seconds and the most memory too."""
+        """Nats a token of every window or example; of texts the processor's seconds and the most memory too.
+
+        Seconds of a cell that are not all of one CPU are not shown.
+        """
         if kind == "retrieval":
             scores = [retrieval.score(self.model, self.head, example) for example in self.examples[name]]
             entry[kind][name] = {"nats": [s.nats for s in scores], "exact": [s.exact for s in scores]}
             return
+        if kind == "seconds_on":
+            start, passes = time.process_time(), [w for windows in self.windows.values() for w in windows]
+            for ids in passes:
+                loss_of(self.head, final_hidden(self.model, ids), ids, gradient=False)
+            entry.setdefault(kind, {})[name] = [(time.process_time() - start) / len(passes)]
+            return
+        entry["cpu"] = cpu() if not entry["seconds"] or entry.get("cpu") == cpu() else "several"
         losses, start = [], time.process_time()
         with PeakMemory(self.model.device) as memory:
             for ids in self.windows[name]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import environment, write_json
+from common import cpu, environment, write_json
 
 from hf_hyperattn.cli.smollm2 import cache_directory
 from hf_hyperattn.inject import retrieval
@@ -22,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "frontier.json"
 STOCK = "stock"
 BUDGETS = {2048: (0.2, 0.4, 0.1, 0.05), 8192: (0.2, 0.1)}  # in the order they are run
 #: Shares of the time of stock's attention, and of the bytes of its cache.
-OTHER_COSTS = {"by time": (0.3, 0.2), "by bytes": (0.3, 0.5)}
+OTHER_COSTS = {"by time": (0.3, 0.2), "by time, together": (0.2,), "by bytes": (0.3, 0.5)}
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
 TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
@@ -45,6 +45,7 @@ LONG = {
     ),
     "together": TOGETHER,
     "by time": ("rules with a kernel",),
+    "by time, together": ("rules with a kernel",),
     "by bytes": ("rules with a kernel",),
     "uniform": ("HSA", "Quest"),
 }
@@ -64,6 +65,16 @@ class Cell:
         return f"{self.length}/{self.method}/{self.kind}/{self.budget:g}"
 
     @property
+    def is_together(self) -> bool:
+        """Whether it is corrected by what heads lose together."""
+        return self.kind.endswith("together")
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether its budget is one of time."""
+        return self.kind.startswith("by time")
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """Those of retrieval; the last one says that the cell is whole."""
         full = self.method in (STOCK, *IN_FULL) and self.kind != "uniform"
@@ -72,14 +83,15 @@ class Cell:
     @property
     def passes(self) -> int:
         """Of the model, over texts and examples; a text of a round of "together" takes as long as five."""
-        rounds = 2 * 6 * 5 if self.kind == "together" else 0
+        rounds = 2 * 6 * 5 if self.is_together else 0
         return rounds + 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
 
     def is_whole(self, entry: dict | None) -> bool:
         """Whether nothing of it is left to do."""
         if entry is None or entry.get("none"):
             return entry is not None
-        return len(entry["texts"]) == 5 and self.tasks[-1] in entry["retrieval"]
+        timed = self.method != STOCK or cpu() in entry.get("seconds_on", {})
+        return timed and len(entry["texts"]) == 5 and self.tasks[-1] in entry["retrieval"]
 
 
 def cells(lengths: Sequence[int]) -> Iterator[Cell]:
@@ -141,6 +153,12 @@ def rise_of(entry: dict, stock: dict, task: str) -> tuple[float, float] | None:
     mean = statistics.mean(more)
     error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.nan
     return math.expm1(mean), math.exp(mean) * error
+
+
+def time_of(entry: dict, stock: dict) -> float | None:
+    """Seconds of a text over the stock model's on the same CPU; None where that was not timed there."""
+    on = stock["seconds"] if "cpu" not in entry else stock.get("seconds_on", {}).get(entry["cpu"])
+    return statistics.mean(entry["seconds"]) / statistics.mean(on) if on and entry["seconds"] else None
 
 
 def rows_of(result: dict, length: int) -> list[tuple[Cell, dict, dict[str, float]]]:

@@ -172,15 +172,22 @@ class Choices:
             answers += [made] if made is not None else []
         return [(ids, None, TEXT) for ids in hay] + [(e.ids, e.spans, ANSWER) for e in answers]
 
-    def lose_together(self, cell: Cell, rounds: list[Round], on_text: Callable[[], None], until: float) -> bool:
+    def lose_together(
+        self,
+        cell: Cell,
+        rounds: list[Round],
+        on_text: Callable[[], None],
+        until: float,
+        times: Sequence[float] | None = None,
+    ) -> bool:
         """Find what the heads of the choices so far lose together; whether that is done.
 
         Args:
             rounds: what has been found, and is added to. on_text: called when a text is done.
-            until: the time to stop at.
+            until: the time to stop at. times: as in `of`.
         """
         for number in range(len(POWERS)):
-            allocation = self.of(cell, rounds=rounds[:number])
+            allocation = self.of(cell, times, rounds[:number])
             if allocation is None:
                 return True
             if number < len(rounds) and rounds[number]["of"] != digest_of(allocation):
@@ -220,7 +227,7 @@ class Choices:
             best = rules[int(sum(costs.sum(0) for costs in losses.values()).argmin())]
             return Allocation({name: (best,) * len(costs) for name, costs in losses.items()}, self.length)
         cost: Any = "bytes" if cell.kind == "by bytes" else "pairs"
-        if cell.kind == "by time":
+        if cell.is_by_time:
             known = dict(zip(rules, times or self.times(cell), strict=True))
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
         key_heads = dict.fromkeys(losses, KEY_HEADS)

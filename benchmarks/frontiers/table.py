@@ -6,11 +6,18 @@ import statistics
 
 from hf_hyperattn.inject import retrieval
 
-from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of
+from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of, time_of
 from .rules import METHODS
 
 #: How a kind of choice is drawn.
-STYLES = {"by head": "o-", "together": "*-", "by time": "s:", "by bytes": "d:", "uniform": "x--"}
+STYLES = {
+    "by head": "o-",
+    "together": "*-",
+    "by time": "s:",
+    "by time, together": "*:",
+    "by bytes": "d:",
+    "uniform": "x--",
+}
 
 
 def table(result: dict, length: int) -> str:
@@ -33,13 +40,14 @@ def table(result: dict, length: int) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell, entry, rise in rows:
         values = [rise[name] for name in names]
-        time_of = statistics.mean(entry["seconds"]) / statistics.mean(stock["seconds"])
+        took = time_of(entry, stock)
         tasks = [f"{found[0]:+.1%}" if (found := rise_of(entry, stock, t)) else "" for t in ("copying", "mixture")]
         tasks.append(worst_task(entry, stock))
         lines.append("| " + " | ".join([
             f"{cell.budget:.0%}", cell.method, cell.kind, f"{entry['pairs']:.1%}",
             f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}", *(f"{v:+.2%}" for v in values),
-            *tasks, f"{time_of:.2f}", f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
+            *tasks, "" if took is None else f"{took:.2f}",
+            f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import frontier
 import pytest
 import torch
+from common import cpu
 from frontiers import cells
 from frontiers.cells import STOCK, Cell, read_results
 from frontiers.choices import Choices, counted, digest_of, plain
@@ -97,7 +98,8 @@ def result() -> dict:
         }
     )
     quest = Cell(2048, "Quest", "by head", 0.2)
-    return {"cells": {Cell(2048, STOCK).key: entry(0.0), quest.key: entry(0.01, pairs=0.199)}}
+    stock = entry(0.0, seconds_on={cpu(): [2.0]})
+    return {"cells": {Cell(2048, STOCK).key: stock, quest.key: entry(0.01, pairs=0.199)}}
 
 
 def test_a_row_says_what_was_measured(capsys):
@@ -115,6 +117,16 @@ def test_a_row_says_what_was_measured(capsys):
     frontier.plan(half, [2048])
     every = list(cells.cells([2048]))
     assert f"{len(every) - 1} of {len(every)} cells" in capsys.readouterr().out
+
+
+def test_times_are_compared_on_one_cpu():
+    stock = {"seconds": [1.0, 3.0], "seconds_on": {"here": [4.0]}}
+    assert cells.time_of({"seconds": [1.0]}, stock) == 0.5  # as it was measured before CPUs were told apart
+    assert cells.time_of({"seconds": [1.0], "cpu": "here"}, stock) == 0.25
+    assert cells.time_of({"seconds": [1.0], "cpu": "there"}, stock) is None
+    assert Cell(2048, STOCK).is_whole(result()["cells"]["2048/stock//1"])
+    elsewhere = result()["cells"]["2048/stock//1"] | {"seconds_on": {"there": [1.0]}}
+    assert not Cell(2048, STOCK).is_whole(elsewhere)
 
 
 def test_a_cell_is_kept_beside_those_that_others_kept(tmp_path, monkeypatch):
