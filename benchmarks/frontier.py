@@ -3,7 +3,8 @@
     python benchmarks/frontier.py --plan                         # the cells that are left, and hours of one core
     python benchmarks/frontier.py --length 2048 --threads 1      # again until it says that all is done
     python benchmarks/frontier.py --length 2048 --only Quest --budgets 0.2 --minutes 10
-    python benchmarks/frontier.py --draw                         # table and plot of docs/frontier.md
+    python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind together --mixed
+    python benchmarks/frontier.py --draw                         # tables and plot of docs/frontier.md
 
 A cell is a method, "uniform" (the rule of the method that is predicted to lose least, for all heads) or "by head" (a
 rule or exact attention for every head), and a budget of pairs. "By time" and "by bytes" are by head too, the budget a
@@ -13,8 +14,8 @@ together on other windows of the texts that rules are measured on, as `hyperattn
 
 What rules lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides
 needles; what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of
-them (what rules are measured on is drawn by another seed). Measurements and every text of a cell are kept, and not done
-again.
+them (what rules are measured on is drawn by another seed). `--mixed` adds eight mixtures of all tasks, which ask for 80
+needles and 72 words of few-shot in eight passes. Measurements and every text of a cell are kept, and not done again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from common import cpu
@@ -42,11 +45,16 @@ from hf_hyperattn.inject.gradients import final_hidden, head_of, loss_of
 #: Seconds of one core a pass, and for the measurement of all rules on three texts, before any was taken.
 PASS, MEASURING = {2048: 15.0, 8192: 150.0}, {2048: 2400.0, 8192: 7200.0}
 
+#: Mixtures of `--mixed`, and how many answers each task has in one.
+MIXTURES = 8
+ANSWERS = {"needle": 1, "few_shot": 9, "variables": retrieval.HOPS + 1, "needle_values": retrieval.NEEDLES}
+
 
 class Work:
     """The model, and the texts and examples of one length."""
 
-    def __init__(self, length: int):
+    def __init__(self, length: int, mixed: bool = False):
+        """With `mixed`, eight mixtures more are measured of every cell."""
         self.length = length
         self.tokenizer = AutoTokenizer.from_pretrained(smollm2())
         self.model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32).eval()
@@ -57,6 +65,7 @@ class Work:
         mixtures = [retrieval.mixture(self.tokenizer, ids, length, seed=i) for i, ids in enumerate(hay)]
         self.examples = {task: [e for e in make() if e.task == task] for task in ("copying", *retrieval.TASKS)}
         self.examples["mixture"] = [e for e in mixtures if e is not None]
+        self.mixed = mixed_examples(self.tokenizer, list(texts.values()), length) if mixed else []
         self.head = head_of(self.model, self.windows["essay"][0])
         self.choices: Choices | None = None
 
@@ -114,6 +123,7 @@ class Work:
         """What is not there yet: texts, then tasks; of the stock model its time on this CPU."""
         wanted = [("texts", name) for name in self.windows]
         wanted += [("retrieval", task) for task in cell.tasks if self.examples[task]]
+        wanted += [("mixed", "needle")] if self.mixed else []  # and the other tasks with it
         wanted += [("seconds_on", cpu())] if cell.method == STOCK else []
         return [(kind, name) for kind, name in wanted if name not in entry.get(kind, {})]
 
@@ -126,6 +136,9 @@ class Work:
         if kind == "retrieval":
             scores = [retrieval.score(self.model, self.head, example) for example in self.examples[name]]
             entry[kind][name] = {"nats": [s.nats for s in scores], "exact": [s.exact for s in scores]}
+            return
+        if kind == "mixed":
+            entry[kind] = self.measure_mixed()
             return
         if kind == "seconds_on":
             start, passes = time.process_time(), [w for windows in self.windows.values() for w in windows]
@@ -141,6 +154,31 @@ class Work:
         entry[kind][name] = losses
         entry["seconds"].append((time.process_time() - start) / len(losses))
         entry["bytes"] = max(entry.get("bytes", 0), memory.peak)
+
+    def measure_mixed(self) -> dict[str, dict[str, list[float]]]:
+        """By task, nats a token and the share of right answers of every mixture, which are read once for all tasks."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for parts in self.mixed:
+            hidden = final_hidden(self.model, next(iter(parts.values())).ids)
+            for task, example in parts.items():
+                score = retrieval.score_hidden(hidden, self.head, example)
+                of_task = found.setdefault(task, {"nats": [], "exact": []})
+                of_task["nats"].append(score.nats)
+                of_task["exact"].append(score.exact)
+        return found
+
+
+def mixed_examples(tokenizer: Any, hay: Sequence[torch.Tensor], length: int) -> list[dict[str, retrieval.Example]]:
+    """Eight mixtures, each by task: the same tokens, of which that task's answers count."""
+    made = []
+    for i in range(MIXTURES):
+        whole = retrieval.mixture(tokenizer, hay[i % len(hay)], length, seed=200 + i)
+        owners = [task for task in retrieval.MIXED for _ in range(ANSWERS[task])]
+        if whole is None or len(whole.spans) != len(owners):
+            raise SystemExit(f"--mixed: {length} tokens do not hold all tasks at once; allowed: 8192")
+        spans = {t: tuple(s for s, owner in zip(whole.spans, owners) if owner == t) for t in ANSWERS}
+        made.append({task: replace(whole, task=task, spans=of_task) for task, of_task in spans.items()})
+    return made
 
 
 def plan(result: dict, lengths: Sequence[int]) -> None:
@@ -168,6 +206,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="*", help="some of the budgets, such as 0.2")
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--mixed", action="store_true", help="eight mixtures more, of the cells that are named")
     parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
     parser.add_argument("--draw", action="store_true", help="the tables and the plot, from the results")
     args = parser.parse_args()
@@ -185,8 +224,10 @@ def main() -> None:
         for cell in cells([length]):
             wanted = not args.only or cell.method in args.only
             wanted = wanted and (not args.budgets or cell.budget in args.budgets) and args.kind in (None, cell.kind)
-            if (wanted or cell.method == STOCK) and not cell.is_whole(read_results()["cells"].get(cell.key)):
-                work = work or Work(length)
+            entry = read_results()["cells"].get(cell.key)
+            whole = cell.is_whole(entry) and not (args.mixed and "mixed" not in (entry or {}))
+            if (wanted or cell.method == STOCK) and not whole:
+                work = work or Work(length, args.mixed)
                 done = done and time.monotonic() < until and work.run(cell, until)
     print("all is done" if done else "stopped; the same command goes on from here")
 

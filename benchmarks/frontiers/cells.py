@@ -145,11 +145,15 @@ def rises(entry: dict, stock: dict) -> dict[str, float]:
     }
 
 
-def rise_of(entry: dict, stock: dict, task: str) -> tuple[float, float] | None:
-    """How much larger the perplexity of a task's answers is, and its standard error over the examples, by pairs."""
-    if task not in entry["retrieval"] or task not in stock["retrieval"]:
+def rise_of(entry: dict, stock: dict, task: str, kind: str = "retrieval") -> tuple[float, float] | None:
+    """How much larger the perplexity of a task's answers is, and its standard error over the examples, by pairs.
+
+    Args:
+        kind: of examples, "retrieval" or "mixed".
+    """
+    if task not in entry.get(kind, {}) or task not in stock.get(kind, {}):
         return None
-    more = [a - b for a, b in zip(entry["retrieval"][task]["nats"], stock["retrieval"][task]["nats"], strict=True)]
+    more = [a - b for a, b in zip(entry[kind][task]["nats"], stock[kind][task]["nats"], strict=True)]
     mean = statistics.mean(more)
     error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else math.nan
     return math.expm1(mean), math.exp(mean) * error

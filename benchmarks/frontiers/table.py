@@ -9,6 +9,8 @@ from hf_hyperattn.inject import retrieval
 from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of, time_of
 from .rules import METHODS
 
+#: What stands above the table of mixtures.
+MIXED = "Answers in eight mixtures: 80 needles, 72 words of few-shot, 40 variables, 32 values of 8 needles."
 #: How a kind of choice is drawn.
 STYLES = {
     "by head": "o-",
@@ -48,6 +50,23 @@ def table(result: dict, length: int) -> str:
             f"{statistics.mean(values):+.2%} ± {statistics.stdev(values):.2%}", *(f"{v:+.2%}" for v in values),
             *tasks, "" if took is None else f"{took:.2f}",
             f"{entry['bytes'] / stock['bytes']:.2f}"]) + " |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def mixed_table(result: dict, length: int) -> str:
+    """A Markdown table of the mixtures of `--mixed`, of the rows that have them; empty where none has."""
+    stock = result["cells"][Cell(length, STOCK).key]
+    tasks = list(stock.get("mixed", {}))
+    if not tasks:
+        return ""
+    right = lambda entry, task: f"right {statistics.mean(entry['mixed'][task]['exact']):.0%}"
+    lines = ["| budget | method | | " + " | ".join(tasks) + " |", "|" + " --- |" * (3 + len(tasks))]
+    lines.append("| | stock | | " + " | ".join(right(stock, task) for task in tasks) + " |")
+    for cell, entry, _ in rows_of(result, length):
+        found = [rise_of(entry, stock, task, "mixed") for task in tasks]
+        if all(found):
+            said = (f"{x:+.1%} ± {e:.1%}, {right(entry, t)}" for (x, e), t in zip(found, tasks))
+            lines.append(f"| {cell.budget:.0%} | {cell.method} | {cell.kind} | " + " | ".join(said) + " |")
     return "\n".join(lines)
 
 
@@ -93,6 +112,8 @@ def draw(result: dict) -> None:
     for length in lengths:
         begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
         image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
-        text = f"{text.split(begin)[0]}{begin}\n{image}{table(result, length)}\n{end}{text.split(end)[1]}"
+        mixed = mixed_table(result, length)
+        tables = f"{image}{table(result, length)}" + (f"\n\n{MIXED}\n\n{mixed}" if mixed else "")
+        text = f"{text.split(begin)[0]}{begin}\n{tables}\n{end}{text.split(end)[1]}"
     figure_of(result).savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
     page.write_text(text)

@@ -41,6 +41,8 @@ KINDS = {
     "tib": "arm chin ear elbow eye finger foot hand knee leg neck nose".split(),
 }
 HOPS, NEEDLES, DEPTHS = 4, 4, 10
+#: Tasks of a mixture, in their order.
+MIXED = ("needle", "few_shot", "variables", "needle_values", *("needle",) * (DEPTHS - 1))
 #: Of an example at least this share is haystack.
 LEAST_HAYSTACK = 0.25
 #: Before an answer and what counts of it: pieces of the end of an example.
@@ -247,8 +249,7 @@ def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Exam
         None where `length` is too short for a single needle.
     """
     parts, encode, best, first = [], encoder(tokenizer), None, opening(tokenizer, text)
-    order = ["needle", "few_shot", "variables", "needle_values", *["needle"] * (DEPTHS - 1)]
-    for i, task in enumerate(order):
+    for i, task in enumerate(MIXED):
         draw = random.Random(f"{seed} mixture {i}")
         parts.append(TASKS[task](draw, (i * 0.37 + 0.05) % 1))
         inserts, tail = ([x for p in parts for x in getattr(p, name)] for name in ("inserts", "tail"))

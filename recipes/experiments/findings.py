@@ -260,7 +260,11 @@ def of_models(experiment: str, mine: str, others: dict[str, str], claimed: float
 
 
 def fewer_pairs(
-    length: int, method: str, budgets: Sequence[float] = (0.2, 0.1), most: tuple[float, float] = (0.5, 2.0)
+    length: int,
+    method: str,
+    budgets: Sequence[float] = (0.2, 0.1),
+    most: tuple[float, float] = (0.5, 2.0),
+    kind: str = "by head",
 ) -> Found:
     """What SmolLM2 loses by sparse rules chosen by head, at shares of the pairs, as frontier.py measured.
 
@@ -270,7 +274,7 @@ def fewer_pairs(
     measured = json.loads((ROOT / "benchmarks" / "results" / "frontier.json").read_text())["cells"]
     stock, said, bars = measured[f"{length}/stock//1"], [], []
     for budget in budgets:
-        cell = measured[f"{length}/{method}/by head/{budget}"]
+        cell = measured[f"{length}/{method}/{kind}/{budget}"]
         texts = [
             100 * statistics.mean(math.expm1(a - b) for a, b in zip(losses, stock["texts"][name], strict=True))
             for name, losses in cell["texts"].items()

@@ -11,15 +11,16 @@ from frontiers import cells
 from frontiers.cells import STOCK, Cell, read_results
 from frontiers.choices import Choices, counted, digest_of, plain
 from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, candidates
-from frontiers.table import table
+from frontiers.table import mixed_table, table
 from peft import get_peft_model
 
 import hf_hyperattn as ha
-from hf_hyperattn.inject import Allocation, loss_parts
+from hf_hyperattn.inject import Allocation, loss_parts, retrieval
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.integration import lora_config
 from hf_hyperattn.mechanisms.sparse import Exact, Window
+from tests.cli import tiny
 from tests.mechanisms.test_sparse_models import llama
 
 
@@ -119,6 +120,34 @@ def test_a_row_says_what_was_measured(capsys):
     assert f"{len(every) - 1} of {len(every)} cells" in capsys.readouterr().out
 
 
+def test_mixtures_are_told_apart_by_task():
+    tokenizer, length = tiny.tokenizer(), 16_384
+    hay = torch.tensor(tokenizer("a fox that jumps over one lazy dog is quick. " * 900).input_ids[:length])
+    made = frontier.mixed_examples(tokenizer, [hay, hay.flip(0)], length)
+    assert len(made) == 8 and len({tuple(parts["needle"].ids.tolist()) for parts in made}) == 8
+    for parts in made:
+        assert {task: len(e.spans) for task, e in parts.items()} == {
+            "needle": 10, "few_shot": 9, "variables": 5, "needle_values": 4}  # fmt: skip
+        text = lambda start, stop, ids=parts["needle"].ids: tokenizer.decode(ids[start:stop])
+        assert all(text(0, start).endswith("is") for start, _ in parts["needle"].spans)
+        assert {text(*span).strip() for span in parts["few_shot"].spans} == set(retrieval.KINDS)
+        assert all(text(*span).strip().isdigit() for span in parts["needle_values"].spans)
+        assert all(len(text(*span).strip()) == 3 for span in parts["variables"].spans)
+    with pytest.raises(SystemExit, match="do not hold all tasks"):
+        frontier.mixed_examples(tokenizer, [hay], 512)
+
+
+def test_the_table_of_mixtures_has_the_rows_that_were_measured():
+    found = result()
+    assert mixed_table(found, 2048) == ""
+    for cell, nats in (("stock//1", [1.0, 2.0]), ("Quest/by head/0.2", [1.1, 2.1])):
+        found["cells"][f"2048/{cell}"]["mixed"] = {"needle": {"nats": nats, "exact": [1.0, 0.5]}}
+    assert mixed_table(found, 2048).splitlines()[2:] == [
+        "| | stock | | right 75% |",
+        "| 20% | Quest | by head | +10.5% ± 0.0%, right 75% |",
+    ]
+
+
 def test_times_are_compared_on_one_cpu():
     stock = {"seconds": [1.0, 3.0], "seconds_on": {"here": [4.0]}}
     assert cells.time_of({"seconds": [1.0]}, stock) == 0.5  # as it was measured before CPUs were told apart
@@ -140,7 +169,7 @@ def test_a_cell_is_kept_beside_those_that_others_kept(tmp_path, monkeypatch):
 def test_a_cell_that_another_process_has_done_is_not_done_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
     work, cell = object.__new__(frontier.Work), Cell(2048, "Quest", "by head", 0.2)
-    work.windows, work.examples = {"essay": []}, dict.fromkeys(cell.tasks, [])
+    work.windows, work.examples, work.mixed = {"essay": []}, dict.fromkeys(cell.tasks, []), []
     cells.keep(cell, {"texts": {"essay": [1.0]}, "retrieval": {}, "seconds": [1.0]})
     assert work.run(cell, until=0.0)  # it has no model that could be run
 
@@ -234,7 +263,7 @@ def test_a_healed_cell_waits_for_its_adapter(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
     work, cell = object.__new__(frontier.Work), Cell(8192, HEALED, "by head", 0.1)
-    work.windows, work.examples = {"essay": []}, dict.fromkeys(cell.tasks, [])
+    work.windows, work.examples, work.mixed = {"essay": []}, dict.fromkeys(cell.tasks, []), []
     assert not work.run(cell, until=0.0)
     assert "healing.py --length 8192 --budget 0.1" in capsys.readouterr().out
 
@@ -244,6 +273,7 @@ def test_a_healed_cell_runs_with_its_adapter_and_goes_on_with_no_other(tmp_path,
     monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
     work, cell, asked = object.__new__(frontier.Work), Cell(8192, HEALED, "by head", 0.1), []
     work.windows, work.examples, work.model = {"essay": [], "code": []}, dict.fromkeys(cell.tasks, []), llama()
+    work.mixed = []
     layers = {f"model.layers.{i}.self_attn": (SparseHeadRule(Window(8, 2)),) * 4 for i in range(2)}
     allocation = Allocation(layers, 64)
     work.choices = SimpleNamespace(of=lambda *_: allocation)
