@@ -399,8 +399,8 @@ CLAIMS = (
         "C9a",
         "the same with windows, pages and single keys, chosen by head (ours)",
         "SmolLM2 at 8,192 tokens, texts and tasks that no rule was chosen on",
-        of(f.fewer_pairs, 8192, "rules with a kernel"),
-        command='python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind "by head"',
+        of(f.fewer_pairs, 8192, "rules with a kernel", kind="together"),
+        command='python benchmarks/frontier.py --length 8192 --only "rules with a kernel" --kind together',
     ),
     Claim(
         "C9b",
