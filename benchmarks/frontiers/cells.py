@@ -26,8 +26,8 @@ OTHER_COSTS = {"by time": (0.3, 0.2), "by time, together": (0.2,), "by bytes": (
 WINDOWS = {2048: 3, 8192: 1}  # of each text
 #: Tasks of every cell, besides two mixtures of all; and the methods that get all tasks, at all depths.
 TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
-#: Chosen by head, corrected by what heads lose together.
-TOGETHER = ("rules with a kernel", "Quest, shared by 16", "Quest", "mean pages", "sinks and window")
+#: Chosen by head, corrected by what heads lose together, at two budgets: ours, and the best of the others.
+TOGETHER, TOGETHER_AT = ("rules with a kernel", "Quest, shared by 16"), (0.2, 0.1)
 #: At 8,192 tokens: which methods are run, by kind.
 LONG = {
     "by head": (
@@ -108,7 +108,7 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
                     if (method, kind) != ("retrieval heads", "uniform")
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
                     if length < 8192 or method in LONG[kind]
-                    if kind != "together" or method in TOGETHER
+                    if kind != "together" or (method in TOGETHER and budget in TOGETHER_AT)
                 )
             for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
                 yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])
