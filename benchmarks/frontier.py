@@ -10,7 +10,8 @@ A cell is a method, "uniform" (the rule of the method that is predicted to lose 
 rule or exact attention for every head), and a budget of pairs. "By time" and "by bytes" are by head too, the budget a
 share of the time that stock's attention takes, or of the bytes of its keys and values that a cache has to keep: every
 rule's time is measured when its run begins, and kept. "Together" is by head, corrected twice by what heads lose
-together on other windows of the texts that rules are measured on, as `hyperattn inject` does.
+together on other windows of the texts that rules are measured on; `hyperattn inject` finds that on the texts that it
+chooses on, and keeps the best of its tries.
 
 What rules lose is measured on the Bible, a part of Python's library, film reviews, a copied text and one that hides
 needles; what a cell costs, on five other texts, of which three are of other kinds, and on retrieval examples made of

@@ -220,9 +220,8 @@ class Injection(ABC):
     def compare(self, progress: Progress) -> dict[str, dict[str, Any]]:
         """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
 
-        They are chosen by the measurements alone, without the corrections of the choice, which the model has
-        afterwards. All read held-out
-        texts, causal models also copies of them, and needles of all kinds in one text ("mixture").
+        They are chosen by what rules lose alone, without the corrections of the choice, which the model has afterwards.
+        All read held-out texts, causal models also copies of them, and needles of all kinds in one text ("mixture").
         """
         items = self.compared()
         self.texts = [*self.texts[:2], {**self.texts[2], **items}]
