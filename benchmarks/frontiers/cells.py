@@ -28,6 +28,8 @@ WINDOWS = {2048: 3, 8192: 1}  # of each text
 TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with a kernel and SparQ", HEALED)
 #: Chosen by head, corrected by what heads lose together, at two budgets: ours, and the best of the others.
 TOGETHER, TOGETHER_AT = ("rules with a kernel", "Quest, shared by 16"), (0.2, 0.1)
+#: The control of that: corrected on the very texts that rules were measured on, so that it has read no more of them.
+SAME_TEXTS = "together, same texts"
 #: At 8,192 tokens: which methods are run, by kind.
 LONG = {
     "by head": (
@@ -44,6 +46,7 @@ LONG = {
         "exact top-k",
     ),
     "together": TOGETHER,
+    SAME_TEXTS: ("rules with a kernel",),
     "by time": ("rules with a kernel",),
     "by time, together": ("rules with a kernel",),
     "by bytes": ("rules with a kernel",),
@@ -67,7 +70,7 @@ class Cell:
     @property
     def is_together(self) -> bool:
         """Whether it is corrected by what heads lose together."""
-        return self.kind.endswith("together")
+        return self.kind.endswith("together") or self.kind == SAME_TEXTS
 
     @property
     def is_by_time(self) -> bool:
@@ -77,7 +80,7 @@ class Cell:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Those of retrieval; the last one says that the cell is whole."""
-        full = self.method in (STOCK, *IN_FULL) and self.kind != "uniform"
+        full = self.method in (STOCK, *IN_FULL) and self.kind not in ("uniform", SAME_TEXTS)
         return (*(retrieval.TASKS if full else ()), *TASKS, "mixture")
 
     @property
@@ -104,10 +107,10 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
             for budget in BUDGETS[length]:
                 yield from (
                     Cell(length, method, kind, budget)
-                    for kind in ("by head", "together", "uniform")
+                    for kind in ("by head", "together", SAME_TEXTS, "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
-                    if length < 8192 or method in LONG[kind]
+                    if (method in LONG[kind] if length == 8192 else kind != SAME_TEXTS)
                     if kind != "together" or (method in TOGETHER and budget in TOGETHER_AT)
                 )
             for kind, shares in OTHER_COSTS.items() if length == 8192 else ():

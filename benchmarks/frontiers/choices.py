@@ -28,7 +28,7 @@ from hf_hyperattn.inject.costs import cost_of
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.integration import patch_model, unpatch_model
 
-from .cells import RESULTS, ROOT, Cell
+from .cells import RESULTS, ROOT, SAME_TEXTS, Cell
 from .rules import ABLATIONS, COLLECTIONS, METHODS, candidates, group_of
 
 KEY_HEADS = 3  # of every layer of SmolLM2-135M
@@ -161,8 +161,10 @@ class Choices:
         cost = cost_of("time", rules, self.length)
         return [cost(rule, self.length) for rule in rules]
 
-    def read_together(self, number: int) -> list[tuple[torch.Tensor, Any, float]]:
+    def read_together(self, cell: Cell, number: int) -> list[tuple[torch.Tensor, Any, float]]:
         """As `items`, for a round of what heads lose together: other windows of the texts, other needles."""
+        if cell.kind == SAME_TEXTS:
+            return [(ids, spans, TEXT if spans is None else ANSWER) for ids, spans, _ in self.items()]
         ids_of = tokens_of(self.tokenizer, measured_texts(), 0, 20_000 * number + self.length)
         texts = {name: ids[20_000 * number :] for name, ids in ids_of.items()}
         hay = list(texts.values())
@@ -194,7 +196,7 @@ class Choices:
                 del rounds[number:]  # rules were measured anew in between
             if number == len(rounds):
                 rounds.append({"of": digest_of(allocation), "done": 0, "parts": {}})
-            found, items = rounds[number], self.read_together(number)
+            found, items = rounds[number], self.read_together(cell, number)
             while found["done"] < len(items):
                 if time.monotonic() > until:
                     return False

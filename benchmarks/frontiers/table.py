@@ -6,7 +6,7 @@ import statistics
 
 from hf_hyperattn.inject import retrieval
 
-from .cells import BUDGETS, ROOT, STOCK, Cell, rise_of, rows_of, time_of
+from .cells import BUDGETS, ROOT, SAME_TEXTS, STOCK, Cell, rise_of, rows_of, time_of
 from .rules import METHODS
 
 #: What stands above the table of mixtures.
@@ -15,6 +15,7 @@ MIXED = "Answers in eight mixtures: 80 needles, 72 words of few-shot, 40 variabl
 STYLES = {
     "by head": "o-",
     "together": "*-",
+    SAME_TEXTS: "*--",
     "by time": "s:",
     "by time, together": "*:",
     "by bytes": "d:",

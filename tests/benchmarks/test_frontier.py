@@ -202,7 +202,7 @@ class Together(Choices):
     def losses(self, index):
         return {name: torch.tensor([[2.0, 1.0]] * 4).double()[:, index] for name in self.names}
 
-    def read_together(self, number):
+    def read_together(self, cell, number):
         ids = lambda i: torch.randint(64, (64,), generator=torch.Generator().manual_seed(10 * number + i))
         return [(ids(0), None, 50.0), (ids(1), ((20, 40),), 20.0), (ids(2), ((50, 64),), 20.0)]
 
@@ -226,7 +226,7 @@ def test_what_heads_lose_together_is_found_text_by_text_and_gone_on_with():
     assert [found["of"] for found in whole] == [digest_of(first), digest_of(second)] and first != second
     for found, allocation, number in zip(whole, (first, second), (0, 1)):
         sums = {}
-        for ids, spans, weight in choices.read_together(number):
+        for ids, spans, weight in choices.read_together(cell, number):
             with torch.no_grad():
                 stock = final_hidden(choices.model, ids)
             ha.patch_model(choices.model, allocation.config())
