@@ -21,6 +21,10 @@ RULES = [
     HeadRule(16, 4, page=8, chunk=4),
     HeadRule(16, 0, page=10, chunk=1),
     HeadRule(1, 0, page=16, chunk=64),
+    HeadRule(3, 5, page=1, chunk=16),
+    HeadRule(2, 1, page=1, chunk=2),
+    HeadRule(4, 0, page=4, chunk=1),
+    HeadRule(1, 2, page=2, chunk=8),
 ]
 #: Queries, keys, place of the first query, widths, and what is no padding.
 SHAPES = {
@@ -69,8 +73,22 @@ def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
     heads, batch = len(rules), 2
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
     q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
-    chosen = torch.randint(-1, keys // 8, (batch, heads, queries + 1, 3), dtype=torch.int32)
-    return q, k, v, rules, chosen, offset, spans or ([0] * batch, [keys] * batch)
+    spans = spans or ([0] * batch, [keys] * batch)
+    return q, k, v, rules, some_pages(rules, queries, offset, spans), offset, spans
+
+
+def some_pages(rules, queries, offset, spans, most=3):
+    """[B, H, chunks, most]: pages before each chunk's opening, drawn at random and in any order, each once."""
+    starts, stops = spans
+    chosen = torch.full((len(starts), len(rules), queries + 1, most), -1, dtype=torch.int32)
+    for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        for h, rule in enumerate(rules):
+            first = max(0, offset - start) // rule.chunk
+            for i in range(queries + 1 if rule.page else 0):
+                opening = min(max(0, (first + i) * rule.chunk - rule.near + 1), stop - start)
+                pages = torch.randperm(opening // rule.page)[: int(torch.randint(0, most + 1, ()))]
+                chosen[b, h, i, : len(pages)] = pages
+    return chosen
 
 
 #: Rules that choose, of every kind.
@@ -124,6 +142,32 @@ def test_choice_is_that_of_the_definition(name):
     for b, span in enumerate(zip(*spans, strict=True)):
         for h, chunk, pages in choices(q[b], k[b], CHOOSING, offset - earlier, earlier, *span):
             assert {p for p in given[b, h, chunk].tolist() if p >= 0} == pages, (h, chunk)
+
+
+#: Scores that make it hard to find the largest.
+SCORES = {
+    "normal": lambda n: torch.randn(n),
+    "whole": lambda n: torch.randint(-3, 4, (n,)).float(),
+    "of all sizes": lambda n: torch.randn(n).sinh() * torch.randn(n).exp() ** 5,
+    "nearly all zero": lambda n: torch.where(torch.rand(n) < 0.01, torch.randn(n), 0.0),
+    "tiny": lambda n: torch.randn(n) * 1e-37,
+    "close together": lambda n: 1e4 + torch.rand(n) / 100,
+    "rising": lambda n: torch.arange(n).float(),
+    "infinite": lambda n: torch.where(torch.rand(n) < 0.2, -torch.inf, torch.randn(n)),
+    "one apart": lambda n: torch.cat([torch.full((n - 1,), -3.0), torch.tensor([3e38])]),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_largest_scores_are_found_and_of_equal_ones_the_first(kind):
+    for n in (2, 17, 40, 300, 1025, 5000):
+        score = SCORES[kind](n)
+        order = sorted(range(n), key=lambda i: (-float(score[i]), i))
+        key = torch.cat([score, torch.zeros(1)])[None, None, :, None]  # the last one is the query's own
+        for top in {1, 2, n // 50 + 1, n // 8 + 1, n // 2, n - 1, n, n + 1}:
+            chosen = chosen_pages(torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n).flatten()
+            found = [place for place in chosen.tolist() if place >= 0]
+            assert len(found) == min(top, n) and set(found) == set(order[:top]), (n, top)
 
 
 @pytest.mark.parametrize("round_numbers", [False, True])
@@ -197,8 +241,8 @@ def test_what_is_no_number_stays_seen():
 
 def test_as_many_rules_as_heads():
     q, k, v, *_ = inputs("square")
-    with pytest.raises(ValueError, match="5 rules for 6 heads"):
-        selected_attention(q, k, v, RULES[:5])
+    with pytest.raises(ValueError, match="9 rules for 10 heads"):
+        selected_attention(q, k, v, RULES[:9])
 
 
 def test_what_does_not_fit_is_refused():

@@ -33,6 +33,7 @@ CORE = [
         "row_sums.h",
         "decode.h",
         "norms.h",
+        "largest.h",
         "selected.h",
         "selected_backward.h",
         "selected_choice.h",

@@ -86,7 +86,7 @@ struct Blocks {
     if (rule.page) {
       set(rule.opening(p), seen);
       const int32_t* pages = c.pages(b, h, p);
-      const bool apart = gathers && rule.page < kLanes && (rows > kFew || rule.page == 1);
+      const bool apart = gathers && rule.page < kLanes;
       for (int64_t i = 0; i < c.most; ++i) {
         if (pages[i] < 0) continue;
         const int64_t from = pages[i] * rule.page, end = std::min(from + rule.page, seen);
@@ -175,6 +175,7 @@ struct Packed {
   }
   float* keys(int64_t head, int64_t block) const { return memory.get() + (head * blocks + block) * size; }
   float* values(int64_t head, int64_t block) const { return keys(head, block) + kLanes * dim; }
+  const float* value(int64_t head, int64_t key) const { return values(head, key / kLanes) + key % kLanes * wide; }
   float* value_columns(int64_t head, int64_t block) const { return values(head, block) + kLanes * wide; }
   float* key_rows(int64_t head, int64_t block) const { return value_columns(head, block) + kLanes * value_dim; }
 };
@@ -227,18 +228,18 @@ inline void products(const float* left, int64_t step, int64_t rows, const float*
   });
 }
 
-// to[r] += sum over the blocks' rows of weight · row, Wide registers of each.
-template <int Rows, int Wide>
-inline void block_sum(const float* weight, const float* const* block, int64_t count, int64_t wide, int64_t column,
-                      float* to, int64_t to_step) {
+// to[r] += sum over the rows of `count` blocks of weight · row, Wide registers of each; block(i)(k) is row k of block i.
+template <int Rows, int Wide, class Block>
+inline void block_sum(const float* weight, Block block, int64_t count, int64_t column, float* to, int64_t to_step) {
   Vec sum[Rows][Wide];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) sum[r][w] = load(to + r * to_step + column + w * kLanes);
   for (int64_t i = 0; i < count; ++i) {
-    const float* from = block[i] + column;
-    for (int k = 0; k < kLanes; ++k, from += wide) {
+    const auto row = block(i);
+    for (int k = 0; k < kLanes; ++k) {
+      const float* from = row(k) + column;
       Vec b[Wide];
 #pragma GCC unroll 4
       for (int w = 0; w < Wide; ++w) b[w] = load(from + w * kLanes);
@@ -257,15 +258,20 @@ inline void block_sum(const float* weight, const float* const* block, int64_t co
 }
 
 // Weighted sums of `count` blocks of rows, added to `rows` rows.
-inline void sums(const float* weight, int64_t rows, const float* const* block, int64_t count, int64_t wide, float* to,
-                 int64_t to_step) {
+template <class Block>
+inline void sums(const float* weight, int64_t rows, Block block, int64_t count, int64_t wide, float* to, int64_t to_step) {
   in_pieces(rows, [&](int64_t r, auto n) {
     int64_t e = 0;
     for (; e + kPanel <= wide; e += kPanel)
-      block_sum<n(), kWide>(weight + r * kTileKeys, block, count, wide, e, to + r * to_step, to_step);
+      block_sum<n(), kWide>(weight + r * kTileKeys, block, count, e, to + r * to_step, to_step);
     for (; e < wide; e += kLanes)
-      block_sum<n(), 1>(weight + r * kTileKeys, block, count, wide, e, to + r * to_step, to_step);
+      block_sum<n(), 1>(weight + r * kTileKeys, block, count, e, to + r * to_step, to_step);
   });
+}
+
+// Blocks of rows that lie one after the other, `wide` apart.
+inline auto side_by_side(const float* const* block, int64_t wide) {
+  return [=](int64_t i) { return [from = block[i], wide](int k) { return from + k * wide; }; };
 }
 
 // f(row, position, how many) for tiles of rows that share their choice.
@@ -286,10 +292,11 @@ class SelectedTask {
  public:
   SelectedTask(const Selected& call, const Packed& packed)
       : c(call), packed_(packed), wide(packed.wide), blocks_(c.blocks(), true),
-        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + kTileKeys * (c.dim + wide) + 256) {
+        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + kPanel * c.dim + wide + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
-    keys_ = scratch_.take(kTileKeys * c.dim);
-    values_ = scratch_.take(kTileKeys * wide);
+    keys_ = scratch_.take(kPanel * c.dim);
+    zeros_ = scratch_.take(wide);
+    std::fill_n(zeros_, wide, 0.0f);
     queries_ = scratch_.take(kTileRows * c.dim);
     out_ = scratch_.take(kTileRows * wide);
     top_ = scratch_.take(kTileRows);
@@ -322,33 +329,79 @@ class SelectedTask {
     copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
     clear(rows);
     blocks_.list(c, b, h, p, rows);
-    const float *keys[kListed], *values[kListed];
-    for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
-      const int64_t count = std::min(kListed, all - from);
-      for (int64_t i = 0; i < count; ++i) {
+    const int64_t all = blocks_.listed.size(), packed = all - (blocks_.gathered.size() + kLanes - 1) / kLanes;
+    for (int64_t from = 0; from < all; from += kListed) {
+      const int64_t count = std::min(kListed, all - from), here = std::clamp<int64_t>(packed - from, 0, count);
+      const float *keys[kListed], *values[kListed];
+      for (int64_t i = 0; i < here; ++i) {
         const int32_t block = blocks_.listed[from + i];
-        keys[i] = block < 0 ? keys_ + i * kLanes * c.dim : packed_.keys(head, block);
-        values[i] = block < 0 ? values_ + i * kLanes * wide : packed_.values(head, block);
-        if (block < 0) gather(b, head, block, i);
+        keys[i] = packed_.keys(head, block), values[i] = packed_.values(head, block);
       }
-      products(queries_, c.dim, rows, keys, count, c.dim, dots_);
+      products(queries_, c.dim, rows, keys, here, c.dim, dots_);
+      find(b, head, from + here - packed, count - here);
+      multiply_gathered(rows, here, count);
       for (int64_t i = 0; i < count; ++i)
         if (!blocks_.whole[from + i]) hide(from + i, i, p, rows);
       for (int64_t r = 0; r < rows; ++r) weigh(r, count * kLanes);
-      sums(dots_, rows, values, count, wide, out_, wide);
+      sums(dots_, rows, side_by_side(values, wide), here, wide, out_, wide);
+      for (int64_t i = here; i < count; i += kWide) {  // few at once: what one piece of rows has read is near for the next
+        const float* const* value = &gathered_values_[(i - here) * kLanes];
+        const auto block = [=](int64_t w) { return [=](int k) { return value[w * kLanes + k]; }; };
+        sums(dots_ + i * kLanes, rows, block, std::min<int64_t>(kWide, count - i), wide, out_, wide);
+      }
     }
     finish(b, h, row, rows);
   }
 
-  // Brings keys and values of a listed block below 0 side by side, in place `slot`.
-  void gather(int64_t b, int64_t head, int32_t block, int64_t slot) {
-    const auto [keys, there] = blocks_.keys_of(block);
-    const auto row = [&, first = keys](int64_t i) { return at<T>(c.key, b, head % c.kv_heads, c.starts[b] + first[i]); };
-    put_block(row, there, c.dim, keys_ + slot * kLanes * c.dim);
-    float* to = values_ + slot * kLanes * wide;
-    for (int64_t i = 0; i < there; ++i)
-      std::copy_n(packed_.values(head, keys[i] / kLanes) + keys[i] % kLanes * wide, wide, to + i * wide);
-    std::fill(to + there * wide, to + kLanes * wide, 0.0f);
+  // Where keys and values of `count` gathered blocks lie, from that of number `first` on; past the last key it is zeros.
+  void find(int64_t b, int64_t head, int64_t first, int64_t count) {
+    if (count <= 0) return;
+    const int32_t* keys = &blocks_.gathered[first * kLanes];
+    const int64_t there = std::min<int64_t>(count * kLanes, blocks_.gathered.size() - first * kLanes);
+    const Rows<T> from = c.rows_of<T>(c.key, b, head % c.kv_heads, c.starts[b]);
+    for (int64_t i = 0; i < there; ++i) {
+      gathered_keys_[i] = from.at + keys[i] * from.step;
+      gathered_values_[i] = packed_.value(head, keys[i]);
+    }
+    std::fill(gathered_keys_ + there, gathered_keys_ + count * kLanes, gathered_keys_[there - 1]);
+    std::fill(gathered_values_ + there, gathered_values_ + count * kLanes, zeros_);
+  }
+
+  // Products of a query with kLanes keys of `registers` each (Known: how many, or 0).
+  template <int Known>
+  static Vec dots_of(const float* query, const T* const* keys, int64_t registers) {
+    Vec sums[kLanes];
+    for (int k = 0; k < kLanes; ++k) {
+      Vec even = {}, odd = {};
+#pragma GCC unroll 4
+      for (int64_t e = 0; e < (Known ? Known : registers); ++e)
+        (e % 2 ? odd : even) += load_numbers(keys[k] + e * kLanes) * load(query + e * kLanes);
+      sums[k] = even + odd;
+    }
+    return sums_of(sums);
+  }
+
+  // Logits of gathered blocks [from, to). A few queries read keys as they lie, more of them side by side.
+  void multiply_gathered(int64_t rows, int64_t from, int64_t to) {
+    const T* const* keys = gathered_keys_;
+    if (rows <= kFew && c.dim % kLanes == 0) {
+      for (int64_t i = from; i < to; ++i, keys += kLanes)
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* query = queries_ + r * c.dim;
+          const Vec dots = c.dim == 4 * kLanes ? dots_of<4>(query, keys, 4) : dots_of<0>(query, keys, c.dim / kLanes);
+          store(dots_ + r * kTileKeys + i * kLanes, dots);
+        }
+      return;
+    }
+    const float* blocks[kWide];
+    for (int64_t i = from; i < to; i += kWide) {
+      const int64_t count = std::min<int64_t>(kWide, to - i);
+      for (int64_t w = 0; w < count; ++w, keys += kLanes) {
+        blocks[w] = keys_ + w * kLanes * c.dim;
+        put_block([&](int64_t k) { return keys[k]; }, kLanes, c.dim, keys_ + w * kLanes * c.dim);
+      }
+      products(queries_, c.dim, rows, blocks, count, c.dim, dots_ + i * kLanes);
+    }
   }
 
   void hide(int64_t listed, int64_t slot, int64_t p, int64_t rows) {
@@ -392,7 +445,9 @@ class SelectedTask {
   const int64_t wide;
   Blocks blocks_;
   Scratch scratch_;
-  float *dots_, *keys_, *values_, *queries_, *out_, *top_, *sum_;
+  float *dots_, *keys_, *zeros_, *queries_, *out_, *top_, *sum_;
+  const T* gathered_keys_[kTileKeys];
+  const float* gathered_values_[kTileKeys];
 };
 
 }  // namespace hyper

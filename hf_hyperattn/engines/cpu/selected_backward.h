@@ -57,7 +57,7 @@ class SelectedBackward {
       products(grads_, wide, rows, values, count, c.value_dim, weights_);
       for (int64_t i = 0; i < count; ++i)
         for (int64_t r = 0; r < rows; ++r) through_softmax(from + i, i, start + r, p + r, r);
-      sums(dots_, rows, key_rows, count, dim, d_queries_, dim);
+      sums(dots_, rows, side_by_side(key_rows, dim), count, dim, d_queries_, dim);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t key = blocks_.listed[from + i] * kLanes, there = std::min<int64_t>(kLanes, c.length(b) - key);
         product(dots_ + i * kLanes, 1, kTileKeys, queries_, dim, rows, s.key + (slot + key) * dim, dim, there, dim, true);

@@ -7,11 +7,10 @@
 #include <array>
 #include <functional>
 
+#include "largest.h"
 #include "selected.h"
 
 namespace hyper {
-
-constexpr int64_t kSampled = 128;  // scores that tell which others are worth a look
 
 enum By { kOwn, kFirst, kPrevious, kChunk };  // each query, the first of its chunk, the mean of the one before, of its own
 
@@ -68,12 +67,14 @@ class ChoiceTask {
     const int64_t pages = std::min(rule.opening(last), c.length(b)) / rule.page, from = rule.sinks / rule.page;
     if (pages <= from) return;
     width_ = rule.bounds ? 2 * c.dim : c.dim, blocks_ = (pages + kLanes - 1) / kLanes;
+    step_ = (blocks_ | 1) * kLanes;  // rows a power of two apart would share what the CPU keeps of them
     few_ = 3 * rule.scoring(c.dim) <= c.dim;
-    scores_.resize(2 * kRows * blocks_ * kLanes), queries_.assign(2 * kRows * width_ + kLanes, 0.0f);
+    scores_.resize(2 * kRows * step_), queries_.assign(2 * kRows * width_ + kLanes, 0.0f);
     if (chunks == 1 && rule.page == 1 && !rule.bounds) {  // nothing to make of a key, and nobody to share it with
       read(b, h, base, queries_.data());
       score_keys(b, h, pages);
-      return best(scores_.data(), from, pages, rule.top, s.chosen + (b * c.heads + h) * c.chunks * c.most);
+      largest_.find(scores_.data(), from, pages, rule.top, s.chosen + (b * c.heads + h) * c.chunks * c.most);
+      return;
     }
     pack(b, h, pages);
     for (int64_t i = 0; i < chunks; i += 2 * kRows) {
@@ -83,8 +84,8 @@ class ChoiceTask {
       score(count, (seen + kLanes - 1) / kLanes);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t stop = std::min(pages, rule.opening((base + i + r) * chunk) / rule.page);
-        best(&scores_[r * blocks_ * kLanes], from, stop, rule.top,
-             s.chosen + ((b * c.heads + h) * c.chunks + i + r) * c.most);
+        largest_.find(&scores_[r * step_], from, stop, rule.top,
+                      s.chosen + ((b * c.heads + h) * c.chunks + i + r) * c.most);
       }
     }
   }
@@ -98,7 +99,7 @@ class ChoiceTask {
     const std::array<int64_t, 6> made{b, kv, rule.page, rule.bounds, pages, few_};
     if (made == made_) return;
     made_ = made;
-    packed_.resize(blocks_ * kLanes * width_), addresses_.resize(blocks_);
+    packed_.resize(step_ * width_), addresses_.resize(blocks_);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t there = std::min<int64_t>(kLanes, pages - block * kLanes);
       Rows<float> rows{row_.data(), width_, nullptr, 0};
@@ -109,16 +110,15 @@ class ChoiceTask {
           summarize(keys, rule.page, c.dim, rule.bounds, &row_[i * width_]);
         }
       float* to = &packed_[block * kLanes * (few_ ? 1 : width_)];
-      put_block(rows, there, width_, to, few_ ? blocks_ * kLanes : kLanes);
+      put_block(rows, there, width_, to, few_ ? step_ : kLanes);
       addresses_[block] = to;
     }
   }
 
   // Products of `count` chunks with blocks of summaries; where few channels count, of these alone, one chunk at a time.
   void score(int64_t count, int64_t blocks) {
-    const int64_t step = blocks_ * kLanes;
     if (!few_) {
-      products(queries_.data(), width_, count, addresses_.data(), blocks, width_, scores_.data(), step);
+      products(queries_.data(), width_, count, addresses_.data(), blocks, width_, scores_.data(), step_);
       return;
     }
     for (int64_t r = 0; r < count; ++r) {
@@ -126,14 +126,24 @@ class ChoiceTask {
       used_.clear();
       for (int64_t e = 0; e < width_; ++e)
         if (query[e] != 0) used_.push_back(static_cast<int32_t>(e));
-      for (int64_t block = 0; block < blocks; ++block) store(&scores_[r * step + block * kLanes], Vec{});
-      for (const int32_t e : used_) {
-        const Vec number = splat(query[e]);
-        const float* from = &packed_[e * step];
-        float* to = &scores_[r * step];
-        for (int64_t j = 0; j < blocks * kLanes; j += kLanes) store(to + j, load(to + j) + number * load(from + j));
-      }
+      int64_t block = 0;
+      for (; block + 8 <= blocks; block += 8) score_used<8>(query, block * kLanes, &scores_[r * step_]);
+      for (; block < blocks; ++block) score_used<1>(query, block * kLanes, &scores_[r * step_]);
     }
+  }
+
+  // Of the channels that count, `Wide` registers of scores from page j on.
+  template <int Wide>
+  void score_used(const float* query, int64_t j, float* to) const {
+    Vec sum[Wide] = {};
+    for (const int32_t e : used_) {
+      const Vec number = splat(query[e]);
+      const float* from = &packed_[e * step_ + j];
+#pragma GCC unroll 8
+      for (int w = 0; w < Wide; ++w) sum[w] += number * load(from + w * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int w = 0; w < Wide; ++w) store(to + j + w * kLanes, sum[w]);
   }
 
   // Products of one chunk with single keys, which are read where they lie.
@@ -156,7 +166,7 @@ class ChoiceTask {
   void keep_largest(int64_t count, float* numbers) {
     ranks_.clear();
     for (int64_t e = 0; e < c.dim; ++e)
-      ranks_.push_back(uint64_t{rank_of(std::fabs(numbers[e]))} << 32 | static_cast<uint32_t>(~e));
+      ranks_.push_back(uint64_t(rank_of(std::fabs(numbers[e]))) << 32 | static_cast<uint32_t>(~e));
     std::nth_element(ranks_.begin(), ranks_.begin() + count, ranks_.end(), std::greater<uint64_t>());
     for (auto rank = ranks_.begin() + count; rank != ranks_.end(); ++rank) numbers[~static_cast<uint32_t>(*rank)] = 0.0f;
   }
@@ -169,73 +179,28 @@ class ChoiceTask {
     const int64_t row = start - c.place(b, 0), low = std::max<int64_t>(0, row);
     int64_t high = std::min(c.queries, row + count);
     if (start < c.length(b)) high = std::min(high, c.length(b) - c.place(b, 0));  // a mean has no padding in it
-    for (int64_t e = 0; e < c.dim; ++e) {
-      float sum = 0;
-      for (int64_t r = low; r < high; ++r) sum += number(at<T>(c.query, b, h, r)[e]);
-      to[e] = high > low ? sum / (high - low) : 0.0f;
+    std::fill_n(to, c.dim, 0.0f);
+    for (int64_t r = low; r < high; ++r) {
+      const T* query = at<T>(c.query, b, h, r);
+      for (int64_t e = 0; e < c.dim; ++e) to[e] += number(query[e]);
     }
+    if (high > low + 1)
+      for (int64_t e = 0; e < c.dim; ++e) to[e] /= high - low;
     if (rule.scoring(c.dim) < c.dim) keep_largest(rule.channels, to);
     if (!rule.bounds) return;
     for (int64_t e = 0; e < c.dim; ++e) to[c.dim + e] = std::min(to[e], 0.0f), to[e] = std::max(to[e], 0.0f);
   }
 
-  // A total order: NaN above all, 0 and -0 alike.
-  static uint32_t rank_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if (bits == 0x80000000u) bits = 0;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-  }
-
-  // A rank that is likely to be below the `top` largest of many scores, and not by much: from some of them.
-  uint32_t likely(const float* score, int64_t from, int64_t stop, int64_t top) {
-    const int64_t count = stop - from;
-    if (top >= count) return 0;
-    const int64_t above = kSampled * top / count * 5 / 4 + 10;
-    if (count < 4 * kSampled || above >= kSampled) return 0;
-    std::array<uint32_t, kSampled> some;
-    for (int64_t i = 0; i < kSampled; ++i) some[i] = rank_of(score[from + i * count / kSampled]);
-    std::nth_element(some.begin(), some.begin() + above, some.end(), std::greater<uint32_t>());
-    return some[above];
-  }
-
-  // Lists the scores whose rank is at least `least`.
-  void list(const float* score, int64_t from, int64_t stop, uint32_t least) {
-    ranks_.clear();
-    const auto add = [&](int64_t a) { ranks_.push_back(uint64_t{rank_of(score[a])} << 32 | static_cast<uint32_t>(~a)); };
-    // the same order by signed numbers, but for -0, which is just below 0 here
-    const int32_t bound = static_cast<int32_t>(least ^ 0x80000000u), low = bound == 0 ? -1 : bound;
-    int64_t a = from;
-    for (; a + kLanes <= stop; a += kLanes) {
-      const Ints bits = as_bits(load(score + a));
-      for (uint32_t set = bits_of((bits ^ ((bits >> 31) & 0x7fffffff)) >= low); set; set &= set - 1)
-        add(a + __builtin_ctz(set));
-    }
-    for (; a < stop; ++a) add(a);
-  }
-
-  // The pages of [from, stop) with the largest scores.
-  void best(const float* score, int64_t from, int64_t stop, int64_t top, int32_t* to) {
-    if (stop <= from) return;
-    const uint32_t least = likely(score, from, stop, top);
-    list(score, from, stop, least);
-    if (least && static_cast<int64_t>(ranks_.size()) < top) list(score, from, stop, 0);
-    if (top < static_cast<int64_t>(ranks_.size())) {
-      std::nth_element(ranks_.begin(), ranks_.begin() + top, ranks_.end(), std::greater<uint64_t>());
-      ranks_.resize(top);
-    }
-    for (const uint64_t rank : ranks_) *to++ = static_cast<int32_t>(~static_cast<uint32_t>(rank));
-  }
-
   const Selected& c;
   const Choice& s;
-  int64_t width_ = 0, blocks_ = 0;
+  int64_t width_ = 0, blocks_ = 0, step_ = 0;
   bool few_ = false;  // channels count
   std::array<int64_t, 6> made_{-1};
   std::vector<float> packed_, row_, queries_, scores_;
   std::vector<const float*> addresses_;
   std::vector<uint64_t> ranks_;
   std::vector<int32_t> used_;
+  Largest largest_;
 };
 
 template <typename T>

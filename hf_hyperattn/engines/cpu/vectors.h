@@ -29,6 +29,7 @@ constexpr int kPanel = kLanes * kWide;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef float LooseVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef int32_t LooseInts __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t LooseWords __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
@@ -36,6 +37,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
+inline Ints load(const int32_t* p) { return *reinterpret_cast<const LooseInts*>(p); }
+inline void store(int32_t* p, Ints v) { *reinterpret_cast<LooseInts*>(p) = v; }
 inline Vec splat(float x) { return Vec{} + x; }
 // Where one of the two is NaN, the first is taken: what may be NaN stands there, and the limit that it is cut at second.
 inline Vec larger(Vec a, Vec b) { return b > a ? b : a; }
@@ -93,6 +96,19 @@ inline uint32_t bits_of(Ints mask) {
 }
 
 inline bool any(Ints mask) { return bits_of(mask) != 0; }
+
+// Writes the numbers at which the mask is set, side by side, and returns where the next one goes: a whole register may be
+// written from `to` on.
+inline int32_t* keep(Ints numbers, Ints mask, int32_t* to) {
+  uint32_t set = bits_of(mask);
+#if defined(__AVX512F__) && !defined(HYPER_PLAIN)
+  store(to, reinterpret_cast<Ints>(_mm512_maskz_compress_epi32(set, reinterpret_cast<__m512i>(numbers))));
+  return to + __builtin_popcount(set);
+#else
+  for (; set; set &= set - 1) *to++ = numbers[__builtin_ctz(set)];
+  return to;
+#endif
+}
 
 inline Vec root(Vec x) {
 #if defined(__AVX512F__) && !defined(HYPER_PLAIN)
