@@ -9,7 +9,8 @@ first one, windows, one head of nine exact; how many pages are opened is set so 
 what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules'
 masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt
 and then one logit; `decode` is one token after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
-have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured. `forget`
+have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured, corrected
+by what heads lose together or not. `forget`
 is one token with a cache that forgets, of a model whose key heads have sinks and a window but for the first one of
 every second layer, which is exact; it also shows the bytes that are held, and the largest difference of the logits
 from those of the cache that keeps all, as a share of the largest. Times are CPU time of one thread, the lowest of
@@ -38,6 +39,7 @@ from hf_hyperattn.functional import sparse_attention
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseRule, Window
 
 HEADS, KV_HEADS, DIM = 9, 3, 64
+CHOSEN = ["by head", "together", "by time", "by time, together"]
 PAGED = [Pages(query="previous"), Pages(query="first"), Pages(query="previous", summary="mean")]
 LOOSE = [Window(near=64), Window(near=512)]
 
@@ -111,7 +113,8 @@ def models(length: int, args) -> tuple[dict[str, torch.nn.Module], float]:
     ha.set_backend(made["dense"], "cpu")
     if args.chosen:
         cell = Cell(length, "rules with a kernel", args.chosen, args.share)
-        allocation = Choices(length).of(cell, read_results()["cells"].get(cell.key, {}).get("times"))
+        entry = read_results()["cells"].get(cell.key, {})
+        allocation = Choices(length).of(cell, entry.get("times"), entry.get("rounds", ()))
         ha.patch_model(made["sparse"], allocation.config())
         return made, allocation.pairs
     rules = mixed(length, args.share)
@@ -153,7 +156,7 @@ def decode(length: int, share: float, args) -> list[dict]:
 
 def called(kind: str, args) -> str:
     """A row's name."""
-    chosen = " by time" if args.chosen == "by time" else ""
+    chosen = "" if args.chosen == "by head" else f" {args.chosen}"
     return f"SmolLM2-135M{chosen}, {kind}" if args.chosen else kind
 
 
@@ -232,7 +235,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the pairs")
     parser.add_argument("--layers", type=int, default=3, help="of the model with random weights")
-    parser.add_argument("--chosen", nargs="?", const="by head", choices=["by head", "by time"],
+    parser.add_argument("--chosen", nargs="?", const="together", choices=CHOSEN,
                         help="model and decode: SmolLM2-135M and its own rules; by time, as --shares")  # fmt: skip
     parser.add_argument("--batch", type=int, default=1, help="of the model")
     parser.add_argument("--seconds", type=float, default=5.0, help="of rounds, for each row")
