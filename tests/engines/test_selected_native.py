@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from hf_hyperattn.engines import native
-from hf_hyperattn.engines.cpu.selected import BY, HeadRule, chosen_pages, forward, selected_attention
+from hf_hyperattn.engines.cpu.selected import (
+    BY,
+    HeadRule,
+    choice_of_heads,
+    chosen_pages,
+    forward,
+    selected_attention,
+    shapes_of_choice,
+)
 from tests.engines.test_native import needs_compiler
 
 pytestmark = needs_compiler
@@ -17,14 +25,14 @@ EXACT = 10**6
 RULES = [
     HeadRule(EXACT),
     HeadRule(20, 3),
-    HeadRule(7, 2, page=16, chunk=16),
-    HeadRule(16, 4, page=8, chunk=4),
-    HeadRule(16, 0, page=10, chunk=1),
-    HeadRule(1, 0, page=16, chunk=64),
-    HeadRule(3, 5, page=1, chunk=16),
-    HeadRule(2, 1, page=1, chunk=2),
-    HeadRule(4, 0, page=4, chunk=1),
-    HeadRule(1, 2, page=2, chunk=8),
+    HeadRule(7, 2, page=16, chunk=16, top=3),
+    HeadRule(16, 4, page=8, chunk=4, top=3),
+    HeadRule(16, 0, page=10, chunk=1, top=3),
+    HeadRule(1, 0, page=16, chunk=64, top=2),
+    HeadRule(3, 5, page=1, chunk=16, top=20),
+    HeadRule(2, 1, page=1, chunk=2, top=5),
+    HeadRule(4, 0, page=4, chunk=1, top=6),
+    HeadRule(1, 2, page=2, chunk=8, top=3),
 ]
 #: Queries, keys, place of the first query, widths, and what is no padding.
 SHAPES = {
@@ -38,7 +46,7 @@ SHAPES = {
 
 
 def visible(rules, chosen, queries, keys, offset, start, stop):
-    """[H, N, M], from the sentence of the definition, for one batch element; `chosen` is [H, chunks, most]."""
+    """[H, N, M], from the sentence of the definition, for one batch element; `chosen`: of each head [chunks, most]."""
     place = torch.arange(queries)[:, None] + offset - start
     key = torch.arange(keys)[None] - start
     real = (key >= 0) & (key < stop - start) & (key <= place)
@@ -60,9 +68,9 @@ def defined(q, k, v, rules, chosen, offset, spans):
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     lengths = q.shape[2], k.shape[2], offset
-    mask = torch.stack(
-        [visible(rules, c, *lengths, *s) for c, s in zip(chosen, zip(*spans, strict=True), strict=True)]
-    )
+    pages = choice_of_heads(chosen, rules, *lengths[:2])
+    spans = enumerate(zip(*spans, strict=True))
+    mask = torch.stack([visible(rules, [of[b] for of in pages], *lengths, *span) for b, span in spans])
     logits = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
     some = mask.any(-1, keepdim=True)
     return torch.where(some, logits, 0.0).softmax(-1).where(some, torch.zeros(())) @ v
@@ -74,20 +82,21 @@ def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
     q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
     spans = spans or ([0] * batch, [keys] * batch)
-    return q, k, v, rules, some_pages(rules, queries, offset, spans), offset, spans
+    return q, k, v, rules, some_pages(rules, queries, keys, offset, spans), offset, spans
 
 
-def some_pages(rules, queries, offset, spans, most=3):
-    """[B, H, chunks, most]: pages before each chunk's opening, drawn at random and in any order, each once."""
+def some_pages(rules, queries, keys, offset, spans):
+    """[B, places]: pages before each chunk's opening, drawn at random and in any order, each once."""
     starts, stops = spans
-    chosen = torch.full((len(starts), len(rules), queries + 1, most), -1, dtype=torch.int32)
-    for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        for h, rule in enumerate(rules):
+    places = sum(chunks * most for chunks, most in shapes_of_choice(rules, queries, keys))
+    chosen = torch.full((len(starts), places), -1, dtype=torch.int32)
+    for rule, of_head in zip(rules, choice_of_heads(chosen, rules, queries, keys), strict=True):
+        for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             first = max(0, offset - start) // rule.chunk
-            for i in range(queries + 1 if rule.page else 0):
+            for i, to in enumerate(of_head[b]):
                 opening = min(max(0, (first + i) * rule.chunk - rule.near + 1), stop - start)
-                pages = torch.randperm(opening // rule.page)[: int(torch.randint(0, most + 1, ()))]
-                chosen[b, h, i, : len(pages)] = pages
+                pages = torch.randperm(opening // rule.page)[: int(torch.randint(0, len(to) + 1, ()))]
+                to[: len(pages)] = pages
     return chosen
 
 
@@ -139,9 +148,10 @@ def test_choice_is_that_of_the_definition(name):
     k[:, :, 20:40] = k[:, :, :20]
     spans = spans or ([0] * 2, [keys] * 2)
     given = chosen_pages(q, k, CHOOSING, spans=spans, offset=offset - earlier, earlier=earlier)
+    given = choice_of_heads(given, CHOOSING, queries, keys)
     for b, span in enumerate(zip(*spans, strict=True)):
         for h, chunk, pages in choices(q[b], k[b], CHOOSING, offset - earlier, earlier, *span):
-            assert {p for p in given[b, h, chunk].tolist() if p >= 0} == pages, (h, chunk)
+            assert {p for p in given[h][b, chunk].tolist() if p >= 0} == pages, (h, chunk)
 
 
 #: Scores that make it hard to find the largest.
@@ -194,8 +204,8 @@ def test_gradient_is_that_of_the_definition(name, round_numbers):
 
 def test_gradient_on_threads_that_share_heads():
     q, k, v = (torch.randn(1, heads, 700, 16).requires_grad_() for heads in (3, 1, 1))
-    rules = [HeadRule(EXACT), HeadRule(30, 2), HeadRule(5, 1, page=16, chunk=16)]
-    chosen = torch.randint(0, 20, (1, 3, 44, 4), dtype=torch.int32)
+    rules = [HeadRule(EXACT), HeadRule(30, 2), HeadRule(5, 1, page=16, chunk=16, top=3)]
+    chosen = some_pages(rules, 700, 700, 0, ([0], [700]))
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -247,8 +257,8 @@ def test_as_many_rules_as_heads():
 
 def test_what_does_not_fit_is_refused():
     q, k, v, rules, chosen, offset, spans = inputs("square")
-    with pytest.raises(ValueError, match="pages of 3 chunks for queries of 100"):
-        selected_attention(q, k, v, rules, chosen[:, :, :3])
+    with pytest.raises(ValueError, match="3 places of pages where these queries and rules have"):
+        selected_attention(q, k, v, rules, chosen[:, :3])
     with pytest.raises(ValueError, match="<= 100 keys"):
         selected_attention(q, k, v, rules, chosen, spans=([0, 0], [100, 101]))
 

@@ -15,6 +15,7 @@ namespace hyper {
 struct Rule {
   int64_t near, sinks, page, chunk;  // page 0: none are chosen
   int64_t top, bounds, by, channels; // of the choice, see selected_choice.h; channels 0: all score
+  int64_t at, most;                  // where the pages of its first chunk stand, and how many a chunk has at most
 
   int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }
   int64_t opening(int64_t p) const { return std::max<int64_t>(0, p / chunk * chunk - near + 1) / page * page; }
@@ -25,8 +26,8 @@ struct Selected {
   Matrix query, key, value;      // float or, where `half`, bfloat16
   int64_t half, offset, threads; // the first query stands at key `offset`
   const Rule* rules;             // [H]
-  const int32_t* chosen;         // [B, H, chunks, most]: pages of each chunk from that of the first query on; -1: none
-  int64_t chunks, most;
+  const int32_t* chosen;         // [B, places]: of each head [chunks, most], from that of the first query on; -1: no page
+  int64_t places;
   const int64_t *starts, *stops; // [B]: the keys that are no padding; all positions count from the first of them
   float scale;
   float* out;                    // contiguous [B, H, N, dv]
@@ -38,8 +39,8 @@ struct Selected {
   int64_t first_place(int64_t b) const { return std::max<int64_t>(0, place(b, 0)); }
   int64_t blocks() const { return (keys + kLanes - 1) / kLanes; }
   const int32_t* pages(int64_t b, int64_t h, int64_t p) const {
-    const int64_t chunk = rules[h].chunk;
-    return chosen + ((b * heads + h) * chunks + p / chunk - first_place(b) / chunk) * most;
+    const Rule& rule = rules[h];
+    return chosen + b * places + rule.at + (p / rule.chunk - first_place(b) / rule.chunk) * rule.most;
   }
   template <typename T>
   Rows<T> rows_of(const Matrix& m, int64_t b, int64_t h, int64_t r) const {
@@ -87,7 +88,7 @@ struct Blocks {
       set(rule.opening(p), seen);
       const int32_t* pages = c.pages(b, h, p);
       const bool apart = gathers && rule.page < kLanes;
-      for (int64_t i = 0; i < c.most; ++i) {
+      for (int64_t i = 0; i < rule.most; ++i) {
         if (pages[i] < 0) continue;
         const int64_t from = pages[i] * rule.page, end = std::min(from + rule.page, seen);
         if (!apart) set(from, end);

@@ -16,7 +16,7 @@ from .kernels import chunks_of
 
 #: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of selected.h,
 #: selected_backward.h, selected_choice.h and call.h.
-SELECTED = struct.Struct("7q P3q P3q P3q 3q P P 2q 2P f 2P")
+SELECTED = struct.Struct("7q P3q P3q P3q 3q P P q 2P f 2P")
 GRADIENTS = struct.Struct("2P q 2P")
 CHOICE = struct.Struct("q 2P")
 MATRIX = struct.Struct("P3q")
@@ -66,6 +66,23 @@ def _flat(rules: Sequence[HeadRule]) -> list[int]:
     return [number for rule in rules for number in rule]
 
 
+def _rules_of(numbers: Sequence[int]) -> list[HeadRule]:
+    width = len(HeadRule._fields)
+    return [HeadRule(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
+
+
+def shapes_of_choice(rules: Sequence[HeadRule], queries: int, keys: int) -> list[tuple[int, int]]:
+    """Of each head, how many chunks `queries` lie in at most, and how many pages a chunk chooses at most."""
+    return [(queries // r.chunk + 2, min(r.top, keys // r.page)) if r.page else (0, 0) for r in rules]
+
+
+def choice_of_heads(chosen: Tensor, rules: Sequence[HeadRule], queries: int, keys: int) -> list[Tensor]:
+    """What `chosen_pages` returns, of each head: views [B, chunks, most]."""
+    shapes = shapes_of_choice(rules, queries, keys)
+    parts = chosen.split([chunks * most for chunks, most in shapes], 1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
@@ -76,16 +93,20 @@ def _longs(values: Sequence[int]):
 
 def pack(
     tensors: Sequence[Tensor], chosen: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, scale: float,
-    out: Tensor, lse: Tensor,
+    out: Tensor, lse: Tensor, earlier: int = 0,
 ) -> tuple[bytes, list]:  # fmt: skip
     """`struct Selected`, and what must live as long as it."""
     query, key, value = tensors
+    heads, at, numbers = _rules_of(rules), 0, []
+    for rule, (chunks, most) in zip(heads, shapes_of_choice(heads, query.shape[2] - earlier, key.shape[2])):
+        numbers += [*rule, at, most]
+        at += chunks * most
     batch, matrices = query.shape[0], [n for t in tensors for n in (t.data_ptr(), *t.stride()[:3])]
-    arrays = _longs(rules), _longs(spans[:batch]), _longs(spans[batch:])
+    arrays = _longs(numbers), _longs(spans[:batch]), _longs(spans[batch:])
     rules_at, starts, stops = map(ctypes.addressof, arrays)
     call = SELECTED.pack(
         *query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3], *matrices,
-        query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), *chosen.shape[2:],
+        query.dtype != torch.float32, offset, torch.get_num_threads(), rules_at, chosen.data_ptr(), chosen.shape[1],
         starts, stops, scale, out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return call, [arrays, tensors, chosen]
@@ -161,7 +182,7 @@ def choice(
     tensors = [_rows(t) for t in (query, key, key)]
     chosen = query.new_full(_choice_shape(query, key.shape[2], rules, earlier), -1, dtype=torch.int32)
     out = query.new_empty(0, dtype=torch.float32)
-    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out)
+    call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out, earlier)
     empty = MATRIX.pack(0, 0, 0, 0)
     of_heads = b"".join(MATRIX.pack(t.data_ptr(), *t.stride()[:3]) if t.numel() else empty for t in summaries)
     matrices = ctypes.create_string_buffer(of_heads or empty * query.shape[1])
@@ -171,13 +192,9 @@ def choice(
     return chosen
 
 
-def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int, int, int]:
-    fields = [rules[i :: len(HeadRule._fields)] for i in range(len(HeadRule._fields))]
-    paged = [HeadRule(*rule) for rule in zip(*fields, strict=True) if rule[2]]
-    least = min((rule.chunk for rule in paged), default=query.shape[2])
-    chunks = (query.shape[2] - earlier) // max(1, least) + 2
-    most = max((min(rule.top, keys // rule.page) for rule in paged), default=0)
-    return query.shape[0], query.shape[1], chunks, most
+def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
+    shapes = shapes_of_choice(_rules_of(rules), query.shape[2] - earlier, keys)
+    return query.shape[0], sum(chunks * most for chunks, most in shapes)
 
 
 @choice.register_fake
@@ -205,7 +222,7 @@ def chosen_pages(
             an empty tensor; none: they are made from the keys.
 
     Returns:
-        int32 [B, H, chunks, most], as `selected_attention` takes it; the first chunk is that of query `earlier`.
+        int32 [B, places], as `selected_attention` takes it; `choice_of_heads` tells heads and chunks apart.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
@@ -238,12 +255,6 @@ def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None
         raise ValueError(f"selected attention: spans {starts}, {stops}; allowed: 0 <= start <= stop <= {keys} keys")
 
 
-def _chunks(rule: HeadRule, place: int, queries: int) -> int:
-    """How many chunks queries from `place` on lie in."""
-    first, last = max(0, place), place + queries - 1
-    return last // rule.chunk - first // rule.chunk + 1 if rule.page and last >= 0 else 0
-
-
 def selected_attention(
     query: Tensor,
     key: Tensor,
@@ -261,8 +272,9 @@ def selected_attention(
         query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
         key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
         rules: one for each query head.
-        chosen: [B, H, chunks, most], int32: the pages of each chunk, all before its opening, in any order, each once,
-            -1 for none; the first chunk is that of the first query that is no padding. None: no head has pages.
+        chosen: [B, places], int32, of one head after the other [chunks, most] by `shapes_of_choice`: the pages of each
+            chunk, all before its opening, in any order, each once, -1 for none; the first chunk is that of the first
+            query that is no padding. None: no head has pages.
         spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).
@@ -271,19 +283,20 @@ def selected_attention(
         [B, H, N, dv] in the dtype of the query; 0 for queries before the first key.
 
     Raises:
-        ValueError: rules, chunks or spans do not fit the call.
+        ValueError: rules, pages or spans do not fit the call.
     """
     batch, heads, n, d = query.shape
     if len(rules) != heads:
         raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
+    places = sum(chunks * most for chunks, most in shapes_of_choice(rules, n, key.shape[2]))
     if chosen is None:
-        chosen = query.new_full((batch, heads, 1, 0), -1, dtype=torch.int32)
+        chosen = query.new_full((batch, places), -1, dtype=torch.int32)
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
     _check_spans(starts, stops, key.shape[2])
-    chunks = max((_chunks(rule, offset - s, n) for rule in rules for s in starts), default=0)
-    if chunks > chosen.shape[2]:
+    if chosen.shape[1] != places:
         raise ValueError(
-            f"selected attention: pages of {chosen.shape[2]} chunks for queries of {chunks}; give those of chosen_pages"
+            f"selected attention: {chosen.shape[1]} places of pages where these queries and rules have {places}; give "
+            "what chosen_pages returns"
         )
     scale = d**-0.5 if scale is None else scale
     out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)

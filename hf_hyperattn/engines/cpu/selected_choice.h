@@ -16,7 +16,7 @@ enum By { kOwn, kFirst, kPrevious, kChunk };  // each query, the first of its ch
 
 struct Choice {
   int64_t earlier;   // the first queries of the call that are there for the choice alone
-  int32_t* chosen;   // [B, H, chunks, most], see Selected; of chunks from that of query `earlier` on
+  int32_t* chosen;   // [B, places], see Selected; of chunks from that of query `earlier` on
   // [H], float [B, Hkv, pages, width] each, as `summarize` makes them; without address: they are made here.
   const Matrix* summaries;
 };
@@ -66,6 +66,7 @@ class ChoiceTask {
     const int64_t base = std::max<int64_t>(0, first) / chunk, chunks = last / chunk - base + 1;
     const int64_t pages = std::min(rule.opening(last), c.length(b)) / rule.page, from = rule.sinks / rule.page;
     if (pages <= from) return;
+    int32_t* chosen = s.chosen + b * c.places + rule.at;
     width_ = rule.bounds ? 2 * c.dim : c.dim, blocks_ = (pages + kLanes - 1) / kLanes;
     step_ = (blocks_ | 1) * kLanes;  // rows a power of two apart would share what the CPU keeps of them
     few_ = 3 * rule.scoring(c.dim) <= c.dim;
@@ -73,7 +74,7 @@ class ChoiceTask {
     if (chunks == 1 && rule.page == 1 && !rule.bounds) {  // nothing to make of a key, and nobody to share it with
       read(b, h, base, queries_.data());
       score_keys(b, h, pages);
-      largest_.find(scores_.data(), from, pages, rule.top, s.chosen + (b * c.heads + h) * c.chunks * c.most);
+      largest_.find(scores_.data(), from, pages, rule.top, chosen);
       return;
     }
     pack(b, h, pages);
@@ -84,8 +85,7 @@ class ChoiceTask {
       score(count, (seen + kLanes - 1) / kLanes);
       for (int64_t r = 0; r < count; ++r) {
         const int64_t stop = std::min(pages, rule.opening((base + i + r) * chunk) / rule.page);
-        largest_.find(&scores_[r * step_], from, stop, rule.top,
-                      s.chosen + ((b * c.heads + h) * c.chunks + i + r) * c.most);
+        largest_.find(&scores_[r * step_], from, stop, rule.top, chosen + (i + r) * rule.most);
       }
     }
   }
