@@ -1,7 +1,7 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
 // chunk of queries has chosen. Keys stand in blocks of a register's width; a tile is a few queries that share their
 // choice, its blocks are listed once, and blocks of one list need not be neighbours: products take an address for each.
-// Chosen pages smaller than a block are gathered: their keys are brought side by side, so that products are of them alone.
+// Where pages are chosen, keys are listed one by one and read where they lie: the queries stand side by side in registers.
 #pragma once
 
 #include "forward.h"
@@ -56,15 +56,11 @@ constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 // The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
 struct Blocks {
   std::vector<uint32_t> bits;
-  std::vector<int32_t> listed;   // in order; -1, -2, ...: kLanes of the gathered keys each
-  std::vector<uint8_t> whole;    // of each: every query sees every key
-  std::vector<int32_t> gathered; // keys that all queries see
+  std::vector<int32_t> listed;  // in order
+  std::vector<uint8_t> whole;   // of each: every query sees every key
   int64_t near = 0, limit = 0;
-  const bool gathers;            // where not, gathered keys are bits of their blocks, too
 
-  Blocks(int64_t blocks, bool gathers) : bits(blocks + 1), gathers(gathers) {
-    listed.reserve(blocks), whole.reserve(blocks);
-  }
+  explicit Blocks(int64_t blocks) : bits(blocks + 1) { listed.reserve(blocks), whole.reserve(blocks); }
 
   void set(int64_t first, int64_t last) {
     for (int64_t j = first; j < last;) {
@@ -80,21 +76,15 @@ struct Blocks {
     const int64_t last = p + rows - 1;
     near = rule.page ? 0 : rule.near, limit = c.length(b);
     const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
-    listed.clear(), whole.clear(), gathered.clear();
+    listed.clear(), whole.clear();
     std::fill_n(bits.begin(), count, 0u);
     if (seen <= 0) return;
     set(0, std::min(rule.sinks, seen));
     if (rule.page) {
       set(rule.opening(p), seen);
       const int32_t* pages = c.pages(b, h, p);
-      const bool apart = gathers && rule.page < kLanes;
-      for (int64_t i = 0; i < rule.most; ++i) {
-        if (pages[i] < 0) continue;
-        const int64_t from = pages[i] * rule.page, end = std::min(from + rule.page, seen);
-        if (!apart) set(from, end);
-        else
-          for (int64_t j = std::max(from, rule.sinks); j < end; ++j) gathered.push_back(static_cast<int32_t>(j));
-      }
+      for (int64_t i = 0; i < rule.most; ++i)
+        if (pages[i] >= 0) set(pages[i] * rule.page, std::min((pages[i] + 1) * rule.page, seen));
     }
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * kLanes, end = first + kLanes;
@@ -102,16 +92,6 @@ struct Blocks {
       listed.push_back(static_cast<int32_t>(block));
       whole.push_back(end <= std::min(p + 1, limit) && (bits[block] == kAll || first > last - near));
     }
-    for (int64_t from = 0, all = gathered.size(); from < all; from += kLanes) {
-      listed.push_back(static_cast<int32_t>(-1 - from / kLanes));
-      whole.push_back(from + kLanes <= all);
-    }
-  }
-
-  // The keys of a listed block below 0: the first of them and how many.
-  std::pair<const int32_t*, int64_t> keys_of(int32_t block) const {
-    const int64_t from = (-1 - block) * int64_t{kLanes};
-    return {&gathered[from], std::min<int64_t>(kLanes, gathered.size() - from)};
   }
 
   // A bit for each lane of listed block i that a query at p sees.
@@ -121,7 +101,6 @@ struct Blocks {
   Ints hidden(int64_t i, int64_t p) const {
     static const Ints powers = Ints{} + 1 << lane_numbers();
     const int32_t block = listed[i];
-    if (block < 0) return lane_numbers() >= static_cast<int32_t>(keys_of(block).second);
     const Ints key = lane_numbers() + static_cast<int32_t>(block * kLanes);
     const Ints chosen = (powers & static_cast<int32_t>(bits[block])) != 0;
     const Ints close = key > static_cast<int32_t>(std::max<int64_t>(p - near, -1));
@@ -229,27 +208,26 @@ inline void products(const float* left, int64_t step, int64_t rows, const float*
   });
 }
 
-// to[r] += sum over the rows of `count` blocks of weight · row, Wide registers of each; block(i)(k) is row k of block i.
-template <int Rows, int Wide, class Block>
-inline void block_sum(const float* weight, Block block, int64_t count, int64_t column, float* to, int64_t to_step) {
+// to[r] += sum over `count` rows of their weight times them, Wide registers of each: row k is at row(k), its weight for r at
+// weight[r · weight_step + k · next].
+template <int Rows, int Wide, class Row>
+inline void row_sum(const float* weight, int64_t weight_step, int64_t next, Row row, int64_t count, int64_t column,
+                    float* to, int64_t to_step) {
   Vec sum[Rows][Wide];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < Wide; ++w) sum[r][w] = load(to + r * to_step + column + w * kLanes);
-  for (int64_t i = 0; i < count; ++i) {
-    const auto row = block(i);
-    for (int k = 0; k < kLanes; ++k) {
-      const float* from = row(k) + column;
-      Vec b[Wide];
+  for (int64_t k = 0; k < count; ++k) {
+    const float* from = row(k) + column;
+    Vec b[Wide];
 #pragma GCC unroll 4
-      for (int w = 0; w < Wide; ++w) b[w] = load(from + w * kLanes);
+    for (int w = 0; w < Wide; ++w) b[w] = load(from + w * kLanes);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const Vec a = splat(weight[r * kTileKeys + i * kLanes + k]);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec a = splat(weight[r * weight_step + k * next]);
 #pragma GCC unroll 4
-        for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
-      }
+      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
     }
   }
 #pragma GCC unroll 8
@@ -258,47 +236,52 @@ inline void block_sum(const float* weight, Block block, int64_t count, int64_t c
     for (int w = 0; w < Wide; ++w) store(to + r * to_step + column + w * kLanes, sum[r][w]);
 }
 
-// Weighted sums of `count` blocks of rows, added to `rows` rows.
-template <class Block>
-inline void sums(const float* weight, int64_t rows, Block block, int64_t count, int64_t wide, float* to, int64_t to_step) {
+// Weighted sums of `count` rows, `wide` numbers each, added to `rows` rows.
+template <class Row>
+inline void row_sums(const float* weight, int64_t weight_step, int64_t next, int64_t rows, Row row, int64_t count,
+                     int64_t wide, float* to, int64_t to_step) {
   in_pieces(rows, [&](int64_t r, auto n) {
+    const float* own = weight + r * weight_step;
     int64_t e = 0;
     for (; e + kPanel <= wide; e += kPanel)
-      block_sum<n(), kWide>(weight + r * kTileKeys, block, count, e, to + r * to_step, to_step);
-    for (; e < wide; e += kLanes)
-      block_sum<n(), 1>(weight + r * kTileKeys, block, count, e, to + r * to_step, to_step);
+      row_sum<n(), kWide>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
+    for (; e < wide; e += kLanes) row_sum<n(), 1>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
   });
 }
 
-// Blocks of rows that lie one after the other, `wide` apart.
-inline auto side_by_side(const float* const* block, int64_t wide) {
-  return [=](int64_t i) { return [from = block[i], wide](int k) { return from + k * wide; }; };
+// Weighted sums of the rows of `count` blocks, added to `rows` rows.
+inline void sums(const float* weight, int64_t rows, const float* const* block, int64_t count, int64_t wide, float* to,
+                 int64_t to_step) {
+  const auto row = [=](int64_t k) { return block[k / kLanes] + k % kLanes * wide; };
+  row_sums(weight, kTileKeys, 1, rows, row, count * kLanes, wide, to, to_step);
 }
 
-// f(row, position, how many) for tiles of rows that share their choice.
+// f(row, position, how many) for tiles of rows that share their choice, no more than `most`.
 template <class Body>
-void over_tiles(const Selected& c, int64_t b, int64_t h, int64_t row, int64_t end, Body body) {
+void over_tiles(const Selected& c, int64_t b, int64_t h, int64_t row, int64_t end, int64_t most, Body body) {
   const int64_t chunk = c.rules[h].page ? c.rules[h].chunk : kSpan;
   while (row < end) {
     const int64_t p = c.place(b, row);
-    const int64_t next = p < 0 ? -p : std::min((p / chunk + 1) * chunk - p, kTileRows);
+    const int64_t next = p < 0 ? -p : std::min((p / chunk + 1) * chunk - p, most);
     const int64_t rows = std::min(next, end - row);
     body(row, p, rows);
     row += rows;
   }
 }
 
+constexpr int64_t kShared = 16;  // queries that stand side by side
+static_assert(kShared % kLanes == 0 && kShared <= kTileRows);
+
 template <typename T>
 class SelectedTask {
  public:
   SelectedTask(const Selected& call, const Packed& packed)
-      : c(call), packed_(packed), wide(packed.wide), blocks_(c.blocks(), true),
-        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + kPanel * c.dim + wide + 256) {
+      : c(call), packed_(packed), wide(packed.wide), blocks_(c.blocks()),
+        scratch_(kTileRows * (kTileKeys + c.dim + wide + 2) + (kShared + kAtOnce) * (c.dim + kLanes) + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
-    keys_ = scratch_.take(kPanel * c.dim);
-    zeros_ = scratch_.take(wide);
-    std::fill_n(zeros_, wide, 0.0f);
     queries_ = scratch_.take(kTileRows * c.dim);
+    turned_ = scratch_.take(kShared * c.dim);
+    rows_ = scratch_.take(kAtOnce * padded(c.dim));
     out_ = scratch_.take(kTileRows * wide);
     top_ = scratch_.take(kTileRows);
     sum_ = scratch_.take(kTileRows);
@@ -306,103 +289,192 @@ class SelectedTask {
 
   // Queries [row, end) of a head.
   void run(int64_t b, int64_t h, int64_t row, int64_t end) {
-    over_tiles(c, b, h, row, end, [&](int64_t r, int64_t p, int64_t rows) {
-      if (p >= 0) return tile(b, h, r, p, rows);
-      for (; rows > 0; r += kTileRows, rows -= kTileRows) {  // padding sees nothing
-        const int64_t some = std::min(rows, kTileRows);
-        clear(some);
-        finish(b, h, r, some);
+    const bool pages = c.rules[h].page;
+    over_tiles(c, b, h, row, end, pages ? kShared : kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
+      if (p < 0) {  // padding sees nothing
+        std::fill_n(c.out + start_of(b, h, r) * c.value_dim, rows * c.value_dim, 0.0f);
+        std::fill_n(c.lse + start_of(b, h, r), rows, -kInf);
+        std::fill_n(c.lse + c.batch * c.heads * c.queries + start_of(b, h, r), rows, 0.0f);
+        return;
       }
+      auto queries = c.rows_of<T>(c.query, b, h, r);
+      queries.scale = c.scale;
+      copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
+      std::fill_n(out_, rows * wide, 0.0f);
+      std::fill_n(top_, kTileRows, -kInf);
+      std::fill_n(sum_, kTileRows, 0.0f);
+      pages ? over_keys(b, h, p, rows) : over_blocks(b, h, p, rows);
+      finish(start_of(b, h, r), rows);
     });
   }
 
  private:
-  void clear(int64_t rows) {
-    std::fill_n(out_, rows * wide, 0.0f);
-    std::fill_n(top_, rows, -kInf);
-    std::fill_n(sum_, rows, 0.0f);
-  }
+  static constexpr int kAtOnce = 8;     // keys whose products are summed at once
+  static constexpr int64_t kNear = 64;  // keys whose values stay in the first cache
+  static constexpr int kRegisters = kShared / kLanes;
 
-  void tile(int64_t b, int64_t h, int64_t row, int64_t p, int64_t rows) {
+  int64_t start_of(int64_t b, int64_t h, int64_t row) const { return (b * c.heads + h) * c.queries + row; }
+
+  void over_blocks(int64_t b, int64_t h, int64_t p, int64_t rows) {
     const int64_t head = b * c.kv_heads + h / c.group();
-    auto queries = c.rows_of<T>(c.query, b, h, row);
-    queries.scale = c.scale;
-    copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
-    clear(rows);
     blocks_.list(c, b, h, p, rows);
-    const int64_t all = blocks_.listed.size(), packed = all - (blocks_.gathered.size() + kLanes - 1) / kLanes;
-    for (int64_t from = 0; from < all; from += kListed) {
-      const int64_t count = std::min(kListed, all - from), here = std::clamp<int64_t>(packed - from, 0, count);
-      const float *keys[kListed], *values[kListed];
-      for (int64_t i = 0; i < here; ++i) {
+    const float *keys[kListed], *values[kListed];
+    for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
+      const int64_t count = std::min(kListed, all - from);
+      for (int64_t i = 0; i < count; ++i) {
         const int32_t block = blocks_.listed[from + i];
         keys[i] = packed_.keys(head, block), values[i] = packed_.values(head, block);
       }
-      products(queries_, c.dim, rows, keys, here, c.dim, dots_);
-      find(b, head, from + here - packed, count - here);
-      multiply_gathered(rows, here, count);
+      products(queries_, c.dim, rows, keys, count, c.dim, dots_);
       for (int64_t i = 0; i < count; ++i)
         if (!blocks_.whole[from + i]) hide(from + i, i, p, rows);
       for (int64_t r = 0; r < rows; ++r) weigh(r, count * kLanes);
-      sums(dots_, rows, side_by_side(values, wide), here, wide, out_, wide);
-      for (int64_t i = here; i < count; i += kWide) {  // few at once: what one piece of rows has read is near for the next
-        const float* const* value = &gathered_values_[(i - here) * kLanes];
-        const auto block = [=](int64_t w) { return [=](int k) { return value[w * kLanes + k]; }; };
-        sums(dots_ + i * kLanes, rows, block, std::min<int64_t>(kWide, count - i), wide, out_, wide);
+      sums(dots_, rows, values, count, wide, out_, wide);
+    }
+  }
+
+  // Queries of one chunk, at most kShared.
+  void over_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
+    const int64_t all = list_keys(b, h, p, rows);
+    const bool few = rows <= kFew && c.dim % kLanes == 0;
+    if (!few)
+      for (int64_t r = 0; r < kShared; r += kLanes)
+        put_block([&](int64_t i) { return queries_ + (r + i) * c.dim; }, std::clamp<int64_t>(rows - r, 0, kLanes), c.dim,
+                  turned_ + r, kShared);
+    kv_ = h / c.group(), head_ = b * c.kv_heads + kv_;
+    from_ = c.rows_of<T>(c.key, b, kv_, c.starts[b]);
+    for (int64_t i = 0; i < all; i += kTileKeys) {
+      const int64_t count = std::min(kTileKeys, all - i);
+      few ? by_rows(&listed_[i], p, rows, count) : by_lanes(&listed_[i], p, rows, count);
+      add_values(b, &listed_[i], few ? kTileKeys : 1, few ? 1 : kShared, rows, count);
+    }
+  }
+
+  // The keys that queries at positions [p, p + rows) see, those that all of them see first; returns how many.
+  int64_t list_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
+    const Rule& rule = c.rules[h];
+    const int64_t seen = std::min(p + rows, c.length(b)), opening = std::min(rule.opening(p), seen);
+    const int64_t most = std::min(rule.sinks, opening) + rule.most * rule.page + seen - opening;
+    if (static_cast<int64_t>(listed_.size()) < most) listed_.resize(most);
+    int32_t* to = listed_.data();
+    const auto add = [&](int64_t from, int64_t end) {
+      for (int64_t key = from; key < end; ++key) *to++ = static_cast<int32_t>(key);
+    };
+    const int32_t* pages = c.pages(b, h, p);
+    add(0, std::min(rule.sinks, opening));
+    for (int64_t i = 0; i < rule.most; ++i)
+      if (pages[i] >= 0) add(std::max(pages[i] * rule.page, rule.sinks), std::min((pages[i] + 1) * rule.page, opening));
+    add(opening, seen);
+    return to - listed_.data();
+  }
+
+  // A few queries, one after the other: as many keys in a register as it has lanes.
+  void by_rows(const int32_t* keys, int64_t p, int64_t rows, int64_t count) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* query = queries_ + r * c.dim;
+      float* to = dots_ + r * kTileKeys;
+      int64_t seen = count;  // by this query
+      while (seen > 0 && keys[seen - 1] > p + r) --seen;
+      for (int64_t j = 0; j < seen; j += kLanes) {
+        const int64_t there = std::min<int64_t>(kLanes, seen - j);
+        store(to + j, c.dim == 4 * kLanes ? dots_of<4>(query, keys + j, there, 4)
+                                          : dots_of<0>(query, keys + j, there, c.dim / kLanes));
       }
+      std::fill(to + seen, to + padded(count), -kInf);
+      weigh(r, padded(count));
     }
-    finish(b, h, row, rows);
   }
 
-  // Where keys and values of `count` gathered blocks lie, from that of number `first` on; past the last key it is zeros.
-  void find(int64_t b, int64_t head, int64_t first, int64_t count) {
-    if (count <= 0) return;
-    const int32_t* keys = &blocks_.gathered[first * kLanes];
-    const int64_t there = std::min<int64_t>(count * kLanes, blocks_.gathered.size() - first * kLanes);
-    const Rows<T> from = c.rows_of<T>(c.key, b, head % c.kv_heads, c.starts[b]);
-    for (int64_t i = 0; i < there; ++i) {
-      gathered_keys_[i] = from.at + keys[i] * from.step;
-      gathered_values_[i] = packed_.value(head, keys[i]);
-    }
-    std::fill(gathered_keys_ + there, gathered_keys_ + count * kLanes, gathered_keys_[there - 1]);
-    std::fill(gathered_values_ + there, gathered_values_ + count * kLanes, zeros_);
-  }
-
-  // Products of a query with kLanes keys of `registers` each (Known: how many, or 0).
+  // Products of a query with `there` keys of `registers` each (Known: how many, or 0).
   template <int Known>
-  static Vec dots_of(const float* query, const T* const* keys, int64_t registers) {
-    Vec sums[kLanes];
-    for (int k = 0; k < kLanes; ++k) {
+  Vec dots_of(const float* query, const int32_t* keys, int64_t there, int64_t registers) const {
+    Vec sums[kLanes] = {};
+    for (int k = 0; k < there; ++k) {
+      const T* key = from_.at + keys[k] * from_.step;
       Vec even = {}, odd = {};
 #pragma GCC unroll 4
       for (int64_t e = 0; e < (Known ? Known : registers); ++e)
-        (e % 2 ? odd : even) += load_numbers(keys[k] + e * kLanes) * load(query + e * kLanes);
+        (e % 2 ? odd : even) += load_numbers(key + e * kLanes) * load(query + e * kLanes);
       sums[k] = even + odd;
     }
     return sums_of(sums);
   }
 
-  // Logits of gathered blocks [from, to). A few queries read keys as they lie, more of them side by side.
-  void multiply_gathered(int64_t rows, int64_t from, int64_t to) {
-    const T* const* keys = gathered_keys_;
-    if (rows <= kFew && c.dim % kLanes == 0) {
-      for (int64_t i = from; i < to; ++i, keys += kLanes)
-        for (int64_t r = 0; r < rows; ++r) {
-          const float* query = queries_ + r * c.dim;
-          const Vec dots = c.dim == 4 * kLanes ? dots_of<4>(query, keys, 4) : dots_of<0>(query, keys, c.dim / kLanes);
-          store(dots_ + r * kTileKeys + i * kLanes, dots);
-        }
-      return;
-    }
-    const float* blocks[kWide];
-    for (int64_t i = from; i < to; i += kWide) {
-      const int64_t count = std::min<int64_t>(kWide, to - i);
-      for (int64_t w = 0; w < count; ++w, keys += kLanes) {
-        blocks[w] = keys_ + w * kLanes * c.dim;
-        put_block([&](int64_t k) { return keys[k]; }, kLanes, c.dim, keys_ + w * kLanes * c.dim);
+  // Queries side by side: of every key kShared logits, one for each.
+  void by_lanes(const int32_t* keys, int64_t p, int64_t rows, int64_t count) {
+    int64_t j = 0;
+    for (; j + kAtOnce <= count; j += kAtOnce) multiply<kAtOnce>(keys + j, j);
+    for (; j < count; ++j) multiply<1>(keys + j, j);
+    for (j = count; j > 0 && keys[j - 1] > p; --j)  // later than the first query
+      for (int64_t r = 0; r < kShared; r += kLanes) {
+        float* x = dots_ + (j - 1) * kShared + r;
+        store(x, lane_numbers() + static_cast<int32_t>(p + r) < keys[j - 1] ? splat(-kInf) : load(x));
       }
-      products(queries_, c.dim, rows, blocks, count, c.dim, dots_ + i * kLanes);
+    float factors[kShared];
+    bool changed = false;
+    for (int64_t r = 0; r < kShared; r += kLanes) {
+      Vec most = load(top_ + r), sum = {};
+      const Vec old = most;
+      for (j = 0; j < count; ++j) most = larger(most, load(dots_ + j * kShared + r));
+      const Vec base = most == -kInf ? Vec{} : most, factor = exponential<true>(old - base);
+      for (j = 0; j < count; ++j) {
+        float* x = dots_ + j * kShared + r;
+        const Vec e = exponential<true>(load(x) - base);
+        store(x, e);
+        sum += e;
+      }
+      store(factors + r, factor), store(top_ + r, most), store(sum_ + r, load(sum_ + r) * factor + sum);
+      changed = changed || any(most != old);
     }
+    for (int64_t r = 0; r < rows * changed; ++r)
+      for (int64_t e = 0; e < wide; e += kLanes) store(out_ + r * wide + e, load(out_ + r * wide + e) * factors[r]);
+  }
+
+  // Products of `Keys` keys with all queries, in place j and those after it.
+  template <int Keys>
+  void multiply(const int32_t* keys, int64_t j) {
+    const float* key[Keys];
+    for (int k = 0; k < Keys; ++k) {
+      const T* row = from_.at + keys[k] * from_.step;
+      if constexpr (std::is_same_v<T, float>) {
+        key[k] = row;
+      } else {
+        key[k] = rows_ + k * padded(c.dim);
+        copy_rows(Rows<T>{row, 0, nullptr, 0}, 1, 0, c.dim, padded(c.dim), rows_ + k * padded(c.dim));
+      }
+    }
+    Vec sum[Keys][kRegisters] = {};
+    for (int64_t e = 0; e < c.dim; ++e) {
+      Vec query[kRegisters];
+#pragma GCC unroll 4
+      for (int w = 0; w < kRegisters; ++w) query[w] = load(turned_ + e * kShared + w * kLanes);
+#pragma GCC unroll 8
+      for (int k = 0; k < Keys; ++k) {
+        const Vec number = splat(key[k][e]);
+#pragma GCC unroll 4
+        for (int w = 0; w < kRegisters; ++w) sum[k][w] += number * query[w];
+      }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < Keys; ++k)
+#pragma GCC unroll 4
+      for (int w = 0; w < kRegisters; ++w) store(dots_ + (j + k) * kShared + w * kLanes, sum[k][w]);
+  }
+
+  // A few keys at a time: what one piece of rows has read is near for the next.
+  void add_values(int64_t b, const int32_t* keys, int64_t weight_step, int64_t next, int64_t rows, int64_t count) {
+    const auto add = [&](auto value) {
+      for (int64_t j = 0; j < count; j += kNear) {
+        const auto row = [=, first = keys + j](int64_t k) { return value(first[k]); };
+        row_sums(dots_ + j * next, weight_step, next, rows, row, std::min(kNear, count - j), wide, out_, wide);
+      }
+    };
+    if constexpr (std::is_same_v<T, float>)
+      if (wide == c.value_dim) {
+        const Rows<T> from = c.rows_of<T>(c.value, b, kv_, c.starts[b]);
+        return add([=](int64_t key) { return from.at + key * from.step; });
+      }
+    add([this](int64_t key) { return packed_.value(head_, key); });
   }
 
   void hide(int64_t listed, int64_t slot, int64_t p, int64_t rows) {
@@ -431,8 +503,8 @@ class SelectedTask {
     sum_[r] += sum_of(sum);
   }
 
-  void finish(int64_t b, int64_t h, int64_t row, int64_t rows) {
-    const int64_t start = (b * c.heads + h) * c.queries + row, all = c.batch * c.heads * c.queries;
+  void finish(int64_t start, int64_t rows) {
+    const int64_t all = c.batch * c.heads * c.queries;
     for (int64_t r = 0; r < rows; ++r) {
       const float factor = sum_[r] == 0 ? 0.0f : 1.0f / sum_[r];  // NaN stays
       float* to = c.out + (start + r) * c.value_dim;
@@ -446,9 +518,10 @@ class SelectedTask {
   const int64_t wide;
   Blocks blocks_;
   Scratch scratch_;
-  float *dots_, *keys_, *zeros_, *queries_, *out_, *top_, *sum_;
-  const T* gathered_keys_[kTileKeys];
-  const float* gathered_values_[kTileKeys];
+  std::vector<int32_t> listed_;
+  int64_t kv_ = 0, head_ = 0;
+  Rows<T> from_{};  // keys
+  float *dots_, *queries_, *turned_, *rows_, *out_, *top_, *sum_;
 };
 
 }  // namespace hyper

@@ -17,7 +17,7 @@ template <typename T>
 class SelectedBackward {
  public:
   SelectedBackward(const Selected& call, const SelectedGradients& gradients, const Packed& packed)
-      : c(call), s(gradients), packed_(packed), wide(packed.wide), dim(packed.key_wide), blocks_(c.blocks(), false),
+      : c(call), s(gradients), packed_(packed), wide(packed.wide), dim(packed.key_wide), blocks_(c.blocks()),
         scratch_(kTileRows * (2 * kTileKeys + 2 * dim + wide + 1) + 256) {
     dots_ = scratch_.take(kTileRows * kTileKeys);
     weights_ = scratch_.take(kTileRows * kTileKeys);
@@ -31,7 +31,7 @@ class SelectedBackward {
     const int64_t row = c.queries * part / s.parts, end = c.queries * (part + 1) / s.parts;
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g;
-      over_tiles(c, b, h, row, end, [&](int64_t r, int64_t p, int64_t rows) {
+      over_tiles(c, b, h, row, end, kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
         if (p >= 0) tile(b, kv, h, part, r, p, rows);
         else std::fill_n(s.query + ((b * c.heads + h) * c.queries + r) * c.dim, rows * c.dim, 0.0f);
       });
@@ -57,7 +57,7 @@ class SelectedBackward {
       products(grads_, wide, rows, values, count, c.value_dim, weights_);
       for (int64_t i = 0; i < count; ++i)
         for (int64_t r = 0; r < rows; ++r) through_softmax(from + i, i, start + r, p + r, r);
-      sums(dots_, rows, side_by_side(key_rows, dim), count, dim, d_queries_, dim);
+      sums(dots_, rows, key_rows, count, dim, d_queries_, dim);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t key = blocks_.listed[from + i] * kLanes, there = std::min<int64_t>(kLanes, c.length(b) - key);
         product(dots_ + i * kLanes, 1, kTileKeys, queries_, dim, rows, s.key + (slot + key) * dim, dim, there, dim, true);

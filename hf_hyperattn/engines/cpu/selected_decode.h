@@ -13,7 +13,7 @@ class SelectedFew {
  public:
   explicit SelectedFew(const Selected& call)
       : c(call), dim(padded(c.dim)), wide(padded(c.value_dim)), group(c.group()), length(c.blocks() * kLanes),
-        heads_(group, Blocks(c.blocks(), false)), next_(group), scratch_(group * (dim + wide + length) + kLanes * (dim + wide) + 256) {
+        heads_(group, Blocks(c.blocks())), next_(group), scratch_(group * (dim + wide + length) + kLanes * (dim + wide) + 256) {
     queries_ = scratch_.take(group * dim);
     out_ = scratch_.take(group * wide);
     logits_ = scratch_.take(group * length);
