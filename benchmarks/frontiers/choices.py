@@ -158,7 +158,7 @@ class Choices:
     def times(self, cell: Cell) -> list[float]:
         """What each of these rules takes, over stock's attention, measured here and now."""
         rules = [self.rules[i] for i in self.rules_of(cell)]
-        cost = cost_of("time", rules, self.length)
+        cost = cost_of("time", rules, self.length, torch.empty(KEY_HEADS, 64))  # three query heads on each
         return [cost(rule, self.length) for rule in rules]
 
     def read_together(self, cell: Cell, number: int) -> list[tuple[torch.Tensor, Any, float]]:

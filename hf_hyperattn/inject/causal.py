@@ -100,7 +100,8 @@ class CausalInjection(Injection):
         self.key_heads = {host.name: host.kv_heads for host in hosts}
         if self.cost == "time":  # once, so that all choices of this run know the same
             self.progress.describe("timing rules")
-            like = torch.empty(hosts[0].head_dim or 64, device=self.model.device)
+            group, dim = hosts[0].heads // hosts[0].kv_heads, hosts[0].head_dim or 64
+            like = torch.empty(group, dim, device=self.model.device)
             self.times = cost_of("time", [*self.rules, *self.rivals], self.length, like)
 
     def choose(self, pairs: float, rules: Sequence[CandidateRule] | None = None) -> Allocation:

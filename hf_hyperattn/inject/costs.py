@@ -29,7 +29,8 @@ def cost_of(
 
     Args:
         rules: those that are asked for. length: tokens of a text.
-        like: a key [d], on the device that "time" is measured on; None: of 64 numbers, on the CPU.
+        like: a query [G, d] of the heads that share a key, on the device that "time" is measured on; None: of one head
+            and 64 numbers, on the CPU.
 
     Raises:
         ValueError: there is no such cost, or none for rules of encoders.
@@ -43,20 +44,24 @@ def cost_of(
             f"cost is {cost!r} for rules of an encoder, which keeps no cache; allowed: 'pairs', or a function"
         )
     if cost == "time":
-        seconds = times(rules, length, torch.empty(64) if like is None else like)
+        seconds = times(rules, length, torch.empty(1, 64) if like is None else like)
         return lambda rule, _: 1.0 if rule.is_exact else seconds[rule]
     return (lambda rule, n: rule.kept(n)) if cost == "bytes" else (lambda rule, n: rule.share(n))
 
 
 @torch.no_grad()
 def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[CandidateRule, float]:
-    """Time of one head that reads a whole text of random tokens, over that of ordinary attention."""
-    drawn = torch.randn(3, 1, 1, length, len(like), generator=torch.Generator().manual_seed(0))
-    query, key, value = drawn.to(like.device)
+    """Time of a whole text of random tokens, over that of ordinary attention; heads that share keys have the same rule.
+
+    What such heads do once for all of them, as to bring keys in another order, would count too much at one head alone.
+    """
+    group, dim = like.shape
+    drawn = torch.randn(1, group + 2, length, dim, generator=torch.Generator().manual_seed(0)).to(like.device)
+    query, key, value = drawn.split([group, 1, 1], 1)
     plan = Plan.of(HostCall(query, key, value, len(like) ** -0.5, True, Options(is_causal=True)))
     calls: dict[CandidateRule, Callable] = {rules[0].exact(): plan.run}
     for rule in rules:
-        config = rule.layer_config([rule], length)
+        config = rule.layer_config([rule] * group, length)
         if not rule.is_exact:
             calls[rule] = get_mechanism(config.mechanism).layer(config, None, "replace").change(plan).run
     found = dict.fromkeys(calls, float("inf"))

@@ -42,6 +42,10 @@ struct Selected {
     const Rule& rule = rules[h];
     return chosen + b * places + rule.at + (p / rule.chunk - first_place(b) / rule.chunk) * rule.most;
   }
+  // Whether all heads that share a key head choose pages.
+  bool lists_keys(int64_t kv) const {
+    return std::all_of(rules + kv * group(), rules + (kv + 1) * group(), [](const Rule& rule) { return rule.page > 0; });
+  }
   template <typename T>
   Rows<T> rows_of(const Matrix& m, int64_t b, int64_t h, int64_t r) const {
     return {at<T>(m, b, h, r), m.row, nullptr, 0, 1.0f};
@@ -128,6 +132,12 @@ void put_block(Rows<T> from, int64_t there, int64_t width, float* to, int64_t st
   put_block([&](int64_t i) { return from.at + i * from.step; }, there, width, to, step);
 }
 
+// Whether rows of values can be read where they lie.
+template <typename T>
+bool lie_as_read(const Selected& c) {
+  return std::is_same_v<T, float> && c.value_dim % kLanes == 0;
+}
+
 // Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
 // ones; values in rows of whole registers, 0 past the last. For the backward pass also the other way round.
 struct Packed {
@@ -143,6 +153,7 @@ struct Packed {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
     for (int64_t i = 0; i < heads * blocks; ++i) {
       const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
+      if (!both && lie_as_read<T>(c) && c.lists_keys(kv)) continue;
       const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
       const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
       const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);
@@ -470,7 +481,7 @@ class SelectedTask {
       }
     };
     if constexpr (std::is_same_v<T, float>)
-      if (wide == c.value_dim) {
+      if (lie_as_read<T>(c)) {
         const Rows<T> from = c.rows_of<T>(c.value, b, kv_, c.starts[b]);
         return add([=](int64_t key) { return from.at + key * from.step; });
       }
