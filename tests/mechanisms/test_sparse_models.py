@@ -270,6 +270,40 @@ def test_a_cache_keeps_the_summaries_of_pages(monkeypatch, dtype):
         step(other[:, place : place + 1])
 
 
+@needs_compiler
+def test_a_cache_keeps_the_choice_of_a_chunk(monkeypatch):
+    """Until the next chunk, however tokens come and go in this one; and never that of other tokens before it."""
+    asked, choose = [], selected.chosen_pages
+
+    def choosing(query, key, rules, **options):
+        asked.append([rule.by == selected.KEPT for rule in rules])
+        return choose(query, key, rules, **options)
+
+    monkeypatch.setattr(selected, "chosen_pages", choosing)
+    model, ids = sparse(PAGED, num_hidden_layers=1).float(), drawn()
+    kept, plain = ha.HierarchicalCache(), hf.DynamicCache(config=model.config)
+
+    def step(tokens):
+        del asked[:]
+        here, there = (logits(model, tokens, past_key_values=cache) for cache in (kept, plain))
+        assert torch.equal(here, there)
+        return asked[0]
+
+    fresh, known = [False] * 4, [False, True, True, False]  # heads by a query of its own, and without pages
+    step(ids[:, :24])
+    assert [step(ids[:, i : i + 1]) for i in range(24, 31)] == [fresh, known, known, known, fresh, known, known]
+    for removed, expected in ((1, known), (2, known), (3, fresh), (4, fresh)):  # 30, 29, 28 and 27 of 31 are left
+        for cache in (kept, plain):
+            cache.crop(-removed)
+        other = (ids[:, 31 - removed : 32 - removed] + 7) % 80 + 5
+        assert step(other) == expected
+        for i in range(32 - removed, 31):
+            step(ids[:, i : i + 1])
+    for cache in (kept, plain):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert step(ids[:, 31:32]) == fresh
+
+
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
 def test_a_cache_goes_on_in_another_mode(modes):
     """What inference mode has made can be read later, but not written to."""

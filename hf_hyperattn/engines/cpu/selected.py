@@ -54,6 +54,8 @@ class HeadRule(NamedTuple):
 
 #: A query by itself, the first query of its chunk, the mean of the chunk before, the mean of its own chunk.
 BY = ("own", "first", "previous", "chunk")
+#: `by` of a head whose choice is known already.
+KEPT = len(BY)
 
 
 def serves(query: Tensor) -> bool:
@@ -176,11 +178,12 @@ forward.register_autograd(_pullback, setup_context=_save)
 @torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())
 def choice(
     query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int,
-    summaries: Sequence[Tensor],
+    summaries: Sequence[Tensor], kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What `chosen_pages` returns."""
     tensors = [_rows(t) for t in (query, key, key)]
-    chosen = query.new_full(_choice_shape(query, key.shape[2], rules, earlier), -1, dtype=torch.int32)
+    shape = _choice_shape(query, key.shape[2], rules, earlier)
+    chosen = query.new_empty(shape, dtype=torch.int32) if kept is None else kept.clone()
     out = query.new_empty(0, dtype=torch.float32)
     call, alive = pack(tensors, chosen, rules, spans, offset, 1.0, out, out, earlier)
     empty = MATRIX.pack(0, 0, 0, 0)
@@ -198,7 +201,7 @@ def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) 
 
 
 @choice.register_fake
-def _(query, key, rules, spans, offset, earlier, summaries):
+def _(query, key, rules, spans, offset, earlier, summaries, kept=None):
     return query.new_empty(_choice_shape(query, key.shape[2], rules, earlier), dtype=torch.int32)
 
 
@@ -211,6 +214,7 @@ def chosen_pages(
     offset: int = 0,
     earlier: int = 0,
     summaries: Sequence[Tensor] = (),
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
 
@@ -220,13 +224,14 @@ def chosen_pages(
         earlier: so many of the first queries are there for the choice alone.
         summaries: of each head the pages' summaries as `page_summaries` makes them, of all pages that are complete, or
             an empty tensor; none: they are made from the keys.
+        kept: what this returned for an earlier query of the same chunks: heads whose rule is by `KEPT` have that.
 
     Returns:
         int32 [B, places], as `selected_attention` takes it; `choice_of_heads` tells heads and chunks apart.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
-    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier, summaries)
+    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier, summaries, kept)
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@
 
 namespace hyper {
 
-enum By { kOwn, kFirst, kPrevious, kChunk };  // each query, the first of its chunk, the mean of the one before, of its own
+// Each query, the first of its chunk, the mean of the one before, of its own; or what is there already stays.
+enum By { kOwn, kFirst, kPrevious, kChunk, kKept };
 
 struct Choice {
   int64_t earlier;   // the first queries of the call that are there for the choice alone
@@ -62,11 +63,13 @@ class ChoiceTask {
   void run(int64_t b, int64_t h) {
     const Rule& rule = c.rules[h];
     const int64_t chunk = rule.chunk, first = c.place(b, s.earlier), last = c.place(b, c.queries - 1);
-    if (!rule.page || last < 0) return;
+    if (!rule.page || rule.by == kKept) return;
+    int32_t* chosen = s.chosen + b * c.places + rule.at;
+    std::fill_n(chosen, ((c.queries - s.earlier) / chunk + 2) * rule.most, -1);
+    if (last < 0) return;
     const int64_t base = std::max<int64_t>(0, first) / chunk, chunks = last / chunk - base + 1;
     const int64_t pages = std::min(rule.opening(last), c.length(b)) / rule.page, from = rule.sinks / rule.page;
     if (pages <= from) return;
-    int32_t* chosen = s.chosen + b * c.places + rule.at;
     width_ = rule.bounds ? 2 * c.dim : c.dim, blocks_ = (pages + kLanes - 1) / kLanes;
     step_ = (blocks_ | 1) * kLanes;  // rows a power of two apart would share what the CPU keeps of them
     few_ = 3 * rule.scoring(c.dim) <= c.dim;

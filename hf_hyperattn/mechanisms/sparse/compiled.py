@@ -66,15 +66,11 @@ def attend(
     asking, searched, values = query.to(dtype), key.to(dtype), value.to(dtype)
     raw_query = asking if score.raw_query is query else score.raw_query.to(dtype)
     raw_key = searched if score.raw_key is key else score.raw_key.to(dtype)
-    chosen, earlier, known = None, 0, [HeadRule(1) if rule is None else rule for rule in heads]
+    chosen, known = None, [HeadRule(1) if rule is None else rule for rule in heads]
     if any(rule.page for rule in known):
         if text.before is not None:
             asking = torch.cat([text.before.to(dtype), asking], 2)
-        earlier = asking.shape[2] - n
-        kept = kept_summaries(searched, known, spans[0]) if last == key.shape[2] else ()
-        chosen = selected.chosen_pages(
-            asking, searched, known, spans=spans, offset=last - asking.shape[2], earlier=earlier, summaries=kept
-        )
+        chosen = chosen_pages(asking, searched, known, spans, last, n)
     out = selected.selected_attention(
         raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
     ).to(query.dtype)
@@ -84,16 +80,26 @@ def attend(
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
 
 
-def kept_summaries(key: Tensor, rules: Sequence[HeadRule], starts: list[int]) -> list[Tensor]:
-    """Of each head the summaries of its pages, from the cache that gave the keys; none where it keeps none.
+def chosen_pages(
+    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int
+) -> Tensor:
+    """What the last `queries` choose, with what the cache that gave the keys keeps; as `selected.chosen_pages`.
 
-    The summary of a page of one key is that key, which nobody keeps twice.
+    Args:
+        query: those before them, too. last: the place after the last one.
     """
-    cache = None if is_recorded() else PAGE_CACHES.get(key)
-    if cache is None:
-        return []
-    nothing = torch.empty(0)
-    return [cache.summaries(key, rule.page, rule.bounds, starts) if rule.page > 1 else nothing for rule in rules]
+    cache = None if is_recorded() or last != key.shape[2] else PAGE_CACHES.get(key)
+    earlier, offset, nothing = query.shape[2] - queries, last - query.shape[2], torch.empty(0)
+    summaries: list[Tensor] = []
+    if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
+        summaries = [cache.summaries(key, r.page, r.bounds, spans[0]) if r.page > 1 else nothing for r in rules]
+
+    def choose(rules: Sequence[HeadRule], kept: Tensor | None) -> Tensor:
+        return selected.chosen_pages(
+            query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept
+        )
+
+    return choose(rules, None) if cache is None or queries > 1 else cache.choose(rules, spans[0], last, choose)
 
 
 def by_masks(

@@ -1,22 +1,72 @@
-"""Summaries of pages of keys, each computed once: all that a generated token reads of keys that it does not open."""
+"""What a generated token need not find anew: summaries of pages of keys, and the choice of the chunk that it is in."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines.cpu import selected
+from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
 
 #: The `PageCache` of the keys that a cache has given, while they live.
 PAGE_CACHES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+#: By these a chunk chooses before its last queries are there, so that the choice is the same for all of them.
+EARLY = (BY.index("first"), BY.index("previous"))
+
+
+class Choice(NamedTuple):
+    """The pages that were chosen for a query, and for which it was.
+
+    Args:
+        rules: of the heads. starts: of each row its first key that is no padding.
+        chunks: of each head that of the query, in every row. least: keys that must be left for the choice to hold.
+        pages: as `selected.chosen_pages` returns them.
+    """
+
+    rules: list[HeadRule]
+    starts: list[int]
+    chunks: list[list[int]]
+    least: int
+    pages: Tensor
+
+
 class PageCache:
-    """The summaries of all complete pages of a layer's keys, which only grow but for `crop` and `pick`."""
+    """Summaries of all complete pages of a layer's keys, which only grow but for `crop` and `pick`; the last choice."""
 
     def __init__(self):
         self.kept: dict[tuple[int, int], GrowingSummaries] = {}
+        self.choice: Choice | None = None
+
+    def choose(
+        self,
+        rules: Sequence[HeadRule],
+        starts: list[int],
+        length: int,
+        choose: Callable[[Sequence[HeadRule], Tensor | None], Tensor],
+    ) -> Tensor:
+        """The pages for one query, the last of `length` keys; heads whose chunk has chosen already have that choice.
+
+        Args:
+            choose: finds the pages by the rules that it is given, with what is kept.
+        """
+        places = [length - 1 - start for start in starts]
+        chunks = [[place // rule.chunk for place in places] for rule in rules]
+        size = sum(many * most for many, most in shapes_of_choice(rules, 1, length))
+        last, wanted, kept = self.choice, list(rules), None
+        if last and (last.rules, last.starts) == (wanted, starts) and last.pages.shape[1] == size:
+            kept, both = last.pages, zip(rules, chunks, last.chunks, strict=True)
+            wanted = [rule._replace(by=KEPT) if rule.by in EARLY and now == then else rule for rule, now, then in both]
+        pages = choose(wanted, kept)
+        early = [(rule.chunk, row) for rule, row in zip(rules, chunks, strict=True) if rule.by in EARLY]
+        least = [start + chunk * size + 1 for size, row in early for start, chunk in zip(starts, row, strict=True)]
+        self.choice = Choice(list(rules), starts, chunks, max(least, default=0), pages)
+        return pages
 
     def summaries(self, key: Tensor, page: int, bounds: int, starts: list[int]) -> Tensor:
         """[B, Hkv, P, w] float32, of the P pages that are complete in some row; see `selected.page_summaries`.
@@ -33,11 +83,14 @@ class PageCache:
 
     def crop(self, length: int) -> None:
         """Forget all keys but the first `length`."""
+        if self.choice and length < self.choice.least:
+            self.choice = None
         for kept in self.kept.values():
             kept.crop(length)
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order."""
+        self.choice = None
         for kept in self.kept.values():
             kept.pick(rows)
 
