@@ -132,6 +132,8 @@ def results(args: argparse.Namespace, report: dict[str, Any]) -> list[dict[str, 
     """What the card says was measured."""
     cost = report.get("cost", {"name": "pairs", "share": 1.0})
     chosen_by = CHOSEN_BY.get(cost["name"], "").format(cost["share"])
+    if times := report.get("corrections"):
+        chosen_by += f", corrected {times} times by what heads lose together"
     common = circumstances(args, "torch", "transformers") | {
         "metric": report["metric"],
         "notes": report.get("notes")

@@ -54,6 +54,7 @@ class CausalInjection(Injection):
     resume: bool = True
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
+    corrections: int = field(default=0, init=False)  # by what heads lose together
     metric, tries, unit = "perplexity", 5, "head"
 
     def __post_init__(self) -> None:
@@ -149,14 +150,15 @@ class CausalInjection(Injection):
         sums: dict[str, Tensor] = {}
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together")
         for name, item in self.texts[1].items():
-            after[name], parts = self.parts(allocation, item, stock[name])
+            after[name], parts = self.lost_together(allocation, item, stock[name])
             weight = 1 / self.budget_of(name)
             sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
             self.progress.advance(PARTS)
         self.tried.append((allocation, self.losses(before, after)))
+        self.corrections += 1
         self.costs = corrected(self.costs, self.rules, allocation, sums, power)
 
-    def parts(self, allocation: Allocation, item: Item, stock: Tensor) -> tuple[Score, ByHead]:
+    def lost_together(self, allocation: Allocation, item: Item, stock: Tensor) -> tuple[Score, ByHead]:
         """The score of a text under an allocation, and every head's part of what is lost; kept as measurements are."""
         ids, spans = ids_of(item), getattr(item, "spans", None)
         kept, found = None, None
@@ -223,7 +225,7 @@ class CausalInjection(Injection):
         first, last = self.of_tasks(before), self.of_tasks(after)
         keys = ("before", "after", "loss")
         cost = {"name": self.cost, "share": self.allocation.cost}
-        report: dict[str, dict[str, Any]] = {"cost": cost, "texts": {}, "retrieval": {}}
+        report: dict[str, Any] = {"cost": cost, "corrections": self.corrections, "texts": {}, "retrieval": {}}
         for name, score in first.items():
             row = dict(zip(keys, self.scores(score, last[name])))
             if name in before:

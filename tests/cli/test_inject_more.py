@@ -209,6 +209,7 @@ def test_cache_bytes_as_the_cost(capsys, folder, tmp_path):
     assert "of the cache's bytes, at any loss" in out and "Rivals at no more of the cache's bytes" in out
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--cost bytes" in card and "chosen by cache bytes (" in card and "evict=True" in card
+    assert "corrected 2 times by what heads lose together" in card
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     cache = HierarchicalCache(model, evict=True)
     with torch.no_grad():
