@@ -150,7 +150,7 @@ class Fake(CausalInjection):
     def of_tasks(self, scores):
         return scores
 
-    def parts(self, allocation, item, stock):
+    def lost_together(self, allocation, item, stock):
         assert torch.equal(stock, item.float())
         return Score(self.lost, 0.0), {"a": torch.tensor([1.0, 3.0 if len(item) == 1 else 5.0]).double()}
 
