@@ -21,6 +21,7 @@ from hsa_frontier import texts as measured_texts
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hf_hyperattn.cli.inject import BUDGET, RETRIEVAL_BUDGET
 from hf_hyperattn.cli.smollm2 import cache_directory
 from hf_hyperattn.inject import Allocation, choose, corrected, loss_parts, measure, predicted_losses, retrieval
 from hf_hyperattn.inject.causal import POWERS
@@ -35,8 +36,8 @@ KEY_HEADS = 3  # of every layer of SmolLM2-135M
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
 #: What rules are measured on beside three texts, and the weight of each.
 ANSWERS = {"copying": 1.0, "mixture": 1.0}
-#: Of what heads lose together on a text, and on answers: as budgets of 2 and 5 % weigh them in `hyperattn inject`.
-TEXT, ANSWER = 1 / 0.02, 1 / 0.05
+#: Of what heads lose together on a text, and on answers: as the usual budgets weigh them in `hyperattn inject`.
+TEXT, ANSWER = 1 / BUDGET, 1 / RETRIEVAL_BUDGET
 #: What is found in a round: of which choice, how many texts are done, and by layer what each head lost on them together
 #: with the others.
 Round = dict[str, Any]
