@@ -30,6 +30,8 @@ TASKS, IN_FULL = ("copying",), ("all rules", "rules with a kernel", "rules with 
 TOGETHER, TOGETHER_AT = ("rules with a kernel", "Quest, shared by 16"), (0.2, 0.1)
 #: The control of that: corrected on the very texts that rules were measured on, so that it has read no more of them.
 SAME_TEXTS = "together, same texts"
+#: Corrected on five mixtures of tasks a round, where "together" has two.
+FIVE_MIXTURES = "together, five mixtures"
 #: At 8,192 tokens: which methods are run, by kind.
 LONG = {
     "by head": (
@@ -47,6 +49,7 @@ LONG = {
     ),
     "together": TOGETHER,
     SAME_TEXTS: ("rules with a kernel",),
+    FIVE_MIXTURES: ("rules with a kernel",),
     "by time": ("rules with a kernel",),
     "by time, together": ("rules with a kernel",),
     "by bytes": ("rules with a kernel",),
@@ -70,7 +73,7 @@ class Cell:
     @property
     def is_together(self) -> bool:
         """Whether it is corrected by what heads lose together."""
-        return self.kind.endswith("together") or self.kind == SAME_TEXTS
+        return "together" in self.kind
 
     @property
     def is_by_time(self) -> bool:
@@ -86,7 +89,7 @@ class Cell:
     @property
     def passes(self) -> int:
         """Of the model, over texts and examples; a text of a round of "together" takes as long as five."""
-        rounds = 2 * 6 * 5 if self.is_together else 0
+        rounds = 2 * 5 * (9 if self.kind == FIVE_MIXTURES else 6) if self.is_together else 0
         return rounds + 5 * WINDOWS[self.length] + sum(retrieval.COUNTS.get(task, 2) for task in self.tasks)
 
     def is_whole(self, entry: dict | None) -> bool:
@@ -107,11 +110,12 @@ def cells(lengths: Sequence[int]) -> Iterator[Cell]:
             for budget in BUDGETS[length]:
                 yield from (
                     Cell(length, method, kind, budget)
-                    for kind in ("by head", "together", SAME_TEXTS, "uniform")
+                    for kind in ("by head", "together", SAME_TEXTS, FIVE_MIXTURES, "uniform")
                     if (method, kind) != ("retrieval heads", "uniform")
                     if method != HEALED or (kind, budget) == ("by head", 0.1)
-                    if (method in LONG[kind] if length == 8192 else kind != SAME_TEXTS)
+                    if (method in LONG[kind] if length == 8192 else kind not in (SAME_TEXTS, FIVE_MIXTURES))
                     if kind != "together" or (method in TOGETHER and budget in TOGETHER_AT)
+                    if kind != FIVE_MIXTURES or budget == 0.1
                 )
             for kind, shares in OTHER_COSTS.items() if length == 8192 else ():
                 yield from (Cell(length, method, kind, share) for share in shares if method in LONG[kind])

@@ -29,7 +29,7 @@ from hf_hyperattn.inject.costs import cost_of
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.integration import patch_model, unpatch_model
 
-from .cells import RESULTS, ROOT, SAME_TEXTS, Cell
+from .cells import FIVE_MIXTURES, RESULTS, ROOT, SAME_TEXTS, Cell
 from .rules import ABLATIONS, COLLECTIONS, METHODS, candidates, group_of
 
 KEY_HEADS = 3  # of every layer of SmolLM2-135M
@@ -170,7 +170,7 @@ class Choices:
         texts = {name: ids[20_000 * number :] for name, ids in ids_of.items()}
         hay = list(texts.values())
         answers = [retrieval.copying(hay[number], self.length)]
-        for i in range(2):
+        for i in range(5 if cell.kind == FIVE_MIXTURES else 2):
             made = retrieval.mixture(self.tokenizer, hay[(number + i) % 3], self.length, seed=500 + 10 * number + i)
             answers += [made] if made is not None else []
         return [(ids, None, TEXT) for ids in hay] + [(e.ids, e.spans, ANSWER) for e in answers]

@@ -6,7 +6,7 @@ import statistics
 
 from hf_hyperattn.inject import retrieval
 
-from .cells import BUDGETS, ROOT, SAME_TEXTS, STOCK, Cell, rise_of, rows_of, time_of
+from .cells import BUDGETS, FIVE_MIXTURES, ROOT, SAME_TEXTS, STOCK, Cell, rise_of, rows_of, time_of
 from .rules import METHODS
 
 #: What stands above the table of mixtures.
@@ -16,6 +16,7 @@ STYLES = {
     "by head": "o-",
     "together": "*-",
     SAME_TEXTS: "*--",
+    FIVE_MIXTURES: "*-.",
     "by time": "s:",
     "by time, together": "*:",
     "by bytes": "d:",
