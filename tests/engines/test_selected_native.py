@@ -10,6 +10,7 @@ import torch
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu.selected import (
     BY,
+    KEPT,
     HeadRule,
     choice_of_heads,
     chosen_pages,
@@ -257,8 +258,13 @@ def test_as_many_rules_as_heads():
 
 def test_what_does_not_fit_is_refused():
     q, k, v, rules, chosen, offset, spans = inputs("square")
-    with pytest.raises(ValueError, match="3 places of pages where these queries and rules have"):
-        selected_attention(q, k, v, rules, chosen[:, :3])
+    for wrong in (chosen[:, :3], chosen[:1], chosen.long()):
+        with pytest.raises(ValueError, match="where these queries and rules have int32"):
+            selected_attention(q, k, v, rules, wrong)
+        with pytest.raises(ValueError, match="where these queries and rules have int32"):
+            chosen_pages(q, k, rules, kept=wrong)
+    with pytest.raises(ValueError, match="a head's choice is said to be kept"):
+        chosen_pages(q, k, [rule._replace(by=KEPT) for rule in rules])
     with pytest.raises(ValueError, match="<= 100 keys"):
         selected_attention(q, k, v, rules, chosen, spans=([0, 0], [100, 101]))
 

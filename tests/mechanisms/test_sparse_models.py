@@ -304,6 +304,41 @@ def test_a_cache_keeps_the_choice_of_a_chunk(monkeypatch):
     assert step(ids[:, 31:32]) == fresh
 
 
+def gemma_whose_layers_share_keys():
+    sizes = dict(vocab_size=99, vocab_size_per_layer_input=99, hidden_size=32, intermediate_size=48, laurel_rank=4)
+    sizes |= dict(
+        num_hidden_layers=4, num_kv_shared_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    )
+    sizes |= dict(layer_types=["full_attention"] * 4, activation_sparsity_pattern=[0.0] * 4, initializer_range=0.3)
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.Gemma3nTextConfig(**sizes, hidden_size_per_layer_input=8)).eval()
+    return ha.patch_model(model, ha.SparseConfig([Pages(1, 0, 2, 2, query="first", chunk=8)]), mode="replace")
+
+
+@needs_compiler
+def test_layers_that_share_keys_choose_each_for_itself():
+    model, ids = gemma_whose_layers_share_keys(), drawn()
+    caches = ha.HierarchicalCache(), hf.DynamicCache(config=model.config)
+    for i in range(LENGTH):
+        kept, plain = (logits(model, ids[:, i : i + 1], past_key_values=cache) for cache in caches)
+        torch.testing.assert_close(kept, plain, atol=1e-5, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("query", ["first", "previous"])
+def test_a_choice_made_while_tokens_were_hidden_is_not_kept(query):
+    """A row hides its newest tokens for three steps, then shows them all."""
+    model, ids = sparse([Pages(1, 0, 2, 2, query=query, chunk=4)], num_hidden_layers=1).float(), drawn()
+    caches = ha.HierarchicalCache(), hf.DynamicCache(config=model.config)
+    for first, last in ((0, 22), *((i, i + 1) for i in range(22, 34))):
+        mask = torch.ones(2, last, dtype=torch.long)
+        if 22 < last <= 25:
+            mask[1, 21:] = 0
+        call = {"attention_mask": mask}
+        kept, plain = (logits(model, ids[:, first:last], past_key_values=cache, **call) for cache in caches)
+        assert torch.equal(kept, plain)
+
+
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)])
 def test_a_cache_goes_on_in_another_mode(modes):
     """What inference mode has made can be read later, but not written to."""

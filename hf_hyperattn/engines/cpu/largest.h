@@ -120,7 +120,8 @@ class Largest {
     }
   }
 
-  static constexpr int32_t kNone = std::numeric_limits<int32_t>::min();  // the rank of what is past the last score
+  // The rank of what is past the last score; one NaN has it too, which stands before that, and of equal ones the first count.
+  static constexpr int32_t kNone = std::numeric_limits<int32_t>::min();
   float mean_ = 0, deviation_ = 0;
   std::vector<int32_t> ranks_, in_, close_;
 };

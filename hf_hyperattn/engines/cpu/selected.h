@@ -54,7 +54,7 @@ struct Selected {
 
 constexpr int64_t kListed = kTileKeys / kLanes;  // blocks whose logits are held at once
 constexpr int64_t kSpan = 2 * kTileRows;         // queries of a task
-constexpr int64_t kFew = 4;                      // so many queries read keys where they lie (selected_decode.h)
+constexpr int64_t kFew = 4;                      // queries that are better taken one by one
 constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 
 // The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
@@ -153,11 +153,12 @@ struct Packed {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
     for (int64_t i = 0; i < heads * blocks; ++i) {
       const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
-      if (!both && lie_as_read<T>(c) && c.lists_keys(kv)) continue;
+      const bool read = both || !c.lists_keys(kv);
+      if (!read && lie_as_read<T>(c)) continue;
       const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
       const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
       const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);
-      put_block(key, there, dim, keys(head, block));
+      if (read) put_block(key, there, dim, keys(head, block));
       copy_rows(value, there, kLanes, value_dim, wide, values(head, block));
       if (!both) continue;
       put_block(value, there, value_dim, value_columns(head, block));

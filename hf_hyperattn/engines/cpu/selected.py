@@ -231,6 +231,10 @@ def chosen_pages(
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
+    if kept is not None:
+        _check_choice(kept, _choice_shape(query, key.shape[2], _flat(rules), earlier))
+    elif any(rule.by == KEPT for rule in rules):
+        raise ValueError("selected attention: a head's choice is said to be kept; give kept")
     return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier, summaries, kept)
 
 
@@ -253,6 +257,15 @@ def page_summaries(
         *key.shape[:2], key.shape[3], page, bounds, torch.get_num_threads(), *map(ctypes.addressof, arrays),
     )  # fmt: skip
     library.core().hyper_page_summaries(call)
+
+
+def _check_choice(chosen: Tensor, shape: tuple[int, int]) -> None:
+    if chosen.shape != shape or chosen.dtype != torch.int32:
+        raise ValueError(
+            f"selected attention: chosen is {chosen.dtype} {list(chosen.shape)} where these queries and rules have"
+            f" int32 "
+            f"{list(shape)}; give what chosen_pages returns"
+        )
 
 
 def _check_spans(starts: Sequence[int], stops: Sequence[int], keys: int) -> None:
@@ -298,11 +311,7 @@ def selected_attention(
         chosen = query.new_full((batch, places), -1, dtype=torch.int32)
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
     _check_spans(starts, stops, key.shape[2])
-    if chosen.shape[1] != places:
-        raise ValueError(
-            f"selected attention: {chosen.shape[1]} places of pages where these queries and rules have {places}; give "
-            "what chosen_pages returns"
-        )
+    _check_choice(chosen, (batch, places))
     scale = d**-0.5 if scale is None else scale
     out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
     return out.to(query.dtype)

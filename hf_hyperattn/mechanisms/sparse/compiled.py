@@ -37,6 +37,7 @@ def attend(
     text: Text,
     window: int | None = None,
     backend: str = "auto",
+    asker: str = "",
 ) -> Tensor | None:
     """The output [B, H, N, dv] in the dtype of the query; None where the kernel does not compute this call.
 
@@ -47,6 +48,7 @@ def attend(
         options, rules, window: as in `masking.masked`.
         text: where queries and keys stand, and the queries before them.
         backend: the engine that was asked for.
+        asker: the layer's name.
     """
     heads = rules_of_call(rules, query.shape[1], query.shape[3])
     rest = [h for h, rule in enumerate(heads) if rule is None]
@@ -70,7 +72,7 @@ def attend(
     if any(rule.page for rule in known):
         if text.before is not None:
             asking = torch.cat([text.before.to(dtype), asking], 2)
-        chosen = chosen_pages(asking, searched, known, spans, last, n)
+        chosen = chosen_pages(asking, searched, known, spans, last, n, asker)
     out = selected.selected_attention(
         raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
     ).to(query.dtype)
@@ -81,7 +83,7 @@ def attend(
 
 
 def chosen_pages(
-    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int
+    query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str
 ) -> Tensor:
     """What the last `queries` choose, with what the cache that gave the keys keeps; as `selected.chosen_pages`.
 
@@ -99,7 +101,7 @@ def chosen_pages(
             query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept
         )
 
-    return choose(rules, None) if cache is None or queries > 1 else cache.choose(rules, spans[0], last, choose)
+    return choose(rules, None) if cache is None or queries > 1 else cache.choose(asker, rules, spans, last, choose)
 
 
 def by_masks(

@@ -35,7 +35,7 @@ class SparseLayer(MechanismLayer):
                 "not know; allowed: layers= that are causal"
             )
         self.gate = self.per_head(host) if mode == "blend" else None
-        self.recent = Recent()
+        self.recent, self.asker = Recent(), "" if host is None else host.name
         if host is not None:
             config.by_length(host.heads, host.name)
 
@@ -87,7 +87,9 @@ class SparseLayer(MechanismLayer):
         """By the compiled kernel where it computes this call, else by a mask."""
         text = text_of(call.query, call.key, options, rules, call.first, self.recent)
         if whole is attention and not weights:
-            out = compiled.attend(call.query, call.key, score, value, options, rules, text, window, backend)
+            out = compiled.attend(
+                call.query, call.key, score, value, options, rules, text, window, backend, self.asker
+            )
             if out is not None:
                 return out, None
         if call.keywords.get("indices") is None:  # an indexer hides what it likes

@@ -21,51 +21,64 @@ EARLY = (BY.index("first"), BY.index("previous"))
 
 
 class Choice(NamedTuple):
-    """The pages that were chosen for a query, and for which it was.
+    """The pages that were chosen for a single query, and for which it was.
 
     Args:
-        rules: of the heads. starts: of each row its first key that is no padding.
-        chunks: of each head that of the query, in every row. least: keys that must be left for the choice to hold.
+        rules: of the heads.
+        starts: of each row its first key that is no padding.
+        stops: of each row the end of those, None where it is the end of all keys.
+        chunks: of each head that of the query, in every row.
+        least: keys that must be left for the choice to hold.
         pages: as `selected.chosen_pages` returns them.
     """
 
     rules: list[HeadRule]
     starts: list[int]
+    stops: list[int | None]
     chunks: list[list[int]]
     least: int
     pages: Tensor
 
 
 class PageCache:
-    """Summaries of all complete pages of a layer's keys, which only grow but for `crop` and `pick`; the last choice."""
+    """Of keys, which only grow but for `crop` and `pick`: the summaries of all complete pages, and the last choices."""
 
     def __init__(self):
         self.kept: dict[tuple[int, int], GrowingSummaries] = {}
-        self.choice: Choice | None = None
+        self.choices: dict[str, Choice] = {}  # by the layer that asked: several may share their keys
 
     def choose(
         self,
+        asker: str,
         rules: Sequence[HeadRule],
-        starts: list[int],
+        spans: tuple[list[int], list[int]],
         length: int,
         choose: Callable[[Sequence[HeadRule], Tensor | None], Tensor],
     ) -> Tensor:
         """The pages for one query, the last of `length` keys; heads whose chunk has chosen already have that choice.
 
         Args:
+            asker: the layer's name.
+            spans: of each row its first key that is no padding, and the end of those.
             choose: finds the pages by the rules that it is given, with what is kept.
         """
-        places = [length - 1 - start for start in starts]
-        chunks = [[place // rule.chunk for place in places] for rule in rules]
-        size = sum(many * most for many, most in shapes_of_choice(rules, 1, length))
-        last, wanted, kept = self.choice, list(rules), None
-        if last and (last.rules, last.starts) == (wanted, starts) and last.pages.shape[1] == size:
-            kept, both = last.pages, zip(rules, chunks, last.chunks, strict=True)
-            wanted = [rule._replace(by=KEPT) if rule.by in EARLY and now == then else rule for rule, now, then in both]
+        early = [rule.by in EARLY and rule.page > 0 and rule.chunk > 1 for rule in rules]
+        if not any(early):
+            return choose(rules, None)
+        starts, stops = spans[0], [stop if stop < length else None for stop in spans[1]]
+        chunks = [[(length - 1 - start) // rule.chunk for start in starts] for rule in rules]
+        places = sum(many * most for many, most in shapes_of_choice(rules, 1, length))
+        last, wanted, kept = self.choices.get(asker), list(rules), None
+        same = last and (last.rules, last.starts, last.stops) == (wanted, starts, stops)
+        if last and same and last.pages.shape[1] == places:
+            kept, holds = last.pages, [then == now for then, now in zip(last.chunks, chunks, strict=True)]
+            wanted = [r._replace(by=KEPT) if e and h else r for r, e, h in zip(rules, early, holds, strict=True)]
         pages = choose(wanted, kept)
-        early = [(rule.chunk, row) for rule, row in zip(rules, chunks, strict=True) if rule.by in EARLY]
-        least = [start + chunk * size + 1 for size, row in early for start, chunk in zip(starts, row, strict=True)]
-        self.choice = Choice(list(rules), starts, chunks, max(least, default=0), pages)
+        of_early = [(rule.chunk, row) for rule, row, e in zip(rules, chunks, early, strict=True) if e]
+        least = max(
+            start + chunk * size + 1 for size, row in of_early for start, chunk in zip(starts, row, strict=True)
+        )
+        self.choices[asker] = Choice(list(rules), starts, stops, chunks, least, pages)
         return pages
 
     def summaries(self, key: Tensor, page: int, bounds: int, starts: list[int]) -> Tensor:
@@ -83,14 +96,13 @@ class PageCache:
 
     def crop(self, length: int) -> None:
         """Forget all keys but the first `length`."""
-        if self.choice and length < self.choice.least:
-            self.choice = None
+        self.choices = {asker: choice for asker, choice in self.choices.items() if length >= choice.least}
         for kept in self.kept.values():
             kept.crop(length)
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order."""
-        self.choice = None
+        self.choices = {}
         for kept in self.kept.values():
             kept.pick(rows)
 
