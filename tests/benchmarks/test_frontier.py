@@ -175,19 +175,19 @@ def test_a_cell_that_another_process_has_done_is_not_done_again(tmp_path, monkey
 
 
 def test_an_allocation_by_time_follows_the_times_it_is_given():
-    choices, cell = Costs(8192), Cell(8192, "rules with a kernel", "by time", 0.3)
+    choices, cell = Costs(2048), Cell(2048, "rules with a kernel", "by time", 0.3)
     rules = [choices.rules[i] for i in choices.rules_of(cell)]
     slow = [rule.rule.name == "pages" for rule in rules]
-    made = choices.of(cell, [2.0 if pages else rule.share(8192) for pages, rule in zip(slow, rules, strict=True)])
+    made = choices.of(cell, [2.0 if pages else rule.share(2048) for pages, rule in zip(slow, rules, strict=True)])
     chosen = {rule for heads in made.layers.values() for rule in heads if not rule.is_exact}
     assert chosen and all(rule.rule.name == "window" for rule in chosen)
 
 
 def test_an_allocation_by_bytes_keeps_what_the_dearest_of_three_heads_keeps():
-    choices = Costs(8192)
+    choices = Costs(2048)
     choices.table = {name: torch.cat([costs, costs[:1] * 0]).repeat(3, 1) for name, costs in choices.table.items()}
-    made = choices.of(Cell(8192, "rules with a kernel", "by bytes", 0.3))
-    kept = [max(r.kept(8192) for r in h[i : i + 3]) for h in made.layers.values() for i in range(0, 9, 3)]
+    made = choices.of(Cell(2048, "rules with a kernel", "by bytes", 0.3))
+    kept = [max(r.kept(2048) for r in h[i : i + 3]) for h in made.layers.values() for i in range(0, 9, 3)]
     assert 0.2 < sum(kept) / len(kept) <= 0.3
 
 
