@@ -114,12 +114,20 @@ class CausalInjection(Injection):
         """As in `Injection`. What the first choices lose together corrects what rules are expected to lose.
 
         With `pairs` that alone changes, and the allocation is kept whose worst loss, in units of its budget, is least.
+
+        Raises:
+            ValueError: no rules are as cheap as `pairs` says.
         """
         with torch.no_grad():
             stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
             before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
         self.progress.advance(len(stock))
         best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
+        if self.pairs and (least := self.choose(pairs).cost) > 1.01 * pairs:
+            raise ValueError(
+                f"{pairs:.1%} by {self.cost} is out of reach: the cheapest rules take {least:.1%} of stock at "
+                f"{self.length} tokens here; allowed: a larger share, or longer texts"
+            )
         for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
             allocation = self.choose(pairs)
             if i < len(POWERS):
