@@ -10,11 +10,11 @@ what --shares says. Beside every time of a layer stands the largest difference o
 masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt
 and then one logit; `decode` is one token after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
 have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured, corrected
-by what heads lose together or not. `forget`
-is one token with a cache that forgets, of a model whose key heads have sinks and a window but for the first one of
-every second layer, which is exact; it also shows the bytes that are held, and the largest difference of the logits
-from those of the cache that keeps all, as a share of the largest. Times are CPU time of one thread, the lowest of
-rounds that take turns. Rows of other runs that are in the JSON already stay there.
+by what heads lose together or not. `forget` is one token with a cache that forgets, of a model whose key heads have
+sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that are held,
+and the largest difference of the logits from those of the cache that keeps all, as a share of the largest. Times are
+CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already stay
+there.
 GF/s count visible pairs alone.
 """
 

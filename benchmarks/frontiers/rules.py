@@ -46,7 +46,7 @@ class ExactTopK(SparseRule):
         logits = (call.query @ call.key.mT).masked_fill(call.tokens > call.places, -torch.inf)
         if self.top >= logits.shape[-1]:
             return logits > -torch.inf
-        # numpy's selection takes an eighth of the time of torch's for 2,048 of 8,192, which brings places too
+        # numpy selects many numbers of a row faster than torch.topk, which also sorts them and finds their places
         parted = np.partition(logits.numpy(), -self.top, -1)
         return (logits >= torch.from_numpy(parted[..., -self.top, None])) & (logits > -torch.inf)
 

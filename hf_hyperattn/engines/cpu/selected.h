@@ -134,7 +134,7 @@ void put_block(Rows<T> from, int64_t there, int64_t width, float* to, int64_t st
 
 // Whether rows of values can be read where they lie.
 template <typename T>
-bool lie_as_read(const Selected& c) {
+bool reads_values_in_place(const Selected& c) {
   return std::is_same_v<T, float> && c.value_dim % kLanes == 0;
 }
 
@@ -154,7 +154,7 @@ struct Packed {
     for (int64_t i = 0; i < heads * blocks; ++i) {
       const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
       const bool read = both || !c.lists_keys(kv);
-      if (!read && lie_as_read<T>(c)) continue;
+      if (!read && reads_values_in_place<T>(c)) continue;
       const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
       const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
       const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);
@@ -482,7 +482,7 @@ class SelectedTask {
       }
     };
     if constexpr (std::is_same_v<T, float>)
-      if (lie_as_read<T>(c)) {
+      if (reads_values_in_place<T>(c)) {
         const Rows<T> from = c.rows_of<T>(c.value, b, kv_, c.starts[b]);
         return add([=](int64_t key) { return from.at + key * from.step; });
       }
