@@ -8,7 +8,7 @@ Heads have the rules that an allocation mixes: chunks of 16 queries that choose 
 first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
 what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules'
 masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt
-and then one logit; `decode` is one token after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
+and then one logit; `decode` is a token, the mean of 16 after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
 have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured, corrected
 by what heads lose together or not. `forget` is one token with a cache that forgets, of a model whose key heads have
 sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that are held,
@@ -132,7 +132,7 @@ def model(length: int, share: float, args) -> list[dict]:
 
 
 def decode(length: int, share: float, args) -> list[dict]:
-    """One token after a prompt, and the prompt's cache as it was.
+    """A token, the mean of the last ones of a length, and the cache as it was before them.
 
     `DynamicCache` copies all keys and values at every token, and `HierarchicalCache` does not: so the stock model is
     timed with that as well.
