@@ -6,15 +6,15 @@
 
 Heads have the rules that an allocation mixes: chunks of 16 queries that choose pages by the query before or by their
 first one, windows, one head of nine exact; how many pages are opened is set so that the heads' mean share of pairs is
-what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules'
-masks in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt
-and then one logit; `decode` is a token, the mean of 16 after a prompt. With --chosen both are of SmolLM2-135M itself, and its heads
-have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured, corrected
-by what heads lose together or not. `forget` is one token with a cache that forgets, of a model whose key heads have
-sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that are held,
-and the largest difference of the logits from those of the cache that keeps all, as a share of the largest. Times are
-CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already stay
-there.
+what --shares says. Beside every time of a layer stands the largest difference of sampled queries from the rules' masks
+in float64, as a share of the largest output. `model` is of SmolLM2-135M's shape with random weights, a prompt and then
+one logit; `decode` is a token, the mean of 16 after a prompt. With --chosen both are of SmolLM2-135M itself, and its
+heads have what "rules with a kernel" of `frontier.py` have at --shares, by pairs or by the times that it measured,
+corrected by what heads lose together or not. `forget` is one token with a cache that forgets, of a model whose key
+heads have sinks and a window but for the first one of every second layer, which is exact; it also shows the bytes that
+are held, and the largest difference of the logits from those of the cache that keeps all, as a share of the largest.
+Times are CPU time of one thread, the lowest of rounds that take turns. Rows of other runs that are in the JSON already
+stay there.
 GF/s count visible pairs alone.
 """
 
