@@ -23,7 +23,16 @@ from safetensors.torch import save_file
 
 from hf_hyperattn.cli.inject import BUDGET, RETRIEVAL_BUDGET
 from hf_hyperattn.cli.smollm2 import cache_directory
-from hf_hyperattn.inject import Allocation, choose, corrected, loss_parts, measure, predicted_losses, retrieval
+from hf_hyperattn.inject import (
+    Allocation,
+    OutOfReach,
+    choose,
+    corrected,
+    loss_parts,
+    measure,
+    predicted_losses,
+    retrieval,
+)
 from hf_hyperattn.inject.causal import POWERS
 from hf_hyperattn.inject.costs import cost_of
 from hf_hyperattn.inject.gradients import final_hidden
@@ -234,8 +243,9 @@ class Choices:
             known = dict(zip(rules, times or self.times(cell), strict=True))
             cost = lambda rule, _: 1.0 if rule.is_exact else known[rule]
         key_heads = dict.fromkeys(losses, KEY_HEADS)
-        made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
-        if made.cost > cell.budget * 1.01:
+        try:
+            made = choose(rules, losses, self.length, pairs=cell.budget, cost=cost, key_heads=key_heads)
+        except OutOfReach:
             return None
         for found, power in zip(rounds, POWERS):
             parts = {name: torch.tensor(p, dtype=torch.float64) for name, p in found["parts"].items()}

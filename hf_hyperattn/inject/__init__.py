@@ -3,7 +3,7 @@
 What a rule is stands in `rules.CandidateRule`; nothing but `hsa`, `sparse` and who calls them knows one by name.
 """
 
-from .allocate import Allocation, choose, predicted_losses
+from .allocate import Allocation, OutOfReach, choose, predicted_losses
 from .heal import Healing
 from .measure import Sensitivity, measure
 from .retrieval import Example, Score, examples
@@ -15,6 +15,7 @@ __all__ = [
     "Allocation",
     "Example",
     "Healing",
+    "OutOfReach",
     "Score",
     "Sensitivity",
     "CandidateRule",

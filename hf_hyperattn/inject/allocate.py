@@ -16,6 +16,8 @@ from .rules import CandidateRule
 
 #: Halvings of the interval that the price of a pair is looked for in.
 HALVINGS = 60
+#: How far a cost may lie above the share that was asked for: the mean of many equal costs is rounded.
+ROUNDING = 1e-9
 #: By layer, for each group: exact attention and the other n rules, the cheapest first, their costs [1 + n], their
 #: losses [H, 1 + n], and how many heads share what the dearest of them costs.
 Tables = dict[str, list[tuple[list[CandidateRule], Tensor, Tensor, int]]]
@@ -64,6 +66,21 @@ class Allocation:
         )
 
 
+class OutOfReach(ValueError):
+    """No allocation is as cheap as was asked for.
+
+    Attributes:
+        cheapest: the cheapest that there is.
+    """
+
+    def __init__(self, pairs: float, cheapest: Allocation, of: str):
+        self.cheapest = cheapest
+        super().__init__(
+            f"{pairs:.1%} of stock's {of} is out of reach: the cheapest rules take {cheapest.cost:.1%} at "
+            f"{cheapest.length:,} tokens; allowed: a larger share, or longer texts"
+        )
+
+
 def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The loss a token that every rule of every head is expected to cost, [H, C] by layer.
 
@@ -103,6 +120,7 @@ def choose(
         key_heads: by layer, for "bytes"; None: as many as query heads.
 
     Raises:
+        OutOfReach: no allocation costs as little as `pairs`; a ValueError, as the others are.
         ValueError: there is no such cost, or it is "bytes" or "time" of rules for encoders.
     """
     of = cost_of(cost, rules, length)
@@ -120,7 +138,10 @@ def choose(
             all_ = torch.cat([lost.new_zeros(heads, 1), lost[:, index]], 1)
             tables[name].append((members, shares, all_[:, order], shared))
     if pairs is not None:
-        return search(tables, length, lambda spent, _: spent <= pairs, accepted=1e3, refused=1e-12)
+        made = search(tables, length, lambda spent, _: spent <= pairs, accepted=1e3, refused=1e-12)
+        if made.cost > pairs * (1 + ROUNDING):
+            raise OutOfReach(pairs, made, "cost" if callable(cost) else cost or "pairs")
+        return made
     return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..integration import unpatch_model
 from ..integration.hosts import find_hosts, host_facts
-from .allocate import Allocation, choose, predicted_losses
+from .allocate import Allocation, OutOfReach, choose, predicted_losses
 from .costs import cost_of
 from .gradients import final_hidden, head_of, loss_of
 from .injection import Injection, Item, Losses, ids_of
@@ -116,20 +116,20 @@ class CausalInjection(Injection):
         With `pairs` that alone changes, and the allocation is kept whose worst loss, in units of its budget, is least.
 
         Raises:
-            ValueError: no rules are as cheap as `pairs` says.
+            OutOfReach: no rules are as cheap as `pairs` says.
         """
         with torch.no_grad():
             stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
             before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
         self.progress.advance(len(stock))
         best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
-        if self.pairs and (least := self.choose(pairs).cost) > 1.01 * pairs:
-            raise ValueError(
-                f"{pairs:.1%} by {self.cost} is out of reach: the cheapest rules take {least:.1%} of stock at "
-                f"{self.length} tokens here; allowed: a larger share, or longer texts"
-            )
         for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
-            allocation = self.choose(pairs)
+            try:
+                allocation = self.choose(pairs)
+            except OutOfReach as nothing:
+                if self.pairs:
+                    raise
+                allocation = nothing.cheapest
             if i < len(POWERS):
                 self.correct(allocation, before, stock, POWERS[i])
             else:

@@ -376,3 +376,6 @@ def test_pairs_of_an_encoder_are_those_that_are_wanted(capsys, folder, tmp_path)
     assert {"this choice", "tying both, one for all", "tying both, by layer"} <= set(rivals)
     assert all(0 < rival["pairs"] <= report["pairs"] + 1e-9 for rival in rivals.values())
     assert rivals["this choice"]["losses"] == {n: pytest.approx(t["loss"]) for n, t in report["texts"].items()}
+    arguments[arguments.index("0.6")] = "0.01"
+    assert main(["inject", *map(str, [tmp_path / "bert", *arguments, "--force"])]) == 2
+    assert "1.0% of stock's pairs is out of reach: the cheapest rules take" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import torch
 
 import hf_hyperattn as ha
 from hf_hyperattn import HierarchicalCache
-from hf_hyperattn.inject import choose, costs, hsa
+from hf_hyperattn.inject import OutOfReach, choose, costs, hsa
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.growing import TAKEN_BACK
@@ -42,6 +42,14 @@ def test_bytes_are_those_of_key_heads_and_the_choice_is_the_best_of_all(key_head
     cheap = [heads for heads in itertools.product(every, repeat=4) if held(heads) <= found.spent + 1e-9]
     assert found.cost == found.spent == pytest.approx(held(found.layers["a"])) and found.spent <= share
     assert lost(found.layers["a"]) == pytest.approx(min(map(lost, cheap)))
+
+
+def test_a_share_that_nothing_reaches_is_refused_and_the_cheapest_is_told():
+    losses, least = losses_of("a", 4, 3), min(rule.share(LENGTH) for rule in RULES)
+    assert choose(RULES, losses, LENGTH, pairs=least).cost == pytest.approx(least)  # the cheapest itself is in reach
+    with pytest.raises(OutOfReach, match="1.0% of stock's pairs is out of reach: the cheapest rules take") as refused:
+        choose(RULES, losses, LENGTH, pairs=0.01)
+    assert refused.value.cheapest.cost == pytest.approx(least)
 
 
 def test_pairs_and_functions_cost_as_before():
