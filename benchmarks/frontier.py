@@ -32,7 +32,7 @@ import torch
 from common import cpu
 from frontiers.cells import BUDGETS, LONG, STOCK, WINDOWS, Cell, adapter_of, cells, healed_folder, keep, read_results
 from frontiers.choices import Choices, counted, held_out_texts, tokens_of
-from frontiers.rules import HEALED
+from frontiers.rules import HEALED, as_run
 from frontiers.table import draw
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +99,7 @@ class Work:
                 keep(cell, entry)
                 return True
             entry["rules"] = counted(allocation)
-            hf_hyperattn.patch_model(self.model, allocation.config())
+            hf_hyperattn.patch_model(self.model, as_run(allocation).config())
         healed = PeftModel.from_pretrained(self.model, str(healed_folder(cell))) if cell.method == HEALED else None
         try:
             for kind, name in todo:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_hyperattn.inject import hsa, sparse
+from hf_hyperattn.inject import Allocation, hsa, sparse
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import (
@@ -59,7 +59,7 @@ def is_pages(rule: Any, summary: str, query: str) -> bool:
 
 def is_sparq(rule: SparseRule) -> bool:
     """Whether a rule is of single keys that each query finds by a part of its channels."""
-    return isinstance(rule, Pages) and rule.page == 1 and rule.query == "own"
+    return isinstance(rule, Pages) and rule.page == 1 and rule.query == "own" and rule.channels < 1
 
 
 def is_fast(rule: SparseRule) -> bool:
@@ -99,6 +99,20 @@ ABLATIONS: dict[str, Callable[[Any], Any]] = {
     "HSA, blocks dropped": lambda rule: replace(rule, block_bias=-math.inf),
     "HSA, no refinement": lambda rule: replace(rule, refine_top_k=0),
 }
+
+
+def as_run(allocation: Allocation) -> Allocation:
+    """An allocation with exact top-k as single keys that every query chooses by itself, which the kernel computes.
+
+    Masks take five times as long. A query sees its own key always: where that is none of the `top` largest, instead of
+    the last of them.
+    """
+
+    def of(rule: Any) -> Any:
+        exact = is_named("exact_top_k")(rule)
+        return SparseHeadRule(Pages(1, 0, 1, rule.rule.top - 1, "mean", "own", 1)) if exact else rule
+
+    return replace(allocation, layers={name: tuple(map(of, rules)) for name, rules in allocation.layers.items()})
 
 
 @cache

@@ -12,7 +12,7 @@ from hf_hyperattn import analysis, functional, geometry, inject, testing
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-NAMES = set(re.findall(r"^\.\. auto(?:class|function):: (\S+)$", REFERENCE, re.MULTILINE))
+NAMES = set(re.findall(r"^\.\. auto(?:class|exception|function):: (\S+)$", REFERENCE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("module", [ha, functional, analysis, geometry, inject, testing], ids=lambda m: m.__name__)
