@@ -71,7 +71,7 @@ def watched(monkeypatch):
 
 @needs_compiler
 @every_call
-@pytest.mark.parametrize("d, dv", [(64, 64), (7, 33), (256, 16), (48, 96)])
+@pytest.mark.parametrize("d, dv", [(64, 64), (7, 33), (256, 16), pytest.param(48, 96, marks=pytest.mark.slow)])
 def test_few_queries_against_many_keys(name, d, dv, watched):
     """Generation: statistics are read from keys; keys that coincide with the query included."""
     q, k, v = qkv(batch=2, heads=6, kv_heads=2, lq=2, lk=700, d=d, dv=dv, dtype=torch.float32)

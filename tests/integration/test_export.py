@@ -26,6 +26,7 @@ from tests.integration.models import FAMILIES, difference, llama, perturb, run, 
 CONE = ha.ConeConfig(gamma=0.5)
 COPIED = ("llama", "gpt2", "bert", "clip", "llava", "t5", "bart")
 ROUTED = ("falcon",)
+SLOW = ("clip", "llava", "bart")  # `make test-more` does them
 
 
 def saved(directory: Path, family: str = "llama", **options):
@@ -39,9 +40,24 @@ def saved(directory: Path, family: str = "llama", **options):
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """What a process without the package made of exports of many families, and the models that were exported."""
-    root, models = tmp_path_factory.mktemp("exports"), {}
-    for family in COPIED + ROUTED:
+    """Of a family: what a process without the package made of its export, and the model that was exported.
+
+    A process answers for many families, since importing Transformers is most of its time.
+    """
+    known: dict = {}
+
+    def of(family):
+        if family not in known:
+            root = tmp_path_factory.mktemp("exports")
+            known.update(answers_of(root, [f for f in COPIED + ROUTED if (f in SLOW) == (family in SLOW)]))
+        return known[family]
+
+    return of
+
+
+def answers_of(root: Path, families) -> dict:
+    models = {}
+    for family in families:
         own = {"transformer.h.1.attn": [ha.ConeConfig(variant="penumbral")]} if family == "gpt2" else None
         model, inputs = models[family] = saved(root / family / "source", family, overrides=own)
         export_remote_code(root / family / "source", root / family / "export")
@@ -57,9 +73,15 @@ def elsewhere(tmp_path_factory):
     return {family: (answers[str(root / family)], *models[family]) for family in models}
 
 
-@pytest.mark.parametrize("family", COPIED)
+def of_families(*families):
+    return pytest.mark.parametrize(
+        "family", [pytest.param(f, marks=[pytest.mark.slow] if f in SLOW else []) for f in families]
+    )
+
+
+@of_families(*COPIED)
 def test_without_the_package_the_logits_are_the_same(family, elsewhere):
-    answer, model, inputs = elsewhere[family]
+    answer, model, inputs = elsewhere(family)
     assert answer["error"] is None
     assert answer["same"] and answer["saved again"] and answer["remote"]
     assert answer["class"] == type(model).__name__ and answer["beneath"] <= 1e-4
@@ -69,15 +91,15 @@ def test_without_the_package_the_logits_are_the_same(family, elsewhere):
         assert answer["generated"] == expected[0].tolist()
 
 
-@pytest.mark.parametrize("family", ROUTED)
+@of_families(*ROUTED)
 def test_where_code_cannot_be_copied_the_package_is_named(family, elsewhere):
-    answer = elsewhere[family][0]
+    answer = elsewhere(family)[0]
     assert "ImportError" in answer["error"] and f"install hf_hyperattn: {install()}" in answer["error"]
 
 
-@pytest.mark.parametrize("family", COPIED + ROUTED)
+@of_families(*COPIED, *ROUTED)
 def test_without_trust_the_load_fails_and_names_us(family, elsewhere):
-    assert "hf_hyperattn" in elsewhere[family][0]["untrusted"]
+    assert "hf_hyperattn" in elsewhere(family)[0]["untrusted"]
 
 
 def test_with_the_package_an_export_is_a_checkpoint_as_any_other(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from hf_hyperattn import HierarchicalCache, HsaConfig
 from tests.integration.test_families import logits
 from tests.oracles.cases import assert_close
+from tests.oracles.marks import first_always
 
 from .hsa_models import caches, ids_of, padded, patched, stepwise
 
@@ -75,7 +76,7 @@ def test_a_cache_that_forgets_waits_for_the_first_token_of_every_row(monkeypatch
     assert cache.layers[0].store.has_evicted
 
 
-@pytest.mark.parametrize("pads", [0, 12])
+@first_always("pads", [12, 0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_groups_do_not_change_as_a_prompt_comes_in_chunks(family, pads):
     """A group of 3 that only one token of is there yet, beside a token that is a group of its own."""
