@@ -77,26 +77,33 @@ def defined(q, k, v, rules, chosen, offset, spans):
     return torch.where(some, logits, 0.0).softmax(-1).where(some, torch.zeros(())) @ v
 
 
-def inputs(name, rules=RULES, kv_heads=2, round_numbers=False):
+def inputs(name, rules=RULES, kv_heads=2, round_numbers=False, alike=False):
     queries, keys, offset, d, dv, spans = SHAPES[name]
     heads, batch = len(rules), 2
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
     q, k, v = (torch.randint(-2, 3, s).float() if round_numbers else torch.randn(s) for s in shapes)
     spans = spans or ([0] * batch, [keys] * batch)
-    return q, k, v, rules, some_pages(rules, queries, keys, offset, spans), offset, spans
+    return q, k, v, rules, some_pages(rules, queries, keys, offset, spans, alike), offset, spans
 
 
-def some_pages(rules, queries, keys, offset, spans):
-    """[B, places]: pages before each chunk's opening, drawn at random and in any order, each once."""
+def some_pages(rules, queries, keys, offset, spans, alike=False):
+    """[B, places]: pages before each chunk's opening, drawn at random and in any order, each once.
+
+    Args:
+        alike: all chunks of a head take the first pages of one order that they may, but for every third, so that
+            neighbours share most of them.
+    """
     starts, stops = spans
     places = sum(chunks * most for chunks, most in shapes_of_choice(rules, queries, keys))
     chosen = torch.full((len(starts), places), -1, dtype=torch.int32)
     for rule, of_head in zip(rules, choice_of_heads(chosen, rules, queries, keys), strict=True):
         for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            first = max(0, offset - start) // rule.chunk
+            first, order = max(0, offset - start) // rule.chunk, torch.randperm(keys // (rule.page or keys))
             for i, to in enumerate(of_head[b]):
                 opening = min(max(0, (first + i) * rule.chunk - rule.near + 1), stop - start)
                 pages = torch.randperm(opening // rule.page)[: int(torch.randint(0, len(to) + 1, ()))]
+                if alike and i % 3:
+                    pages = order[order < opening // rule.page][: len(to)]
                 to[: len(pages)] = pages
     return chosen
 
@@ -181,10 +188,11 @@ def test_the_largest_scores_are_found_and_of_equal_ones_the_first(kind):
             assert len(found) == min(top, n) and set(found) == set(order[:top]), (n, top)
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["", "alike"])
 @pytest.mark.parametrize("round_numbers", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_forward_is_the_definition(name, round_numbers):
-    q, k, v, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers)
+def test_forward_is_the_definition(name, round_numbers, alike):
+    q, k, v, rules, chosen, offset, spans = inputs(name, round_numbers=round_numbers, alike=alike)
     out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
     expected = defined(q, k, v, rules, chosen, offset, spans)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -201,6 +209,26 @@ def test_gradient_is_that_of_the_definition(name, round_numbers):
     expected = torch.autograd.grad(defined(q, k, v, rules, chosen, offset, spans), (q, k, v), grad.double())
     for g, e in zip(got, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alike", [False, True], ids=["", "alike"])
+@pytest.mark.parametrize("chunk", [1, 3, 12])
+@pytest.mark.parametrize("near", [1, 5, 40])
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_neighbours_with_choices_of_their_own(page, near, chunk, alike):
+    """Together, where they choose alike, or one by one; from a place that is no chunk's first."""
+    rules = [HeadRule(near, sinks, page=page, chunk=chunk, top=6) for sinks in (0, 7)]
+    q, k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 1, 131, 64), torch.randn(2, 1, 131, 64)
+    spans = [0, 13], [131, 120]
+    chosen = some_pages(rules, 70, 131, 61, spans, alike)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=61)
+    expected = defined(q, k, v, rules, chosen, 61, spans)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(out.shape)
+    found = torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_gradient_on_threads_that_share_heads():

@@ -1,7 +1,8 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
 // chunk of queries has chosen. Keys stand in blocks of a register's width; a tile is a few queries that share their
 // choice, its blocks are listed once, and blocks of one list need not be neighbours: products take an address for each.
-// Where pages are chosen, keys are listed one by one and read where they lie: the queries stand side by side in registers.
+// Where pages are chosen, keys are listed one by one and read where they lie: the queries stand side by side in registers,
+// also neighbours that choose by themselves, since most of their pages are the same.
 #pragma once
 
 #include "forward.h"
@@ -268,10 +269,9 @@ inline void sums(const float* weight, int64_t rows, const float* const* block, i
   row_sums(weight, kTileKeys, 1, rows, row, count * kLanes, wide, to, to_step);
 }
 
-// f(row, position, how many) for tiles of rows that share their choice, no more than `most`.
+// f(row, position, how many) for tiles of rows, no more than `most`, within a chunk of so many positions.
 template <class Body>
-void over_tiles(const Selected& c, int64_t b, int64_t h, int64_t row, int64_t end, int64_t most, Body body) {
-  const int64_t chunk = c.rules[h].page ? c.rules[h].chunk : kSpan;
+void over_tiles(const Selected& c, int64_t b, int64_t row, int64_t end, int64_t chunk, int64_t most, Body body) {
   while (row < end) {
     const int64_t p = c.place(b, row);
     const int64_t next = p < 0 ? -p : std::min((p / chunk + 1) * chunk - p, most);
@@ -282,6 +282,7 @@ void over_tiles(const Selected& c, int64_t b, int64_t h, int64_t row, int64_t en
 }
 
 constexpr int64_t kShared = 16;  // queries that stand side by side
+constexpr int64_t kWaste = 4;    // pairs that are computed for one that is seen, more of which make queries go one by one
 static_assert(kShared % kLanes == 0 && kShared <= kTileRows);
 
 template <typename T>
@@ -301,29 +302,40 @@ class SelectedTask {
 
   // Queries [row, end) of a head.
   void run(int64_t b, int64_t h, int64_t row, int64_t end) {
-    const bool pages = c.rules[h].page;
-    over_tiles(c, b, h, row, end, pages ? kShared : kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
-      if (p < 0) {  // padding sees nothing
-        std::fill_n(c.out + start_of(b, h, r) * c.value_dim, rows * c.value_dim, 0.0f);
-        std::fill_n(c.lse + start_of(b, h, r), rows, -kInf);
-        std::fill_n(c.lse + c.batch * c.heads * c.queries + start_of(b, h, r), rows, 0.0f);
-        return;
-      }
-      auto queries = c.rows_of<T>(c.query, b, h, r);
-      queries.scale = c.scale;
-      copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
-      std::fill_n(out_, rows * wide, 0.0f);
-      std::fill_n(top_, kTileRows, -kInf);
-      std::fill_n(sum_, kTileRows, 0.0f);
-      pages ? over_keys(b, h, p, rows) : over_blocks(b, h, p, rows);
-      finish(start_of(b, h, r), rows);
-    });
+    const Rule& rule = c.rules[h];
+    const auto body = [&](int64_t r, int64_t p, int64_t rows) { tile(b, h, r, p, rows); };
+    if (rule.page) over_tiles(c, b, row, end, std::max(rule.chunk, kShared), kShared, body);
+    else over_tiles(c, b, row, end, kSpan, kTileRows, body);
   }
 
  private:
   static constexpr int kAtOnce = 8;     // keys whose products are summed at once
   static constexpr int64_t kNear = 64;  // keys whose values stay in the first cache
   static constexpr int kRegisters = kShared / kLanes;
+  static constexpr uint16_t kEvery = 0xffff;
+
+  void tile(int64_t b, int64_t h, int64_t row, int64_t p, int64_t rows) {
+    const int64_t start = start_of(b, h, row);
+    if (p < 0) {  // padding sees nothing
+      std::fill_n(c.out + start * c.value_dim, rows * c.value_dim, 0.0f);
+      std::fill_n(c.lse + start, rows, -kInf);
+      std::fill_n(c.lse + c.batch * c.heads * c.queries + start, rows, 0.0f);
+      return;
+    }
+    const bool pages = c.rules[h].page;
+    if (pages && !list_keys(b, h, p, rows)) {
+      for (int64_t r = 0; r < rows; ++r) tile(b, h, row + r, p + r, 1);
+      return;
+    }
+    auto queries = c.rows_of<T>(c.query, b, h, row);
+    queries.scale = c.scale;
+    copy_rows(queries, rows, 0, c.dim, c.dim, queries_);
+    std::fill_n(out_, rows * wide, 0.0f);
+    std::fill_n(top_, kTileRows, -kInf);
+    std::fill_n(sum_, kTileRows, 0.0f);
+    pages ? over_keys(b, h, p, rows) : over_blocks(b, h, p, rows);
+    finish(start, rows);
+  }
 
   int64_t start_of(int64_t b, int64_t h, int64_t row) const { return (b * c.heads + h) * c.queries + row; }
 
@@ -345,39 +357,68 @@ class SelectedTask {
     }
   }
 
-  // Queries of one chunk, at most kShared.
+  // Queries whose keys are listed, at most kShared.
   void over_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
-    const int64_t all = list_keys(b, h, p, rows);
-    const bool few = rows <= kFew && c.dim % kLanes == 0;
+    const bool few = rows <= kFew && takes_few();
     if (!few)
       for (int64_t r = 0; r < kShared; r += kLanes)
         put_block([&](int64_t i) { return queries_ + (r + i) * c.dim; }, std::clamp<int64_t>(rows - r, 0, kLanes), c.dim,
                   turned_ + r, kShared);
     kv_ = h / c.group(), head_ = b * c.kv_heads + kv_;
     from_ = c.rows_of<T>(c.key, b, kv_, c.starts[b]);
-    for (int64_t i = 0; i < all; i += kTileKeys) {
-      const int64_t count = std::min(kTileKeys, all - i);
-      few ? by_rows(&listed_[i], p, rows, count) : by_lanes(&listed_[i], p, rows, count);
+    for (int64_t i = 0; i < all_; i += kTileKeys) {
+      const int64_t count = std::min(kTileKeys, all_ - i);
+      few ? by_rows(&listed_[i], p, rows, count) : by_lanes(i, p, rows, count);
       add_values(b, &listed_[i], few ? kTileKeys : 1, few ? 1 : kShared, rows, count);
     }
   }
 
-  // The keys that queries at positions [p, p + rows) see, those that all of them see first; returns how many.
-  int64_t list_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
+  bool takes_few() const { return c.dim % kLanes == 0; }
+
+  // The keys that any query at positions [p, p + rows) sees, in order but for pages of one choice; where they have several
+  // choices, which of the queries see each, a bit each. Whether it pays to compute the queries together.
+  bool list_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
-    const int64_t seen = std::min(p + rows, c.length(b)), opening = std::min(rule.opening(p), seen);
-    const int64_t most = std::min(rule.sinks, opening) + rule.most * rule.page + seen - opening;
-    if (static_cast<int64_t>(listed_.size()) < most) listed_.resize(most);
+    const int64_t last = p + rows - 1, seen = std::min(last + 1, c.length(b)), opening = std::min(rule.opening(last), seen);
+    several_ = p / rule.chunk != last / rule.chunk;
+    const int64_t most = several_ ? seen : std::min(rule.sinks, opening) + rule.most * rule.page + seen - opening;
+    if (static_cast<int64_t>(listed_.size()) < most) listed_.resize(most), seen_by_.resize(most);
     int32_t* to = listed_.data();
-    const auto add = [&](int64_t from, int64_t end) {
-      for (int64_t key = from; key < end; ++key) *to++ = static_cast<int32_t>(key);
+    uint16_t* by = seen_by_.data();
+    const auto add = [&](int64_t from, int64_t end, uint16_t seen_by = kEvery) {
+      const int64_t count = std::max<int64_t>(0, end - from);
+      for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(from + i);
+      if (several_) by = std::fill_n(by, count, seen_by);
+      to += count;
     };
-    const int32_t* pages = c.pages(b, h, p);
+    const auto add_page = [&](int64_t page, uint16_t seen_by = kEvery) {
+      add(std::max(page * rule.page, rule.sinks), std::min((page + 1) * rule.page, opening), seen_by);
+    };
     add(0, std::min(rule.sinks, opening));
-    for (int64_t i = 0; i < rule.most; ++i)
-      if (pages[i] >= 0) add(std::max(pages[i] * rule.page, rule.sinks), std::min((pages[i] + 1) * rule.page, opening));
+    if (!several_) {
+      const int32_t* pages = c.pages(b, h, p);
+      for (int64_t i = 0; i < rule.most; ++i)
+        if (pages[i] >= 0) add_page(pages[i]);
+      add(opening, seen);
+      all_ = to - listed_.data();
+      return true;
+    }
+    const int64_t pages = (opening + rule.page - 1) / rule.page;
+    page_by_.assign(pages, 0);
+    int64_t opened = 0;  // by all queries
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto open = [&](int64_t page) { page_by_[page] |= uint16_t{1} << r, ++opened; };
+      const int32_t* chosen = c.pages(b, h, p + r);
+      for (int64_t i = 0; i < rule.most; ++i)
+        if (chosen[i] >= 0 && chosen[i] < pages) open(chosen[i]);
+      for (int64_t page = rule.opening(p + r) / rule.page; page < pages; ++page) open(page);
+    }
+    for (int64_t page = 0; page < pages; ++page)
+      if (page_by_[page]) add_page(page, page_by_[page]);
     add(opening, seen);
-    return to - listed_.data();
+    all_ = to - listed_.data();
+    const int64_t useful = opened * rule.page + rows * (std::min(rule.sinks, opening) + seen - opening);
+    return !takes_few() || all_ * kShared <= kWaste * useful;
   }
 
   // A few queries, one after the other: as many keys in a register as it has lanes.
@@ -412,8 +453,9 @@ class SelectedTask {
     return sums_of(sums);
   }
 
-  // Queries side by side: of every key kShared logits, one for each.
-  void by_lanes(const int32_t* keys, int64_t p, int64_t rows, int64_t count) {
+  // Queries side by side: of every key that is listed from i on kShared logits, one for each.
+  void by_lanes(int64_t i, int64_t p, int64_t rows, int64_t count) {
+    const int32_t* keys = &listed_[i];
     int64_t j = 0;
     for (; j + kAtOnce <= count; j += kAtOnce) multiply<kAtOnce>(keys + j, j);
     for (; j < count; ++j) multiply<1>(keys + j, j);
@@ -427,7 +469,18 @@ class SelectedTask {
     for (int64_t r = 0; r < kShared; r += kLanes) {
       Vec most = load(top_ + r), sum = {};
       const Vec old = most;
-      for (j = 0; j < count; ++j) most = larger(most, load(dots_ + j * kShared + r));
+      if (several_) {  // hidden from some queries
+        const Ints bit = (Ints{} + 1) << (lane_numbers() + static_cast<int32_t>(r));
+        const uint16_t* by = &seen_by_[i];
+        for (j = 0; j < count; ++j) {
+          float* x = dots_ + j * kShared + r;
+          const Vec dots = (bit & static_cast<int32_t>(by[j])) != 0 ? load(x) : splat(-kInf);
+          store(x, dots);
+          most = larger(most, dots);
+        }
+      } else {
+        for (j = 0; j < count; ++j) most = larger(most, load(dots_ + j * kShared + r));
+      }
       const Vec base = most == -kInf ? Vec{} : most, factor = exponential<true>(old - base);
       for (j = 0; j < count; ++j) {
         float* x = dots_ + j * kShared + r;
@@ -530,7 +583,11 @@ class SelectedTask {
   const int64_t wide;
   Blocks blocks_;
   Scratch scratch_;
+  // Keys, the queries that see each where `several_` choices are listed at once, and those that open a page, a bit each.
   std::vector<int32_t> listed_;
+  std::vector<uint16_t> seen_by_, page_by_;
+  int64_t all_ = 0;  // that are listed
+  bool several_ = false;
   int64_t kv_ = 0, head_ = 0;
   Rows<T> from_{};  // keys
   float *dots_, *queries_, *turned_, *rows_, *out_, *top_, *sum_;

@@ -31,7 +31,8 @@ class SelectedBackward {
     const int64_t row = c.queries * part / s.parts, end = c.queries * (part + 1) / s.parts;
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g;
-      over_tiles(c, b, h, row, end, kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
+      const Rule& rule = c.rules[h];
+      over_tiles(c, b, row, end, rule.page ? rule.chunk : kSpan, kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
         if (p >= 0) tile(b, kv, h, part, r, p, rows);
         else std::fill_n(s.query + ((b * c.heads + h) * c.queries + r) * c.dim, rows * c.dim, 0.0f);
       });
