@@ -231,6 +231,19 @@ def test_neighbours_with_choices_of_their_own(page, near, chunk, alike):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("clipped", ["sinks", "padding"])
+def test_a_few_last_queries_whose_pages_are_cut(clipped):
+    """Twenty queries: of the last four one chose another page, which the other three do not see, or see of it less."""
+    rule, stop = HeadRule(1, 4 if clipped == "sinks" else 0, page=16, chunk=1, top=2), 116 - 9 * (clipped == "padding")
+    q, k, v = (torch.randn(1, 1, n, 64) for n in (20, 116, 116))
+    last = [[0, 2]] * 19 + [[0, -1]] if clipped == "sinks" else [[0, 5]] * 17 + [[0, 2], [5, 2], [2, -1]]
+    chosen = some_pages([rule], 20, 116, 96, ([0], [stop])).fill_(-1)
+    chosen[:, :40] = torch.tensor(last).flatten()
+    out = selected_attention(q, k, v, [rule], chosen, spans=([0], [stop]), offset=96)
+    expected = defined(q, k, v, [rule], chosen, 96, ([0], [stop]))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_gradient_on_threads_that_share_heads():
     q, k, v = (torch.randn(1, heads, 700, 16).requires_grad_() for heads in (3, 1, 1))
     rules = [HeadRule(EXACT), HeadRule(30, 2), HeadRule(5, 1, page=16, chunk=16, top=3)]

@@ -1,9 +1,11 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
-// chunk of queries has chosen. Keys stand in blocks of a register's width; a tile is a few queries that share their
-// choice, its blocks are listed once, and blocks of one list need not be neighbours: products take an address for each.
-// Where pages are chosen, keys are listed one by one and read where they lie: the queries stand side by side in registers,
-// also neighbours that choose by themselves, since most of their pages are the same.
+// chunk of queries has chosen. Heads without pages: keys stand in blocks of a register's width, a tile of queries lists
+// those that it sees, and blocks of one list need not be neighbours: products take an address for each. Heads with pages:
+// keys are listed one by one and read where they lie, and the queries stand side by side in registers, those of one chunk,
+// or neighbours of several chunks, since most of their pages are the same.
 #pragma once
+
+#include <bit>
 
 #include "forward.h"
 #include "row_sums.h"
@@ -282,7 +284,7 @@ void over_tiles(const Selected& c, int64_t b, int64_t row, int64_t end, int64_t 
 }
 
 constexpr int64_t kShared = 16;  // queries that stand side by side
-constexpr int64_t kWaste = 4;    // pairs that are computed for one that is seen, more of which make queries go one by one
+constexpr int64_t kWaste = 4;    // pairs that they compute for one that is seen: queries of several chunks go one by one above
 static_assert(kShared % kLanes == 0 && kShared <= kTileRows);
 
 template <typename T>
@@ -359,7 +361,7 @@ class SelectedTask {
 
   // Queries whose keys are listed, at most kShared.
   void over_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
-    const bool few = rows <= kFew && takes_few();
+    const bool few = rows <= kFew && takes_few() && !several_;
     if (!few)
       for (int64_t r = 0; r < kShared; r += kLanes)
         put_block([&](int64_t i) { return queries_ + (r + i) * c.dim; }, std::clamp<int64_t>(rows - r, 0, kLanes), c.dim,
@@ -373,10 +375,12 @@ class SelectedTask {
     }
   }
 
+  // Whether `by_rows` can compute a few queries.
   bool takes_few() const { return c.dim % kLanes == 0; }
 
-  // The keys that any query at positions [p, p + rows) sees, in order but for pages of one choice; where they have several
-  // choices, which of the queries see each, a bit each. Whether it pays to compute the queries together.
+  // Lists the keys that any query at positions [p, p + rows) sees. Those later than p come last, in order, as `by_lanes` and
+  // `by_rows` need them. Of queries of several chunks all are in order, each with the queries that see it, a bit each.
+  // Returns false where such queries had better go one by one.
   bool list_keys(int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
     const int64_t last = p + rows - 1, seen = std::min(last + 1, c.length(b)), opening = std::min(rule.opening(last), seen);
@@ -385,14 +389,15 @@ class SelectedTask {
     if (static_cast<int64_t>(listed_.size()) < most) listed_.resize(most), seen_by_.resize(most);
     int32_t* to = listed_.data();
     uint16_t* by = seen_by_.data();
-    const auto add = [&](int64_t from, int64_t end, uint16_t seen_by = kEvery) {
+    int64_t pairs = 0;  // that are seen, those of keys later than their query too
+    const auto add = [&](int64_t from, int64_t end, uint16_t bits = kEvery) {
       const int64_t count = std::max<int64_t>(0, end - from);
       for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int32_t>(from + i);
-      if (several_) by = std::fill_n(by, count, seen_by);
+      if (several_) by = std::fill_n(by, count, bits), pairs += count * std::min<int64_t>(std::popcount(bits), rows);
       to += count;
     };
-    const auto add_page = [&](int64_t page, uint16_t seen_by = kEvery) {
-      add(std::max(page * rule.page, rule.sinks), std::min((page + 1) * rule.page, opening), seen_by);
+    const auto add_page = [&](int64_t page, uint16_t bits = kEvery) {
+      add(std::max(page * rule.page, rule.sinks), std::min((page + 1) * rule.page, opening), bits);
     };
     add(0, std::min(rule.sinks, opening));
     if (!several_) {
@@ -405,9 +410,8 @@ class SelectedTask {
     }
     const int64_t pages = (opening + rule.page - 1) / rule.page;
     page_by_.assign(pages, 0);
-    int64_t opened = 0;  // by all queries
     for (int64_t r = 0; r < rows; ++r) {
-      const auto open = [&](int64_t page) { page_by_[page] |= uint16_t{1} << r, ++opened; };
+      const auto open = [&](int64_t page) { page_by_[page] |= uint16_t{1} << r; };
       const int32_t* chosen = c.pages(b, h, p + r);
       for (int64_t i = 0; i < rule.most; ++i)
         if (chosen[i] >= 0 && chosen[i] < pages) open(chosen[i]);
@@ -417,11 +421,10 @@ class SelectedTask {
       if (page_by_[page]) add_page(page, page_by_[page]);
     add(opening, seen);
     all_ = to - listed_.data();
-    const int64_t useful = opened * rule.page + rows * (std::min(rule.sinks, opening) + seen - opening);
-    return !takes_few() || all_ * kShared <= kWaste * useful;
+    return !takes_few() || all_ * kShared <= kWaste * pairs;
   }
 
-  // A few queries, one after the other: as many keys in a register as it has lanes.
+  // A few queries of one chunk, one after the other: as many keys in a register as it has lanes.
   void by_rows(const int32_t* keys, int64_t p, int64_t rows, int64_t count) {
     for (int64_t r = 0; r < rows; ++r) {
       const float* query = queries_ + r * c.dim;
