@@ -10,7 +10,7 @@ from common import cpu
 from frontiers import cells
 from frontiers.cells import STOCK, Cell, read_results
 from frontiers.choices import Choices, counted, digest_of, plain
-from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, candidates
+from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, as_run, candidates
 from frontiers.table import mixed_table, table
 from peft import get_peft_model
 
@@ -19,7 +19,7 @@ from hf_hyperattn.inject import Allocation, loss_parts, retrieval
 from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.integration import lora_config
-from hf_hyperattn.mechanisms.sparse import Exact, Window
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from tests.cli import tiny
 from tests.mechanisms.test_sparse_models import llama
 
@@ -59,6 +59,20 @@ class Costs(Choices):
 
     def losses(self, index):
         return {name: costs[:, index] for name, costs in self.table.items()}
+
+
+def test_the_yardstick_runs_as_single_keys_with_the_querys_own():
+    """Where that is one of the heaviest, the same keys; else it stands there for the last of them."""
+    top, others = SparseHeadRule(ExactTopK(6)), SparseHeadRule(Window(4))
+    (ran, *rest) = as_run(Allocation({"a": (top, others, SparseHeadRule(Exact()))}, 40)).layers["a"]
+    assert rest == [others, SparseHeadRule(Exact())] and isinstance(ran.rule, Pages)
+    query, key = torch.randn(2, 1, 3, 40, 16)
+    defined, run = top.rule.mask(query, key), ran.rule.mask(query, key)
+    own = torch.eye(40, dtype=torch.bool)
+    assert torch.equal(run.sum(-1), defined.sum(-1)) and (run & own).any(-1).all()
+    heaviest = (defined & own).any(-1)
+    assert 0 < heaviest.sum() < heaviest.numel() and torch.equal(run[heaviest], defined[heaviest])
+    assert ((run & ~defined).sum(-1) == ~heaviest).all()
 
 
 def test_allocations_keep_their_budget():
