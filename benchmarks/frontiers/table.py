@@ -86,7 +86,7 @@ def figure_of(result: dict):
 
     matplotlib.rcParams["svg.hashsalt"] = "frontier"
     lengths = [n for n in BUDGETS if rows_of(result, n)]
-    figure = Figure(figsize=(6 * len(lengths), 4.5), layout="constrained")
+    figure = Figure(figsize=(6 * len(lengths), 6.5), layout="constrained")
     colours = dict(
         zip(METHODS, [*matplotlib.color_sequences["tab10"], "navy", "gold", "black", "magenta", "lime"], strict=True)
     )
@@ -103,7 +103,9 @@ def figure_of(result: dict):
         ticks = [tick for tick in (-1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low < tick < high]
         axes.set(yticks=ticks, yticklabels=map(str, ticks), ylim=(low, high))
         axes.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens")
-        axes.legend(fontsize=6)
+        axes.legend(
+            fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11)
+        )  # below, where nothing is hidden
     return figure
 
 
