@@ -20,8 +20,8 @@ COSTS = get_args(CostName)
 Cost = Callable[[CandidateRule, int], float]
 #: The lowest of so many times counts; rules take turns.
 ROUNDS = 3
-#: Queries that are timed are sums of so many random vectors, of which the next query has all but one. So 16 neighbours
-#: open 2.5 times the pages that one of them opens, as they do in texts (2 to 3.6 in SmolLM2-135M; 6 of random queries).
+#: Queries that are timed are sums of so many random vectors, of which the next query has all but one, so that neighbours
+#: choose much the same pages, as they do in texts; queries drawn apart do not, and the kernel then computes more for each.
 ALIKE = 24
 
 
