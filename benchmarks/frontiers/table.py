@@ -103,7 +103,8 @@ def figure_of(result: dict):
         ticks = [tick for tick in (-1, 0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low < tick < high]
         axes.set(yticks=ticks, yticklabels=map(str, ticks), ylim=(low, high))
         axes.set(xlabel="share of pairs", ylabel="perplexity, % more", title=f"{length:,} tokens")
-        axes.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))  # below, it hides no curve
+        # below, where it hides no curve
+        axes.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.11))
     return figure
 
 

@@ -20,8 +20,8 @@ COSTS = get_args(CostName)
 Cost = Callable[[CandidateRule, int], float]
 #: The lowest of so many times counts; rules take turns.
 ROUNDS = 3
-#: Queries that are timed are sums of so many random vectors, of which the next query has all but one, so that neighbours
-#: choose much the same pages, as they do in texts; queries drawn apart do not, and the kernel then computes more for each.
+#: Queries that are timed are sums of so many random vectors, of which the next query has all but one: neighbours choose
+#: much the same pages, as they do in texts. Queries drawn apart do not, and the kernel then computes more for each.
 ALIKE = 24
 
 
@@ -61,10 +61,8 @@ def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[Can
     group, dim = like.shape
     drawn = torch.randn(1, group + 2, length + ALIKE, dim, generator=torch.Generator().manual_seed(0)).to(like.device)
     sums = drawn[:, :group].cumsum(2)
-    query, (key, value) = (
-        (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5,
-        drawn[:, group:, :length].split(1, 1),
-    )
+    query = (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5
+    key, value = drawn[:, group:, :length].split(1, 1)
     plan = Plan.of(HostCall(query, key, value, len(like) ** -0.5, True, Options(is_causal=True)))
     calls: dict[CandidateRule, Callable] = {rules[0].exact(): plan.run}
     for rule in rules:
