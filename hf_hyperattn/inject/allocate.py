@@ -74,8 +74,12 @@ class OutOfReach(ValueError):
     """
 
     def __init__(self, pairs: float, cheapest: Allocation, of: str):
+        super().__init__(pairs, cheapest, of)  # as they are, so that another process can make it again
         self.cheapest = cheapest
-        super().__init__(
+
+    def __str__(self) -> str:
+        pairs, cheapest, of = self.args
+        return (
             f"{pairs:.1%} of stock's {of} is out of reach: the cheapest rules take {cheapest.cost:.1%} at "
             f"{cheapest.length:,} tokens; allowed: a larger share, or longer texts"
         )

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu.selected import (
@@ -211,24 +213,47 @@ def test_gradient_is_that_of_the_definition(name, round_numbers):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["", "alike"])
-@pytest.mark.parametrize("chunk", [1, 3, 12])
-@pytest.mark.parametrize("near", [1, 5, 40])
-@pytest.mark.parametrize("page", [1, 3, 16])
-def test_neighbours_with_choices_of_their_own(page, near, chunk, alike):
-    """Together, where they choose alike, or one by one; from a place that is no chunk's first."""
-    rules = [HeadRule(near, sinks, page=page, chunk=chunk, top=6) for sinks in (0, 7)]
-    q, k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 1, 131, 64), torch.randn(2, 1, 131, 64)
-    spans = [0, 13], [131, 120]
-    chosen = some_pages(rules, 70, 131, 61, spans, alike)
+def any_rule(pick):
+    """A window, or pages of any size with chunks of any size, many of which no tile of the kernel fits."""
+    few = lambda most: pick.choice((pick.randint(1, 4), 16, pick.randint(1, most)))
+    pages = (pick.randint(1, 40), few(40), pick.randint(1, 10)) if pick.random() < 0.8 else ()
+    return HeadRule(few(50), pick.choice((0, pick.randint(0, 40))), *pages)
+
+
+@given(pick=st.randoms(use_true_random=True))
+def test_any_rules_at_any_place(pick):
+    """Forward and gradient are the definition's, one query alone is what it is among others, and so on two threads."""
+    rules, alike = [any_rule(pick), any_rule(pick)], pick.random() < 0.5
+    d, dv = (pick.choice((64, 16, 31)) for _ in "kv")
+    queries, keys = pick.randint(1, 70), pick.randint(1, 140)
+    offset, start = pick.randint(0, keys), pick.choice((0, pick.randint(0, keys)))
+    spans = [0, start], [keys, pick.choice((keys, pick.randint(start, keys)))]
+    q, k, v = torch.randn(2, 2, queries, d), torch.randn(2, 1, keys, d), torch.randn(2, 1, keys, dv)
+    chosen = some_pages(rules, queries, keys, offset, spans, alike)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=61)
-    expected = defined(q, k, v, rules, chosen, 61, spans)
+    out = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+    expected = defined(q, k, v, rules, chosen, offset, spans)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
     grad = torch.randn(out.shape)
     found = torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double())
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    row = pick.randrange(queries)
+    alone = some_pages(rules, 1, keys, offset + row, spans).fill_(-1)
+    of_all, of_one = (choice_of_heads(c, rules, n, keys) for c, n in ((chosen, queries), (alone, 1)))
+    for rule, pages, to in zip(rules, of_all, of_one, strict=True):
+        for b, start in enumerate(spans[0]):
+            if rule.page and (place := row + offset - start) >= 0:
+                to[b, 0] = pages[b, place // rule.chunk - max(0, offset - start) // rule.chunk]
+    with torch.no_grad():
+        one = selected_attention(q[:, :, row : row + 1], k, v, rules, alone, spans=spans, offset=offset + row)
+        torch.set_num_threads(2)
+        threaded = selected_attention(q, k, v, rules, chosen, spans=spans, offset=offset)
+        torch.set_num_threads(1)
+    torch.testing.assert_close(one[:, :, 0], out[:, :, row], rtol=1e-5, atol=1e-5)
+    assert torch.equal(threaded, out)
 
 
 @pytest.mark.parametrize("clipped", ["sinks", "padding"])

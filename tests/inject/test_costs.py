@@ -1,6 +1,7 @@
 """Pairs, cache bytes and time as what an allocation costs: against every combination, and against what caches hold."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ def test_a_share_that_nothing_reaches_is_refused_and_the_cheapest_is_told():
     with pytest.raises(OutOfReach, match="1.0% of stock's pairs is out of reach: the cheapest rules take") as refused:
         choose(RULES, losses, LENGTH, pairs=0.01)
     assert refused.value.cheapest.cost == pytest.approx(least)
+    elsewhere = pickle.loads(pickle.dumps(refused.value))  # as a worker process hands it back
+    assert str(elsewhere) == str(refused.value) and elsewhere.cheapest == refused.value.cheapest
 
 
 def test_pairs_and_functions_cost_as_before():
