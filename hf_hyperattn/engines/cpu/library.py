@@ -35,6 +35,7 @@ CORE = [
         "norms.h",
         "largest.h",
         "selected.h",
+        "selected_blocks.h",
         "selected_backward.h",
         "selected_choice.h",
         "selected_decode.h",

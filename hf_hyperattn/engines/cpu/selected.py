@@ -14,8 +14,8 @@ from ...readable import can_read
 from . import library
 from .kernels import chunks_of
 
-#: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of selected.h,
-#: selected_backward.h, selected_choice.h and call.h.
+#: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of
+#: selected_blocks.h, selected_backward.h, selected_choice.h and call.h.
 SELECTED = struct.Struct("7q P3q P3q P3q 3q P P q 2P f 2P")
 GRADIENTS = struct.Struct("2P q 2P")
 CHOICE = struct.Struct("q 2P")

@@ -2,7 +2,7 @@
 // gradients of keys and values of its own, which are summed in a fixed order.
 #pragma once
 
-#include "selected.h"
+#include "selected_blocks.h"
 
 namespace hyper {
 

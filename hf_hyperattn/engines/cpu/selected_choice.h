@@ -8,7 +8,7 @@
 #include <functional>
 
 #include "largest.h"
-#include "selected.h"
+#include "selected_blocks.h"
 
 namespace hyper {
 

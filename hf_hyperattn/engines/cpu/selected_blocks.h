@@ -1,0 +1,282 @@
+// What attention by rules of the heads is called with; the blocks of keys that queries see, and products with them, which
+// forward (selected.h), backward and choice share. Keys stand in blocks of a register's width, a tile of queries lists those
+// that it sees, and blocks of one list need not be neighbours: products take an address for each.
+#pragma once
+
+#include "forward.h"
+#include "row_sums.h"
+
+namespace hyper {
+
+// What keys a query at position p sees, j <= p. Without pages: j < sinks and j > p - near. With pages, of which `chunk`
+// queries share a choice: j < sinks, the chosen pages, and all from the page on in which c - near + 1 lies, where c is the
+// first position of the query's chunk.
+struct Rule {
+  int64_t near, sinks, page, chunk;  // page 0: none are chosen
+  int64_t top, bounds, by, channels; // of the choice, see selected_choice.h; channels 0: all score
+  int64_t at, most;                  // where the pages of its first chunk stand, and how many a chunk has at most
+
+  int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }
+  int64_t opening(int64_t p) const { return std::max<int64_t>(0, p / chunk * chunk - near + 1) / page * page; }
+};
+
+struct Selected {
+  int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
+  Matrix query, key, value;      // float or, where `half`, bfloat16
+  int64_t half, offset, threads; // the first query stands at key `offset`
+  const Rule* rules;             // [H]
+  const int32_t* chosen;         // [B, places]: of each head [chunks, most], from that of the first query on; -1: no page
+  int64_t places;
+  const int64_t *starts, *stops; // [B]: the keys that are no padding; all positions count from the first of them
+  float scale;
+  float* out;                    // contiguous [B, H, N, dv]
+  float* lse;                    // as Call::lse, [2, B, H, N]
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t length(int64_t b) const { return std::max<int64_t>(0, stops[b] - starts[b]); }
+  int64_t place(int64_t b, int64_t row) const { return row + offset - starts[b]; }
+  int64_t first_place(int64_t b) const { return std::max<int64_t>(0, place(b, 0)); }
+  int64_t blocks() const { return (keys + kLanes - 1) / kLanes; }
+  const int32_t* pages(int64_t b, int64_t h, int64_t p) const {
+    const Rule& rule = rules[h];
+    return chosen + b * places + rule.at + (p / rule.chunk - first_place(b) / rule.chunk) * rule.most;
+  }
+  // Whether all heads that share a key head choose pages.
+  bool lists_keys(int64_t kv) const {
+    return std::all_of(rules + kv * group(), rules + (kv + 1) * group(), [](const Rule& rule) { return rule.page > 0; });
+  }
+  template <typename T>
+  Rows<T> rows_of(const Matrix& m, int64_t b, int64_t h, int64_t r) const {
+    return {at<T>(m, b, h, r), m.row, nullptr, 0, 1.0f};
+  }
+};
+
+constexpr int64_t kListed = kTileKeys / kLanes;  // blocks whose logits are held at once
+constexpr int64_t kSpan = 2 * kTileRows;         // queries of a task
+constexpr int64_t kFew = 4;                      // queries that are better taken one by one
+constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
+
+// The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
+struct Blocks {
+  std::vector<uint32_t> bits;
+  std::vector<int32_t> listed;  // in order
+  std::vector<uint8_t> whole;   // of each: every query sees every key
+  int64_t near = 0, limit = 0;
+
+  explicit Blocks(int64_t blocks) : bits(blocks + 1) { listed.reserve(blocks), whole.reserve(blocks); }
+
+  void set(int64_t first, int64_t last) {
+    for (int64_t j = first; j < last;) {
+      const int64_t block = j / kLanes, end = std::min(last, (block + 1) * kLanes);
+      bits[block] |= ((uint64_t{1} << (end - j)) - 1) << (j - block * kLanes);
+      j = end;
+    }
+  }
+
+  // Of queries at positions [p, p + rows) of one chunk.
+  void list(const Selected& c, int64_t b, int64_t h, int64_t p, int64_t rows) {
+    const Rule& rule = c.rules[h];
+    const int64_t last = p + rows - 1;
+    near = rule.page ? 0 : rule.near, limit = c.length(b);
+    const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
+    listed.clear(), whole.clear();
+    std::fill_n(bits.begin(), count, 0u);
+    if (seen <= 0) return;
+    set(0, std::min(rule.sinks, seen));
+    if (rule.page) {
+      set(rule.opening(p), seen);
+      const int32_t* pages = c.pages(b, h, p);
+      for (int64_t i = 0; i < rule.most; ++i)
+        if (pages[i] >= 0) set(pages[i] * rule.page, std::min((pages[i] + 1) * rule.page, seen));
+    }
+    for (int64_t block = 0; block < count; ++block) {
+      const int64_t first = block * kLanes, end = first + kLanes;
+      if (!bits[block] && end <= p - near + 1) continue;
+      listed.push_back(static_cast<int32_t>(block));
+      whole.push_back(end <= std::min(p + 1, limit) && (bits[block] == kAll || first > last - near));
+    }
+  }
+
+  // A bit for each lane of listed block i that a query at p sees.
+  uint32_t seen(int64_t i, int64_t p) const { return whole[i] ? kAll : bits_of(~hidden(i, p)); }
+
+  // The lanes of listed block i that a query at p does not see.
+  Ints hidden(int64_t i, int64_t p) const {
+    static const Ints powers = Ints{} + 1 << lane_numbers();
+    const int32_t block = listed[i];
+    const Ints key = lane_numbers() + static_cast<int32_t>(block * kLanes);
+    const Ints chosen = (powers & static_cast<int32_t>(bits[block])) != 0;
+    const Ints close = key > static_cast<int32_t>(std::max<int64_t>(p - near, -1));
+    return ~((chosen | close) & (key < static_cast<int32_t>(std::min(p + 1, limit))));
+  }
+};
+
+// A block of rows, of which row(i) is the address: the first numbers of the rows side by side, `step` numbers later the
+// second ones, and so on.
+template <class Row>
+void put_block(Row row, int64_t there, int64_t width, float* to, int64_t step = kLanes) {
+  int64_t e = 0;
+  for (; e + kLanes <= width; e += kLanes) {
+    Vec square[kLanes];
+    for (int i = 0; i < kLanes; ++i) square[i] = i < there ? load_numbers(row(i) + e) : Vec{};
+    transpose(square);
+    for (int i = 0; i < kLanes; ++i) store(to + (e + i) * step, square[i]);
+  }
+  for (; e < width; ++e)
+    for (int i = 0; i < kLanes; ++i) to[e * step + i] = i < there ? number(row(i)[e]) : 0.0f;
+}
+
+template <typename T>
+void put_block(Rows<T> from, int64_t there, int64_t width, float* to, int64_t step = kLanes) {
+  put_block([&](int64_t i) { return from.at + i * from.step; }, there, width, to, step);
+}
+
+// Whether rows of values can be read where they lie.
+template <typename T>
+bool reads_values_in_place(const Selected& c) {
+  return std::is_same_v<T, float> && c.value_dim % kLanes == 0;
+}
+
+// Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
+// ones; values in rows of whole registers, 0 past the last. For the backward pass also the other way round.
+struct Packed {
+  int64_t blocks, dim, wide, key_wide, value_dim, size;
+  std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
+
+  template <typename T>
+  Packed(const Selected& c, T, bool both)
+      : blocks(c.blocks()), dim(c.dim), wide(padded(c.value_dim)), key_wide(padded(c.dim)), value_dim(c.value_dim),
+        size(kLanes * (dim + wide + (both ? value_dim + key_wide : 0))) {
+    const int64_t heads = c.batch * c.kv_heads;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, padded(heads * blocks * size + 16, 16) * 4)));
+#pragma omp parallel for num_threads(c.threads) schedule(static)
+    for (int64_t i = 0; i < heads * blocks; ++i) {
+      const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
+      const bool read = both || !c.lists_keys(kv);
+      if (!read && reads_values_in_place<T>(c)) continue;
+      const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
+      const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
+      const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);
+      if (read) put_block(key, there, dim, keys(head, block));
+      copy_rows(value, there, kLanes, value_dim, wide, values(head, block));
+      if (!both) continue;
+      put_block(value, there, value_dim, value_columns(head, block));
+      copy_rows(key, there, kLanes, dim, key_wide, key_rows(head, block));
+    }
+  }
+  float* keys(int64_t head, int64_t block) const { return memory.get() + (head * blocks + block) * size; }
+  float* values(int64_t head, int64_t block) const { return keys(head, block) + kLanes * dim; }
+  const float* value(int64_t head, int64_t key) const { return values(head, key / kLanes) + key % kLanes * wide; }
+  float* value_columns(int64_t head, int64_t block) const { return values(head, block) + kLanes * wide; }
+  float* key_rows(int64_t head, int64_t block) const { return value_columns(head, block) + kLanes * value_dim; }
+};
+
+// f(rows from, how many as a constant) for rows in pieces of about the same size.
+template <class Body>
+inline void in_pieces(int64_t rows, Body body) {
+  const int64_t pieces = (rows + kRows - 1) / kRows;
+  for (int64_t i = 0; i < pieces; ++i) {
+    const int64_t from = rows * i / pieces, count = rows * (i + 1) / pieces - from;
+    [&]<int... n>(std::integer_sequence<int, n...>) {
+      ((count == n + 1 ? body(from, std::integral_constant<int, n + 1>{}) : void()), ...);
+    }(std::make_integer_sequence<int, kRows>{});
+  }
+}
+
+// to[r][w · kLanes + lane] = left row r · the lane's row of block w.
+template <int Rows, int Wide>
+inline void block_product(const float* left, int64_t step, const float* const* block, int64_t count, float* to,
+                          int64_t to_step) {
+  Vec sum[Rows][Wide] = {};
+  const float* right[Wide];
+  for (int w = 0; w < Wide; ++w) right[w] = block[w];
+  for (int64_t k = 0; k < count; ++k) {
+    Vec b[Wide];
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) b[w] = load(right[w] + k * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const Vec a = splat(left[r * step + k]);
+#pragma GCC unroll 4
+      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) store(to + r * to_step + w * kLanes, sum[r][w]);
+}
+
+// Products of rows with `count` blocks.
+inline void products(const float* left, int64_t step, int64_t rows, const float* const* block, int64_t count,
+                     int64_t dim, float* to, int64_t to_step = kTileKeys) {
+  in_pieces(rows, [&](int64_t r, auto n) {
+    int64_t i = 0;
+    for (; i + kWide <= count; i += kWide)
+      block_product<n(), kWide>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
+    for (; i < count; ++i)
+      block_product<n(), 1>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
+  });
+}
+
+// to[r] += sum over `count` rows of their weight times them, Wide registers of each: row k is at row(k), its weight for r at
+// weight[r · weight_step + k · next].
+template <int Rows, int Wide, class Row>
+inline void row_sum(const float* weight, int64_t weight_step, int64_t next, Row row, int64_t count, int64_t column,
+                    float* to, int64_t to_step) {
+  Vec sum[Rows][Wide];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) sum[r][w] = load(to + r * to_step + column + w * kLanes);
+  for (int64_t k = 0; k < count; ++k) {
+    const float* from = row(k) + column;
+    Vec b[Wide];
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) b[w] = load(from + w * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const Vec a = splat(weight[r * weight_step + k * next]);
+#pragma GCC unroll 4
+      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int w = 0; w < Wide; ++w) store(to + r * to_step + column + w * kLanes, sum[r][w]);
+}
+
+// Weighted sums of `count` rows, `wide` numbers each, added to `rows` rows.
+template <class Row>
+inline void row_sums(const float* weight, int64_t weight_step, int64_t next, int64_t rows, Row row, int64_t count,
+                     int64_t wide, float* to, int64_t to_step) {
+  in_pieces(rows, [&](int64_t r, auto n) {
+    const float* own = weight + r * weight_step;
+    int64_t e = 0;
+    for (; e + kPanel <= wide; e += kPanel)
+      row_sum<n(), kWide>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
+    for (; e < wide; e += kLanes) row_sum<n(), 1>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
+  });
+}
+
+// Weighted sums of the rows of `count` blocks, added to `rows` rows.
+inline void sums(const float* weight, int64_t rows, const float* const* block, int64_t count, int64_t wide, float* to,
+                 int64_t to_step) {
+  const auto row = [=](int64_t k) { return block[k / kLanes] + k % kLanes * wide; };
+  row_sums(weight, kTileKeys, 1, rows, row, count * kLanes, wide, to, to_step);
+}
+
+// f(row, position, how many) for tiles of rows, no more than `most`, within a chunk of so many positions.
+template <class Body>
+void over_tiles(const Selected& c, int64_t b, int64_t row, int64_t end, int64_t chunk, int64_t most, Body body) {
+  while (row < end) {
+    const int64_t p = c.place(b, row);
+    const int64_t next = p < 0 ? -p : std::min((p / chunk + 1) * chunk - p, most);
+    const int64_t rows = std::min(next, end - row);
+    body(row, p, rows);
+    row += rows;
+  }
+}
+
+}  // namespace hyper
