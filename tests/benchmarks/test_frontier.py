@@ -307,6 +307,35 @@ def test_a_healed_cell_runs_with_its_adapter_and_goes_on_with_no_other(tmp_path,
         cells.keep(cell, entry)
 
 
+@pytest.mark.parametrize("kind", ["by head", "together"])
+def test_a_cell_is_what_its_texts_and_answers_lose_under_its_rules(kind, tmp_path, monkeypatch):
+    """Run as the command runs it, of a tiny model, beside the model's own loss and logits under the chosen rules."""
+    monkeypatch.setattr(cells, "RESULTS", tmp_path / "frontier.json")
+    work, cell, model = object.__new__(frontier.Work), Cell(64, "rules with a kernel", kind, 0.4), llama()
+    texts = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(7))
+    work.windows, work.mixed = {"essay": [texts[0], texts[1]], "code": [texts[2]]}, []
+    work.examples = dict.fromkeys(cell.tasks, []) | {
+        "copying": [retrieval.Example("copying", texts[3], ((40, 50), (60, 63)))]
+    }
+    work.model, work.choices, work.head = model, Together(model), model.lm_head
+    assert work.run(cell, until=math.inf)
+    entry = read_results()["cells"][cell.key]
+    assert not any("hyper" in name for name, _ in model.named_modules()) and len(entry["seconds"]) == 2
+    rounds = entry.get("rounds", ())
+    assert [found["done"] for found in rounds] == ([3, 3] if kind == "together" else [])
+
+    made = work.choices.of(cell, rounds=rounds)
+    assert entry["pairs"] == made.pairs <= 0.4 and sum(entry["rules"].values()) == 8
+    patched = ha.patch_model(llama(), made.config())
+    lost = {name: [patched(ids[None], labels=ids[None]).loss.item() for ids in w] for name, w in work.windows.items()}
+    assert entry["texts"] == {name: pytest.approx(nats) for name, nats in lost.items()}
+    stock = [llama()(ids[None], labels=ids[None]).loss.item() for ids in work.windows["essay"]]
+    assert lost["essay"] != pytest.approx(stock)
+    logits = patched(texts[3:]).logits[0].log_softmax(-1)
+    nats = [-logits[i - 1, texts[3, i]].item() for i in (*range(40, 50), *range(60, 63))]
+    assert entry["retrieval"]["copying"]["nats"] == pytest.approx([sum(nats) / 13])
+
+
 def test_costs_that_are_not_committed_need_a_model():
     with pytest.raises(SystemExit, match="not committed; allowed: lengths"):
         Choices(4096).of(Cell(4096, "sinks and window", "by head", 0.2))
