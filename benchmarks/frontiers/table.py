@@ -11,6 +11,23 @@ from .rules import METHODS
 
 #: What stands above the table of mixtures.
 MIXED = "Answers in eight mixtures: 80 needles, 72 words of few-shot, 40 variables, 32 values of 8 needles."
+#: The columns, lengths and budgets, and the rows of the table that stands first.
+IN_SHORT = ((8192, 0.2), (8192, 0.1), (2048, 0.4), (2048, 0.2))
+ROWS_IN_SHORT = (
+    ("exact top-k", "by head"),
+    ("rules with a kernel", "together"),
+    ("rules with a kernel", "by head"),
+    ("rules with a kernel and SparQ", "by head"),
+    ("all rules", "by head"),
+    ("Quest, shared by 16", "together"),
+    ("Quest, shared by 16", "by head"),
+    ("HSA", "by head"),
+    ("trees", "by head"),
+    ("mean pages", "by head"),
+    ("sinks and window", "by head"),
+    ("Quest", "uniform"),
+    ("HSA", "uniform"),
+)
 #: How a kind of choice is drawn.
 STYLES = {
     "by head": "o-",
@@ -22,6 +39,18 @@ STYLES = {
     "by bytes": "d:",
     "uniform": "x--",
 }
+
+
+def short_table(result: dict) -> str:
+    """A Markdown table of perplexity alone, of the rows that answer most questions."""
+    measured = {cell.key: rise for length in BUDGETS for cell, _, rise in rows_of(result, length)}
+    said = [f"{length:,} tokens, {budget:.0%}" for length, budget in IN_SHORT]
+    lines = ["| perplexity rises by | | " + " | ".join(said) + " |", "|" + " --- |" * (2 + len(said))]
+    for method, kind in ROWS_IN_SHORT:
+        rises = [measured.get(Cell(length, method, kind, budget).key) for length, budget in IN_SHORT]
+        of = lambda rise: f"{statistics.mean(rise.values()):.2%} ± {statistics.stdev(rise.values()):.2%}"
+        lines.append(f"| {method} | {kind} | " + " | ".join(of(rise) if rise else "" for rise in rises) + " |")
+    return "\n".join(lines)
 
 
 def table(result: dict, length: int) -> str:
@@ -112,11 +141,12 @@ def draw(result: dict) -> None:
     """The tables into docs/frontier.md, and docs/plots/frontier.svg."""
     page = ROOT / "docs" / "frontier.md"
     text, lengths = page.read_text(), [n for n in BUDGETS if rows_of(result, n)]
+    parts = {"short": f"{short_table(result)}\n\n![Share of pairs against perplexity](plots/frontier.svg)"}
     for length in lengths:
-        begin, end = f"<!-- frontier-{length} -->", f"<!-- /frontier-{length} -->"
-        image = "![Share of pairs against perplexity](plots/frontier.svg)\n\n" if length == lengths[0] else ""
         mixed = mixed_table(result, length)
-        tables = f"{image}{table(result, length)}" + (f"\n\n{MIXED}\n\n{mixed}" if mixed else "")
-        text = f"{text.split(begin)[0]}{begin}\n{tables}\n{end}{text.split(end)[1]}"
+        parts[str(length)] = table(result, length) + (f"\n\n{MIXED}\n\n{mixed}" if mixed else "")
+    for name, part in parts.items():
+        begin, end = f"<!-- frontier-{name} -->", f"<!-- /frontier-{name} -->"
+        text = f"{text.split(begin)[0]}{begin}\n{part}\n{end}{text.split(end)[1]}"
     figure_of(result).savefig(ROOT / "docs" / "plots" / "frontier.svg", metadata={"Date": None})
     page.write_text(text)

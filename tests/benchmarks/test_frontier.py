@@ -11,7 +11,7 @@ from frontiers import cells
 from frontiers.cells import STOCK, Cell, read_results
 from frontiers.choices import Choices, counted, digest_of, plain
 from frontiers.rules import ABLATIONS, HEALED, METHODS, ExactTopK, as_run, candidates
-from frontiers.table import mixed_table, table
+from frontiers.table import mixed_table, short_table, table
 from peft import get_peft_model
 
 import hf_hyperattn as ha
@@ -132,6 +132,14 @@ def test_a_row_says_what_was_measured(capsys):
     frontier.plan(half, [2048])
     every = list(cells.cells([2048]))
     assert f"{len(every) - 1} of {len(every)} cells" in capsys.readouterr().out
+
+
+def test_the_short_table_is_of_the_long_ones_rows():
+    found = result()
+    assert not any("%" in line for line in short_table(found).splitlines()[2:])
+    found["cells"]["2048/Quest, shared by 16/by head/0.2"] = found["cells"].pop("2048/Quest/by head/0.2")
+    (line,) = (line for line in short_table(found).splitlines()[2:] if "%" in line)
+    assert line == "| Quest, shared by 16 | by head |  |  |  | 1.01% ± 0.00% |"
 
 
 def test_mixtures_are_told_apart_by_task():
