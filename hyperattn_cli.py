@@ -404,8 +404,8 @@ def _heal(add: Callable) -> None:
     add("--adapter", action="store_true", help="write an adapter of a few KB, also without --lora")
     add("--steps", type=int, default=300, metavar="N", help="windows to learn from (default: 300)")
     add("--length", type=int, metavar="N", help="tokens a window (default: what the patch was chosen for)")
-    add("--lr", type=float, default=3e-4, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
-    add("--patch-lr", type=float, default=1e-2, metavar="X", help="learning rate of the patch (default: 1e-2)")
+    add("--lr", type=float, metavar="X", help="learning rate of LoRA's matrices (default: 3e-4)")
+    add("--patch-lr", type=float, metavar="X", help="learning rate of the patch's parameters (default: 1e-2)")
     add("--seed", type=int, default=0, help="of the windows and of LoRA's start (default: 0)")
     add("--bf16", action="store_true", help="learn with products in bfloat16: faster where a CPU or GPU has them")
     add("--save-every", type=int, default=25, metavar="N", help="steps between two saves of the work (default: 25)")
@@ -478,7 +478,7 @@ def _inject(add: Callable) -> None:
     add("--compare", action="store_true", help="verify rivals at the same pairs too: each kind of rule alone, one for "
         "all heads and chosen by head")  # fmt: skip
     add("--allow-slower", action="store_true", help="sparse: write a model that is slower than stock at this length")
-    add("--seed", type=int, default=0, help="of the sampled queries, or of the decomposition (default: 0)")
+    add("--seed", type=int, help="of the sampled queries, or of the decomposition (default: 0)")
     add("--device-map", metavar="MAP",
         help="spread the model over devices, memory and disk: auto, or a JSON file of modules and devices")  # fmt: skip
 

@@ -159,7 +159,7 @@ def decode(length: int, share: float, args) -> list[dict]:
 def called(kind: str, args) -> str:
     """A row's name."""
     chosen = "" if args.chosen == "by head" else f" {args.chosen}"
-    return f"SmolLM2-135M{chosen}, {kind}" if args.chosen else kind
+    return f"SmolLM2-135M{chosen}, budget {args.share:g}, {kind}" if args.chosen else kind
 
 
 def forget(length: int, share: float, args) -> list[dict]:
@@ -167,8 +167,11 @@ def forget(length: int, share: float, args) -> list[dict]:
     args.share, group = share, HEADS // KV_HEADS
     made, _ = models(length, args)
     split = ha.unpatch_model(made["sparse"])
-    retrieving = ha.SparseConfig([Exact()] * group + [Window(near=256)] * (HEADS - group))
-    every_second = {f"model.layers.{i}.self_attn": (retrieving,) for i in range(0, args.layers, 2)}
+    layers = split.config.num_hidden_layers
+    few = [Exact()] * group + [Window(near=256)] * (HEADS - group)
+    every_second = {f"model.layers.{i}.self_attn": (ha.SparseConfig(few),) for i in range(0, layers, 2)}
+    of_layers = [few if i % 2 == 0 else [Window(near=256)] for i in range(layers)]
+    pairs = sum(mean_share(rules, length) for rules in of_layers) / layers
     ha.patch_model(
         split, ha.HyperAttnConfig((ha.SparseConfig(Window(near=256)),), mode="replace", overrides=every_second)
     )
@@ -179,9 +182,7 @@ def forget(length: int, share: float, args) -> list[dict]:
     off = float((whole - found).abs().max() / whole.abs().max())
     seconds = lowest(steps, args.seconds, 1)
     held = {name: bytes_of(cache) for name, cache in caches.items()}
-    return [
-        row("forget", length, mean_share([Exact(), *[Window(near=256)] * 5], length), seconds, error=off, bytes=held)
-    ]
+    return [row(called("forget", args), length, pairs, seconds, error=off, bytes=held)]
 
 
 def bytes_of(cache: DynamicCache) -> int:

@@ -49,6 +49,9 @@ def heal(args: argparse.Namespace) -> int:
     count = sum(p.numel() for p in healing.trained().values())
     print(f"{Path(args.model).name}: {count:,} parameters learn, {args.steps} steps of {length:,} tokens, seed "
           f"{args.seed}\nTexts: {', '.join(texts)}", flush=True)  # fmt: skip
+    most = tokens_read(args, length)
+    for name in (name for name, ids in texts.items() if len(ids) == most):
+        print(f"{name}: its first {most:,} tokens, more than which {args.steps} steps do not read")
     before = healing.held_out()
     if not args.resume:  # with --force: all else is in order, so that the old work goes now
         state.unlink(missing_ok=True)
@@ -87,9 +90,14 @@ def tuned_lengths(record: Any) -> Iterator[int]:
         yield from tuned_lengths(part)
 
 
+def tokens_read(args: argparse.Namespace, length: int) -> int:
+    """Of each text at most: a window for every step, one to hold out, and one to draw from."""
+    return (args.steps + 2) * length
+
+
 def read_texts(args: argparse.Namespace, tokenizer: Any, length: int) -> dict[str, Tensor]:
     """Token ids of every text, no more than the steps can read."""
-    texts, tokens = {}, (args.steps + 2) * length
+    texts, tokens = {}, tokens_read(args, length)
     for path in args.text:
         text, name = read_text(path, CHARACTERS * tokens)
         texts[name] = torch.tensor(encode(tokenizer, text, tokens, name))

@@ -31,6 +31,7 @@ ROWS, QUERIES = 384, 1024  # measured a text, and at least over all of them
 #: Options that say nothing for an encoder, and why.
 NOT_OF_ENCODERS = {
     "rows": "which is measured on whole passages",
+    "seed": "of which nothing is drawn",
     "retrieval_budget": "which answers nothing",
     "resume": "of which nothing is kept",
     "cost": "whose rules go by layer, and which keeps no cache",
@@ -79,17 +80,21 @@ def inject_rules(args: argparse.Namespace) -> int:
     """Give heads or layers cheaper rules; 1 where every candidate is refused and nothing is written."""
     if not args.text:
         raise ValueError(f"--mechanism {args.mechanism} needs --text FILE...; allowed: one text or more")
-    args.budget = BUDGET if args.budget is None else args.budget
     if args.retrieval_budget is None and args.mechanism == "sparse":
         args.retrieval_budget = RETRIEVAL_BUDGET
+    has_budget = args.budget is not None
+    args.budget = args.budget if has_budget else BUDGET
     task = prepare(args)
     check_task(args, task)
+    if task.is_encoder and has_budget and args.pairs is not None:
+        raise ValueError("--budget says nothing for an encoder beside --pairs; leave out one of them")
+    args.seed = args.seed or 0
     goal = "1 - cosine" if task.is_encoder else "perplexity"
     cost = CALLED[args.cost or "pairs"]
     aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of {cost}, at any loss"
     aim += f", least of {cost}" if args.pairs is None and args.cost else ""
     print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
-          f"seed {args.seed}, {torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
+          f"{'' if task.is_encoder else f'seed {args.seed}, '}{torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
           flush=True)  # fmt: skip
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
@@ -127,7 +132,7 @@ def check_task(args: argparse.Namespace, task: Task) -> None:
     if args.mechanism == "sparse":
         raise ValueError("--mechanism sparse is for causal models, whose rules go by head; for an encoder use hsa")
     for name, why in NOT_OF_ENCODERS.items():
-        if getattr(args, name) not in (None, False):
+        if getattr(args, name) is not None and getattr(args, name) is not False:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} says nothing for an encoder, {why}; leave it out")
 
@@ -157,7 +162,7 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     what = "held-out text" if kind == "texts" else "retrieval task"
     return (f"{what} {name} loses {said}, more than the budget of {budgets[kind]:g}, and so with all safer candidates "
             f"({len(report['refused'])} verified): nothing is written; use longer texts of the same kinds, or a larger "
-            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures no rule again")  # fmt: skip
+            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures no rule's loss again")  # fmt: skip
 
 
 def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
@@ -169,9 +174,7 @@ def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str 
     print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
-    return (
-        "nothing is written, for a model that is not faster; --allow-slower writes it; --resume measures nothing again"
-    )
+    return "nothing is written, for a model that is not faster; --allow-slower writes it; --resume measures no rule's loss again"
 
 
 def loss_text(loss: float, is_encoder: bool) -> str:

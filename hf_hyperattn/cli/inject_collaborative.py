@@ -31,6 +31,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     with errors_as(f"{args.model}: cannot load it"):
         model = device_map.load(class_of(model_config), args)
     dtype = dtype_of(model_config)
+    args.seed = args.seed or 0
     config = CollaborativeConfig(rank=args.rank, seed=args.seed)
     print(f"{Path(args.model).name}: collaborative, rank {args.rank}, seed {args.seed}", flush=True)
     before: dict[str, Any] = {}

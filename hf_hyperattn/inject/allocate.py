@@ -107,7 +107,8 @@ def choose(
     cost: CostName | Cost | None = None,
     key_heads: Mapping[str, int] | None = None,
 ) -> Allocation:
-    """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`.
+    """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`: one of
+    both is given.
 
     Loss plus λ times cost is least where every layer takes the group, and in it every head the rule, for which it is
     least; λ is found by halving.
@@ -119,14 +120,23 @@ def choose(
         pairs: a share from 0 to 1, of the cost of ordinary attention. loss: the sum over layers and heads.
         cost: what a head costs under a rule at a length, ordinary attention being 1: "pairs" (or None); "bytes", what
             `HierarchicalCache(evict=True)` keeps of its keys and values, where heads that share a key head cost what
-            the dearest of them does; "time", measured here and now, so that another run may choose otherwise; or a
-            function of your own.
+            the dearest of them does; "time", measured here and now, of one head of 64 numbers on the CPU, so that
+            another run may choose otherwise; or a function of your own.
         key_heads: by layer, for "bytes"; None: as many as query heads.
 
     Raises:
         OutOfReach: no allocation costs as little as `pairs`; a ValueError, as the others are.
-        ValueError: there is no such cost, or it is "bytes" or "time" of rules for encoders.
+        ValueError: `pairs` and `loss` are both given, or none, or out of range; there is no such cost, or it is "bytes"
+            or "time" of rules for encoders; `key_heads` names a layer that has no losses.
     """
+    if (pairs is None) == (loss is None):
+        raise ValueError(f"choose has {'no' if pairs is None else 'both'} pairs and loss; allowed: one of them")
+    if pairs is not None and not 0 <= pairs <= 1 + ROUNDING:
+        raise ValueError(f"pairs is {pairs}; allowed: a share from 0 to 1")
+    if loss is not None and not loss >= 0:
+        raise ValueError(f"loss is {loss}; allowed: 0 or more")
+    if strange := (key_heads or {}).keys() - losses.keys():
+        raise ValueError(f"key_heads names {min(strange)}; allowed: layers that have losses, such as {min(losses)}")
     of = cost_of(cost, rules, length)
     groups: dict[object, list[int]] = {}
     for i, rule in enumerate(rules):
@@ -146,7 +156,7 @@ def choose(
         if made.cost > pairs * (1 + ROUNDING):
             raise OutOfReach(pairs, made, "cost" if callable(cost) else cost or "pairs")
         return made
-    return search(tables, length, lambda _, total: total <= (loss or 0.0), accepted=1e-12, refused=1e6)
+    return search(tables, length, lambda _, total: total <= loss, accepted=1e-12, refused=1e6)
 
 
 def search(

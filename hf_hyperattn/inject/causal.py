@@ -64,7 +64,7 @@ class CausalInjection(Injection):
     def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
         """Examples of a part: to verify on every task, else a copied text and all needles at once.
 
-        Words and numbers are drawn anew for every part, so that none that was chosen on is verified on.
+        Words and numbers are drawn anew for every part; the words and labels of few-shot are few, so that most come again.
         """
         seed = 3 * self.seed + part
         if part == 2:

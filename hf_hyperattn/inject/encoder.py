@@ -42,7 +42,7 @@ class EncoderInjection(Injection):
     def search(self) -> Allocation | None:
         before, _ = self.read(self.texts[1])
         for halvings in range(1 if self.pairs else self.tries):
-            loss = MARGIN * self.budget / 2**halvings
+            loss = None if self.pairs else MARGIN * self.budget / 2**halvings
             allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost)
             self.attempt(allocation, before)
             if self.pairs is not None or self.keeps(self.tried[-1][1]):

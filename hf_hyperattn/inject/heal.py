@@ -34,6 +34,8 @@ from .gradients import checkpointed, divergence, final_hidden, head_of, loss_of
 from .kept import fingerprint
 
 Losses = dict[str, tuple[float, float, float]]
+#: Learning rates where none is given: of LoRA's matrices, and of what the patch added.
+LR, PATCH_LR = 3e-4, 1e-2
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Healing:
         texts: token ids [N] by name, each at least twice `length` long; the last `length` of each are held out.
         length: tokens of a window; a step learns from one. steps: how many.
         rank: of LoRA's matrices; 0 for none. seed: of the windows and of LoRA's start.
-        lr, patch_lr: learning rates of LoRA's matrices and of what the patch added, at their highest: both rise over
-            the first twentieth of the steps, then fall to 0 in a line.
+        lr, patch_lr: learning rates of LoRA's matrices and of what the patch added; None: 3e-4 and 1e-2. They fall to 0
+            in a line over all steps, times a line that rises over the first twentieth: 300 steps reach 95 % of them.
         prefix: tokens that every window begins with, such as the BOS token of a tokenizer that puts one before a text;
             they count among its `length`.
         bf16: steps multiply matrices in bfloat16, by autocast, logits too, so that `losses` are a little rounded; what
@@ -56,7 +58,8 @@ class Healing:
         losses: KL in nats a token, of every step that is done.
 
     Raises:
-        ValueError: the model has no patch, nothing in it can learn, or a text is too short.
+        ValueError: the model has no patch, nothing in it can learn, a rate is given for what is not there, or a text is
+            too short.
     """
 
     model: PreTrainedModel
@@ -64,8 +67,8 @@ class Healing:
     length: int
     steps: int = 300
     rank: int = 0
-    lr: float = 3e-4
-    patch_lr: float = 1e-2
+    lr: float | None = None
+    patch_lr: float | None = None
     seed: int = 0
     prefix: Sequence[int] = ()
     bf16: bool = False
@@ -80,11 +83,17 @@ class Healing:
                 f"the patch of {type(self.model).__name__} has no parameter that could learn; allowed: --lora R "
                 "(rank=R), which trains LoRA's matrices beside it"
             )
+        if self.lr is not None and not self.rank:
+            raise ValueError(f"lr {self.lr:g} is of LoRA's matrices; allowed: with --lora R (rank=R)")
+        if self.patch_lr is not None and not hyper_parameters(self.model):
+            raise ValueError(f"patch_lr {self.patch_lr:g}: the patch has no parameter that could learn; leave it out")
+        lr, patch_lr = LR if self.lr is None else self.lr, PATCH_LR if self.patch_lr is None else self.patch_lr
+        self.lr, self.patch_lr = lr, patch_lr  # a state says what was used
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.adapter = get_peft_model(self.model, lora_config(self.model, self.rank))
         self.head = head_of(self.model, next(iter(self.texts.values())))
-        groups = parameter_groups(self.adapter, self.lr, self.patch_lr)
+        groups = parameter_groups(self.adapter, lr, patch_lr)
         self.optimizer = torch.optim.AdamW(groups, foreach=False)
         self.rates = [group["lr"] for group in groups]
 

@@ -81,7 +81,7 @@ class Injection(ABC):
 
     @abstractmethod
     def search(self) -> Allocation | None:
-        """The allocation of fewest pairs that keeps `MARGIN` of the budget on the second texts, None if none does."""
+        """The cheapest allocation that keeps `MARGIN` of the budget on the second texts, None if none does."""
 
     @abstractmethod
     def hidden(self, item: Item) -> Tensor:
@@ -125,6 +125,8 @@ class Injection(ABC):
         progress.describe("the model as it is")
         allocation = self.search()
         if allocation is None or allocation.config() is None:
+            if self.pairs is not None:
+                raise ValueError(f"at {self.pairs:g} of the cost all attention stays exact; allowed: a smaller share")
             raise ValueError(
                 f"no rule keeps within the budget of {self.budget:g} on these texts: all attention stays exact; "
                 "allowed: a larger budget, or longer texts"
@@ -221,7 +223,8 @@ class Injection(ABC):
         """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
 
         They are chosen by what rules lose alone, without the corrections of the choice, which the model has afterwards.
-        All read held-out texts, causal models also copies of them, and needles of all kinds in one text ("mixture").
+        All read held-out texts, causal models also copies of them, and one text that hides needles, values and variables
+        and asks for a classification ("mixture").
         """
         items = self.compared()
         self.texts = [*self.texts[:2], {**self.texts[2], **items}]

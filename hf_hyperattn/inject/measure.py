@@ -121,7 +121,7 @@ def measure(
         rules: the candidates, those of one class beside each other.
         rows: how many queries are sampled.
         on_layer: called with the name of every layer that is done.
-        keep_slopes: of which there may be many; they are not kept in `folder`.
+        keep_slopes: of which there may be many, so that nothing is kept in `folder`, or taken from there.
         spans: (start, stop) of the tokens whose prediction counts, as an `Example` has them; None: all.
         folder: keeps what is measured, a file a layer; None: nothing is kept.
         resume: take from `folder` what an earlier run with the same model, text, rules, rows, seed and spans left

@@ -146,7 +146,7 @@ def needle_values(draw: random.Random, depth: float) -> Hidden:
 
 
 def variables(draw: random.Random, depth: float) -> Hidden:
-    """A number handed on over four variables, all of them asked for (vt)."""
+    """A number handed on four times, over five variables, all of them asked for (vt)."""
     letters = [chr(65 + i) for i in range(26)]
     chain = ["".join(draw.sample(letters, 3)) for _ in range(HOPS + 1)]
     value = number(draw)
@@ -240,7 +240,7 @@ def copying(text: Tensor, length: int, first: int = 0) -> Example:
 
 
 def mixture(tokenizer: Any, text: Tensor, length: int, *, seed: int = 0) -> Example | None:
-    """All tasks but copying in one example, needles at up to ten depths: one pass measures them all.
+    """The tasks of `MIXED` in one example, needles at up to ten depths: one pass measures them all.
 
     Args:
         as for `examples`.

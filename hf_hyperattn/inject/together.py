@@ -72,6 +72,7 @@ def corrected(
 
     Returns:
         By layer [H, C]. A head that was exact keeps what it had; others lose up to `MOST` times as much, or as little.
+        Where all parts sum to 0 or less, nothing was lost together, and the losses are as they were.
 
     Raises:
         ValueError: the allocation has rules that are no candidates, or patched layers of which there are no parts.

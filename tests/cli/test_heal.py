@@ -47,7 +47,8 @@ def injected(folder):
 
 def healing(folder, rank=0, steps=8, **more) -> Healing:
     ids = ids_of(1)[: 64 * (steps + 2)]  # of longer texts the command reads no more
-    return Healing(injected(folder), {"one": ids}, 64, steps, rank, **RATES, **more)
+    rates = {name: rate for name, rate in RATES.items() if rank or name == "patch_lr"}
+    return Healing(injected(folder), {"one": ids}, 64, steps, rank, **rates, **more)
 
 
 def logits(model, ids=None):
@@ -176,7 +177,7 @@ def test_the_command_gives_windows_the_bos_token_of_the_tokenizer(capsys, folder
 
 def test_rules_without_parameters_learn_through_lora(folder):
     model = ha.patch_model(stock(folder), ha.SparseConfig(Window(8, 2)), mode="replace")
-    heal = Healing(model, {"one": ids_of(1)}, 64, 20, rank=2, **RATES)
+    heal = Healing(model, {"one": ids_of(1)}, 64, 20, rank=2, lr=RATES["lr"])
     (before,) = heal.held_out().values()
     heal.run()
     (after,) = heal.held_out().values()
@@ -184,7 +185,8 @@ def test_rules_without_parameters_learn_through_lora(folder):
 
 
 def heal_command(capsys, folder, *more) -> tuple[int, str, str]:
-    text = ["--text", str(folder / "one.txt"), "--lr", "1e-3", "--patch-lr", "0.03", "--device", "cpu"]
+    text = ["--text", str(folder / "one.txt"), "--patch-lr", "0.03", "--device", "cpu"]
+    text += ["--lr", "1e-3"] if "--lora" in more else []
     code = main(["heal", str(folder / "model"), *text, "--steps", "10", *map(str, more)])
     return code, *capsys.readouterr()
 
@@ -254,6 +256,10 @@ def test_it_refuses_models_without_a_patch_or_with_nothing_to_learn(capsys, fold
     model = ha.patch_model(stock(folder), ha.SparseConfig(Window(8, 2)), mode="replace")
     with pytest.raises(ValueError, match="no parameter that could learn; allowed: --lora R"):
         Healing(model, {"one": ids_of(1)}, 64)
+    with pytest.raises(ValueError, match="patch_lr 0.01: the patch has no parameter that could learn; leave it out"):
+        Healing(model, {"one": ids_of(1)}, 64, rank=2, patch_lr=1e-2)
+    with pytest.raises(ValueError, match="lr 0.0003 is of LoRA's matrices; allowed: with --lora R"):
+        Healing(injected(folder), {"one": ids_of(1)}, 64, lr=3e-4)
     with pytest.raises(ValueError, match="is not patched"):
         Healing(stock(folder), {"one": ids_of(1)}, 64)
     with pytest.raises(ValueError, match="128 or more"):

@@ -305,7 +305,10 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--mechanism", "hsa", "--length", "96", "--text", folder / "one.txt", "--budget", "0.05"]
     (folder / "one.txt").write_text(prose(1, 4000))
-    assert "--rows says nothing for an encoder" in refused(capsys, tmp_path / "bert", *arguments, "--rows", "64")
+    for option in (("--rows", "64"), ("--seed", "0")):
+        assert f"{option[0]} says nothing for an encoder" in refused(capsys, tmp_path / "bert", *arguments, *option)
+    said = refused(capsys, tmp_path / "bert", *arguments, "--pairs", "0.6")
+    assert "--budget says nothing for an encoder beside --pairs; leave out one of them" in said
     said = refused(capsys, tmp_path / "bert", *arguments, "--cost", "bytes")
     assert "--cost says nothing for an encoder, whose rules go by layer, and which keeps no cache" in said
     code = main(["inject", *map(str, [tmp_path / "bert", *arguments, "--output", tmp_path / "out"])])

@@ -105,7 +105,7 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder,
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)
     code, out, _ = inject(capsys, folder, "--budget", "0.1", "--output", tmp_path / "out", mechanism=mechanism)
-    assert code == 1 and "nothing is written" in out and "--resume measures no rule again" in out
+    assert code == 1 and "nothing is written" in out and "--resume measures no rule's loss again" in out
     assert not (tmp_path / "out").exists()
 
 
@@ -231,6 +231,9 @@ def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkey
     monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 0.7))
     code, _, err = inject(capsys, folder, "--pairs", "0.6", "--cost", "time", "--output", tmp_path / "out")
     assert code == 2 and "60.0% of stock's cost is out of reach: the cheapest rules take 70.0% at" in err
+    monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 1.5))
+    code, _, err = inject(capsys, folder, "--pairs", "1", "--cost", "time", "--output", tmp_path / "out")
+    assert code == 2 and "at 1 of the cost all attention stays exact; allowed: a smaller share" in err
     assert not (tmp_path / "out").exists()
 
 

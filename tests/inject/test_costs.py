@@ -1,6 +1,7 @@
 """Pairs, cache bytes and time as what an allocation costs: against every combination, and against what caches hold."""
 
 import itertools
+import math
 import pickle
 
 import pytest
@@ -105,5 +106,14 @@ def test_what_makes_no_sense_is_refused():
     for cost in ("bytes", "time"):
         with pytest.raises(ValueError, match="for rules of an encoder, which keeps no cache; allowed: 'pairs'"):
             choose([rule], losses, 64, pairs=0.5, cost=cost)
+    table = losses_of("a", 4, 3)
+    for wanted in ({}, {"pairs": 0.5, "loss": 1.0}):
+        with pytest.raises(ValueError, match="pairs and loss; allowed: one of them"):
+            choose(RULES, table, 64, **wanted)
+    for wanted in ({"pairs": 1.5}, {"pairs": -0.1}, {"pairs": math.nan}, {"loss": -1.0}, {"loss": math.nan}):
+        with pytest.raises(ValueError, match="allowed: a share from 0 to 1|allowed: 0 or more"):
+            choose(RULES, table, 64, **wanted)
+    with pytest.raises(ValueError, match="key_heads names b; allowed: layers that have losses, such as a"):
+        choose(RULES, table, 64, pairs=0.5, cost="bytes", key_heads={"b": 2})
     with pytest.raises(ValueError, match="cost is 'flops'; allowed: pairs, bytes, time, or a function"):
         choose(RULES, losses_of("a", 4, 3), 64, pairs=0.5, cost="flops")

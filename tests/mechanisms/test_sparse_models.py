@@ -196,6 +196,9 @@ def test_exports_are_refused():
     attend = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Pages(5, 1, 4, 2))
     with pytest.raises(ValueError, match="sparse rules cannot be exported or traced"):
         torch.jit.trace(attend, (torch.randn(1, 2, 12, 8),), check_trace=False)
+    exact = lambda x: ha.functional.sparse_attention(x, x, x, is_causal=True, rules=Exact())
+    traced, x = torch.jit.trace(exact, (torch.randn(1, 2, 12, 8),), check_trace=False), torch.randn(1, 2, 12, 8)
+    torch.testing.assert_close(traced(x), torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
 
 
 class Mesh:

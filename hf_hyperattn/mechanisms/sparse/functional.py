@@ -13,7 +13,7 @@ from ...fields import refuse
 from ..checks import check_call
 from . import compiled
 from .config import SparseConfig
-from .masking import masked, text_of
+from .masking import all_exact, masked, text_of
 from .rules import SparseRule
 
 
@@ -64,9 +64,10 @@ def sparse_attention(
     options = Options(mask=mask, is_causal=True, offset=first)
     scale = float(width**-0.5) if scale is None else scale
     score = dot_score(query, key, scale)
-    if not key.shape[2]:
-        return attention(score, value, options, backend=backend)[0].to(query.dtype)
-    text, options = text_of(query, key, options, by_length), replace(options, dropout_p=dropout_p)
+    plain = replace(options, dropout_p=dropout_p)
+    if not key.shape[2] or all_exact(by_length):
+        return attention(score, value, plain, backend=backend)[0].to(query.dtype)
+    text, options = text_of(query, key, options, by_length), plain
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
     if out is None:
         out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)
