@@ -118,6 +118,7 @@ def test_finder_leaves_when_its_work_is_done(environment):
     assert done.stdout == "False True\nSourceFileLoader\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_package_breaks_neither_torch_nor_transformers(environment, tmp_path):
     broken = tmp_path / "broken"
     (broken / "hf_hyperattn").mkdir(parents=True)

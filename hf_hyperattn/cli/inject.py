@@ -45,6 +45,7 @@ SAYS_NOTHING = (
     ("cost", ("collaborative",)),
     ("allow_slower", ("collaborative", "hsa")),
 )
+RESUMED = "--resume measures no rule's loss again"
 #: What costs are called where they are shown.
 CALLED = {"pairs": "the pairs", "bytes": "the cache's bytes", "time": "attention's time"}
 #: The certificate is shown for these, the defaults of `HsaConfig` but for its windows.
@@ -94,8 +95,8 @@ def inject_rules(args: argparse.Namespace) -> int:
     aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of {cost}, at any loss"
     aim += f", least of {cost}" if args.pairs is None and args.cost else ""
     print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
-          f"{'' if task.is_encoder else f'seed {args.seed}, '}{torch.get_num_threads()} threads\nTexts: {', '.join(task.texts[0])}",
-          flush=True)  # fmt: skip
+          f"{'' if task.is_encoder else f'seed {args.seed}, '}{torch.get_num_threads()} threads\n"
+          f"Texts: {', '.join(task.texts[0])}", flush=True)  # fmt: skip
     with errors_as(f"{args.model}: cannot load it"):
         kind = AutoModel if task.is_encoder else AutoModelForCausalLM
         model = device_map.load(kind, args)
@@ -162,7 +163,7 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     what = "held-out text" if kind == "texts" else "retrieval task"
     return (f"{what} {name} loses {said}, more than the budget of {budgets[kind]:g}, and so with all safer candidates "
             f"({len(report['refused'])} verified): nothing is written; use longer texts of the same kinds, or a larger "
-            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; --resume measures no rule's loss again")  # fmt: skip
+            f"--{'budget' if kind == 'texts' else 'retrieval-budget'}; {RESUMED}")  # fmt: skip
 
 
 def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str | None:
@@ -174,7 +175,7 @@ def slower(args: argparse.Namespace, report: dict[str, Any], pays: Pays) -> str 
     print(f"\nAt {report['length']:,} tokens this model is {word} than stock here ({share}); {pays.text()}.")
     if report["faster"] or args.mechanism == "hsa" or args.allow_slower or args.cost == "bytes":
         return None
-    return "nothing is written, for a model that is not faster; --allow-slower writes it; --resume measures no rule's loss again"
+    return f"nothing is written, for a model that is not faster; --allow-slower writes it; {RESUMED}"
 
 
 def loss_text(loss: float, is_encoder: bool) -> str:

@@ -107,8 +107,9 @@ def choose(
     cost: CostName | Cost | None = None,
     key_heads: Mapping[str, int] | None = None,
 ) -> Allocation:
-    """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`: one of
-    both is given.
+    """The allocation of least loss at no more than `pairs` of the cost, or the cheapest with no more than `loss`.
+
+    One of both is given.
 
     Loss plus λ times cost is least where every layer takes the group, and in it every head the rule, for which it is
     least; λ is found by halving.
@@ -156,7 +157,8 @@ def choose(
         if made.cost > pairs * (1 + ROUNDING):
             raise OutOfReach(pairs, made, "cost" if callable(cost) else cost or "pairs")
         return made
-    return search(tables, length, lambda _, total: total <= loss, accepted=1e-12, refused=1e6)
+    most = 0.0 if loss is None else loss
+    return search(tables, length, lambda _, total: total <= most, accepted=1e-12, refused=1e6)
 
 
 def search(

@@ -64,7 +64,7 @@ class CausalInjection(Injection):
     def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:
         """Examples of a part: to verify on every task, else a copied text and all needles at once.
 
-        Words and numbers are drawn anew for every part; the words and labels of few-shot are few, so that most come again.
+        Words and numbers are drawn anew for every part; of few-shot they are few, so that most come again.
         """
         seed = 3 * self.seed + part
         if part == 2:

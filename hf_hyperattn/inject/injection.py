@@ -223,8 +223,8 @@ class Injection(ABC):
         """Rivals at no more of the cost than the choice: each family of rules, one for all and chosen by head or layer.
 
         They are chosen by what rules lose alone, without the corrections of the choice, which the model has afterwards.
-        All read held-out texts, causal models also copies of them, and one text that hides needles, values and variables
-        and asks for a classification ("mixture").
+        All read held-out texts, causal models also copies of them, and one text that asks for needles, values,
+        variables and a classification ("mixture").
         """
         items = self.compared()
         self.texts = [*self.texts[:2], {**self.texts[2], **items}]

@@ -18,6 +18,7 @@ from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Pages, Window
 
+from ..oracles.marks import first_always
 from . import tiny
 from .test_inject import prose
 
@@ -101,7 +102,7 @@ def test_the_next_safer_candidate_takes_the_place_of_one_refused(capsys, folder,
     assert "held-out text refuses" in err
 
 
-@pytest.mark.parametrize("mechanism", ["sparse", "hsa"])
+@first_always("mechanism", ["sparse", "hsa"])
 def test_where_all_are_refused_nothing_is_written(capsys, folder, tmp_path, monkeypatch, mechanism):
     refusing(monkeypatch, 99)
     code, out, _ = inject(capsys, folder, "--budget", "0.1", "--output", tmp_path / "out", mechanism=mechanism)
@@ -191,6 +192,7 @@ def test_rivals_have_no_more_pairs_and_the_model_is_as_it_was(capsys, folder, tm
     assert after == pytest.approx(report["texts"]["one.txt"]["after"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_hsa_is_compared_with_sparse_rules_that_it_does_not_choose(capsys, folder, tmp_path):
     more = ("--pairs", "0.8", "--compare", "--output", tmp_path / "out")
     code, out, err = inject(capsys, folder, *more, mechanism="hsa")

@@ -14,6 +14,8 @@ from ..integration.models import image_inputs
 
 CONFIGS = Path(hub_cards.__file__).parent / "configs"
 BASES = json.loads((CONFIGS / "bases.json").read_text(encoding="utf-8"))
+#: Left to `make test-more`: other decoders and another encoder are tested with every change.
+ALIKE = ("smollm2-135m", "qwen3-0.6b", "mistral-7b", "roberta-base")
 #: What makes a base tiny: all but its family, its heads and how it attends.
 DECODER = dict(head_dim=8, num_hidden_layers=3, vocab_size=99, intermediate_size=32)
 ENCODER = dict(hidden_size=96, num_hidden_layers=3, vocab_size=99, intermediate_size=32)
@@ -60,7 +62,7 @@ def inputs(base: str, mechanism: str) -> dict:
     return dict(input_ids=ids, attention_mask=mask)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [pytest.param(b, marks=[pytest.mark.slow] * (b in ALIKE)) for b in BASES])
 def test_patches_saves_and_reloads(base, tmp_path):
     stock = tiny(base)
     for mechanism in sorted(folder.name for folder in (CONFIGS / base).iterdir()):

@@ -7,6 +7,8 @@ from huggingface_hub import ModelCard
 
 from .metadata import card_errors
 
+pytestmark = pytest.mark.slow  # what is pushed comes back in test_loopback.py, with every change
+
 
 @pytest.fixture(scope="module")
 def facts(client):

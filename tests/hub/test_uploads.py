@@ -5,6 +5,8 @@ from huggingface_hub import ModelCard
 
 from .metadata import card_errors
 
+pytestmark = pytest.mark.slow  # cards are tested in test_cards.py, a push in test_loopback.py, with every change
+
 
 @pytest.fixture(scope="module")
 def facts(client):

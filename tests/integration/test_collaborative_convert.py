@@ -399,6 +399,7 @@ def test_half_precision_checkpoints_are_shared_in_float64():
     assert difference(exact, run(model, inputs)) <= 2 * stock + 1e-3
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     model, inputs = shared("bert")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -8,6 +8,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_hyperattn as ha
 
+from ..oracles.marks import first_always
 from .models import FAMILIES
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [31, 32, 33, 34, 35]]
@@ -48,7 +49,7 @@ def alone(model) -> list[list[int]]:
     return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
 
 
-@pytest.mark.parametrize("name, layers", [*((name, None) for name in SERVED), ("cone", [1])])
+@first_always("name, layers", [("cone", [1]), *((name, None) for name in SERVED)])
 def test_patched(name, layers):
     stock = alone(steep())
     model = ha.patch_model(steep(), SERVED[name], layers=layers)

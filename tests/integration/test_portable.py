@@ -127,6 +127,7 @@ def test_a_program_refuses_a_mask_that_tying_both_forbids():
         run(ids, mask)
 
 
+@pytest.mark.slow  # an export with code runs without the package in test_export.py
 def test_a_program_runs_without_the_package(tmp_path):
     model = make("llama", "hsa")
     torch.export.save(program(model), tmp_path / "program.pt2")

@@ -57,7 +57,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("form", ["", pytest.param(" shards", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [pytest.param(n, marks=[pytest.mark.slow] * (" " in n)) for n in LOADS])
 def test_weights_that_are_put_into_a_model_that_is_there(load, form, saved, warned):
     LOADS[load](llama(), saved / f"patched{form}")
     assert len(warned()) == 1 and PLACELESS in warned()[0] and str(saved / f"patched{form}") in warned()[0]

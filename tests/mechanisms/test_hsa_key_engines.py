@@ -198,7 +198,7 @@ def test_threads_and_runs_agree_to_the_bit():
     assert torch.equal(first, second)
 
 
-@every_way
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), compiled])
 def test_memory_grows_with_the_length_not_its_square(backend):
     """The largest buffer at 8,192 tokens, forward and backward, is far below one matrix of all pairs."""
     from torch.profiler import ProfilerActivity, profile

@@ -66,6 +66,7 @@ def test_what_layers_below_make_once_is_what_the_whole_model_makes(small):
     assert adaptation.mean_loss(small, upper, "test", 16) == torch.nn.functional.cross_entropy(whole, ids[0, 1:])
 
 
+@pytest.mark.slow
 def test_two_steps_of_every_row_of_the_plan(small, tmp_path):
     experiment = store.Experiment("adaptation", small, adaptation.runs)
     assert store.perform(experiment, tmp_path)

@@ -22,6 +22,7 @@ import hf_hyperattn as ha
 
 from ..hub.conftest import client_environment
 from ..hub.loopback import Hub
+from ..oracles.marks import first_always
 from .tiny import finish, recipe, save_model, start, write
 
 WEIGHTS = "adapter/adapter_model.safetensors"
@@ -117,7 +118,7 @@ def without_times(value):
     return {k: v for k, v in value.items() if k != "seconds"} if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("method", ["full", "added"])
+@first_always("method", ["full", "added"])
 def test_whole_models_come_back_by_from_pretrained(method, model, tmp_path):
     changes = {"steps": 3, "learning_rate": 1e-3}
     results = do(tmp_path, recipe(model, tmp_path / "out", peft={"method": method}, trainer=changes))
@@ -144,6 +145,7 @@ def test_the_merged_model_needs_no_adapter(model, tmp_path):
     assert "tokenizer.json" in {p.name for p in (tmp_path / "out/model").iterdir()}
 
 
+@pytest.mark.slow
 def test_the_control_run_leaves_the_gates_shut(model, tmp_path):
     changes = {"steps": 2}
     results = do(tmp_path, recipe(model, tmp_path / "out", peft={"added": False}, trainer=changes))

@@ -78,6 +78,7 @@ def test_every_head_has_a_rank(heads):
     assert sum(RANKS["beta"](heads).values()) == pytest.approx(16, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_steps_of_every_way(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HYPERATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(head_pruning, "pretrained", lambda: torch.manual_seed(0) and llama())

@@ -82,6 +82,7 @@ def test_only_what_is_replaced_is_another(small, row):
             assert first == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_steps_of_every_row_that_is_replaced(small, tmp_path):
     experiment = store.Experiment("recovered", small, recovered.runs)
     assert store.perform(experiment, tmp_path)

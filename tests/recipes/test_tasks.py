@@ -118,6 +118,7 @@ def test_what_is_measured_is_the_mean_over_rows_one_by_one(name, folders, monkey
     assert len(lengths) > 1 or name == "deit/cone"  # padding was there
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_and_tells_what_it_learned(folders, tmp_path):
     more = [
         f"trainer.output={tmp_path / 'out'}",

@@ -81,6 +81,7 @@ def test_the_full_size_has_a_fifth_fewer_parameters_at_width_16():
     assert sizes[0] - sizes[1] == pytest.approx(39.5e6 - 31.2e6, rel=0.01)  # the paper's
 
 
+@pytest.mark.slow
 def test_two_steps_of_every_row_of_the_plan(tmp_path, monkeypatch):
     pytest.importorskip("sacrebleu")
     names = ["Datei", "Ordner", "Seite", "Zeile", "Tabelle", "Ansicht", "Menü", "Symbol"]
