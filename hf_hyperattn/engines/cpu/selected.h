@@ -10,8 +10,6 @@
 
 namespace hyper {
 
-constexpr int64_t kShared = 16;  // queries that stand side by side
-constexpr int64_t kWaste = 4;    // pairs that they compute for one that is seen: queries of several chunks go one by one above
 static_assert(kShared % kLanes == 0 && kShared <= kTileRows);
 
 template <typename T>

@@ -32,7 +32,8 @@ class SelectedBackward {
     for (int64_t g = 0; g < c.group(); ++g) {
       const int64_t h = kv * c.group() + g;
       const Rule& rule = c.rules[h];
-      over_tiles(c, b, row, end, rule.page ? rule.chunk : kSpan, kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
+      const int64_t together = rule.page ? std::max(rule.chunk, kShared) : kSpan;
+      over_tiles(c, b, row, end, together, kTileRows, [&](int64_t r, int64_t p, int64_t rows) {
         if (p >= 0) tile(b, kv, h, part, r, p, rows);
         else std::fill_n(s.query + ((b * c.heads + h) * c.queries + r) * c.dim, rows * c.dim, 0.0f);
       });
@@ -42,9 +43,13 @@ class SelectedBackward {
  private:
   void tile(int64_t b, int64_t kv, int64_t h, int64_t part, int64_t row, int64_t p, int64_t rows) {
     const int64_t head = b * c.kv_heads + kv, start = (b * c.heads + h) * c.queries + row;
+    const int64_t seen = blocks_.list(c, b, h, p, rows);  // by the chunks, one by one
+    if (static_cast<int64_t>(blocks_.listed.size()) * blocks_.chunks > kWaste * seen)
+      return over_tiles(c, b, row, row + rows, c.rules[h].chunk, kTileRows, [&](int64_t r, int64_t at, int64_t n) {
+        tile(b, kv, h, part, r, at, n);
+      });
     load(b, h, row, start, rows);
     std::fill_n(d_queries_, rows * dim, 0.0f);
-    blocks_.list(c, b, h, p, rows);
     const int64_t slot = (part * c.batch * c.kv_heads + head) * c.keys + c.starts[b];
     for (int64_t from = 0, all = blocks_.listed.size(); from < all; from += kListed) {
       const int64_t count = std::min(kListed, all - from);

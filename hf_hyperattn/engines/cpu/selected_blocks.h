@@ -54,47 +54,60 @@ struct Selected {
 constexpr int64_t kListed = kTileKeys / kLanes;  // blocks whose logits are held at once
 constexpr int64_t kSpan = 2 * kTileRows;         // queries of a task
 constexpr int64_t kFew = 4;                      // queries that are better taken one by one
+constexpr int64_t kShared = 16;                  // queries of several chunks that are taken together
+constexpr int64_t kWaste = 4;                    // pairs that they compute for one that is seen: above, one by one
 constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 
-// The blocks that some queries see, and of each the keys that do not depend on the query, a bit each.
+// The blocks that some queries see, and of each the keys that do not depend on the query but on its chunk, a bit each.
 struct Blocks {
-  std::vector<uint32_t> bits;
+  std::vector<uint32_t> bits;   // of each chunk [blocks]
   std::vector<int32_t> listed;  // in order
   std::vector<uint8_t> whole;   // of each: every query sees every key
-  int64_t near = 0, limit = 0;
+  int64_t near = 0, limit = 0, chunks = 1, first = 0, chunk = 1, blocks;
 
-  explicit Blocks(int64_t blocks) : bits(blocks + 1) { listed.reserve(blocks), whole.reserve(blocks); }
+  explicit Blocks(int64_t n) : bits(n + 1), blocks(n + 1) { listed.reserve(n), whole.reserve(n); }
 
-  void set(int64_t first, int64_t last) {
+  static void set(uint32_t* to, int64_t first, int64_t last) {
     for (int64_t j = first; j < last;) {
       const int64_t block = j / kLanes, end = std::min(last, (block + 1) * kLanes);
-      bits[block] |= ((uint64_t{1} << (end - j)) - 1) << (j - block * kLanes);
+      to[block] |= ((uint64_t{1} << (end - j)) - 1) << (j - block * kLanes);
       j = end;
     }
   }
 
-  // Of queries at positions [p, p + rows) of one chunk.
-  void list(const Selected& c, int64_t b, int64_t h, int64_t p, int64_t rows) {
+  // Of queries at positions [p, p + rows), of one chunk or several. Returns how many blocks the chunks see, one by one.
+  int64_t list(const Selected& c, int64_t b, int64_t h, int64_t p, int64_t rows) {
     const Rule& rule = c.rules[h];
     const int64_t last = p + rows - 1;
     near = rule.page ? 0 : rule.near, limit = c.length(b);
     const int64_t seen = std::clamp<int64_t>(last + 1, 0, limit), count = (seen + kLanes - 1) / kLanes;
+    chunk = rule.chunk, first = p / chunk, chunks = rule.page ? last / chunk - first + 1 : 1;
     listed.clear(), whole.clear();
-    std::fill_n(bits.begin(), count, 0u);
-    if (seen <= 0) return;
-    set(0, std::min(rule.sinks, seen));
-    if (rule.page) {
-      set(rule.opening(p), seen);
-      const int32_t* pages = c.pages(b, h, p);
-      for (int64_t i = 0; i < rule.most; ++i)
-        if (pages[i] >= 0) set(pages[i] * rule.page, std::min((pages[i] + 1) * rule.page, seen));
+    if (static_cast<int64_t>(bits.size()) < chunks * blocks) bits.resize(chunks * blocks);
+    if (seen <= 0) return 0;
+    for (int64_t i = 0; i < chunks; ++i) {
+      uint32_t* of = &bits[i * blocks];
+      std::fill_n(of, count, 0u);
+      set(of, 0, std::min(rule.sinks, seen));
+      if (!rule.page) continue;
+      const int64_t at = std::max(p, (first + i) * chunk);
+      set(of, rule.opening(at), seen);
+      const int32_t* pages = c.pages(b, h, at);
+      for (int64_t j = 0; j < rule.most; ++j)
+        if (pages[j] >= 0) set(of, pages[j] * rule.page, std::min((pages[j] + 1) * rule.page, seen));
     }
+    int64_t all = 0;
     for (int64_t block = 0; block < count; ++block) {
-      const int64_t first = block * kLanes, end = first + kLanes;
-      if (!bits[block] && end <= p - near + 1) continue;
+      const int64_t begin = block * kLanes, end = begin + kLanes;
+      uint32_t every = kAll;
+      int64_t some = 0;  // chunks that see a key of it
+      for (int64_t i = 0; i < chunks; ++i) every &= bits[i * blocks + block], some += bits[i * blocks + block] != 0;
+      if (!some && end <= p - near + 1) continue;
+      all += std::max<int64_t>(some, 1);
       listed.push_back(static_cast<int32_t>(block));
-      whole.push_back(end <= std::min(p + 1, limit) && (bits[block] == kAll || first > last - near));
+      whole.push_back(end <= std::min(p + 1, limit) && (every == kAll || begin > last - near));
     }
+    return all;
   }
 
   // A bit for each lane of listed block i that a query at p sees.
@@ -104,8 +117,9 @@ struct Blocks {
   Ints hidden(int64_t i, int64_t p) const {
     static const Ints powers = Ints{} + 1 << lane_numbers();
     const int32_t block = listed[i];
+    const uint32_t of = bits[(chunks == 1 ? 0 : p / chunk - first) * blocks + block];
     const Ints key = lane_numbers() + static_cast<int32_t>(block * kLanes);
-    const Ints chosen = (powers & static_cast<int32_t>(bits[block])) != 0;
+    const Ints chosen = (powers & static_cast<int32_t>(of)) != 0;
     const Ints close = key > static_cast<int32_t>(std::max<int64_t>(p - near, -1));
     return ~((chosen | close) & (key < static_cast<int32_t>(std::min(p + 1, limit))));
   }
