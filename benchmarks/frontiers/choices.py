@@ -39,7 +39,7 @@ from hf_hyperattn.inject.gradients import final_hidden
 from hf_hyperattn.integration import patch_model, unpatch_model
 
 from .cells import FIVE_MIXTURES, RESULTS, ROOT, SAME_TEXTS, Cell
-from .rules import ABLATIONS, COLLECTIONS, METHODS, candidates, group_of
+from .rules import ABLATIONS, COLLECTIONS, METHODS, as_run, candidates, group_of
 
 KEY_HEADS = 3  # of every layer of SmolLM2-135M
 ROWS = {2048: 384, 8192: 240}  # queries measured a text
@@ -213,7 +213,7 @@ class Choices:
                 ids, spans, weight = items[found["done"]]
                 with torch.no_grad():
                     stock = final_hidden(self.model, ids)
-                patch_model(self.model, allocation.config())
+                patch_model(self.model, as_run(allocation).config())
                 try:
                     _, parts = loss_parts(self.model, ids, stock, spans)
                 finally:
