@@ -49,9 +49,10 @@ WORDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors of a single line that say what to write instead."""
+    """argparse, with errors of a single line that say what to write instead; no option is taken twice."""
 
     words: Sequence[str] = ()
+    given: set[argparse.Action] = set()
 
     def error(self, message: str):
         message = " ".join(message.split())
@@ -68,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse's, but what is not known is an error of the sub-command that got it."""
-        self.words = sys.argv[1:] if args is None else list(args)
+        self.words, self.given = sys.argv[1:] if args is None else list(args), set()
         known, unknown = super().parse_known_args(args, namespace)
         self._check_options(unknown)
         if unknown:
@@ -82,6 +83,14 @@ class Parser(argparse.ArgumentParser):
         """An error where one of these words looks like an option; options of this parser are not among them."""
         for word in (word.partition("=")[0] for word in unknown if word.startswith("-") and len(word) > 1):
             self.error(f"no option {word!r}; leave it out{nearest(word, self._option_string_actions)}")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse's, of whose options the last one would win in silence."""
+        if action in self.given and action.option_strings and not isinstance(action, argparse._AppendAction):
+            behind = ", with all files behind it" if action.nargs == "+" else ""
+            self.error(f"{action.option_strings[-1]} is given twice; allowed: once{behind}")
+        self.given.add(action)
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
     def _check_value(self, action: argparse.Action, value: Any):
         if action.choices is not None and value not in action.choices:

@@ -48,6 +48,10 @@ def conversion_config(args: argparse.Namespace) -> Any:
     if args.to == "collaborative" and not dict(args.set).get("rank"):
         raise ValueError("--to collaborative replaces nothing without a rank; add --set rank=R, R at most heads times "
                          "their dimension")  # fmt: skip
+    names = [name for name, _ in args.set]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise ValueError(f"--set {twice[0]} is given twice; leave one out")
     try:
         return MECHANISMS[args.to].config(**dict(args.set))
     except TypeError as error:

@@ -139,8 +139,18 @@ BESIDES = [
 ]  # fmt: skip
 
 
+def replaced(right: list[str], more: list[str]) -> list[str]:
+    """A line with more behind it, in place of what it says of the same options."""
+    options, kept, drop = {word for word in more if word.startswith("--")}, [], False
+    for word in right:
+        drop = word in options if word.startswith("--") else drop
+        kept += [] if drop else [word]
+    return [*kept, *more]
+
+
 COMPARE = ["compare", *RIGHT["compare"]]
 EVAL = ["eval", "model", "--text", "text.txt"]
+CONVERT = ["convert", "encoder", "out", "--to", "hat", "--set"]
 #: Wrong lines, and words of the mend that each error names.
 MENDS = [
     (["comapre"], "did you mean 'compare'"),
@@ -186,10 +196,10 @@ MENDS = [
     (["bench"], "MODEL is missing"),
     (["compare", "model", "--mechanisms", "cone"], "--text is missing"),
     (["compare", "model", "--text", "text.txt"], "--mechanisms is missing"),
-    ([*COMPARE, "--mechanisms", "none"], "allowed: names once each"),
-    ([*COMPARE, "--mechanisms", "cone,cone"], "allowed: names once each"),
-    ([*COMPARE, "--mechanisms", "cone,hypr"], "did you mean 'hype'"),
-    ([*COMPARE, "--mechanisms", "cone;hype"], "several with +"),
+    (replaced(COMPARE, ["--mechanisms", "none"]), "allowed: names once each"),
+    (replaced(COMPARE, ["--mechanisms", "cone,cone"]), "allowed: names once each"),
+    (replaced(COMPARE, ["--mechanisms", "cone,hypr"]), "did you mean 'hype'"),
+    (replaced(COMPARE, ["--mechanisms", "cone;hype"]), "several with +"),
     ([*COMPARE, "--budget", "20"], "allowed: such as 90s, 20min or 1.5h"),
     ([*COMPARE, "--budget", "20 minutes"], "allowed: such as 90s, 20min or 1.5h"),
     ([*COMPARE, "--budget", "0s"], "allowed: such as 90s"),
@@ -201,7 +211,7 @@ MENDS = [
     ([*COMPARE, "--layers", "last-thirds"], "'last-third'"),
     ([*COMPARE, "--rank", "0"], "allowed: 1 or more"),
     ([*COMPARE, "--held-out", "0"], "allowed: 1 or more"),
-    ([*COMPARE, "--length", "97"], "allowed: up to 96"),
+    (replaced(COMPARE, ["--length", "97"]), "allowed: up to 96"),
     ([*COMPARE, "--out", "text.txt"], "allowed: a folder"),
     ([*COMPARE, "--out", "missing/out"], "allowed: a place in an existing folder"),
     ([*COMPARE, "--out", "other"], "use another --out, or remove it"),
@@ -228,6 +238,11 @@ MENDS = [
     (["hyperbolicity", "model", "--size", "3"], "allowed: 4 or more"),
     (["hyperbolicity", "model", "--seed", "-1"], "allowed: 0 or more"),
     (["hyperbolicity", "model", "--sedd", "3"], "did you mean '--seed'"),
+    ([*EVAL, "--text=more.txt"], "--text is given twice; allowed: once (see"),
+    ([*COMPARE, "--tex", "more.txt"], "--text is given twice; allowed: once, with all files behind it"),
+    ([*COMPARE, "--mechanisms", "hype"], "--mechanisms is given twice; allowed: once (see"),
+    (["describe", "model", "--json", "--heads", "--json"], "--json is given twice; allowed: once"),
+    ([*CONVERT, "layout=I1", "--set", "layout=I1"], "--set layout is given twice; leave one out"),
     (["inject", "model", "--mechanism", "hsaa", "--text", "text.txt"], "did you mean 'hsa'"),
     (["describe", "model", "--jsn"], "did you mean '--json'"),
     (["autoload", "of"], "did you mean 'off'"),
@@ -250,7 +265,7 @@ def wrong_values(right: list[str], action: argparse.Action):
     yield [*right, option]
     if action.type in OF_TYPE:
         for word in (*WORDS, *(OUT_OF_RANGE if option != "--rank" else ()), *OF_TYPE[action.type]):
-            yield [*right, f"{option}={word}"]
+            yield [*replaced(right, [option])[:-1], f"{option}={word}"]
 
 
 def wrong_lines():
@@ -264,7 +279,7 @@ def wrong_lines():
     for words, lines in PLACES:
         yield from ([word if part == "HERE" else part for part in line] for word in words for line in lines)
     for right, wrongs in BESIDES:
-        yield from ([*right, *more] for more in wrongs)
+        yield from (replaced(right, more) for more in wrongs)
 
 
 LINES = list(wrong_lines())

@@ -257,8 +257,9 @@ def test_convert(place, tmp_path, capsys):
     assert (tmp_path / "shared" / "README.md").is_file()
 
 
-def arguments(place, *words):
-    line = ["compare", str(place / "model"), "--text", str(place / "text.txt"), "--length", "16", *words]
+def arguments(place, *words, texts=()):
+    files = map(str, texts or [place / "text.txt"])
+    line = ["compare", str(place / "model"), "--text", *files, "--length", "16", *words]
     args = build_parser().parse_args(line)
     args.argv = line
     compare.check(args)
@@ -296,8 +297,8 @@ def test_every_text_is_read(place, tmp_path):
     names = [f"{i}.txt" for i in range(5)]
     for name in names:
         (tmp_path / name).write_text((place / "text.txt").read_text()[:4000] + name)
-    line = ("--mechanisms", "cone", "--held-out", "7", "--steps", "2", "--text", *(str(tmp_path / n) for n in names))
-    trial, request = compare.prepare(arguments(place, *line))
+    line = ("--mechanisms", "cone", "--held-out", "7", "--steps", "2")
+    trial, request = compare.prepare(arguments(place, *line, texts=[tmp_path / name for name in names]))
     assert request["read"] == len(trial.held_out) == 7 * 16
     ends = [tiny.tokenizer()((tmp_path / name).read_text())["input_ids"] for name in names]
     starts = [ids[len(ids) - len(ids) // 5 :][:16] for ids in ends]
