@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> None:
     check_replaceable(Path(args.out), args.force, args.model)
     check_place("OUT", args.out)
     config = read_stock_config(args.model)
+    tokenizer = tokenizer_or_none(args.model)
     with errors_as(f"{args.model}: cannot load it"):
         model: Any = class_of(config).from_pretrained(args.model, dtype=torch.float32).eval()
     before = count(model)
     with errors_as(f"{args.model}: cannot convert it"):
         model = ha.convert(model, conversion)
-    tokenizer = tokenizer_or_none(args.model)
     record = getattr(model.config, "hyperattn", None) or ha.HyperAttnConfig([conversion]).to_dict()
     base = hub_cards.hub_id_or_none(args.model)
     save = model.to(dtype_of(config)).save_pretrained
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
               "tokenizer": tokenizer is not None}  # fmt: skip
     text = (f"{args.out}: {type(model).__name__}, {before:,} parameters before, {count(model):,} now; it loads where "
             "hf_hyperattn is imported")  # fmt: skip
+    text += "" if tokenizer else f"\nno tokenizer: {args.model} has none"
     print(json.dumps(report, indent=2) if args.json else text)
 
 

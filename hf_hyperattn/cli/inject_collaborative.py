@@ -28,12 +28,15 @@ def inject_collaborative(args: argparse.Namespace) -> int:
     check(args)
     task = prepare(args) if args.text else None
     model_config = read_stock_config(args.model)
+    tokenizer = tokenizer_or_none(args.model)
     with errors_as(f"{args.model}: cannot load it"):
         model = device_map.load(class_of(model_config), args)
     dtype = dtype_of(model_config)
     args.seed = args.seed or 0
     config = CollaborativeConfig(rank=args.rank, seed=args.seed)
     print(f"{Path(args.model).name}: collaborative, rank {args.rank}, seed {args.seed}", flush=True)
+    if tokenizer is None:
+        print(f"no tokenizer: {args.model} has none", flush=True)
     before: dict[str, Any] = {}
 
     def show_and_measure(parts: list) -> None:
@@ -53,7 +56,7 @@ def inject_collaborative(args: argparse.Namespace) -> int:
         name = "1 - cosine" if task.is_encoder else "perplexity"
         rows = [[text, f"{a:.4f}", f"{b:.4f}"] for text, (a, b) in losses.items()]
         table(("text", f"{name} before", "after"), rows)
-    write(args, model, dtype, tokenizer_or_none(args.model), report_of(args, parts, losses))
+    write(args, model, dtype, tokenizer, report_of(args, parts, losses))
     return 0
 
 

@@ -6,18 +6,25 @@ import argparse
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import list_repo_files, try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedConfig
 
 import hub_cards
 
 from ..folders import replace_folder
-from ..integration.checkpoint_files import errors_as
+from ..integration.checkpoint_files import errors_as, find_folder
 
+#: How the names of files begin that a tokenizer is read from.
+TOKENIZER = re.compile(
+    r"tokenizer|(entity_|target_)?vocab|merges|dict\.txt|spiece|spm|sentencepiece|source\.spm|target\.spm|bpe\.codes|"
+    r"prophetnet|tekken|[\w.-]+\.tiktoken"
+)
 #: Below this many tokens a perplexity says nothing.
 MIN_TOKENS = 32
 
@@ -39,11 +46,24 @@ def read_tokenizer(path: str, label: str) -> Any:
 
 
 def tokenizer_or_none(path: str) -> Any:
-    """The tokenizer of a model; None for a model of images, or one saved without: the checkpoint is what counts."""
-    try:
-        return read_tokenizer(path, path)
-    except ValueError:
-        return None
+    """The tokenizer of a model; None where it has no file of one, as a model of images.
+
+    Raises:
+        ValueError: there is one, and it cannot be read; the message is one line.
+    """
+    return read_tokenizer(path, path) if any(map(TOKENIZER.match, file_names(path))) else None
+
+
+def file_names(path: str) -> list[str]:
+    """The names of a model's files: in its folder, on the Hub, or, where that cannot be asked, in the Hub's cache."""
+    folder = find_folder(path, path)
+    if folder is None:
+        try:
+            return list_repo_files(path)
+        except Exception:  # offline, or a Hub that cannot list
+            config = try_to_load_from_cache(path, "config.json")
+            folder = Path(config).parent if isinstance(config, str) else None
+    return [] if folder is None else os.listdir(folder)
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

@@ -257,6 +257,21 @@ def test_convert(place, tmp_path, capsys):
     assert (tmp_path / "shared" / "README.md").is_file()
 
 
+def test_a_tokenizer_is_none_or_whole(tmp_path, capsys):
+    size = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    BertModel(BertConfig(vocab_size=260, **size)).save_pretrained(tmp_path / "encoder")
+    line = ["convert", str(tmp_path / "encoder"), str(tmp_path / "out"), "--to", "collaborative", "--set", "rank=8"]
+    shared = ["inject", str(tmp_path / "encoder"), "--mechanism", "collaborative", "--rank", "8"]
+    said = f"no tokenizer: {tmp_path / 'encoder'} has none\n"
+    assert main(line) == main(shared) == 0 and capsys.readouterr().out.count(said) == 2
+    assert not report(*line, "--force", capsys=capsys)["tokenizer"]
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+    tiny.tokenizer().save_pretrained(tmp_path / "encoder")
+    (tmp_path / "encoder" / "tokenizer.json").write_text("{")
+    for wrong in ([*line, "--force"], shared):
+        assert main(wrong) == 2 and "not a model that Transformers can load" in capsys.readouterr().err
+
+
 def arguments(place, *words, texts=()):
     files = map(str, texts or [place / "text.txt"])
     line = ["compare", str(place / "model"), "--text", *files, "--length", "16", *words]
