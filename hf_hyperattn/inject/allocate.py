@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import HyperAttnConfig
+from ..fields import refuse
 from .costs import Cost, CostName, cost_of
 from .measure import Sensitivity
 from .rules import CandidateRule
@@ -91,10 +92,26 @@ def predicted_losses(measured: Sequence[Sensitivity], weights: Sequence[float] |
     Args:
         measured: one for each text, of the same rules.
         weights: of the texts; None: the same for all.
+
+    Raises:
+        ValueError: weights that are not one for each text, finite, from 0, not all 0; no text.
     """
-    weights = weights or [1.0] * len(measured)
-    of_layer = lambda name: torch.stack([w / sum(weights) * m.costs[name] for w, m in zip(weights, measured)]).sum(0)
+    if not measured:
+        refuse("measured", measured, "what was measured of one text or more")
+    shares = checked_weights([1.0] * len(measured) if weights is None else weights, len(measured))
+    of_layer = lambda name: torch.stack([share * m.costs[name] for share, m in zip(shares, measured)]).sum(0)
     return {name: of_layer(name) for name in measured[0].costs}
+
+
+def checked_weights(weights: Sequence[float], texts: int) -> list[float]:
+    """The share of each text."""
+    allowed = "one for each, finite, from 0, not all 0"
+    if len(weights) != texts:
+        raise ValueError(f"weights has {len(weights)} numbers for {texts} texts; allowed: {allowed}")
+    total = sum(weights)
+    if not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
+        refuse("weights", weights, allowed)
+    return [weight / total for weight in weights]
 
 
 def choose(

@@ -19,7 +19,7 @@ from .gradients import final_hidden, head_of, loss_of
 from .injection import Injection, Item, Losses, ids_of
 from .kept import Kept, fingerprint
 from .measure import Sensitivity, measure
-from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, score_hidden
+from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, refuse_names, score_hidden
 from .rules import CandidateRule
 from .together import ByHead, corrected, loss_parts
 
@@ -40,10 +40,14 @@ class CausalInjection(Injection):
     """Of a causal language model: rules by head; the loss is relative perplexity, 0.02 being 2 % more.
 
     Args:
+        texts: with a tokenizer, no text is called like a task of retrieval, alone or with a number after it.
         rows, seed: the sampled queries; the seed draws what is to be retrieved, too.
         tokenizer: makes examples of retrieval, which are measured, chosen and verified on beside the texts; None: none.
         retrieval_budget: largest relative rise of the perplexity of answers, in every task; None: it is only shown.
         folder: keeps what is measured. resume: take from there what an earlier run left.
+
+    Raises:
+        ValueError: a text is called like a task of retrieval, which would take its place.
     """
 
     rows: int = 384
@@ -59,6 +63,8 @@ class CausalInjection(Injection):
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:
+            for texts in self.texts:
+                refuse_names(texts, RETRIEVAL)
             self.texts = [{**texts, **self.retrieval(i, list(texts.values()))} for i, texts in enumerate(self.texts)]
 
     def retrieval(self, part: int, texts: list[Any]) -> dict[str, Item]:

@@ -15,13 +15,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..fields import refuse
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
 from .gradients import Spans, attention_gradients, loss_of, predicted_of
@@ -94,7 +95,7 @@ def sample(length: int, rows: int, seed: int, spans: Spans | None) -> Sample:
     for stratum, share in ((chunks[answers], 0.75), (chunks[~answers], 0.25)):
         drawn = [x // CHUNK for x in sampled(len(stratum) * CHUNK, int(share * rows), seed)] if len(stratum) else []
         starts += [int(stratum[i]) * CHUNK for i in drawn]
-        weights += [len(stratum) / len(drawn)] * len(drawn)
+        weights += [len(stratum) / len(drawn) for _ in drawn]  # none where all chunks have answers, or none has
     order = sorted(range(len(starts)), key=starts.__getitem__)
     counted = sum(stop - max(start, 1) for start, stop in spans)
     return Sample([starts[i] for i in order], torch.tensor([weights[i] for i in order], dtype=torch.float64), counted)
@@ -117,16 +118,20 @@ def measure(
 
     Args:
         model: not patched; it is, while it is measured.
-        ids: token ids [N].
+        ids: token ids [N], at least 16.
         rules: the candidates, those of one class beside each other.
-        rows: how many queries are sampled.
+        rows: how many queries are sampled, in chunks of 16; at least 16.
         on_layer: called with the name of every layer that is done.
         keep_slopes: of which there may be many, so that nothing is kept in `folder`, or taken from there.
-        spans: (start, stop) of the tokens whose prediction counts, as an `Example` has them; None: all.
+        spans: (start, stop) of the tokens whose prediction counts, as an `Example` has them, in order; None: all.
         folder: keeps what is measured, a file a layer; None: nothing is kept.
         resume: take from `folder` what an earlier run with the same model, text, rules, rows, seed and spans left
             there; False: it is measured anew.
+
+    Raises:
+        ValueError: too few tokens or rows; spans that overlap, are not in order, or do not lie in 1..N.
     """
+    check(ids, rows, spans)
     result, drawn = Sensitivity(list(rules)), sample(len(ids), rows, seed, spans)
     kept = None
     if folder is not None and not keep_slopes:
@@ -159,6 +164,22 @@ def measure(
     if kept:
         kept.finish(seen[::-1], result.loss)
     return result
+
+
+def check(ids: Tensor, rows: int, spans: Spans | None) -> None:
+    """Refuse what cannot be measured, or would be measured as something else."""
+    if ids.dim() != 1:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; allowed: integers [N] of one text")
+    if len(ids) < CHUNK:
+        raise ValueError(f"ids holds {len(ids)} tokens; allowed: {CHUNK} or more")
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < CHUNK:
+        refuse("rows", rows, f"integers from {CHUNK}")
+    if spans is None:
+        return
+    places = [1, *(place for span in spans for place in span), len(ids)]
+    fits = all(a <= b for a, b in pairwise(places)) and all(start < stop for start, stop in spans)
+    if not spans or not fits:  # the first token is predicted from nothing
+        refuse("spans", spans, f"one (start, stop) or more in 1..{len(ids)}, in order, without overlap")
 
 
 def read_whole(result: Sensitivity, kept: Kept, whole: Mapping[str, Any], on_layer) -> Sensitivity:

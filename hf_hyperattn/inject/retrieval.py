@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..fields import refuse
 from .gradients import Head, final_hidden
 
 ADJECTIVES = (
@@ -45,6 +47,8 @@ HOPS, NEEDLES, DEPTHS = 4, 4, 10
 MIXED = ("needle", "few_shot", "variables", "needle_values", *("needle",) * (DEPTHS - 1))
 #: Of an example at least this share is haystack.
 LEAST_HAYSTACK = 0.25
+#: Tokens of an example: two, twice.
+LEAST_LENGTH = 4
 #: Before an answer and what counts of it: pieces of the end of an example.
 Tail = list[tuple[str, bool]]
 Encode = Callable[[str], list[int]]
@@ -199,7 +203,7 @@ def examples(
         tasks: names in `TASKS`, and "copying"; None: all.
 
     Raises:
-        ValueError: an unknown task, or a haystack that is too short.
+        ValueError: an unknown task, a length below 4, or a haystack that is too short.
     """
     chosen = list(("copying", *TASKS) if tasks is None else tasks)
     check(texts, length, chosen)
@@ -220,11 +224,25 @@ def check(texts: Sequence[Tensor], length: int, tasks: Iterable[str]) -> None:
     unknown = sorted(set(tasks) - {"copying", *TASKS})
     if unknown:
         raise ValueError(f"retrieval task {unknown[0]!r} is unknown; allowed: copying, {', '.join(TASKS)}")
+    check_length(length)
     shortest = min((len(text) for text in texts), default=0)
     if shortest < length:
         raise ValueError(
             f"retrieval: a haystack of {shortest} tokens; allowed: {length} or more, as the examples have"
         )
+
+
+def check_length(length: int) -> None:
+    """Refuse lengths that no example has."""
+    if not isinstance(length, int) or isinstance(length, bool) or length < LEAST_LENGTH:
+        refuse("length", length, f"integers from {LEAST_LENGTH}")
+
+
+def refuse_names(texts: Iterable[str], tasks: Collection[str]) -> None:
+    """Refuse texts that are called like a task, or like one of its examples, which have numbers."""
+    for name in texts:
+        if re.sub(r" \d+$", "", name) in tasks:
+            raise ValueError(f"a text is called {name}, as a task of retrieval is; allowed: another name")
 
 
 def opening(tokenizer: Any, text: Tensor) -> int:
@@ -233,8 +251,19 @@ def opening(tokenizer: Any, text: Tensor) -> int:
 
 
 def copying(text: Tensor, length: int, first: int = 0) -> Example:
-    """Half of `length` tokens of a text, twice; the second time is scored. Its `first` tokens come once."""
+    """Half of `length` tokens of a text, twice; the second time is scored. Its `first` tokens come once.
+
+    Where `length` less `first` is odd, the example has one token less.
+
+    Raises:
+        ValueError: a length below 4, a `first` that leaves nothing to copy, or a text that is too short.
+    """
+    check_length(length)
+    if not 0 <= first <= length - 2:
+        refuse("first", first, f"0 to {length - 2}, which leaves two of {length} tokens")
     half = (length - first) // 2
+    if len(text) < first + half:
+        raise ValueError(f"copying: a text of {len(text)} tokens; allowed: {first + half} or more")
     ids = torch.cat([text[:first], text[first : first + half].repeat(2)])
     return Example("copying", ids, ((first + half, first + 2 * half),))
 

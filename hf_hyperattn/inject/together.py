@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..fields import refuse
 from ..mechanisms.base import HostCall, Plan
 from .allocate import Allocation
 from .gradients import Head, Spans, attention_gradients, divergence, predicted_of
@@ -68,21 +69,29 @@ def corrected(
         losses: by layer [H, C]. rules: the C candidates. allocation: which of them every head had.
         parts: by patched layer [H], as `loss_parts` finds them.
         power: of how much more or less a head loses than it was thought to, over what all heads do: 1 for the whole of
-            it, less where parts are of few texts.
+            it, 0 for none, less than 1 where parts are of few texts.
 
     Returns:
         By layer [H, C]. A head that was exact keeps what it had; others lose up to `MOST` times as much, or as little.
         Where all parts sum to 0 or less, nothing was lost together, and the losses are as they were.
 
     Raises:
-        ValueError: the allocation has rules that are no candidates, or patched layers of which there are no parts.
+        ValueError: the allocation has rules that are no candidates, or patched layers of which there are no parts;
+            parts of other layers, or that are not finite; a power that is not from 0 to 1.
     """
+    if not 0 <= power <= 1:
+        refuse("power", power, "numbers from 0 to 1")
     column = {rule: i for i, rule in enumerate(rules)}
     used = {rule for heads in allocation.sparse.values() for rule in heads if not rule.is_exact}
     if strange := used - column.keys():
         raise ValueError(f"corrected: {strange.pop()} is no candidate; allowed: the rules that losses are of")
     if missing := allocation.sparse.keys() - parts.keys():
         raise ValueError(f"corrected: no parts of {missing.pop()}; allowed: those of all layers that are patched")
+    if strange_layers := parts.keys() - allocation.sparse.keys():
+        raise ValueError(f"corrected: parts of {min(strange_layers)}; allowed: those of layers that are patched alone")
+    for name, part in parts.items():
+        if not part.isfinite().all():
+            raise ValueError(f"corrected: the parts of {name} are not all finite; allowed: finite numbers")
     thought: ByHead = {}
     for name, chosen in allocation.sparse.items():
         lost = [0.0 if rule.is_exact else losses[name][h, column[rule]].item() for h, rule in enumerate(chosen)]

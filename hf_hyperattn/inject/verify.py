@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..analysis.perplexity import evaluation_mode
 from .gradients import final_hidden, head_of, loss_of
-from .retrieval import Example, Score, by_task, score_hidden
+from .retrieval import Example, Score, by_task, refuse_names, score_hidden
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ def verify(model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequen
         model: causal, patched or not.
         texts: token ids [N] by name, at least one.
         examples: as `hf_hyperattn.inject.examples` makes them.
+
+    Raises:
+        ValueError: a text is called like the task of an example, whose loss would take its place.
     """
+    refuse_names(texts, {example.task for example in examples})
     seconds, losses = 0.0, {}
     with evaluation_mode(model):
         head = head_of(model, next(iter(texts.values())))

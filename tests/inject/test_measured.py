@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_hyperattn as ha
 from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
 from hf_hyperattn.inject.gradients import attention_gradients, loss_of
-from hf_hyperattn.inject.measure import sample
+from hf_hyperattn.inject.measure import Sensitivity, sample
 from hf_hyperattn.inject.sparse import SparseHeadRule
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseConfig, Window
 from tests.cli import tiny
@@ -188,6 +188,53 @@ def test_the_loss_of_a_rule_is_the_weighted_mean_over_texts(model, ids):
         assert torch.equal(costs, one.costs[name])
     for name, costs in predicted_losses([one, two], [3.0, 1.0]).items():
         assert torch.allclose(costs, 0.75 * one.costs[name] + 0.25 * two.costs[name])
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ([0.5], "weights has 1 numbers for 2 texts; allowed: one for each, finite, from 0, not all 0"),
+        ([1, 2, 3], "weights has 3 numbers for 2 texts"),
+        ([], "weights has 0 numbers for 2 texts"),
+        ([-1.0, 2.0], r"weights=\[-1.0, 2.0\] is not allowed; allowed: one for each, finite"),
+        ([1.0, float("nan")], "weights="),
+        ([float("nan"), 1.0], "weights="),
+        ([1.0, float("inf")], "weights="),
+        ([0.0, 0.0], "weights="),
+    ],
+)
+def test_weights_are_one_for_each_text(weights, message):
+    one = Sensitivity(RULES, {"a": torch.ones(1, len(RULES))})
+    with pytest.raises(ValueError, match=message):
+        predicted_losses([one, one], weights)
+    with pytest.raises(ValueError, match=r"measured=\[\] is not allowed; allowed: what was measured of one text"):
+        predicted_losses([])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rows": -100}, "rows=-100 is not allowed; allowed: integers from 16"),
+        *(({"rows": rows}, f"rows={rows} is not allowed") for rows in (0, 15, 32.0, True, float("nan"))),
+        ({"spans": ()}, r"spans=\(\) is not allowed; allowed: one \(start, stop\) or more in 1..128, in order"),
+        *(
+            ({"spans": spans}, "spans=")
+            for spans in (((5, 9), (8, 12)), ((8, 12), (5, 7)), ((-4, 9),), ((0, 9),), ((9, 9),), ((9, 200),))
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(model, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure(model, ids, RULES, **options)
+
+
+def test_texts_that_cannot_be_measured_are_refused(model, ids):
+    with pytest.raises(ValueError, match="ids holds 12 tokens; allowed: 16 or more"):
+        measure(model, ids[:12], RULES)
+    with pytest.raises(ValueError, match=r"ids has shape \(1, 128\); allowed: integers \[N\] of one text"):
+        measure(model, ids[None], RULES)
+    shortest = measure(model, ids[:16], RULES, rows=16, spans=((1, 4), (4, 16)))
+    assert all(costs.isfinite().all() for costs in shortest.costs.values())
 
 
 def test_a_cost_of_ones_own_is_kept_to():

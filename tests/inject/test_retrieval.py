@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_hyperattn.inject import examples, retrieval, verify
+from hf_hyperattn.inject.causal import CausalInjection
 from hf_hyperattn.inject.gradients import head_of
 from tests.cli import tiny
 
@@ -80,6 +81,19 @@ def test_what_does_not_fit_is_left_out_and_what_is_wrong_is_refused(words):
         examples(tiny.tokenizer(), [words], 256, tasks=["needles"])
     with pytest.raises(ValueError, match="a haystack of 100 tokens; allowed: 256 or more"):
         examples(tiny.tokenizer(), [words[:100]], 256)
+    for length in (-10, 1, 3, 64.0, True):
+        with pytest.raises(ValueError, match=f"length={length} is not allowed; allowed: integers from 4"):
+            examples(tiny.tokenizer(), [words], length)
+        with pytest.raises(ValueError, match=f"length={length} is not allowed; allowed: integers from 4"):
+            retrieval.copying(words, length)
+    with pytest.raises(ValueError, match="first=-1 is not allowed; allowed: 0 to 62"):
+        retrieval.copying(words, 64, -1)
+    with pytest.raises(ValueError, match="copying: a text of 20 tokens; allowed: 32 or more"):
+        retrieval.copying(words[:20], 64)
+
+
+def test_a_copy_of_an_odd_length_has_one_token_less(words):
+    assert len(retrieval.copying(words, 9).ids) == 8 and len(retrieval.copying(words, 4).ids) == 4
 
 
 def test_a_bos_token_stays_in_front_and_comes_once(words):
@@ -131,3 +145,15 @@ def test_verification_is_of_texts_and_tasks(model, made, words):
         assert found.texts[name] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-4)
     assert set(found.retrieval) == {"copying", "needle"} and found.seconds > 0
     assert set(found.losses(found).values()) == {0.0}
+
+
+def test_a_text_that_is_called_like_a_task_is_refused(model, made, words):
+    message = "a text is called copying, as a task of retrieval is; allowed: another name"
+    with pytest.raises(ValueError, match=message):
+        verify(model, {"copying": words[:300]}, made[:2])
+    assert set(verify(model, {"copying": words[:300]}).texts) == {"copying"}  # without examples it takes no place
+    for name in ("copying", "mixture", "needle", "needle 3"):
+        texts = [{name: words[:64]}] * 3
+        with pytest.raises(ValueError, match=f"a text is called {name}, as a task"):
+            CausalInjection(model, texts, [], 64, 0.02, tokenizer=tiny.tokenizer())
+        assert CausalInjection(model, texts, [], 64, 0.02).texts == texts

@@ -130,6 +130,13 @@ def test_what_cannot_be_corrected_is_refused():
         corrected(losses, [SPARSE[2]], allocation, {"a": torch.ones(1)}, 1.0)
     with pytest.raises(ValueError, match="no parts of a; allowed"):
         corrected(losses, [SPARSE[0]], allocation, {}, 1.0)
+    for power in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"power={power} is not allowed; allowed: numbers from 0 to 1"):
+            corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1)}, power)
+    with pytest.raises(ValueError, match="parts of b; allowed: those of layers that are patched alone"):
+        corrected(losses, [SPARSE[0]], allocation, {"a": torch.ones(1), "b": torch.ones(1)}, 1.0)
+    with pytest.raises(ValueError, match="the parts of a are not all finite; allowed: finite numbers"):
+        corrected(losses, [SPARSE[0]], allocation, {"a": torch.tensor([torch.nan])}, 1.0)
 
 
 class Fake(CausalInjection):
