@@ -27,6 +27,7 @@ from .console import ProgressBar, output, progress, table
 from .inputs import (
     default_text,
     encode,
+    positions_of,
     prefix_of,
     quiet,
     read_text,
@@ -103,6 +104,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure and print, and save where --output says so; raises ValueError or OSError for bad input."""
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model or "")
+    elif args.force:
+        raise ValueError("--force says nothing without --output; leave it out")
     demo = prepare(args)
     if not args.json:
         print(demo.title(), flush=True)
@@ -173,6 +176,10 @@ def prepare(args: argparse.Namespace) -> Demo:
     window = window_of(config, args.length, 1024, len(prefix))
     ids = encode(tokenizer, text, args.tokens or tokens_of(window), text_name)
     prompt = prefix + tokenizer(args.prompt, add_special_tokens=False)["input_ids"]
+    positions = positions_of(config)
+    if positions is not None and len(prompt) + args.generate > positions:
+        raise ValueError(f"--generate {args.generate} and {len(prompt)} tokens of --prompt exceed what the model "
+                         f"reads; allowed: {positions} tokens together")  # fmt: skip
     return Demo(path, name, device, tokenizer, ids, prefix, text_name, window, prompt, args.generate)
 
 

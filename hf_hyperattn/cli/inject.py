@@ -75,6 +75,8 @@ def check(args: argparse.Namespace) -> None:
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)
         check_place("--output", args.output)
+    elif args.force:
+        raise ValueError("--force says nothing without --output; leave it out")
 
 
 def inject_rules(args: argparse.Namespace) -> int:

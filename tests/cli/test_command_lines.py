@@ -246,6 +246,9 @@ MENDS = [
     (["inject", "model", "--mechanism", "hsaa", "--text", "text.txt"], "did you mean 'hsa'"),
     (["describe", "model", "--jsn"], "did you mean '--json'"),
     (["autoload", "of"], "did you mean 'off'"),
+    (["demo", "--force"], "--force says nothing without --output; leave it out"),
+    (["demo", *RIGHT["demo"], "--generate", "95", "--prompt", "ab"], "allowed: 96 tokens together"),
+    ([*HSA, "--text", "text.txt", "--force"], "--force says nothing without --output; leave it out"),
     (["demo", "--generate", "many"], "allowed: digits, such as --generate 1024"),
     (["demo", "--generate"], "allowed: --generate VALUE"),
 ]
