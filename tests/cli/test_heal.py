@@ -185,7 +185,8 @@ def test_rules_without_parameters_learn_through_lora(folder):
 
 
 def heal_command(capsys, folder, *more) -> tuple[int, str, str]:
-    text = ["--text", str(folder / "one.txt"), "--patch-lr", "0.03", "--device", "cpu"]
+    text = ["--text", str(folder / "one.txt"), "--device", "cpu"]
+    text += [] if "--patch-lr" in more else ["--patch-lr", "0.03"]
     text += ["--lr", "1e-3"] if "--lora" in more else []
     code = main(["heal", str(folder / "model"), *text, "--steps", "10", *map(str, more)])
     return code, *capsys.readouterr()

@@ -289,7 +289,7 @@ def test_bad_input_is_refused_in_one_line(capsys, folder, tmp_path):
         ([folder / "none", "--mechanism", "hsa", "--text", folder / "one.txt"], "no such folder"),
         ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "none"], "No such file"),
         ([folder / "model", "--mechanism", "hsa", "--text", tmp_path / "bytes"], "not UTF-8"),
-        ([*hsa, "--text", folder / "one.txt", folder / "one.txt", "--length", "64"], "a second text called"),
+        ([*start, folder / "one.txt", "--mechanism", "hsa", "--length", "64"], "a second text called"),
     ):  # fmt: skip
         assert said in refused(capsys, *arguments)
     (tmp_path / "short.txt").write_text(prose(1, 60))
