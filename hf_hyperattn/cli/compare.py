@@ -65,13 +65,15 @@ def check(args: argparse.Namespace) -> None:
     args.layers = checked("--layers", args.layers)
     args.mechanisms = [NONE, *(name for name in args.mechanisms if name != NONE)]
     args.dtype = "float32"
+    if args.held_out < len(args.text):
+        raise ValueError(f"--held-out {args.held_out} with {len(args.text)} texts; allowed: {len(args.text)} or more")
     if args.out is not None:
         check_folder("--out", args.out)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     """The texts in two parts, and what is to be compared; all in order before anything is trained."""
-    texts = [read_text(path, LARGEST_TEXT) for path in args.text]
+    texts = read_texts(args.text)
     config = causal_config(args.model)
     if is_patched(config):
         raise ValueError(f"{args.model}: patched already; allowed: a model with its own attention")
@@ -82,9 +84,7 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
     read: list[torch.Tensor] = []
     for text, name in texts:
         ids = torch.tensor(encode(tokenizer, text, len(text), name))
-        wanted = max(
-            1, (args.held_out - len(read) + len(texts) - 1) // len(texts)
-        )  # as many of every text, or one more
+        wanted = -(-(args.held_out - len(read)) // len(texts))  # as many of every text, or one more
         windows = min(int(HELD_OUT * len(ids)) // length, wanted)
         if windows < 1 or len(ids) < 2 * length:
             raise ValueError(f"the text {name} has {len(ids)} tokens; allowed: {math.ceil(length / HELD_OUT):,} or "
@@ -101,6 +101,17 @@ def prepare(args: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
         "weights": fingerprint(load(args), torch.empty(0), ()),
     }  # fmt: skip
     return Trial(args, torch.cat(trained), held_out, prefix, length), json.loads(json.dumps(request))
+
+
+def read_texts(paths: list[str]) -> list[tuple[str, str]]:
+    """The texts with their names; one that is given twice would be learnt, and read, twice."""
+    texts: dict[str, str] = {}
+    for path in paths:
+        text, name = read_text(path, LARGEST_TEXT)
+        if name in texts:
+            raise ValueError(f"--text {path}: a second text called {name}; allowed: texts of different names")
+        texts[name] = text
+    return [(text, name) for name, text in texts.items()]
 
 
 def opened(args: argparse.Namespace, request: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +211,8 @@ def judged(args: argparse.Namespace, state: dict[str, Any]) -> dict[str, Any]:
             rows[recipe] |= {"against_none": vars(tests[recipe]), "p_corrected": corrected[recipe],
                              "verdict": verdict(tests[recipe].mean, corrected[recipe])}  # fmt: skip
     return {
-        **state["request"], "steps": state["steps"], "stock_loss": state["stock"], "rows": rows,
+        **state["request"], "windows_read": state["request"]["read"] // state["request"]["length"],
+        "steps": state["steps"], "stock_loss": state["stock"], "rows": rows,
         "seconds": state["seconds"], **circumstances(args, "torch", "transformers", "peft"),
     }  # fmt: skip
 
@@ -237,6 +249,9 @@ def sentences(report: dict[str, Any]) -> list[str]:
         words = {BETTER: "predicts better than LoRA alone", WORSE: "predicts worse than LoRA alone",
                  UNDECIDED: "undecided: no difference from LoRA alone was shown"}[row["verdict"]]  # fmt: skip
         said.append(f"{name}: {words}; {report['seeds']} seeds find a difference of {found} four times in five")
+    if report["windows_read"] < report["held_out"]:
+        said.append(f"{report['windows_read']} held-out windows were read, not {report['held_out']}: the last fifth of "
+                    "a text holds fewer than its share")  # fmt: skip
     sizes = [row["parameters"] for row in report["rows"].values()]
     none = report["rows"][NONE]["loss"]
     return [

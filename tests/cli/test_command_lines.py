@@ -211,6 +211,11 @@ MENDS = [
     ([*COMPARE, "--layers", "last-thirds"], "'last-third'"),
     ([*COMPARE, "--rank", "0"], "allowed: 1 or more"),
     ([*COMPARE, "--held-out", "0"], "allowed: 1 or more"),
+    (
+        replaced(COMPARE, ["--text", "text.txt", "short.txt", "--held-out", "1"]),
+        "--held-out 1 with 2 texts; allowed: 2",
+    ),
+    (replaced(COMPARE, ["--text", "text.txt", "./text.txt"]), "a second text called text.txt; allowed: texts of diff"),
     (replaced(COMPARE, ["--length", "97"]), "allowed: up to 96"),
     ([*COMPARE, "--out", "text.txt"], "allowed: a folder"),
     ([*COMPARE, "--out", "missing/out"], "allowed: a place in an existing folder"),

@@ -361,6 +361,9 @@ def test_compare_writes_its_verdict(place, tmp_path, monkeypatch, capsys):
     row = measured["rows"]["cone"]
     assert row["against_none"] == vars(paired(row["losses"], measured["rows"]["none"]["losses"]))
     assert row["verdict"] in ("better", "worse", "undecided") and measured["seeds"] == len(row["losses"]) == 3
+    assert measured["windows_read"] == 2 and not any("not 2" in said for said in compare.sentences(measured))
+    fewer = compare.sentences(measured | {"held_out": 3})
+    assert "2 held-out windows were read, not 3: the last fifth of a text holds fewer than its share" in fewer
     card = (out / "README.md").read_text()
     assert "| cone |" in card and "paired t test" in card and str(tmp_path) not in card
     (fact,) = json.loads((out / "facts-cone.json").read_text())["results"]
