@@ -56,17 +56,24 @@ def set_backend(model: nn.Module, backend: str) -> nn.Module:
     changes are the host's own. Arguments of single calls (`output_attentions`) that an engine cannot serve are errors.
 
     Args:
-        model: any model, patched now, later or not at all; its modules are set.
+        model: any model, patched now or later; its modules are set.
         backend: a name out of `hf_hyperattn.engines.available_engines()`; "auto" takes the setting back.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: there is no such engine, or the model has no attention that could be told yet: families whose
+            attention is served by rerouting it are told after the patch.
     """
     check_backend(backend)
-    for _, host in find_hosts(model):
+    hosts = [host for _, host in find_hosts(model)]
+    if not hosts:
+        raise ValueError(
+            f"set_backend: {type(model).__name__} has no attention that could be told of an engine; call it after "
+            "patch_model or set_attn_implementation"
+        )
+    for host in hosts:
         host.__dict__.pop(BACKEND, None)
         if backend != "auto":
             host.__dict__[BACKEND] = backend

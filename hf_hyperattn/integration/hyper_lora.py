@@ -104,6 +104,8 @@ class HyperLoraConfig(LoraConfig):
         others = [name for name in self.modules_to_save or () if name.rpartition(".")[2] != "hyper"]
         self.modules_to_save = others or None
         no_targets = self.target_modules is not None and not self.target_modules and not self.target_parameters
+        if self.r == 0 and self.target_modules not in (None, DUMMY_TARGET_MODULES) and not no_targets:
+            raise ValueError("HyperLoraConfig.target_modules says nothing with r=0; leave it out, or give r")
         if self.r == 0 or no_targets:
             self.r, self.target_modules = 0, DUMMY_TARGET_MODULES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from .hyper_adapter import refuse_adapters
 from .stock import OURS, PATCHED
 from .unsupported import check_parts, has_attention, unsupported
 
+logger = logging.getLogger("hf_hyperattn")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -196,6 +198,10 @@ def gather(mechanisms, layers, heads, mode: Mode, include_cross_attention: bool)
                 "layers, heads, mode and include_cross_attention in the config"
             )
         config = mechanisms[0]
+        if config.layers is not None and config.hosts is not None:
+            raise ValueError(
+                "HyperAttnConfig has layers and hosts; allowed: one of them, hosts=None to choose by layers"
+            )
     else:
         config = HyperAttnConfig(mechanisms, layers, heads, mode, include_cross_attention)
     if not config.mechanisms:
@@ -233,6 +239,9 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, selected)
+    for mechanism in config.mechanisms:
+        if said := mechanism.unread({host.is_causal for _, host in selected}):
+            logger.warning(f"hf_hyperattn: {said}")
     return selected
 
 

@@ -344,7 +344,8 @@ def test_the_operator_is_registered_as_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [level for level in ("v2", "v3", "v4") if level in native.levels()])
 def test_other_instruction_sets(level):
-    names = "-k", "definition or bfloat16 or gradient or choice or any_rules", "-m", "not slow", "-q", "-p", "no:cacheprovider"
+    names = "-k", "definition or bfloat16 or gradient or choice or any_rules", "-m", "not slow", "-q"
+    names += "-p", "no:cacheprovider"
     command = [sys.executable, "-m", "pytest", __file__, *names]
     done = subprocess.run(command, env={**os.environ, "HF_HYPERATTN_NATIVE": level}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

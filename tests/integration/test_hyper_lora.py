@@ -706,3 +706,8 @@ def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp
     model.save_pretrained(str(tmp_path / "saved"))
     again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert hypers(again) and abs(again.encode(sentences) - after).max() <= 1e-6
+
+
+def test_targets_without_a_rank_are_refused():
+    with pytest.raises(ValueError, match="target_modules says nothing with r=0; leave it out, or give r"):
+        ha.HyperLoraConfig(r=0, target_modules=["q_proj"])

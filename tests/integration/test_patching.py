@@ -171,3 +171,10 @@ def test_a_part_of_a_model_patched_as_a_whole_cannot_be_unpatched_alone():
     with pytest.raises(ValueError, match="BartEncoder was patched as a part of a larger model"):
         ha.unpatch_model(model.model.encoder)
     assert state.differences(State(model)) == []
+
+
+def test_layers_beside_hosts_are_refused():
+    record = ha.patch_model(llama(), ha.ConeConfig()).config.hyperattn
+    both = ha.HyperAttnConfig.from_dict(record | {"layers": [1]})
+    with pytest.raises(ValueError, match="HyperAttnConfig has layers and hosts; allowed: one of them"):
+        ha.patch_model(llama(), both)

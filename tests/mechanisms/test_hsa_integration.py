@@ -273,3 +273,20 @@ def test_configs_of_earlier_versions_have_no_length():
     assert HsaConfig.from_dict(HsaConfig((2, 4), tuned_length=64).to_dict()).tuned_length == 64
     with pytest.raises(ValueError, match="tuned_length=0 is not allowed"):
         HsaConfig(tuned_length=0)
+
+
+@pytest.mark.parametrize(
+    "model, given, name",
+    [
+        (bert, {"near": 4096}, "near"),
+        (bert, {"block_bias": -3.0}, "block_bias"),
+        (llama, {"keep_diagonal": False}, "keep_"),
+    ],
+)
+def test_settings_that_the_direction_does_not_read_are_named(model, given, name, caplog):
+    patch_model(model(), HsaConfig((4, 16), **given))
+    (said,) = [r.getMessage() for r in caplog.records if "says nothing" in r.getMessage()]
+    assert f"HsaConfig.{name}" in said and "\n" not in said
+    caplog.clear()
+    patch_model(model(), HsaConfig((4, 16)))
+    assert not caplog.records

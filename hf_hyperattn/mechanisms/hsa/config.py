@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -129,6 +130,21 @@ class HsaConfig(MechanismConfig):
         text = lambda x: "-inf" if x == -math.inf else x
         data["block_bias"] = [text(x) for x in bias] if isinstance(bias, tuple) else text(bias)
         return data
+
+    def unread(self, causal: Collection[bool]) -> str | None:
+        tyings = {self.tying or ("key" if is_causal else "both") for is_causal in causal}
+        values = {name: getattr(self, name) for name in DEFAULTS}
+        given = [name for name, x in values.items() if (any(x) if isinstance(x, tuple) else x)]
+        if tyings == {"both"} and given:
+            name, why = (
+                given[0],
+                "both sides are tied, as in bidirectional attention; leave it out, or say tying='key'",
+            )
+        elif tyings == {"key"} and not self.keep_diagonal:
+            name, why = "keep_diagonal", "keys alone are tied, as in causal attention; leave it out"
+        else:
+            return None
+        return f"HsaConfig.{name} says nothing where {why}"
 
     def rule(self, is_causal: bool, heads: int, where: str) -> Rule:
         """What the config means for attention of this direction.

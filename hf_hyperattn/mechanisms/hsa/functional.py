@@ -82,6 +82,8 @@ def hierarchical_attention(
     bias = None if isinstance(block_bias, Tensor) else block_bias
     config = HsaConfig((), tying, keep_diagonal, near, sinks, refine_top_k, bias)
     rule = config.rule(is_causal, query.shape[1], "this call")
+    if said := config.unread({is_causal}):
+        raise ValueError(said)
     check_choice("backend", backend, BACKENDS)
     if tying == "both" and (learned or backend != "auto"):
         name, allowed = ("block_bias=a tensor", "None") if learned else (f"{backend=}", "backend='auto'")

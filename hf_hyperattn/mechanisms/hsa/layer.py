@@ -68,6 +68,11 @@ class HsaLayer(MechanismLayer):
             "HSA settings",
             "run `hyperattn inject --length` on the original model for this length",
         )
+        if backend != "auto":
+            self._warn_once(
+                f"set_backend(model, {backend!r}) does not reach the tied attention of hsa, which has its own engines",
+                "engine",
+            )
         learned, block_bias = parameters
         gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":

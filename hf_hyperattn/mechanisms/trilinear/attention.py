@@ -17,6 +17,7 @@ from ...engines.score import dot_score
 from ...engines.serialize import differentiable
 from ...engines.tiles import by_group
 from ...readable import is_exporting, is_recorded
+from ..checks import check_choice
 from . import tiles
 from .reference import Windows, simplicial
 from .tiles import SimplicialCall, SimplicialTensors
@@ -52,6 +53,7 @@ def attend(
     Raises:
         ValueError: a mask that does not broadcast, or weights, or a mask that wants a gradient, from tiles.
     """
+    check_choice("backend", backend, BACKENDS)
     options = checked(options, dot_score(query, keys[0], 1.0))
     learned = options.mask is not None and options.mask.requires_grad and torch.is_grad_enabled()
     if backend == "blockwise" and (weights or learned):
