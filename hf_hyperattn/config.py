@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -81,6 +81,10 @@ class MechanismConfig(KnownFields):
     def clash(self, other: MechanismConfig) -> str | None:
         """Why it has no meaning together with another mechanism; None where it has one."""
         return next((reason for name, reason in other.needs.items() if name in self.breaks), None)
+
+    def unread(self, causal: Collection[bool]) -> str | None:
+        """What of it attention of these directions does not read, and what to do; None where all is read."""
+        return None
 
     def for_model(self, config: object) -> MechanismConfig:
         """This config with what it leaves to the model's config filled in; as it is where it leaves nothing."""
