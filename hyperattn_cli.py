@@ -208,7 +208,7 @@ def _bench(add: Callable) -> None:
     """
     _model(add)
     add("--length", type=int, default=1024, metavar="N", help="tokens that are read (default: 1024)")
-    add("--generate", type=int, default=32, metavar="N", help="new tokens (default: 32)")
+    add("--generate", type=int, default=32, metavar="N", help="new tokens, 2 or more (default: 32)")
     add("--repeats", type=int, default=3, metavar="N", help="times that each is measured (default: 3)")
 
 
@@ -438,7 +438,7 @@ def _hyperbolicity(add: Callable) -> None:
     """
     add("source", metavar="MODEL|FILE", help="directory or Hub id of a model, or a file of points, one a row")
     add("--text", metavar="FILE", help="UTF-8 text: hidden states of its tokens, after every layer")
-    add("--tokens", type=int, default=512, metavar="N", help="tokens of the text (default: 512)")
+    add("--tokens", type=int, metavar="N", help="tokens of the text (default: 512, or the model's limit)")
     add("--points", type=int, default=2000, metavar="N", help="rows that are drawn of those there are (default: 2000)")
     add("--size", type=int, default=60, metavar="N", help="points of a sample (default: 60)")
     add("--draws", type=int, default=10, metavar="N", help="samples (default: 10)")
@@ -593,7 +593,7 @@ _ALL = (
 COMMANDS = {f.__name__[1:]: f for f in _ALL}
 #: The least value of every option that counts something.
 LEAST = {
-    "bench": {"length": 2, "generate": 1, "repeats": 1},
+    "bench": {"length": 2, "generate": 2, "repeats": 1},
     "compare": {"steps": 2, "seeds": 3, "length": 16, "held_out": 1, "rank": 1},
     "demo": {"length": 2, "tokens": 32, "generate": 1},
     "heal": {"lora": 1, "steps": 1, "length": 32, "save_every": 1},

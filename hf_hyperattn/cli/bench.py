@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(model: Any, ids: torch.Tensor, args: argparse.Namespace, bar: ProgressBar) -> dict[str, Any]:
-    """Seconds of reading and of each new token, peak memory in bytes, logits and greedy tokens; after a warm-up."""
+    """Seconds of reading and of each new token after the first, None where the model stops at that; peak memory in
+    bytes, logits and greedy tokens. After a warm-up.
+    """
     bar.describe("measuring")
     logits = next_token_logits(model, ids[:COMPARED])
     measure_generation(model, ids.tolist(), 2)
@@ -52,10 +54,11 @@ def measure(model: Any, ids: torch.Tensor, args: argparse.Namespace, bar: Progre
         for _ in range(args.repeats):
             reading.append(prefill(model, ids))
             generation = measure_generation(model, ids.tolist(), args.generate)
-            generating.append(max(generation.seconds - reading[-1], 0.0) / max(len(generation.ids) - 1, 1))
+            generating.append(max(generation.seconds - reading[-1], 0.0))
             bar.advance(1)
-    return {"prefill_seconds": min(reading), "seconds_a_new_token": min(generating), "peak_memory": memory.peak,
-            "logits": logits, "tokens": list(generation.ids)}  # fmt: skip
+    later = len(generation.ids) - 1
+    return {"prefill_seconds": min(reading), "seconds_a_new_token": min(generating) / later if later else None,
+            "peak_memory": memory.peak, "logits": logits, "tokens": list(generation.ids)}  # fmt: skip
 
 
 @torch.inference_mode()
@@ -83,16 +86,19 @@ def show(report: dict[str, Any]) -> None:
     print(f"{Path(report['model']).name}: {report['length']:,} random tokens, {report['generate']} new ones, "
           f"{report['dtype']}, {report['threads']} threads\n")  # fmt: skip
     first = next(iter(report["rows"].values()))
+    new, of_first = {n: row["seconds_a_new_token"] for n, row in report["rows"].items()}, first["seconds_a_new_token"]
     rows = [
         [
             name, f"{row['prefill_seconds']:.3f} s", f"{report['length'] / row['prefill_seconds']:,.0f}",
-            f"{1e3 * row['seconds_a_new_token']:.1f} ms", f"{row['peak_memory'] / 2**20:,.0f} MiB",
+            "none" if new[name] is None else f"{1e3 * new[name]:.1f} ms", f"{row['peak_memory'] / 2**20:,.0f} MiB",
             f"x {row['prefill_seconds'] / first['prefill_seconds']:.2f}",
-            f"x {row['seconds_a_new_token'] / max(first['seconds_a_new_token'], 1e-9):.2f}",
+            "" if None in (new[name], of_first) else f"x {new[name] / max(of_first, 1e-9):.2f}",
         ]
         for name, row in report["rows"].items()
     ]  # fmt: skip
     table(("attention", "prefill", "tokens/s", "a new token", "peak memory", "prefill", "new token"), rows)
+    if None in new.values():
+        print("\nnone: one token came, and none after it; the model ends there on random tokens")
     if report["logit_difference"] is None:
         print("\nno match checked: its original is not in the checkpoint")
         return

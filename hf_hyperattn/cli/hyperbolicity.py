@@ -23,12 +23,15 @@ READERS = {
     ".csv": lambda path: torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2)),
     ".safetensors": lambda path: only_matrix(load_file(path)),
 }
+TOKENS = 512  # of the text, where none are asked for
 QUADRUPLES = 20_000
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print; raises ValueError or OSError for bad input."""
     quiet()
+    if args.tokens is not None and args.text is None:
+        raise ValueError("--tokens says nothing without --text; leave it out")
     rows = {}
     sets = points_of(args)
     with progress(len(sets)) as bar:
@@ -36,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
             bar.describe(name)
             rows[name] = measure(points, args)
             bar.advance(1)
-    output(args, {"source": args.source, "size": args.size, "rows": rows}, lambda _: show(rows))
+    asked = {"size": args.size, "draws": args.draws}
+    output(args, {"source": args.source, "asked": asked, "rows": rows}, lambda _: show(rows, asked))
 
 
 def points_of(args: argparse.Namespace) -> dict[str, Tensor]:
@@ -78,9 +82,10 @@ def vectors(args: argparse.Namespace) -> dict[str, Tensor]:
     ids: list[int] = []
     if args.text is not None:
         tokenizer = read_tokenizer(args.source, args.source)
-        text, name = read_text(args.text, 64 * args.tokens)
         prefix = prefix_of(tokenizer)
-        ids = prefix + encode(tokenizer, text, window_of(config, None, args.tokens, len(prefix)), name)
+        tokens = window_of(config, args.tokens, TOKENS, len(prefix), option="--tokens")
+        text, name = read_text(args.text, 64 * tokens)
+        ids = prefix + encode(tokenizer, text, tokens, name)
     with errors_as(f"{args.source}: cannot load it"):
         model: Any = AutoModel.from_pretrained(args.source, dtype=torch.float32).eval()
     with errors_as(f"{args.source}: no table of word vectors; allowed: a text model"):
@@ -104,8 +109,8 @@ def measure(points: Tensor, args: argparse.Namespace) -> dict[str, Any]:
             "below_control": ours.mean + 3 * error < control.mean}  # fmt: skip
 
 
-def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print the table and what it says."""
+def show(rows: dict[str, dict[str, Any]], asked: dict[str, int]) -> None:
+    """Print the table and what it says, also of samples that are not those asked for."""
     cells = [
         [
             name, str(row["points"]), f"{row['largest']:.3f} ± {row['largest_deviation']:.3f}",
@@ -120,3 +125,5 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     below = sum(row["below_control"] for row in rows.values())
     print(f"\n{below} of {len(rows)} by their mean are nearer to a tree than their control (3 standard errors). "
           f"Samples of {sizes} points: 0 is a tree, 1 the most")  # fmt: skip
+    for count in sorted({row["points"] for row in rows.values() if row["points"] <= asked["size"]}):
+        print(f"{count} points: one sample of all, in place of {asked['draws']} of {asked['size']}")

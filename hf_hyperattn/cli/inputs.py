@@ -71,13 +71,15 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def window_of(config: PreTrainedConfig, length: int | None, default: int, prefix: int = 0) -> int:
-    """Tokens a window: --length or the default, as far as the model has positions for them and for a prefix."""
+def window_of(
+    config: PreTrainedConfig, length: int | None, default: int, prefix: int = 0, option: str = "--length"
+) -> int:
+    """Tokens a window: the option's or the default, as far as the model has positions for them and for a prefix."""
     positions = positions_of(config)
     if positions is None:
         return length or default
     if length and length + prefix > positions:
-        raise ValueError(f"--length {length} exceeds what the model reads; allowed: up to {positions - prefix}")
+        raise ValueError(f"{option} {length} exceeds what the model reads; allowed: up to {positions - prefix}")
     return length or min(default, positions - prefix)
 
 

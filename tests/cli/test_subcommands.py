@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel
 import hf_hyperattn as ha
 from hf_hyperattn.analysis.hyperbolicity import hyperbolicity
 from hf_hyperattn.analysis.paired import paired
-from hf_hyperattn.cli import build_parser, compare, main
+from hf_hyperattn.cli import bench, build_parser, compare, main
 from hf_hyperattn.cli.compare_training import NONE, Trial, ranks, survey, trainable
 from hf_hyperattn.cli.console import output
 from hf_hyperattn.cli.models import mechanism_configs
@@ -201,6 +201,12 @@ def test_bench(place, monkeypatch, capsys):
         assert row["prefill_seconds"] > 0 and row["peak_memory"] > 2**20 and 1 <= len(row["tokens"]) <= 4
     assert main(["bench", "model", "--mechanism", "cone", *line[2:]]) == 0
     assert "greedy tokens are the same" in capsys.readouterr().out
+    real = bench.measure_generation
+    monkeypatch.setattr(bench, "measure_generation", lambda model, ids, new: real(model, ids, 1))  # it stops at once
+    rows = report(*line, capsys=capsys)["rows"]
+    assert [row["seconds_a_new_token"] for row in rows.values()] == [None, None]
+    assert main([*line]) == 0
+    assert "one token came, and none after it" in capsys.readouterr().out
 
 
 def test_hyperbolicity_of_points_and_of_a_model(place, monkeypatch, capsys):
@@ -220,7 +226,12 @@ def test_hyperbolicity_of_points_and_of_a_model(place, monkeypatch, capsys):
     assert main(["hyperbolicity", "points.npy", *few]) == 0
     assert "Samples of 12 points" in capsys.readouterr().out
     assert main(["hyperbolicity", "points.npy", "--size", "99", "--draws", "2"]) == 0
-    assert "Samples of 40 points" in capsys.readouterr().out  # as many as there are
+    out = capsys.readouterr().out
+    assert "Samples of 40 points" in out
+    assert "\n40 points: one sample of all, in place of 2 of 99\n" in out
+    measured = report("hyperbolicity", "points.npy", "--size", "99", "--draws", "2", capsys=capsys)
+    row = measured["rows"]["points.npy"]
+    assert (row["size"], row["draws"], measured["asked"]) == (40, 1, {"size": 99, "draws": 2})
 
 
 def test_a_tree_is_below_its_control(place, monkeypatch, capsys):
