@@ -25,7 +25,7 @@ from ..mechanisms.hyperbolic import reference as hyperbolic
 from ..mechanisms.score_layer import ScoreLayer
 from .cost import patched_layers
 from .hyperbolicity import hyperbolicity, shuffled
-from .perplexity import evaluation_mode
+from .perplexity import evaluation_mode, one_text
 
 #: Queries and layers that are shown in detail, and bins of a map of attention.
 QUERIES, LAYERS, BINS = 8, 3, 64
@@ -82,9 +82,11 @@ def attention_report(
         the control `shuffled`), and details, one a layer: attention, and cones, disk and hsa where they are there.
 
     Raises:
-        ValueError: too few tokens, a layer or query that is not there, or a model whose weights cannot be had.
+        ValueError: too few tokens, ids of several texts or that are no integers, a layer or query that is not there, or
+            a model whose weights cannot be had.
     """
-    base, ids = base_model(model), torch.as_tensor(ids, dtype=torch.long).flatten()
+    ids = one_text(ids)
+    base = base_model(model)
     if len(ids) < QUERIES:
         raise ValueError(f"ids holds {len(ids)} tokens; allowed: {QUERIES} or more")
     seen, states = run(base, ids)

@@ -27,10 +27,28 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def one_text(ids: torch.Tensor | Sequence[int], name: str = "ids") -> torch.Tensor:
+    """Token ids `[N]` as int64, from `[N]` or `[1, N]`.
+
+    Raises:
+        ValueError: a batch of several texts, or numbers that are no integers; `name` is what the error calls them.
+    """
+    found, allowed = torch.as_tensor(ids), "integers [N] of one text"
+    if found.dim() != 1 and not (found.dim() == 2 and len(found) == 1):
+        raise ValueError(f"{name} has shape {tuple(found.shape)}; allowed: {allowed}")
+    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+        raise ValueError(f"{name} has dtype {found.dtype}; allowed: {allowed}")  # an empty list is of floats
+    return found.long().flatten()
+
+
 @torch.inference_mode()
 def next_token_logits(model: torch.nn.Module, ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Logits `[N, vocabulary]` of a causal LM on token ids `[N]`: float32, on the CPU, in evaluation mode."""
-    tokens = torch.as_tensor(ids, dtype=torch.long, device=next(model.parameters()).device).flatten()
+    """Logits `[N, vocabulary]` of a causal LM on token ids `[N]`: float32, on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: ids of several texts, or that are no integers.
+    """
+    tokens = one_text(ids).to(next(model.parameters()).device)
     with evaluation_mode(model):
         return model(tokens[None], use_cache=False).logits[0].float().cpu()
 
@@ -94,9 +112,9 @@ def perplexity(
         A `Perplexity`; `value` is inf where the loss exceeds what exp can give, nan where the model gave nan.
 
     Raises:
-        ValueError: for fewer than two tokens or a window below two.
+        ValueError: for fewer than two tokens, a window below two, ids of several texts, or that are no integers.
     """
-    ids = torch.as_tensor(ids, dtype=torch.long).flatten()
+    ids, prefix = one_text(ids), one_text(prefix, "prefix").tolist()
     if window < 2:
         raise ValueError(f"window={window} is not allowed; allowed: 2 tokens or more")
     if len(ids) < 2:

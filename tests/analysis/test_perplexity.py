@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hyperattn.analysis import perplexity
+from hf_hyperattn.analysis import attention_report, next_token_logits, perplexity
 
 VOCABULARY = 5
 
@@ -95,3 +95,29 @@ def test_an_impossible_token_gives_inf():
 def test_refusals(model, ids, window, said):
     with pytest.raises(ValueError, match=said):
         perplexity(model, ids, window)
+
+
+@pytest.mark.parametrize(
+    "ids, said",
+    [
+        (torch.ones(2, 32, dtype=torch.long), r"ids has shape \(2, 32\); allowed: integers \[N\] of one text"),
+        ([[1, 2], [3, 4]], r"ids has shape \(2, 2\)"),
+        (torch.tensor(3), r"ids has shape \(\)"),
+        (torch.full((8,), 1.5), r"ids has dtype torch.float32; allowed: integers \[N\] of one text"),
+        ([True, False], "ids has dtype torch.bool"),
+    ],
+)
+def test_ids_are_integers_of_one_text(model, ids, said):
+    for measure in (lambda ids: perplexity(model, ids, 4), lambda ids: next_token_logits(model, ids)):
+        with pytest.raises(ValueError, match=said):
+            measure(ids)
+    with pytest.raises(ValueError, match=said):
+        attention_report(model, ids)
+
+
+def test_a_batch_of_one_text_is_that_text(model):
+    one = torch.tensor([IDS])
+    assert perplexity(model, one, 4).value == perplexity(model, IDS, 4).value
+    assert torch.equal(next_token_logits(model, one), next_token_logits(model, IDS))
+    with pytest.raises(ValueError, match="prefix has dtype torch.float32; allowed: integers"):
+        perplexity(model, IDS, 4, prefix=[0.5])
