@@ -127,6 +127,23 @@ def test_kinds_and_embeddings():
     assert torch.equal(found.last_hidden_state, out)
 
 
+def test_kinds_of_a_model_without_them_are_refused():
+    model, given = hat(type_vocab_size=0), batch((13, 6))
+    message = r"token_type_ids was given to a model made with type_vocab_size=0; allowed: None, as tokenizer"
+    with pytest.raises(ValueError, match=message):
+        model(**given, token_type_ids=torch.zeros_like(given["input_ids"]))
+    assert model(**given).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "settings, name", [({"gated": True}, "gated=True"), ({"cross_blocks": "new"}, "cross_blocks=")]
+)
+def test_what_says_nothing_without_cross_segment_blocks_is_refused(settings, name):
+    with pytest.raises(ValueError, match=f"HatConfig.{name}.*, since layout='S S' has no cross-segment block"):
+        ha.HatConfig(layout="S S", **settings)
+    assert ha.HatConfig(layout="S SC", **settings) and ha.HatConfig(layout="S S", gated=False, cross_blocks="copy")
+
+
 def test_a_cls_token_is_put_before_texts_that_lack_it():
     plain, told = hat(), hat(cls_token_id=2)
     told.load_state_dict(plain.state_dict(), strict=False)

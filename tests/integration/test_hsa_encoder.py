@@ -197,7 +197,8 @@ def test_either_signal_alone(attention):
 
 ERRORS = [
     ({}, dict(input_ids=None, pixel_values=None, hierarchy=None), "neither input_ids nor pixel_values"),
-    ({}, dict(input_ids=None), "hierarchy was given without input_ids"),
+    ({}, dict(input_ids=None, attention_mask=None), "hierarchy was given without input_ids"),
+    ({}, dict(input_ids=None, hierarchy=None), "attention_mask was given without input_ids, .* allowed: None"),
     ({"attention": "flat"}, {}, "attention='flat', which has none"),
     ({"vocab_size": 0}, dict(hierarchy=None), "input_ids was given to a model made with vocab_size=0"),
     ({"image_size": 0}, {}, "pixel_values was given to a model made with image_size=0"),
@@ -225,6 +226,13 @@ def test_calls_that_make_no_sense(settings, call, message):
         ({"hidden_size": 15}, "hidden_size=15 is not allowed; allowed: multiples of num_attention_heads=2"),
         ({"image_size": 13}, "image_size=13 is not allowed"),
         ({"vocab_size": 0, "image_size": 0}, "vocab_size=0 is not allowed"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not allowed; allowed: numbers from 1"),
+        (
+            {"hidden_dropout_prob": float("nan")},
+            "hidden_dropout_prob=nan is not allowed; allowed: numbers from 0 to 1",
+        ),
+        ({"hidden_dropout_prob": 1.5}, "hidden_dropout_prob=1.5 is not allowed"),
+        ({"attention": "flat", "keep_diagonal": False}, "keep_diagonal=False is not allowed; allowed: True where"),
     ],
 )
 def test_configs_that_make_no_sense(settings, message):

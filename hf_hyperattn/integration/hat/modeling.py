@@ -193,7 +193,7 @@ class HatModel(HatPreTrainedModel):
         Args:
             input_ids: int64 [B, N].
             attention_mask: [B, N], 0 at padding, which may lie anywhere; every text has a token.
-            token_type_ids: int64 [B, N]; None: all 0.
+            token_type_ids: int64 [B, N]; None: all 0, or none in a model made with type_vocab_size=0.
             inputs_embeds: [B, N, embedding_size] in place of `input_ids`; the first of a text leads its segments.
             segment_ids: int64 [B, N], such as the number of each token's sentence or paragraph: where it changes a
                 segment begins, and also where one is full. None: only the latter. Not in a compiled graph.
@@ -272,6 +272,11 @@ class HatModel(HatPreTrainedModel):
         return segments
 
     def _embed(self, segments: Segments, input_ids, inputs_embeds, token_type_ids) -> Tensor:
+        if token_type_ids is not None and self.embeddings.kinds is None:
+            raise ValueError(
+                "token_type_ids was given to a model made with type_vocab_size=0; allowed: None, as "
+                "tokenizer(..., return_token_type_ids=False) leaves it out"
+            )
         if inputs_embeds is None:
             ids = segments.to_segments(input_ids)
             if self.config.cls_token_id is not None:

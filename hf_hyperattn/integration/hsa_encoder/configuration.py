@@ -36,7 +36,7 @@ class HsaEncoderConfig(PreTrainedConfig):
             learned places in their image unless this is 0.
         attention: "tree": tied on both sides over the hierarchy; "flat": softmax attention over all tokens, which has
             no sibling embeddings and looks at no hierarchy.
-        keep_diagonal: whether a token attends to itself; the paper's own setting is False.
+        keep_diagonal: whether a token attends to itself; the paper's own setting is False. "flat" has True alone.
         sibling_positions: for each kind of family, by name, the most children it may have; {}: no sibling embeddings.
         sibling_size: width of a sibling embedding.
         text_kinds: kinds of families of a text's hierarchy that is given as group ids, "" first.
@@ -79,6 +79,12 @@ class HsaEncoderConfig(PreTrainedConfig):
         fits = self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
         self._check("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
         self._check("vocab_size", self.vocab_size > 0 or self.image_size > 0, "more than 0 where there are no images")
+        self._check("num_hidden_layers", self.num_hidden_layers > 0, "numbers from 1")
+        self._check("hidden_dropout_prob", 0 <= self.hidden_dropout_prob <= 1, "numbers from 0 to 1")
+        flat = self.attention == "flat"
+        self._check(
+            "keep_diagonal", self.keep_diagonal or not flat, "True where attention='flat', or attention='tree'"
+        )
         super().__post_init__(**kwargs)
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:

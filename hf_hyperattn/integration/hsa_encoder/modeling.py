@@ -151,7 +151,7 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
         Raises:
             ValueError: neither signal, one that the model was not made for, or shapes that do not fit.
         """
-        self._check(input_ids, pixel_values, hierarchy)
+        self._check(input_ids, attention_mask, pixel_values, hierarchy)
         parts = []
         if input_ids is not None:
             parts.append(self._embedded_text(input_ids, attention_mask))
@@ -176,8 +176,8 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
             last_hidden_state=x, pooler_output=pooled, hidden_states=tuple(states) if shown else None
         )
 
-    def _check(self, input_ids, pixel_values, hierarchy) -> None:
-        """Raise for signals that there are not, and a hierarchy that nothing would look at."""
+    def _check(self, input_ids, attention_mask, pixel_values, hierarchy) -> None:
+        """Raise for signals that there are not, and a mask or hierarchy that nothing would look at."""
         for name, signal, module, field in (
             ("input_ids", input_ids, self.words, "vocab_size"),
             ("pixel_values", pixel_values, self.patches, "image_size"),
@@ -186,8 +186,9 @@ class HsaEncoder(HsaEncoderPreTrainedModel):
                 raise ValueError(f"{name} was given to a model made with {field}=0; allowed: None, or another model")
         if input_ids is None and pixel_values is None:
             raise ValueError("HsaEncoder was called with neither input_ids nor pixel_values; allowed: one or both")
-        if hierarchy is not None and input_ids is None:
-            raise ValueError("hierarchy was given without input_ids, whose tokens it is about; allowed: None")
+        for name, given in (("attention_mask", attention_mask), ("hierarchy", hierarchy)):
+            if given is not None and input_ids is None:
+                raise ValueError(f"{name} was given without input_ids, whose tokens it is about; allowed: None")
         if hierarchy is not None and self.config.attention == "flat":
             raise ValueError("hierarchy was given to a model with attention='flat', which has none; allowed: None")
 

@@ -127,3 +127,7 @@ class HatConfig(MechanismConfig):
     def __post_init__(self):
         super().__post_init__()
         check_layout("HatConfig.layout", self.layout)
+        if self.layout not in PUBLISHED and "C" not in self.layout:
+            for name, default in (("cross_blocks", "copy"), ("gated", False)):
+                if getattr(self, name) != default:
+                    self._refuse(name, f"{default!r}, since layout={short(self.layout)} has no cross-segment block")
