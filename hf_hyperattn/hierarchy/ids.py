@@ -54,8 +54,11 @@ def checked_mask(mask: Tensor, length: int) -> Tensor:
 def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree, Tensor]:
     """The tree over the tokens of one row, ids [length, levels], that are no padding; and their indices [leaves].
 
+    Args:
+        kind_names: a name for every kind in the ids, "" first; ("",): kinds are called "kind 1", "kind 2", ...
+
     Raises:
-        ValueError: all tokens are padding.
+        ValueError: all tokens are padding, or names are given, and too few.
     """
     ids = ids.cpu()
     tokens = (ids[:, 0] >= 0).nonzero()[:, 0]
@@ -76,6 +79,11 @@ def tree_of_ids(ids: Tensor, kind_names: tuple[str, ...] = ("",)) -> tuple[Tree,
     parents = torch.cat([parents, torch.full((nodes - len(parents),), nodes), torch.tensor([-1])])
     kinds = torch.cat([kinds, torch.zeros(1, dtype=torch.long)])
     most = int(kinds.max())
+    if any(kind_names) and most >= len(kind_names):
+        raise ValueError(
+            f"kind_names has {len(kind_names)} names, and the ids have families of kind {most}; allowed: {most + 1} "
+            "names or more, '' first"
+        )
     names = kind_names if most < len(kind_names) else ("", *(f"kind {k}" for k in range(1, most + 1)))
     return Tree.from_parents(parents, kinds, names), tokens
 

@@ -111,6 +111,11 @@ def test_kinds_survive_the_tensor_form(parents, data):
     assert torch.equal(again.tree().parents, hierarchy.tree().parents)
 
 
+def test_kinds_without_names_are_numbered():
+    ids = Hierarchy.quadtree(4, 4).to_ids()
+    assert Hierarchy.from_ids(ids).kind_names == ("", "kind 1", "kind 2")
+
+
 @few
 @given(st.integers(1, 40), st.lists(st.integers(2, 4), max_size=4))
 def test_windows_equal_their_definition(length, factors):
@@ -304,6 +309,7 @@ WRONG = {
     "short": (lambda: Hierarchy.from_parents([2, 2, -1], [1, 5], length=4), "length=4"),
     "batch": (lambda: Hierarchy.from_ids(torch.zeros(2, 2).long()).fitted(3, 2), "2 rows, the batch 3"),
     "other length": (lambda: Hierarchy.windows(4, (2,)).fitted(1, 5, growing=False), "covers 4 tokens"),
+    "kind names": (lambda: Hierarchy.from_ids(Hierarchy.quadtree(4, 4).to_ids(), ("", "image")), "2 names, .* kind 2"),
     "no hierarchy": (lambda: as_hierarchy([0, 1]), "is a list"),
 }  # fmt: skip
 
