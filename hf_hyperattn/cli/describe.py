@@ -15,3 +15,5 @@ def run(args: argparse.Namespace) -> None:
     quiet()
     description = describe(load_to_look_at(args.model), heads=args.heads)
     print(json.dumps(description, indent=2) if args.json else description)
+    if args.heads and not args.json and not any(host["by_head"] for host in description["hosts"]):
+        print("--heads shows nothing: no head has parameters of its own")

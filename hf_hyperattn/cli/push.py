@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
         "left_out": left_out,
         "deleted": [],
         "url": None,
+        "card_stays": own_card(folder),
     }
     if not args.dry_run:
         try:
@@ -67,8 +69,15 @@ def run(args: argparse.Namespace) -> None:
     for what, names in (("left out, as no part of it", left_out), ("deleted there", report["deleted"])):
         if names:
             print(f"{what}: {', '.join(map(repr, names))}")
+    if args.facts is not None and report["card_stays"]:
+        print("--facts says nothing: README.md was written by hand and stays")
     if report["url"]:
         print(report["url"])
+
+
+def own_card(folder: Path) -> bool:
+    """Whether a person wrote the README.md in a folder."""
+    return os.path.lexists(folder / CARD) and read_made(folder / CARD) is None
 
 
 def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -162,13 +171,15 @@ def upload(args: argparse.Namespace, folder: Path, facts: dict, files: dict[str,
     if args.private and not api.repo_info(repo).private:
         raise ValueError(f"{repo} exists and is public; make it private there, or leave --private out")
     there = api.list_repo_files(repo)
-    own = (folder / CARD).exists() and read_made(folder / CARD) is None
+    own = stays = own_card(folder)
     hub_cards.write_card(folder, repo_id=repo, **facts)
     files = files | {CARD: folder / CARD}
     if not own and CARD in there and read_made(Path(api.hf_hub_download(repo, CARD))) is None:
         del files[CARD]
+        stays = True
     deleted = sorted(name for name in there if WEIGHTS.fullmatch(name) and name not in files)
     operations: list[Any] = [CommitOperationAdd(name, path) for name, path in sorted(files.items())]
     operations += [CommitOperationDelete(name) for name in deleted]
     commit = api.create_commit(repo, operations, commit_message=f"Upload with {NAME} {VERSION}")
-    return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": str(commit.commit_url)}
+    url = str(commit.commit_url)
+    return {"repo": repo, "files": sorted(files), "deleted": deleted, "url": url, "card_stays": stays}

@@ -120,6 +120,17 @@ def test_the_card_is_printed_written_and_kept(saved, tmp_path, capsys):
     assert "kept" in capsys.readouterr().out and card.read_text() == "mine"
 
 
+def test_facts_for_a_card_that_stays_are_said_to_be_unused(saved, tmp_path, capsys):
+    shutil.copytree(saved / "config", tmp_path / "config")
+    (tmp_path / "facts.json").write_text('{"license": "mit"}')
+    line = ["push", str(tmp_path / "config"), "me/mine", "--dry-run", "--facts", str(tmp_path / "facts.json")]
+    said = "--facts says nothing: README.md was written by hand and stays\n"
+    assert main(line) == 0 and said not in capsys.readouterr().out
+    (tmp_path / "config" / "README.md").write_text("mine")
+    assert main(line) == 0 and said in capsys.readouterr().out
+    assert report(capsys, tmp_path / "config", "me/mine")["card_stays"]
+
+
 @pytest.mark.parametrize("facts", ["[]", '{"licence": "mit"}', '{"license": "a b"}', "{"])
 def test_wrong_facts_are_one_line(facts, saved, tmp_path, capsys):
     (tmp_path / "facts.json").write_text(facts)

@@ -192,6 +192,12 @@ def test_eval_of_a_stock_model(place, monkeypatch, capsys):
     assert abs(report(*line, "--mechanism", "cone", "--mode", "replace", capsys=capsys)["difference"]) > 1e-3
 
 
+def test_describe_says_where_heads_have_nothing_of_their_own(place, capsys):
+    for name, has in (("model", False), ("patched", True)):
+        assert main(["describe", str(place / name), "--heads"]) == 0
+        assert ("--heads shows nothing: no head has parameters" in capsys.readouterr().out) != has
+
+
 def test_bench(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     line = ("bench", "patched", "--length", "40", "--generate", "4", "--repeats", "1")
