@@ -226,7 +226,7 @@ def test_calls_that_make_no_sense(settings, call, message):
         ({"hidden_size": 15}, "hidden_size=15 is not allowed; allowed: multiples of num_attention_heads=2"),
         ({"image_size": 13}, "image_size=13 is not allowed"),
         ({"vocab_size": 0, "image_size": 0}, "vocab_size=0 is not allowed"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not allowed; allowed: numbers from 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not allowed; allowed: numbers from 0"),
         (
             {"hidden_dropout_prob": float("nan")},
             "hidden_dropout_prob=nan is not allowed; allowed: numbers from 0 to 1",

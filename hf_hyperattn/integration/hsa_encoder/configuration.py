@@ -79,7 +79,7 @@ class HsaEncoderConfig(PreTrainedConfig):
         fits = self.patch_size > 0 and self.image_size >= 0 and self.image_size % self.patch_size == 0
         self._check("image_size", fits, f"0, or multiples of patch_size={self.patch_size}")
         self._check("vocab_size", self.vocab_size > 0 or self.image_size > 0, "more than 0 where there are no images")
-        self._check("num_hidden_layers", self.num_hidden_layers > 0, "numbers from 1")
+        self._check("num_hidden_layers", self.num_hidden_layers >= 0, "numbers from 0")
         self._check("hidden_dropout_prob", 0 <= self.hidden_dropout_prob <= 1, "numbers from 0 to 1")
         flat = self.attention == "flat"
         self._check(
