@@ -7,10 +7,12 @@ what is allowed. Configurations are plain JSON; reading one runs no code.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +31,9 @@ __all__ = ["CONFIG_NAME", "FORMAT", "MODES", "HyperAttnConfig", "MechanismConfig
 #: Version of the JSON layout; raised when an older reader would misunderstand a newer file.
 FORMAT = 1
 CONFIG_NAME = "hyperattn_config.json"
+#: Arguments of an upload and of a download, which `save_pretrained` and `from_pretrained` hand on.
+UPLOAD = tuple(name for name in inspect.signature(PushToHubMixin.push_to_hub).parameters if name != "self")
+DOWNLOAD = tuple(n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename"))
 Mode = Literal["blend", "replace"]
 MODES = get_args(Mode)
 #: What mechanisms may count on, where no other takes it away.
@@ -231,8 +236,17 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         """Write `hyperattn_config.json` into a directory (made where missing), whole or not at all.
 
         Args:
-            push_to_hub: also upload it; `repo_id`, `private`, `token`, ... are those of `push_to_hub`.
+            push_to_hub: also upload it; `repo_id`, `private`, `token`, ... are those of `push_to_hub`, for this alone.
+
+        Raises:
+            TypeError: an argument that `push_to_hub` does not have.
+            ValueError: one of its arguments without push_to_hub=True.
         """
+        check_known("HyperAttnConfig.save_pretrained", kwargs, ("push_to_hub", *UPLOAD))
+        given = [name for name, value in kwargs.items() if value is not None]
+        idle = next((name for name in given if name != "max_shard_size"), None)  # which push_to_hub itself gives
+        if idle is not None and not push_to_hub:
+            raise ValueError(f"{idle} is for push_to_hub=True; leave it out")
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / CONFIG_NAME, json.dumps(self.to_dict(), indent=2) + "\n")
@@ -241,13 +255,30 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike, **kwargs) -> HyperAttnConfig:
-        """Read it from a directory, a file or a Hub id; `revision`, `token`, ... go to `hf_hub_download`."""
+        """Read it from a directory, a file or a Hub id; `revision`, `token`, ... go to `hf_hub_download`.
+
+        Raises:
+            TypeError: an argument that `hf_hub_download` does not have.
+            ValueError: no config, or `revision` or `subfolder` of what is no Hub id; both say what is to be read.
+        """
+        check_known("HyperAttnConfig.from_pretrained", kwargs, DOWNLOAD)
         path = Path(source)
+        idle = next((name for name in ("revision", "subfolder") if kwargs.get(name)), None)
+        if idle is not None and path.exists():
+            raise ValueError(f"{idle} is for a Hub id, and {short(str(source))} is on the disk; leave it out")
         if path.is_dir():
             path = path / CONFIG_NAME
         elif not path.is_file():
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **kwargs))
         return cls.from_dict(read_json(path))
+
+
+def check_known(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise a one-line TypeError for an argument that is not known."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        nearest = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown, known, 1))
+        raise TypeError(f"{owner} has no argument {short(unknown)}; allowed: {', '.join(known)}{nearest}")
 
 
 def read_record(data: Any) -> HyperAttnConfig:

@@ -153,6 +153,27 @@ def test_save_and_load(heads, tmp_path):
     assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == [CONFIG_NAME]
 
 
+def test_arguments_of_saving_and_loading_are_used_or_refused(tmp_path, monkeypatch):
+    config, place = ha.HyperAttnConfig([CONE]), tmp_path / "new"
+    for unknown, nearest in (("typo", ""), ("push_to_hubb", "; did you mean 'push_to_hub'?")):
+        with pytest.raises(TypeError, match=f"save_pretrained has no argument '{unknown}'; allowed: push_.*") as error:
+            config.save_pretrained(place, **{unknown: True})
+        assert str(error.value).endswith(nearest)
+    with pytest.raises(ValueError, match="^repo_id is for push_to_hub=True; leave it out$"):
+        config.save_pretrained(place, repo_id="me/mine")
+    assert not place.exists()
+    pushed = []
+    monkeypatch.setattr(ha.HyperAttnConfig, "push_to_hub", lambda self, *a, **k: pushed.append((a, k)))
+    config.save_pretrained(place, push_to_hub=True, repo_id="me/mine", private=True)
+    config.save_pretrained(place, max_shard_size="1GB")  # as Transformers' push_to_hub calls it
+    assert pushed == [(("me/mine",), {"private": True})]
+    with pytest.raises(TypeError, match="from_pretrained has no argument 'revison'; .*did you mean 'revision'"):
+        ha.HyperAttnConfig.from_pretrained(place, revison="main")
+    with pytest.raises(ValueError, match="revision is for a Hub id, and .* is on the disk; leave it out"):
+        ha.HyperAttnConfig.from_pretrained(place, revision="main")
+    assert ha.HyperAttnConfig.from_pretrained(place, revision=None, token="secret") == config
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
     write_atomically(path, "old")
