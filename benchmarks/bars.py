@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import cpu, environment, write_json
@@ -272,31 +273,47 @@ def peak(args) -> Iterator[dict]:
         yield row | {"ratio": seconds["way"] / seconds["sdpa"], "share": rate / most} | seconds
 
 
-def main() -> None:
-    """Measure and print."""
+#: What each command reads, and what it is where it is not given.
+READS: dict[str, dict[str, Any]] = {
+    "decode": {"only": "", "threads": [1], "dtypes": ["float32"], "keys": 8192},
+    "model": {"only": "", "threads": [1], "kinds": ["decode"], "batch": 1, "context": 2048, "layers": 30},
+    "peak": {"dtypes": ["float32"], "passes": ["forward"], "scores": ["dot", "umbral"], "dims": [64], "base": None},
+}
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    """The options; one that the command does not read is refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("decode", "model", "peak"))
-    parser.add_argument("--only", default="", help="a regular expression of what to measure")
+    parser.add_argument("what", choices=READS)
+    parser.add_argument("--only", help="decode, model: a regular expression of what to measure")
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each row")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--passes", nargs="+", choices=("forward", "training"), default=["forward"], help="for peak")
-    parser.add_argument("--keys", type=int, default=8192, help="decode: how many")
-    parser.add_argument("--kinds", nargs="+", choices=STEPS, default=["decode"], help="model: what is measured")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument(
-        "--context", type=int, default=2048, help="model: tokens before the new one, or of the prefill"
-    )
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--scores", nargs="+", default=["dot", "umbral"], choices=OPERATIONS)
-    parser.add_argument("--dims", type=int, nargs="+", default=[64])
-    parser.add_argument("--base", metavar="FILE.json", help="of --save: tell what has less of the peak now")
+    parser.add_argument("--threads", type=int, nargs="+", help="decode, model")
+    parser.add_argument("--dtypes", nargs="+", help="decode, peak")
+    parser.add_argument("--passes", nargs="+", choices=("forward", "training"), help="peak")
+    parser.add_argument("--keys", type=int, help="decode: how many")
+    parser.add_argument("--kinds", nargs="+", choices=STEPS, help="model: what is measured")
+    parser.add_argument("--batch", type=int, help="model")
+    parser.add_argument("--context", type=int, help="model: tokens before the new one, or of the prefill")
+    parser.add_argument("--layers", type=int, help="model")
+    parser.add_argument("--scores", nargs="+", choices=OPERATIONS, help="peak")
+    parser.add_argument("--dims", type=int, nargs="+", help="peak")
+    parser.add_argument("--base", metavar="FILE.json", help="peak, of --save: tell what has less of the peak now")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--json", help="also write the result here")
     where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
-    args = parser.parse_args()
-    if args.base and args.what != "peak":
-        parser.error(f"--base says nothing of {args.what}, which has no shares; allowed: peak")
+    args = parser.parse_args(words)
+    for name in {name: None for reads in READS.values() for name in reads}:
+        readers = [what for what, reads in READS.items() if name in reads]
+        if args.what in readers and getattr(args, name) is None:
+            setattr(args, name, READS[args.what][name])
+        elif args.what not in readers and getattr(args, name) is not None:
+            parser.error(f"--{name} says nothing of {args.what}; leave it out; allowed: with {' or '.join(readers)}")
+    return args
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure and print."""
+    args = read_options(words)
     base = json.loads(Path(args.base).read_text()) if args.base else {"environment": {"chip": cpu()}, "rows": {}}
     if base["environment"]["chip"] != cpu():
         raise SystemExit(f"{args.base} was measured on {base['environment']['chip']}; allowed: one of {cpu()}")
@@ -308,6 +325,8 @@ def main() -> None:
             store.add(row | {"key": key})
         share = f"   {row['share']:.1%} of the peak" if "share" in row else ""
         print(f"{row['what']:60} {row['ratio']:6.3f} x ({row['way'] * 1e3:.3f} ms){share}", flush=True)
+    if not rows:
+        raise SystemExit(f"--only {args.only} is found in nothing that is measured; leave it out to see all")
     write_json(args.json, {"environment": environment(), "arguments": vars(args), "rows": list(rows.values())})
     if args.base:
         print(f"{len(base['rows'].keys() & rows.keys())} rows are in the base, too")

@@ -198,23 +198,36 @@ def plan(result: dict, lengths: Sequence[int]) -> None:
     print(f"{total:.1f} hours of one core")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, choices=list(BUDGETS), help="one of both; where none is named, both")
-    parser.add_argument("--only", nargs="*", help="methods, such as Quest; the stock model is always run")
+    parser.add_argument("--only", nargs="+", help="methods, such as Quest; the stock model is always run")
     parser.add_argument("--kind", choices=list(LONG), help="one of these")
-    parser.add_argument("--budgets", type=float, nargs="*", help="some of the budgets, such as 0.2")
+    parser.add_argument("--budgets", type=float, nargs="+", help="some of the budgets, such as 0.2")
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--mixed", action="store_true", help="eight mixtures more, of the cells that are named")
     parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
     parser.add_argument("--draw", action="store_true", help="the tables and the plot, from the results")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    lengths = [args.length] if args.length else list(BUDGETS)
+    every = list(cells(lengths))
+    kinds = args.kind and [args.kind]
+    asked_of = lambda cell: ((args.only, cell.method), (args.budgets, cell.budget), (kinds, cell.kind))
+    is_wanted = lambda cell: all(asked is None or value in asked for asked, value in asked_of(cell))
+    for option, asked, known in (
+        ("--only", args.only, [cell.method for cell in every]),
+        ("--budgets", args.budgets, sorted({cell.budget for cell in every if cell.method != STOCK})),
+    ):
+        strange = [value for value in asked or () if value not in known]
+        if strange:
+            parser.error(f"{option} {strange[0]}: no such cell; allowed: {', '.join(map(str, dict.fromkeys(known)))}")
+    if not any(map(is_wanted, every)):
+        parser.error("no cell is of all that --only, --budgets and --kind name; leave one of them out")
     if args.threads:
         torch.set_num_threads(args.threads)
     result = read_results()
-    lengths = [args.length] if args.length else list(BUDGETS)
     if args.plan:
         return plan(result, lengths)
     if args.draw:
@@ -223,11 +236,9 @@ def main() -> None:
     for length in lengths:
         work = None
         for cell in cells([length]):
-            wanted = not args.only or cell.method in args.only
-            wanted = wanted and (not args.budgets or cell.budget in args.budgets) and args.kind in (None, cell.kind)
             entry = read_results()["cells"].get(cell.key)
             whole = cell.is_whole(entry) and not (args.mixed and "mixed" not in (entry or {}))
-            if (wanted or cell.method == STOCK) and not whole:
+            if (is_wanted(cell) or cell.method == STOCK) and not whole:
                 work = work or Work(length, args.mixed)
                 done = done and time.monotonic() < until and work.run(cell, until)
     print("all is done" if done else "stopped; the same command goes on from here")

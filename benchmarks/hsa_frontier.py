@@ -257,10 +257,10 @@ def write_config(results: Path, length: int, point: str, file: Path) -> None:
     write_atomically(file, json.dumps(config.to_dict()) + "\n")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=2048, choices=list(SHARES))
     parser.add_argument("--minutes", type=float, default=1e9, help="start nothing new after this long")
     parser.add_argument("--only", metavar="POINT", help="one point, such as 'chosen 0.2'")
     parser.add_argument("--threads", type=int, help="of torch")
@@ -269,16 +269,29 @@ def main() -> None:
     )
     parser.add_argument("--draw", action="store_true", help="the table and the plot, from the results")
     parser.add_argument("--times", type=int, nargs="*", default=[], help="lengths whose times are drawn too")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    folder = Path(__file__).parent / "results"
+    file = folder / f"hsa_frontier_{args.length}.json"
+    points = json.loads(file.read_text())["points"] if file.exists() else {}
+    known = [name for name, point in points.items() if "heads" in point]
+    if not args.config:
+        known = [
+            "own",
+            *(f"chosen {s:g}" for s in SHARES[args.length]),
+            *(f"one {i}" for i in range(len(ONE))),
+            *known,
+        ]
+    if args.only not in known and (args.only or args.config):
+        what = f"--only {args.only}: no such point" if args.only else "--config says nothing without --only"
+        parser.error(f"{what}; allowed: {', '.join(dict.fromkeys(known))}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     if args.draw:
         return draw(sorted(folder.glob("hsa_frontier_*.json"), key=lambda f: len(f.name)), args.times)
     if args.config:
-        return write_config(folder / f"hsa_frontier_{args.length}.json", args.length, args.only, args.config)
-    done = work(args.length, args.minutes, folder / f"hsa_frontier_{args.length}.json", args.only)
+        return write_config(file, args.length, args.only, args.config)
+    done = work(args.length, args.minutes, file, args.only)
     print("all is done" if done else "stopped; the same command goes on from here")
 
 

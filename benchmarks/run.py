@@ -30,6 +30,12 @@ from speed.models import MODELS, measure_model
 from speed.operations import OPERATIONS
 from speed.store import Store, default_path
 
+#: Options of a sweep of one's own, and what they are where they are not given.
+OWN = {
+    "kinds": ["forward", "training"], "dtypes": ["float32"], "dims": [64], "threads": [1], "causal": "no",
+    "heads": None, "batches": None, "ways": None,
+}  # fmt: skip
+
 
 def parser() -> argparse.ArgumentParser:
     """The options of this command."""
@@ -49,15 +55,31 @@ def parser() -> argparse.ArgumentParser:
     own = p.add_argument_group("a sweep of one's own in place of the list")
     own.add_argument("--operations", nargs="+", choices=OPERATIONS)
     own.add_argument("--lengths", nargs="+", type=int)
-    own.add_argument("--dims", nargs="+", type=int, default=[64])
+    own.add_argument("--dims", nargs="+", type=int)
     own.add_argument("--batches", nargs="+", type=int)
     own.add_argument("--heads", type=int)
-    own.add_argument("--kinds", nargs="+", choices=KINDS, default=["forward", "training"])
-    own.add_argument("--causal", choices=("no", "yes", "both"), default="no")
-    own.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
-    own.add_argument("--threads", nargs="+", type=int, default=[1])
+    own.add_argument("--kinds", nargs="+", choices=KINDS)
+    own.add_argument("--causal", choices=("no", "yes", "both"))
+    own.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"])
+    own.add_argument("--threads", nargs="+", type=int)
     own.add_argument("--ways", nargs="+", help="engines and peers; default: all there are")
     return p
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    """The options; what would do nothing is refused."""
+    p = parser()
+    args = p.parse_args(words)
+    given = [name for name in OWN if getattr(args, name) is not None]
+    if given and not (args.operations or args.lengths):
+        p.error(f"--{given[0]} is for a sweep of one's own; add --operations or --lengths")
+    ways = {way for name in args.operations or OPERATIONS for way in OPERATIONS[name].ways()}
+    unknown = [way for way in args.ways or () if way not in ways]
+    if unknown:
+        p.error(f"--ways {unknown[0]}: nothing here runs so; allowed: {', '.join(sorted(ways))}")
+    for name in OWN.keys() - set(given):
+        setattr(args, name, OWN[name])
+    return args
 
 
 def chosen(args) -> list[Job]:
@@ -130,12 +152,14 @@ def line(row: dict) -> str:
 
 def main(words: list[str] | None = None) -> int:
     """Measure, compare or draw; 1 where something is slower than the base."""
-    args = parser().parse_args(words)
+    args = read_options(words)
     if args.draw:
         from speed.page import draw
 
         return draw()
     found = chosen(args)
+    if args.only and not found:
+        raise SystemExit(f"--only {args.only} is found in no job; allowed: a part of what --list shows")
     if args.list:
         print("\n".join(job.key for job in found))
         return 0

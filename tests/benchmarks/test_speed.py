@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 
+import bars
 import common
 import pytest
 import run
@@ -285,3 +286,33 @@ def test_on_a_gpu_sdpa_is_flash_attention(monkeypatch):
     for case in (Case("forward", 4, dtype="bfloat16", device="cuda"), Case("forward", 4)):
         measure.base(case)(q, q, q)
     assert asked == [measure.SDPBackend.FLASH_ATTENTION]
+
+
+WRONG = (
+    (run, ["--kinds", "forward"], "--kinds is for a sweep of one's own; add --operations or --lengths"),
+    (run, ["--heads", "2", "--full"], "--heads is for a sweep of one's own"),
+    (run, ["--lengths", "32", "--ways", "eager", "typo"], "--ways typo: nothing here runs so; allowed: "),
+    (bars, ["peak", "--threads", "2"], "--threads says nothing of peak; leave it out; allowed: with decode or model"),
+    (bars, ["decode", "--kinds", "prefill"], "--kinds says nothing of decode; leave it out; allowed: with model"),
+    (bars, ["model", "--base", "x.json"], "--base says nothing of model; leave it out; allowed: with peak"),
+)
+
+
+@pytest.mark.parametrize("command, words, said", WRONG, ids=lambda part: repr(part)[:60])
+def test_options_that_would_do_nothing_are_refused(command, words, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        command.main(words)
+    assert left.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_options_that_are_not_given_are_as_before():
+    args = run.read_options(["--lengths", "32", "--dims", "8"])
+    assert (args.dims, args.kinds, args.threads, args.causal) == ([8], ["forward", "training"], [1], "no")
+    args = bars.read_options(["model", "--layers", "2"])
+    assert (args.layers, args.context, args.kinds, args.dtypes) == (2, 2048, ["decode"], None)
+
+
+def test_a_regular_expression_that_finds_nothing_is_refused():
+    for command, words in ((run, ["--list", "--only", "typo"]), (bars, ["decode", "--keys", "64", "--only", "typo"])):
+        with pytest.raises(SystemExit, match="--only typo is found in no"):
+            command.main(words)
