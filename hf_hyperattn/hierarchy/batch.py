@@ -117,7 +117,7 @@ class Hierarchy:
             kind_names: names of the kinds in ids that `to_ids` made.
 
         Raises:
-            ValueError: another shape, or a row without tokens.
+            ValueError: another shape, a row without tokens, or fewer names than kinds.
         """
         ids = checked_ids(ids)
         trees, tokens = zip(*(tree_of_ids(row, tuple(kind_names)) for row in ids), strict=True)

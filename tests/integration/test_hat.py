@@ -306,3 +306,11 @@ def test_calls_that_make_no_sense():
         70,
         16,
     )
+
+
+def test_a_config_of_earlier_versions_with_gates_that_are_nowhere_loads_with_a_warning(tmp_path, caplog):
+    config = ha.HatEncoderConfig(layout="S S", num_hidden_layers=2, gated=True)
+    (said,) = (r.getMessage() for r in caplog.records)
+    assert "HatEncoderConfig.gated says nothing: layout='S S' has no gate" in said
+    config.save_pretrained(tmp_path)
+    assert ha.HatEncoderConfig.from_pretrained(tmp_path).to_dict()["gated"] is True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ...fields import refuse
-from ...mechanisms.hat.config import HatConfig, counts
+from ...mechanisms.hat.config import HatConfig, counts, has_cross_blocks
 from ...mechanisms.hat.segments import segments_of
 
+logger = logging.getLogger("hf_hyperattn")
 #: Fields that mean here what they mean in `HatConfig`, which checks them.
 SHARED = ("segment_length", "layout", "gated", "pooling", "cls_token_id")
 
@@ -64,7 +67,12 @@ class HatEncoderConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.embedding_size is None:
             self.embedding_size = self.hidden_size
-        HatConfig(max_length=self.max_position_embeddings, **{name: getattr(self, name) for name in SHARED})
+        shared = {name: getattr(self, name) for name in SHARED}
+        if self.gated and isinstance(self.layout, str) and not has_cross_blocks(self.layout):
+            # no error, since earlier versions saved such configs
+            logger.warning(f"hf_hyperattn: HatEncoderConfig.gated says nothing: layout={self.layout!r} has no gate")
+            shared["gated"] = False
+        HatConfig(max_length=self.max_position_embeddings, **shared)
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             allowed = f"multiples of num_attention_heads={self.num_attention_heads}"
             refuse("HatEncoderConfig.hidden_size", self.hidden_size, allowed)

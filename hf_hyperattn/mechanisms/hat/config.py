@@ -79,6 +79,11 @@ def counts(layout: str, blocks: int) -> tuple[int, ...]:
     return tuple(number if i in followed else 0 for i in range(blocks))
 
 
+def has_cross_blocks(layout: str) -> bool:
+    """Whether some block of a layout attends across segments."""
+    return layout in PUBLISHED or "C" in layout
+
+
 @dataclass(frozen=True)
 class HatConfig(MechanismConfig):
     """Hierarchical Attention Transformer (arXiv 2210.05529): blocks within segments, and blocks across them.
@@ -127,7 +132,7 @@ class HatConfig(MechanismConfig):
     def __post_init__(self):
         super().__post_init__()
         check_layout("HatConfig.layout", self.layout)
-        if self.layout not in PUBLISHED and "C" not in self.layout:
+        if not has_cross_blocks(self.layout):
             for name, default in (("cross_blocks", "copy"), ("gated", False)):
                 if getattr(self, name) != default:
                     self._refuse(name, f"{default!r}, since layout={short(self.layout)} has no cross-segment block")
