@@ -12,6 +12,10 @@ from .groups import TASKS, Data, Group, Hub, Mechanisms, Model, Peft, Trainer
 from .reading import read_yaml, read_yaml_value
 
 GROUPS = {cls.__name__.lower(): cls for cls in (Model, Mechanisms, Peft, Data, Trainer, Hub)}
+#: Settings that are read with one method, source or task alone: group and names.
+OF_LORA = (("peft", ("r", "alpha", "dropout", "targets")), ("trainer", ("merged",)))
+OF_HUB = (("data", ("subset", "revision", "split", "held_out_split", "column", "label")),)
+OF_TEXT, OF_ROWS = (("data", ("held_out_tokens",)),), (("data", ("train_rows", "held_out_rows", "label")),)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,21 @@ class Settings:
             raise ValueError(f"model.config with model.task={task!r}: it has no tokenizer; set model.name")
         if scratch and task == "image-classification" and self.data.source == "hub":
             raise ValueError("model.config with data.source='hub': it has no image processor; set model.name")
+        self.check_read()
+
+    def check_read(self) -> None:
+        """Raise for a setting that differs from its default and is not read with the others."""
+        task, source, method = self.model.task, self.data.source, self.peft.method
+        for where, unread in (
+            (f"peft.method={method!r}", () if method == "lora" else OF_LORA),
+            (f"data.source={source!r}", () if source == "hub" else OF_HUB),
+            (f"model.task={task!r}", OF_ROWS if task == "text-generation" else OF_TEXT),
+        ):
+            for group, names in unread:
+                for f in fields(GROUPS[group]):
+                    value = getattr(getattr(self, group), f.name)
+                    if f.name in names and value != f.default:
+                        raise ValueError(f"{group}.{f.name}={value!r} says nothing with {where}; leave it out")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and YAML have them."""

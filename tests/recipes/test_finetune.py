@@ -121,7 +121,9 @@ def without_times(value):
 @first_always("method", ["full", "added"])
 def test_whole_models_come_back_by_from_pretrained(method, model, tmp_path):
     changes = {"steps": 3, "learning_rate": 1e-3}
-    results = do(tmp_path, recipe(model, tmp_path / "out", peft={"method": method}, trainer=changes))
+    results = do(
+        tmp_path, recipe(model, tmp_path / "out", peft={"method": method, "r": 8, "dropout": 0.0}, trainer=changes)
+    )
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
     assert ha.describe(again)["patched"] == 2 and again.config.use_cache
     original = hf.AutoModelForCausalLM.from_pretrained(model).state_dict()

@@ -144,6 +144,30 @@ WRONG = {
         {"model": {"config": {"model_type": "llama"}}, "peft": {"method": "full"}},
         r"^model.config with model.task='text-generation': it has no tokenizer; set model.name$",
     ),
+    "LoRA's settings without LoRA": (
+        {"peft": {"method": "full"}},
+        r"^peft.r=4 says nothing with peft.method='full'; leave it out$",
+    ),
+    "merged without LoRA": (
+        {"peft": {"method": "added", "r": 8, "dropout": 0.0}, "trainer": {"merged": True}},
+        r"^trainer.merged=True says nothing with peft.method='added'; leave it out$",
+    ),
+    "a split of a file": (
+        {"data": {"split": "test"}},
+        r"^data.split='test' says nothing with data.source='file'; leave it out$",
+    ),
+    "a column of Python's source": (
+        {"data": {"source": "python", "name": None, "column": "words"}},
+        r"^data.column='words' says nothing with data.source='python'; leave it out$",
+    ),
+    "rows of text": (
+        {"data": {"train_rows": 9}},
+        r"^data.train_rows=9 says nothing with model.task='text-generation'; leave it out$",
+    ),
+    "tokens of classes": (
+        {"model": {"task": "text-classification"}, "data": {"source": "reviews", "name": None}},
+        r"^data.held_out_tokens=512 says nothing with model.task='text-classification'; leave it out$",
+    ),
     "push to nowhere": ({"hub": {"push": True}}, r"^hub.push=true needs hub.id"),
 }
 
