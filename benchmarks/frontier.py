@@ -86,6 +86,8 @@ class Work:
         if cell.method != STOCK:
             self.choices = self.choices or Choices(self.length, self.model, self.tokenizer)
             if cell.is_by_time and "times" not in entry:  # texts of one cell are read by one allocation
+                if entry["texts"]:
+                    print(f"{cell.key}: measured before times were kept, and now anew", flush=True)
                 entry = {"texts": {}, "retrieval": {}, "seconds": [], "times": self.choices.times(cell)}
                 todo = self.todo(cell, entry)
             if cell.is_together:
