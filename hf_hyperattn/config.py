@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +20,7 @@ from huggingface_hub import hf_hub_download
 from transformers.utils import PushToHubMixin
 
 from .address import install
-from .fields import KnownFields, check_field, option, refuse, short
+from .fields import KnownFields, check_field, check_known, option, refuse, short
 from .files import read_json, write_atomically
 from .registry import STAGES, get_mechanism
 from .selection import MOST, checked
@@ -242,7 +241,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             TypeError: an argument that `push_to_hub` does not have.
             ValueError: one of its arguments without push_to_hub=True.
         """
-        check_known("HyperAttnConfig.save_pretrained", kwargs, ("push_to_hub", *UPLOAD))
+        check_known("HyperAttnConfig.save_pretrained has no argument", kwargs, ("push_to_hub", *UPLOAD))
         given = [name for name, value in kwargs.items() if value is not None]
         idle = next((name for name in given if name != "max_shard_size"), None)  # which push_to_hub itself gives
         if idle is not None and not push_to_hub:
@@ -261,7 +260,7 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
             TypeError: an argument that `hf_hub_download` does not have.
             ValueError: no config, or `revision` or `subfolder` of what is no Hub id; both say what is to be read.
         """
-        check_known("HyperAttnConfig.from_pretrained", kwargs, DOWNLOAD)
+        check_known("HyperAttnConfig.from_pretrained has no argument", kwargs, DOWNLOAD)
         path = Path(source)
         idle = next((name for name in ("revision", "subfolder") if kwargs.get(name)), None)
         if idle is not None and path.exists():
@@ -271,14 +270,6 @@ class HyperAttnConfig(KnownFields, PushToHubMixin):
         elif not path.is_file():
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **kwargs))
         return cls.from_dict(read_json(path))
-
-
-def check_known(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise a one-line TypeError for an argument that is not known."""
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        nearest = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown, known, 1))
-        raise TypeError(f"{owner} has no argument {short(unknown)}; allowed: {', '.join(known)}{nearest}")
 
 
 def read_record(data: Any) -> HyperAttnConfig:

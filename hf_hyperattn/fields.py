@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,17 +52,22 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
     raise ValueError(f"{name}={short(value)} is not allowed; allowed: {allowed}")
 
 
+def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise a one-line TypeError for a name that is not known; `what` is how it begins."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        nearest = "".join(f"; did you mean {name!r}?" for name in get_close_matches(unknown, known, 1))
+        raise TypeError(f"{what} {short(unknown)}; allowed: {', '.join(known)}{nearest}")
+
+
 class KnownFields:
     """Base of dataclasses whose TypeError for an unknown keyword says what is allowed."""
 
     if not TYPE_CHECKING:  # to a type checker the fields are the arguments
 
         def __new__(cls, *args, **kwargs):
-            known = cls.__dataclass_fields__
-            if not kwargs.keys() <= known.keys():
-                unknown = next(name for name in kwargs if name not in known)
-                nearest = "".join(f"; did you mean {n!r}?" for n in get_close_matches(unknown, known, 1))
-                raise TypeError(f"{cls.__name__} has no field {short(unknown)}; allowed: {', '.join(known)}{nearest}")
+            if not kwargs.keys() <= cls.__dataclass_fields__.keys():
+                check_known(f"{cls.__name__} has no field", kwargs, cls.__dataclass_fields__)
             return super().__new__(cls)
 
     def _refuse(self, name: str, allowed: str) -> NoReturn:

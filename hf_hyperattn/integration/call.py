@@ -68,7 +68,7 @@ def set_backend(model: nn.Module, backend: str) -> nn.Module:
     """
     check_backend(backend)
     hosts = [host for _, host in find_hosts(model)]
-    if not hosts:
+    if not hosts and backend != "auto":
         raise ValueError(
             f"set_backend: {type(model).__name__} has no attention that could be told of an engine; call it after "
             "patch_model or set_attn_implementation"

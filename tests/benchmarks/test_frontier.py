@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 import frontier
-import hsa_frontier
 import pytest
 import torch
 from common import cpu
@@ -36,25 +35,6 @@ def test_every_cell_is_there_once_and_every_method_has_rules():
     for method in METHODS:
         assert any(map(METHODS[method], rules)), method
     assert {cell.budget for cell in cells.cells([2048])} == {0.05, 0.1, 0.2, 0.4, 1.0}
-
-
-WRONG = (
-    (frontier, ["--only", "Quset"], "--only Quset: no such cell; allowed: stock, all rules, "),
-    (frontier, ["--only", "Quest", "HAS"], "--only HAS: no such cell"),
-    (frontier, ["--budgets", "0.15"], "--budgets 0.15: no such cell; allowed: 0.05, 0.1, 0.2"),
-    (frontier, ["--length", "8192", "--budgets", "0.4"], "--budgets 0.4: no such cell; allowed: 0.1, 0.2"),
-    (frontier, ["--kind", "together", "--only", "HSA"], "no cell is of all that --only, --budgets and --kind name"),
-    (hsa_frontier, ["--only", "chosen 0.5"], "--only chosen 0.5: no such point; allowed: own, chosen 0.4, "),
-    (hsa_frontier, ["--only", "one 0", "--config", "x.json"], "--only one 0: no such point; allowed: chosen 0.6, "),
-    (hsa_frontier, ["--config", "x.json"], "--config says nothing without --only; allowed: chosen 0.6, "),
-)
-
-
-@pytest.mark.parametrize("command, words, said", WRONG, ids=lambda part: repr(part)[:60])
-def test_what_selects_nothing_is_refused(command, words, said, capsys):
-    with pytest.raises(SystemExit) as left:
-        command.main(words)
-    assert left.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_the_yardstick_sees_the_heaviest_keys():

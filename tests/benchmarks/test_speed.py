@@ -7,6 +7,8 @@ import re
 
 import bars
 import common
+import frontier
+import hsa_frontier
 import pytest
 import run
 import torch
@@ -295,6 +297,14 @@ WRONG = (
     (bars, ["peak", "--threads", "2"], "--threads says nothing of peak; leave it out; allowed: with decode or model"),
     (bars, ["decode", "--kinds", "prefill"], "--kinds says nothing of decode; leave it out; allowed: with model"),
     (bars, ["model", "--base", "x.json"], "--base says nothing of model; leave it out; allowed: with peak"),
+    (frontier, ["--only", "Quset"], "--only Quset: no such cell; allowed: stock, all rules, "),
+    (frontier, ["--only", "Quest", "HAS"], "--only HAS: no such cell"),
+    (frontier, ["--budgets", "0.15"], "--budgets 0.15: no such cell; allowed: 0.05, 0.1, 0.2"),
+    (frontier, ["--length", "8192", "--budgets", "0.4"], "--budgets 0.4: no such cell; allowed: 0.1, 0.2"),
+    (frontier, ["--kind", "together", "--only", "HSA"], "no cell is of all that --only, --budgets and --kind name"),
+    (hsa_frontier, ["--only", "chosen 0.5"], "--only chosen 0.5: no such point; allowed: own, chosen 0.4, "),
+    (hsa_frontier, ["--only", "one 0", "--config", "x.json"], "--only one 0: no such point; allowed: chosen 0.6, "),
+    (hsa_frontier, ["--config", "x.json"], "--config says nothing without --only; allowed: chosen 0.6, "),
 )
 
 

@@ -72,6 +72,7 @@ def test_a_family_that_is_rerouted_is_told_after_the_patch():
         ValueError, match="BloomForCausalLM has no attention that could be told of an engine; call it af"
     ):
         ha.set_backend(model, "reference")
+    assert ha.set_backend(model, "auto") is model  # there is nothing to take back
     ha.set_backend(ha.patch_model(model, ha.ConeConfig(), mode="replace"), "reference")
     assert engines(model) == {"reference"}
 

@@ -232,12 +232,18 @@ def test_calls_that_make_no_sense(settings, call, message):
             "hidden_dropout_prob=nan is not allowed; allowed: numbers from 0 to 1",
         ),
         ({"hidden_dropout_prob": 1.5}, "hidden_dropout_prob=1.5 is not allowed"),
-        ({"attention": "flat", "keep_diagonal": False}, "keep_diagonal=False is not allowed; allowed: True where"),
     ],
 )
 def test_configs_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         config_of(**settings)
+
+
+def test_a_saved_config_of_flat_attention_without_diagonal_loads_with_a_warning(tmp_path, caplog):
+    config_of(attention="flat", keep_diagonal=False).save_pretrained(tmp_path)
+    caplog.clear()
+    assert not ha.HsaEncoderConfig.from_pretrained(tmp_path).keep_diagonal
+    assert "keep_diagonal=False says nothing with attention='flat'" in caplog.text
 
 
 # --- a model of Transformers ------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class HsaConfig(MechanismConfig):
         if tyings == {"both"} and given:
             name, why = (
                 given[0],
-                "both sides are tied, as in bidirectional attention; leave it out, or say tying='key'",
+                "both sides are tied, as in bidirectional attention; leave it out, or set tying='key'",
             )
         elif tyings == {"key"} and not self.keep_diagonal:
             name, why = "keep_diagonal", "keys alone are tied, as in causal attention; leave it out"
