@@ -302,6 +302,8 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     where.add_argument("--json", help="also write the result here")
     where.add_argument("--save", action="store_true", help="also keep each row in benchmarks/results, a file a chip")
     args = parser.parse_args(words)
+    if args.context is not None and args.kinds and set(args.kinds) == {"training"}:
+        parser.error("--context says nothing of training, which is of 512 tokens; leave it out")
     for name in {name: None for reads in READS.values() for name in reads}:
         readers = [what for what, reads in READS.items() if name in reads]
         if args.what in readers and getattr(args, name) is None:

@@ -184,13 +184,14 @@ def mixed_examples(tokenizer: Any, hay: Sequence[torch.Tensor], length: int) -> 
     return made
 
 
-def plan(result: dict, lengths: Sequence[int]) -> None:
-    """Print what is left, in hours of one core."""
+def plan(result: dict, wanted: Sequence[Cell]) -> None:
+    """Print what is left of these cells, in hours of one core."""
     total = 0.0
-    for length in lengths:
-        every = list(cells([length]))
+    for length in dict.fromkeys(cell.length for cell in wanted):
+        every = [cell for cell in wanted if cell.length == length]
         left = [cell for cell in every if not cell.is_whole(result["cells"].get(cell.key))]
-        taken = [s for c in every if c.method != STOCK for s in result["cells"].get(c.key, {}).get("seconds", ())]
+        timed = [cell for cell in cells([length]) if cell.method != STOCK]
+        taken = [s for c in timed for s in result["cells"].get(c.key, {}).get("seconds", ())]
         seconds = statistics.mean(taken) if taken else PASS[length]
         passes = sum(cell.passes for cell in left)
         hours = (passes * seconds + (MEASURING[length] if len(left) > 1 else 0)) / 3600
@@ -213,6 +214,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--plan", action="store_true", help="the cells that are left, and hours")
     parser.add_argument("--draw", action="store_true", help="the tables and the plot, from the results")
     args = parser.parse_args(words)
+    if args.draw and (args.length or args.only or args.kind or args.budgets or args.mixed or args.plan):
+        parser.error("--draw draws all that is measured; give it alone")
+    if args.plan and args.mixed:
+        parser.error("--plan counts no mixtures; leave --mixed out")
     lengths = [args.length] if args.length else list(BUDGETS)
     every = list(cells(lengths))
     kinds = args.kind and [args.kind]
@@ -231,7 +236,7 @@ def main(words: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     result = read_results()
     if args.plan:
-        return plan(result, lengths)
+        return plan(result, [cell for cell in every if is_wanted(cell)])
     if args.draw:
         return draw(result)
     until, done = time.monotonic() + 60 * args.minutes, True

@@ -77,29 +77,35 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     unknown = [way for way in args.ways or () if way not in ways]
     if unknown:
         p.error(f"--ways {unknown[0]}: nothing here runs so; allowed: {', '.join(sorted(ways))}")
+    if "threads" in given and device() == "cuda":
+        p.error("--threads says nothing of a GPU, which is what is measured where there is one; leave it out")
     for name in OWN.keys() - set(given):
         setattr(args, name, OWN[name])
     return args
 
 
-def chosen(args) -> list[Job]:
-    """The jobs that were asked for, in order."""
+def device() -> str:
+    """What is measured: the GPU where there is one."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def chosen(args) -> list[Job]:
+    """The jobs that were asked for, in order."""
     ways = {name: operation.ways() for name, operation in OPERATIONS.items()}
     if args.operations or args.lengths:
         if args.ways:
             ways = {name: [w for w in args.ways if w in found] for name, found in ways.items()}
         causal = {"no": (False,), "yes": (True,), "both": (False, True)}[args.causal]
-        places = {"threads": args.threads} if device == "cpu" else {"device": ("cuda",)}
+        places = {"threads": args.threads} if device() == "cpu" else {"device": ("cuda",)}
         given = {"batches": args.batches} if args.batches else {}
         found = list(dict.fromkeys(sweep(
             ways, places, args.operations, args.lengths or (512, 2048, 8192), args.dims, kinds=args.kinds,
             causal=causal, dtypes=args.dtypes, heads=args.heads, **given)))  # fmt: skip
     else:
         models = {name: list(model.names) for name, model in MODELS.items() if model.available()}
-        found = jobs(ways, models, device, args.full)
+        found = jobs(ways, models, device(), args.full)
     return [job for job in found if not args.only or re.search(args.only, job.key)]
 
 

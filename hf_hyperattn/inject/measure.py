@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis.perplexity import one_text
 from ..fields import refuse
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
@@ -103,7 +104,7 @@ def sample(length: int, rows: int, seed: int, spans: Spans | None) -> Sample:
 
 def measure(
     model: nn.Module,
-    ids: Tensor,
+    ids: Tensor | Sequence[int],
     rules: Sequence[CandidateRule],
     *,
     rows: int = 384,
@@ -118,7 +119,7 @@ def measure(
 
     Args:
         model: not patched; it is, while it is measured.
-        ids: token ids [N], at least 16.
+        ids: token ids [N] or [1, N], at least 16.
         rules: the candidates, those of one class beside each other.
         rows: how many queries are sampled, in chunks of 16; at least 16.
         on_layer: called with the name of every layer that is done.
@@ -129,8 +130,10 @@ def measure(
             there; False: it is measured anew.
 
     Raises:
-        ValueError: too few tokens or rows; spans that overlap, are not in order, or do not lie in 1..N.
+        ValueError: ids of several texts, or no integers; too few tokens or rows; spans that overlap, are not in order,
+            or do not lie in 1..N.
     """
+    ids = one_text(ids)
     check(ids, rows, spans)
     result, drawn = Sensitivity(list(rules)), sample(len(ids), rows, seed, spans)
     kept = None
@@ -168,8 +171,6 @@ def measure(
 
 def check(ids: Tensor, rows: int, spans: Spans | None) -> None:
     """Refuse what cannot be measured, or would be measured as something else."""
-    if ids.dim() != 1:
-        raise ValueError(f"ids has shape {tuple(ids.shape)}; allowed: integers [N] of one text")
     if len(ids) < CHUNK:
         raise ValueError(f"ids holds {len(ids)} tokens; allowed: {CHUNK} or more")
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < CHUNK:

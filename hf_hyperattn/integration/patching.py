@@ -90,7 +90,9 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
     if not any(patched_hosts(base)):
         check_own_attention(selected)
     check_parts(base, PATCHED, [module.config for module, _ in selected])
-    return resolve_overrides(resolve_heads(config, selected), selected, base), selected, newly_routed
+    config = resolve_overrides(resolve_heads(config, selected), selected, base)
+    warn_unread(config, selected)
+    return config, selected, newly_routed
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
@@ -239,10 +241,18 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, selected)
-    for mechanism in config.mechanisms:
-        if said := mechanism.unread({host.is_causal for _, host in selected}):
-            logger.warning(f"hf_hyperattn: {said}")
     return selected
+
+
+def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:
+    """Say what of a mechanism's config none of its hosts reads."""
+    directions: dict[MechanismConfig, set[bool]] = {}
+    for _, host in selected:
+        for mechanism in config.mechanisms_at(host.name):
+            directions.setdefault(mechanism, set()).add(host.is_causal)
+    for mechanism, causal in directions.items():
+        if said := mechanism.unread(causal):
+            logger.warning(f"hf_hyperattn: {said}")
 
 
 def resolve_heads(config: HyperAttnConfig, selected: list[Selected]) -> HyperAttnConfig:

@@ -297,6 +297,9 @@ WRONG = (
     (bars, ["peak", "--threads", "2"], "--threads says nothing of peak; leave it out; allowed: with decode or model"),
     (bars, ["decode", "--kinds", "prefill"], "--kinds says nothing of decode; leave it out; allowed: with model"),
     (bars, ["model", "--base", "x.json"], "--base says nothing of model; leave it out; allowed: with peak"),
+    (bars, ["model", "--kinds", "training", "--context", "64"], "--context says nothing of training"),
+    (frontier, ["--draw", "--only", "Quest"], "--draw draws all that is measured; give it alone"),
+    (frontier, ["--plan", "--mixed"], "--plan counts no mixtures; leave --mixed out"),
     (frontier, ["--only", "Quset"], "--only Quset: no such cell; allowed: stock, all rules, "),
     (frontier, ["--only", "Quest", "HAS"], "--only HAS: no such cell"),
     (frontier, ["--budgets", "0.15"], "--budgets 0.15: no such cell; allowed: 0.05, 0.1, 0.2"),
@@ -313,6 +316,14 @@ def test_options_that_would_do_nothing_are_refused(command, words, said, capsys)
     with pytest.raises(SystemExit) as left:
         command.main(words)
     assert left.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_threads_of_a_gpu_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(run, "device", lambda: "cuda")
+    with pytest.raises(SystemExit):
+        run.read_options(["--lengths", "32", "--threads", "2"])
+    assert "--threads says nothing of a GPU" in capsys.readouterr().err
+    assert run.read_options(["--lengths", "32"]).threads == [1]
 
 
 def test_options_that_are_not_given_are_as_before():

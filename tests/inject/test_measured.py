@@ -231,8 +231,8 @@ def test_what_cannot_be_measured_is_refused(model, ids, options, message):
 def test_texts_that_cannot_be_measured_are_refused(model, ids):
     with pytest.raises(ValueError, match="ids holds 12 tokens; allowed: 16 or more"):
         measure(model, ids[:12], RULES)
-    with pytest.raises(ValueError, match=r"ids has shape \(1, 128\); allowed: integers \[N\] of one text"):
-        measure(model, ids[None], RULES)
+    with pytest.raises(ValueError, match=r"ids has shape \(2, 64\); allowed: integers \[N\] of one text"):
+        measure(model, ids.view(2, 64), RULES)
     shortest = measure(model, ids[:16], RULES, rows=16, spans=((1, 4), (4, 16)))
     assert all(costs.isfinite().all() for costs in shortest.costs.values())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_hyperattn as ha
-from hf_hyperattn import HsaConfig, patch_model
+from hf_hyperattn import HsaConfig, HyperAttnConfig, patch_model
 from hf_hyperattn.engines import Options
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
@@ -290,3 +290,7 @@ def test_settings_that_the_direction_does_not_read_are_named(model, given, name,
     caplog.clear()
     patch_model(model(), HsaConfig((4, 16)))
     assert not caplog.records
+    name = patch_model(model(), HsaConfig((4, 16))).config.hyperattn["hosts"][0]
+    own = HyperAttnConfig([HsaConfig((4, 16))], overrides={name: [HsaConfig((4, 16), **given)]})
+    patch_model(model(), own)
+    assert [r.getMessage() for r in caplog.records if "says nothing" in r.getMessage()] == [said]
