@@ -190,16 +190,18 @@ def attention_function(named=None) -> Callable:
     query is top-left causal. What cannot be honoured raises a ValueError that names it.
     """
 
+    # One function, since all that happens between a model and the kernel is paid at every layer of every token: what
+    # few calls need is a lookup here and a function of call.py. In a graph lookups save nothing, so that the functions
+    # are called always.
     def forward(module, query, key, value, attention_mask, **keywords):
         get, compiling, attributes = keywords.get, torch.compiler.is_compiling(), module.__dict__
         if get("cache") is not None:
             key, value = update_paged(module, key, value, attention_mask, keywords)
-        weights, collector = (
-            bool(get("output_attentions")),
-            getattr(output_capturing, "_active_collector", None),
-        )
+        # Weights are read by whom asks for them, by families that always return them, and by Transformers' collector.
+        weights, collector = bool(get("output_attentions")), getattr(output_capturing, "_active_collector", None)
         if compiling or type(module).__name__.startswith(RETURNING_WEIGHTS) or (collector and collector.get()):
             weights = wants_weights(module, keywords)
+        # Which layers: the host's own; of a name, what the model's config says of it, or the same for all modules.
         layers = module._modules.get("hyper") if named is None else named.layers
         if named is not None:
             says = getattr(getattr(module, "config", None), "hyperattn", None)
@@ -211,9 +213,12 @@ def attention_function(named=None) -> Callable:
             refuse_keywords(module, mask, keywords)
         if exporting_to_onnx() if compiling else torch.onnx.is_in_onnx_export():
             check_onnx(module, getattr(module, BACKEND, "auto"))
+        # `hierarchy=` of the model's call comes down in a context, too, since some families drop keywords on the way.
         hierarchy = get("hierarchy")
         if compiling or CONTEXT in attributes:
             hierarchy = hierarchy_of_call(module, keywords)
+        # What is visible: where the keys begin that a cache still has; an indexer's choice; the mask, cut to the keys;
+        # or, where there is none, position: then `causal` and the window count.
         first = START if mask is None and not compiling else first_key(module, mask, window, n, m)
         if get("indices") is not None:
             mask = within_indices(mask, keywords["indices"], m)
@@ -222,6 +227,7 @@ def attention_function(named=None) -> Callable:
         hides = type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
         causal = get("is_causal")
         causal = bool(getattr(module, "is_causal", hides) if causal is None else causal)
+        # Layers take the query as projected and the factor apart; some families have multiplied one by the other.
         scale, offset = get("scaling"), 0
         scale = float(query.shape[-1]) ** -0.5 if scale is None else float(scale)
         factor = scaling_already_applied(module, scale) if scale == 1.0 else 1.0
