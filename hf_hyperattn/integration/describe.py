@@ -91,7 +91,7 @@ def _by_head(host: dict[str, Any]) -> list[str]:
 
 
 def describe(model: nn.Module, heads: bool = False) -> Description:
-    """Every attention host of a model, its family and layout, what is patched, parameters added, gates as they stand.
+    """Every attention layer of a model, its family and layout, what is patched, parameters added, gates as they stand.
 
     Args:
         model: of Transformers, patched or not, with adapters or not.

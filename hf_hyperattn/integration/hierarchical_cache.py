@@ -132,7 +132,7 @@ class HierarchicalCache(DynamicCache):
         config: of the model, or the model itself; needed where layers are not all alike.
         evict: forget the keys that no later token can see: of layers that are patched with HSA alone, mode="replace",
             where refine_top_k=0, and of those with sparse rules alone, mode="replace", the key heads all of whose query
-            heads have a `Window`. The others keep all; where that are all of them, a warning says why.
+            heads have a `Window` or a rule with `reach`. The others keep all; where all do, a warning says why.
 
     Raises:
         ValueError: `evict` without the model.

@@ -68,7 +68,7 @@ class HyperLoraConfig(LoraConfig):
     Args:
         mechanisms, layers, heads, mode, include_cross_attention: as in `patch_model`.
         r: rank of LoRA's matrices; 0 trains and saves the mechanisms alone, a few KB.
-        target_modules: where LoRA's matrices go, as PEFT has it; None: the linear layers inside the patched hosts.
+        target_modules: where LoRA's matrices go, as PEFT has it; None: the linear layers inside patched attention.
         hyperattn: the same as a `HyperAttnConfig` or its dict, which `mechanisms` and the rest are short for.
 
     All else is `peft.LoraConfig`'s: `lora_alpha`, `use_dora`, `modules_to_save`, `task_type`, ...

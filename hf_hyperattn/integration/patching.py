@@ -41,7 +41,7 @@ def patch_model(
 ) -> Model:
     """Give a pretrained model hierarchy-aware attention, in place.
 
-    Every chosen attention host gets one child, `hyper`, which owns all added parameters. With mode="blend" the
+    Every chosen attention layer gets one child, `hyper`, which owns all added parameters. With mode="blend" the
     patched model computes what it did before, until it is trained.
 
     Args:

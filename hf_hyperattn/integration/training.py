@@ -48,13 +48,13 @@ def lora_config(
     Args:
         model: a patched model.
         r: rank of the LoRA matrices; 0 for none.
-        target_modules: where they go, as PEFT has it; None: the linear layers inside the patched hosts.
+        target_modules: where they go, as PEFT has it; None: the linear layers inside the patched attention layers.
         modules_to_save: further modules that are trained and saved whole, such as a new head.
         task_type: as PEFT has it; None: told from the model's class, where it is one of PEFT's tasks.
         options: all else that `peft.LoraConfig` takes: `lora_alpha`, `lora_dropout`, `bias`, `use_dora`, ...
 
     Raises:
-        ValueError: the model is not patched, or its hosts hold no linear layers and `target_modules` is not given.
+        ValueError: the model is not patched, or its attention holds no linear layers and `target_modules` is not given.
     """
     base = base_model(model)
     hosts = hosts_of_patched(base)

@@ -47,9 +47,9 @@ def hype_attention(
         query_positions: [N] or [B, N], integers or floating point; None: 0, 1, 2, ... Positions get no gradient.
         key_positions: [M] or [B, M], likewise.
         backend: "auto" or the name of an engine. "sdpa" computes the bias as extra columns of Q and K on torch's own
-            kernels, "blockwise" evaluates it on tiles, "reference" stores it whole. "auto" takes sdpa where the call
-            allows it and the columns keep the bias to 2e-3, which they do while the largest bias of two positions
-            is about 16000 at most (docs/hype.md).
+            kernels, "blockwise" evaluates it on tiles, "reference" stores it whole. "auto" takes compiled tiles, or
+            else sdpa, where the call allows it and the columns keep the bias to 2e-3, which they do while the largest
+            bias of two positions is about 16000 at most (docs/hype.md).
 
     Returns:
         [B, H, N, dv] in the query's dtype.

@@ -1,4 +1,4 @@
-"""Configuration of multi-kernel gates."""
+"""Configuration of multiple kernel learning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = get_args(Kind)
 
 @dataclass(frozen=True)
 class MklConfig(MechanismConfig):
-    """Multi-kernel gates: every head's logits weighted, by a softmax over heads."""
+    """Multiple kernel learning: every head's logits weighted, by a softmax over heads."""
 
     mechanism = "mkl"
 
