@@ -1,4 +1,4 @@
-"""What multi-kernel gates cost in a real model: SmolLM2's forward pass, training step and decoding, over stock.
+"""What multiple kernel learning costs in a real model: SmolLM2's forward pass, training step and decoding, over stock.
 
 The weights of heads are random, so that nothing is skipped. Beside every time stands how far the logits are, over their
 largest, from the same model on the definition: dense logits, weighted as the formula says.

@@ -1,4 +1,4 @@
-"""Where multi-kernel gates differ from their definition in a real model: rounding, or an error?
+"""Where multiple kernel learning differs from its definition in a real model: rounding, or an error?
 
 SmolLM2's logits with random weights of heads, over the largest of them, against the definition (dense logits, weighted
 as the formula says) in float64. In float64 the blockwise engine does the same in finer arithmetic: an error would stay,

@@ -322,7 +322,9 @@ def test_the_wheel_carries_every_score_of_the_package():
     keys = json.loads(done.stdout.splitlines()[-1])
     held = {name.strip("*^") for key in keys for name in key.split("+")}
     own = {name for name, term in TERMS.items() if type(term).__module__.startswith("hf_hyperattn.")}
-    assert held == {name for name in own if ":" not in name}  # weighted ones, of multi-kernel attention, are compiled
+    assert held == {
+        name for name in own if ":" not in name
+    }  # weighted ones, of multiple kernel learning, are compiled
     for name in ("umbral", "penumbral_squared", "geodesic", "squared_lorentz", "dot+hype_sinh"):
         assert name in keys  # by name
     for name in ("umbral", "penumbral_squared", "geodesic", "squared_lorentz"):

@@ -1,5 +1,5 @@
-"""Are weights of heads by each token better than one number a head? Language models of bytes from scratch, alike but
-for multi-kernel gates: none, global, conditional; and, as a control that knows the token without weighing kernels,
+"""Are weights of heads by each token better than one number a head? Language models of bytes from scratch, alike but for
+multiple kernel learning: none, global, conditional; and, as a control that knows the token without weighing kernels,
 heads' outputs that are weighted by it.
 """
 

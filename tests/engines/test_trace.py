@@ -492,7 +492,7 @@ def test_the_text_is_part_of_what_a_library_is_kept_under(outsider):
 @needs_compiler
 @first_always("name", ["geodesic", "umbral", "penumbral"])
 def test_weighted_scores_that_read_distances_are_compiled(name):
-    """As multi-kernel attention weighs them."""
+    """As multiple kernel learning weighs them."""
     inputs = [*own_inputs(name, True), tensor(1, 4, 96, seed=103).abs(), tensor(1, 4, 120, seed=104).abs()]
 
     def plain(q, k, v, *numbers):

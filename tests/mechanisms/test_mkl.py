@@ -1,4 +1,4 @@
-"""Multi-kernel gates against loops: the three forms, with any score, in every engine, forward and backward."""
+"""Multiple kernel learning against loops: the three forms, with any score, in every engine, forward and backward."""
 
 import pytest
 import torch

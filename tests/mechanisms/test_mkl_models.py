@@ -1,4 +1,4 @@
-"""Multi-kernel gates in models: how they start, learn, are saved and taken back; caches, padding, refusals."""
+"""Multiple kernel learning in models: how they start, learn, are saved and taken back; caches, padding, refusals."""
 
 import pytest
 import torch

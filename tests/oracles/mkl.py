@@ -1,4 +1,4 @@
-"""Multi-kernel gates by loops in float64."""
+"""Multiple kernel learning by loops in float64."""
 
 import numpy as np
 

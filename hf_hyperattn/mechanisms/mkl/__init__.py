@@ -1,4 +1,4 @@
-"""Multi-kernel gates: heads as kernels with learned weights, global or from the tokens, or summed into one."""
+"""Multiple kernel learning: heads as kernels with learned weights, global or from the tokens, or summed into one."""
 
 from ...registry import Mechanism, register
 from .config import MklConfig

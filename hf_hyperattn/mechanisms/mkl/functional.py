@@ -1,4 +1,4 @@
-"""Attention with multi-kernel gates as a function, shaped like `torch.nn.functional.scaled_dot_product_attention`."""
+"""Attention weighted by multiple kernel learning, as a function shaped like torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 

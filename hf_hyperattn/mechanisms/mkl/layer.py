@@ -1,4 +1,4 @@
-"""Multi-kernel gates inside a host."""
+"""Multiple kernel learning inside a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-kernel gates: the definition. Heads are kernels, and their logits are weighted before softmax.
+"""Multiple kernel learning: the definition. Heads are kernels, and their logits are weighted before softmax.
 
 With M heads, S^m the logits of head m, and β a softmax over heads (multiple kernel learning with one set of weights,
 and its localized form, where weights depend on both tokens):
