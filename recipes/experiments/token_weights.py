@@ -1,6 +1,6 @@
-"""Are weights of heads by each token better than one number a head? Language models of bytes from scratch, alike but for
-multiple kernel learning: none, global, conditional; and, as a control that knows the token without weighing kernels,
-heads' outputs that are weighted by it.
+"""Are weights of heads by each token better than one number a head? Language models of bytes from scratch, alike but
+for multiple kernel learning: none, global, conditional; and, as a control that knows the token without weighing
+kernels, heads' outputs that are weighted by it.
 """
 
 from __future__ import annotations
