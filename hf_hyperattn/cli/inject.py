@@ -94,7 +94,9 @@ def inject_rules(args: argparse.Namespace) -> int:
     args.seed = args.seed or 0
     goal = "1 - cosine" if task.is_encoder else "perplexity"
     cost = CALLED[args.cost or "pairs"]
-    aim = f"{goal} within {args.budget:.1%}" if args.pairs is None else f"{args.pairs:.1%} of {cost}, at any loss"
+    percent = lambda x: f"{100 * x:.4g}%"
+    within, spent = f"{goal} within {percent(args.budget)}", f"{percent(args.pairs or 0)} of {cost}, at any loss"
+    aim = within if args.pairs is None else spent
     aim += f", least of {cost}" if args.pairs is None and args.cost else ""
     print(f"{Path(args.model).name}: {args.mechanism}, {aim}, {task.length:,} tokens a text, "
           f"{'' if task.is_encoder else f'seed {args.seed}, '}{torch.get_num_threads()} threads\n"
@@ -108,6 +110,7 @@ def inject_rules(args: argparse.Namespace) -> int:
         rivals = injection.compare(bar) if args.compare else {}
         bar.describe("timing")
         pays = pays_from(model, ids_of(next(iter(injection.texts[2].values()))), positions_of(task.config))
+    report["attention_seconds"] = dict(zip(("before", "after"), pays.seconds[task.length]))
     show_measured(injection)
     show_tried(injection.tried, task.is_encoder)
     show_verified(report)

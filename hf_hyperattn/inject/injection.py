@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..analysis.cost import PeakMemory, attention_times
+from ..analysis.cost import PeakMemory
 from ..integration import patch_model, unpatch_model
 from .allocate import Allocation
 from .costs import Cost, CostName, cost_of
@@ -120,7 +120,7 @@ class Injection(ABC):
         Raises:
             ValueError: no rule keeps the budget, or the model is of another kind.
         """
-        self.progress, held_out = progress, self.texts[2]
+        self.progress = progress
         self.measure()
         progress.describe("the model as it is")
         allocation = self.search()
@@ -153,7 +153,6 @@ class Injection(ABC):
             **self.verified(stock[0], sparse[0]),
             "refused": [{"pairs": a.pairs, "losses": losses} for a, losses in self.rejected],
             "seconds": pair(stock[1], sparse[1]),
-            "attention_seconds": pair(*attention_times(self.model, ids_of(next(iter(held_out.values()))))),
             "memory": pair(stock[2], sparse[2]),
             "length": self.length,
         }
