@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..files import read_json, write_atomically
+from ..integration.checkpoint_files import errors_as
 from ..integration.offloaded import is_offloaded, storage_of
 from .rules import CandidateRule
 
@@ -67,8 +68,11 @@ class Kept:
         return self.folder / f"{layer}.safetensors"
 
     def read(self, layer: str) -> dict[str, Tensor] | None:
-        """The tensors of a layer; None where it was not measured."""
-        return load_file(self.file(layer)) if self.file(layer).is_file() else None
+        """The tensors of a layer; None where it was not measured. A damaged file is an error that names it."""
+        if not self.file(layer).is_file():
+            return None
+        with errors_as(f"{self.file(layer)} is damaged, delete it to measure anew"):
+            return load_file(self.file(layer))
 
     def write(self, layer: str, tensors: dict[str, Tensor]) -> None:
         """Keep the tensors of a layer, whole or not at all."""

@@ -26,6 +26,7 @@ from ..analysis.perplexity import one_text
 from ..fields import refuse
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
+from ..mechanisms.places import padding_of
 from .gradients import Spans, attention_gradients, loss_of, predicted_of
 from .kept import Kept, fingerprint
 from .rules import CHUNK, CandidateRule
@@ -207,8 +208,15 @@ def is_plain(call: HostCall, length: int) -> bool:
     """Whether the attention is causal over the whole text, with nothing that rules do not have."""
     options = call.options
     windowed = options.window is not None and options.window < length
-    plain = options.mask is None and options.bias is None and options.softcap is None and not windowed
-    return plain and call.is_causal and call.query.shape[2] == call.key.shape[2] == length
+    plain = options.bias is None and options.softcap is None and not windowed
+    plain = plain and call.is_causal and call.query.shape[2] == call.key.shape[2] == length
+    return plain and (options.mask is None or hides_nothing_before(options.mask, length))
+
+
+def hides_nothing_before(mask: Tensor, length: int) -> bool:
+    """Whether a mask hides later tokens alone, as that of gpt-oss does, which has no call without one."""
+    real = padding_of(mask, length, False, True)
+    return real is not None and bool(real.all())
 
 
 def compare(

@@ -7,14 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import hf_hyperattn as ha
 from hf_hyperattn.inject import choose, examples, hsa, measure, predicted_losses, sparse
 from hf_hyperattn.inject.gradients import attention_gradients, loss_of
 from hf_hyperattn.inject.measure import Sensitivity, sample
 from hf_hyperattn.inject.sparse import SparseHeadRule
+from hf_hyperattn.mechanisms.base import Plan
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, SparseConfig, Window
+from hf_hyperattn.registry import get_mechanism
 from tests.cli import tiny
 
 LENGTH = 128
@@ -89,6 +91,29 @@ def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
         assert torch.allclose(costs, by_chunk.costs[name], rtol=1e-4, atol=1e-12)
 
 
+def test_masks_of_later_tokens_are_looked_through_and_sinks_counted(ids):
+    """gpt-oss makes a mask for every call: that of its layer with a sliding window hides more, and leaves it out."""
+    kinds = ["full_attention", "sliding_attention"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "layer_types": kinds, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(vocab_size=260, sliding_window=32, **sizes, **heads)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    rules = [*RULES[1:], hsa.HsaHeadRule((4, 16), 8, 2, 1, -1.0)]
+    measured = measure(model, ids, rules, rows=LENGTH, keep_slopes=True)
+    assert list(measured.costs) == ["model.layers.0.self_attn"]
+    call, out, g = seen_calls(model, ids)["model.layers.0.self_attn"]
+    assert call.options.mask is not None and call.options.sinks is not None
+    for c, rule in enumerate(rules):
+        config = rule.layer_config([rule] * 4, LENGTH)
+        under, _ = get_mechanism(config.mechanism).layer(config, None, "replace").change(Plan.of(call)).run()
+        slopes = (g * (under - out)).sum(-1)[0].T.detach()
+        assert torch.allclose(measured.slopes["model.layers.0.self_attn"][..., c], slopes, rtol=1e-3, atol=1e-5)
+        assert slopes.abs().max() > 1e-3
+
+
 def test_a_rule_alone_costs_what_a_patched_model_differs_by(model, ids):
     """The patched model's attention under the allocation's config is what was compared."""
     rules = RULES[1:3]
@@ -133,6 +158,14 @@ def equal(a, b):
     return a.loss == b.loss and all(
         list(x) == list(y) and all(torch.equal(x[n], y[n]) for n in x) for x, y in zip(tensors(a), tensors(b))
     )
+
+
+def test_a_damaged_file_is_named(model, ids, tmp_path):
+    measure(model, ids, RULES, rows=32, folder=tmp_path)
+    file = next(tmp_path.rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match="safetensors is damaged, delete it to measure anew"):
+        measure(model, ids, RULES, rows=32, folder=tmp_path)
 
 
 def test_what_is_kept_is_what_was_measured(model, ids, tmp_path):
