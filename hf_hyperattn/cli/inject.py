@@ -71,6 +71,10 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) not in (None, False) and args.mechanism in mechanisms:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} says nothing for --mechanism {args.mechanism}; leave it out")
+    if args.allow_slower and args.cost == "bytes":
+        raise ValueError(
+            "--allow-slower says nothing with --cost bytes, which writes a slower model too; leave it out"
+        )
     device_map.read_device_map(args.device_map)
     if args.output is not None:
         check_replaceable(Path(args.output), args.force, args.model)

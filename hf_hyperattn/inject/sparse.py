@@ -102,10 +102,11 @@ def seen(
     if query.shape[1] <= AT_ONCE:
         return rule.mask(query[None], key[None], scale)[0][:, at]
     parts = []
+    later = rule.earlier if getattr(rule, "query", None) == "chunk" else 0  # the rest of the last query's chunk
     for start in starts:
         first = max(0, start - rule.earlier)
-        part = query[None, :, first : start + CHUNK]
-        parts.append(rule.mask(part, key[None], scale, first, start - first)[0])
+        part = query[None, :, first : start + CHUNK + later]
+        parts.append(rule.mask(part, key[None], scale, first, start - first)[0][:, :CHUNK])
     return torch.cat(parts, 1)
 
 

@@ -240,6 +240,7 @@ def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkey
 def test_options_that_say_nothing_are_refused(capsys, folder):
     for mechanism, more, said in (
         ("hsa", ["--allow-slower"], "--allow-slower says nothing for --mechanism hsa"),
+        ("sparse", ["--cost", "bytes", "--allow-slower"], "--allow-slower says nothing with --cost bytes"),
         ("sparse", ["--rank", "4"], "--rank says nothing for --mechanism sparse"),
         ("collaborative", ["--compare"], "--compare says nothing"),
         ("collaborative", ["--retrieval-budget", "1"], "--retrieval-budget says nothing"),

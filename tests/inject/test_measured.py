@@ -84,6 +84,7 @@ def test_slopes_and_divergences_of_sparse_rules_are_those_of_their_masks(model, 
 
 def test_long_texts_select_by_chunks_as_short_ones_do(model, ids, monkeypatch):
     rules = [SparseHeadRule(Pages(8, 2, 4, 2, "bounds", query, 16)) for query in ("own", "first", "previous")]
+    rules.append(SparseHeadRule(Pages(8, 2, 4, 2, "bounds", "chunk", 40)))
     at_once = measure(model, ids, rules, rows=64)
     monkeypatch.setattr(sparse, "AT_ONCE", 0)
     by_chunk = measure(model, ids, rules, rows=64)
