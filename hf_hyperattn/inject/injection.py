@@ -258,9 +258,14 @@ class Injection(ABC):
         return made
 
     def attempt(self, allocation: Allocation, before: dict[str, Any]) -> None:
-        """Try an allocation on the second texts."""
+        """Try an allocation on the second texts; what has been tried is not read again."""
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs")
-        self.tried.append((allocation, self.losses_under(allocation, 1, before)))
+        found = next((losses for made, losses in self.tried if made.layers == allocation.layers), None)
+        if found is None:
+            found = self.losses_under(allocation, 1, before)
+        else:
+            self.progress.advance(len(self.texts[1]))
+        self.tried.append((allocation, found))
 
 
 def ids_of(item: Item) -> Tensor:

@@ -45,8 +45,10 @@ def verify(model: PreTrainedModel, texts: Mapping[str, Tensor], examples: Sequen
         examples: as `hf_hyperattn.inject.examples` makes them.
 
     Raises:
-        ValueError: a text is called like the task of an example, whose loss would take its place.
+        ValueError: there is no text; or one is called like the task of an example, whose loss would take its place.
     """
+    if not texts:
+        raise ValueError("texts is empty; allowed: one or more by name")
     refuse_names(texts, {example.task for example in examples})
     seconds, losses = 0.0, {}
     with evaluation_mode(model):

@@ -316,6 +316,8 @@ def test_an_encoder_is_tied_within_its_budget(capsys, folder, tmp_path):
     assert code == 0, out + err
     report = json.loads((tmp_path / "out" / "hyperattn_inject.json").read_text())
     assert report["metric"] == "cosine" and report["pairs"] < 1
+    (row, *_) = (line for line in out.splitlines() if line.startswith("cosine, "))
+    assert row.split()[-1] == f"{next(iter(report['texts'].values()))['loss']:.4f}"
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,8 @@ def test_verification_is_of_texts_and_tasks(model, made, words):
         assert found.texts[name] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-4)
     assert set(found.retrieval) == {"copying", "needle"} and found.seconds > 0
     assert set(found.losses(found).values()) == {0.0}
+    with pytest.raises(ValueError, match="texts is empty; allowed: one or more by name"):
+        verify(model, {})
 
 
 def test_a_text_that_is_called_like_a_task_is_refused(model, made, words):

@@ -184,6 +184,14 @@ def test_the_first_choices_correct_what_is_expected_by_texts_in_units_of_their_b
     assert torch.equal(made.alone["a"], torch.tensor([[3.0, 1.0], [3.0, 1.0]]).double())
 
 
+def test_what_has_been_tried_is_not_read_again():
+    made = fake(0.001)
+    for lost in (0.001, 0.002):
+        made.lost = lost
+        made.attempt(Allocation({"a": (made.rules[0],) * 2}, LENGTH, lost), {"text": None})
+    assert [losses for _, losses in made.tried] == [{"text": 0.001}] * 2
+
+
 def test_three_choices_at_a_share_of_the_pairs_are_corrected_twice(monkeypatch):
     made, powers = fake(0.001, pairs=0.3), []
     real = causal.corrected
@@ -201,6 +209,7 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
     def first_fails(*arguments):
         correct(*arguments)
         made.lost = 0.0  # all that comes later holds
+        made.tried[-1] = Allocation({}, LENGTH), made.tried[-1][1]  # what was tried would not be read again
 
     made.correct, made.choose = first_fails, lambda pairs: asked.append(pairs) or choose_at(pairs)
     assert made.search() is not None
