@@ -6,6 +6,7 @@ from transformers import BertConfig, BertModel
 
 from hf_hyperattn.inject import hsa
 from hf_hyperattn.inject.encoder import EncoderInjection
+from tests.integration.hat_models import hat
 
 
 class Quiet:
@@ -37,6 +38,16 @@ def test_rivals_are_measured_and_not_chosen():
         assert {r.family for rules in allocation.layers.values() for r in rules} <= {family, "exact"}
     alone = [costs.min().item() for costs in made.losses_of(made.rivals).values()]
     assert all(cost > 0 for cost in alone)
+
+
+def test_layers_of_segments_are_not_measured_as_if_they_saw_all():
+    made = injection()
+    made.model, made.texts = hat(segment_length=16), [{"a": texts["a"] % 61} for texts in made.texts]
+    with pytest.raises(ValueError, match="HatModel: no layer attends to all of 64 tokens; allowed: a length that"):
+        made.run(Quiet())
+    made.length, passages = 16, made.texts[0]["a"][:, :16]
+    assert made.whole_layers(passages) == [f"segment_blocks.{i}.attention" for i in range(3)]
+    assert not made.model.training and not hasattr(made.model.config, "hyperattn")
 
 
 def test_an_encoder_has_no_cache_to_make_small():
