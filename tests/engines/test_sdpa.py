@@ -67,6 +67,17 @@ def test_values_of_another_dtype():
     assert_close(got, attention(dot_score(q, k), v.bfloat16(), backend="reference")[0], 1e-5, "output")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [2, N])
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_an_added_mask_beside_values_of_another_dtype(n, dtype, backend):
+    """The kernel for CPUs reads a float32 mask beside float64 numbers as if it held such, and beyond its end."""
+    q, k, v = qkv(1, 2, lq=n, lk=M, d=8, dtype=torch.float32)
+    options = Options(mask=tensor(1, 1, n, M, seed=4, dtype=torch.float32))
+    got, _ = attention(dot_score(q, k), v.to(dtype), options, backend=backend)
+    assert_close(got, attention(dot_score(q, k), v.to(dtype), options, backend="reference")[0], 1e-5, "output")
+
+
 def test_a_score_with_other_features_is_not_taken_for_its_source():
     """A mechanism that rescales the features of a dot product keeps what it did."""
     q, k, v = qkv(1, 2, lq=N, d=8, dtype=torch.float32)
