@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
+from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 
 def is_recorded() -> bool:
@@ -17,6 +19,18 @@ def is_recorded() -> bool:
 def is_exporting() -> bool:
     """Whether `torch.export` or `torch.onnx.export` is running, and not `torch.compile`."""
     return torch.compiler.is_exporting()
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode derivatives are taken, which kernels do not see on a tensor, and would lose in silence."""
+    return not is_recorded() and forward_ad._current_level >= 0
+
+
+def is_transformed() -> bool:
+    """Whether the call is inside one of torch.func's transforms, or forward-mode derivatives are taken: plain operators
+    alone know these.
+    """
+    return not is_recorded() and (peek_interpreter_stack() is not None or forward_ad._current_level >= 0)
 
 
 def can_read(*tensors: Tensor | None) -> bool:

@@ -14,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..readable import is_exporting, is_recorded
+from ..readable import is_exporting, is_recorded, is_transformed
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
 from .options import Options, check_broadcast, full_precision
 from .score import DOT, PairScore, learns, repeat_heads, working_dtype
@@ -69,6 +70,19 @@ def check_backend(backend: str) -> str:
     return backend
 
 
+def check_transforms(backend: str) -> None:
+    """Refuse an engine that is an operator of its own where that would lose derivatives, or fail.
+
+    Raises:
+        ValueError: inside torch.func's transforms and forward-mode derivatives, of "blockwise", "cpu" and "triton".
+    """
+    if backend in ("blockwise", "cpu", "triton") and is_transformed():
+        raise ValueError(
+            f"backend={backend!r} cannot compute this call: torch.func's transforms and forward-mode derivatives know "
+            "plain operators alone; use backend='auto' or 'reference'"
+        )
+
+
 def attention(
     score: PairScore,
     value: Tensor,
@@ -119,6 +133,7 @@ def attention(
         options.softcap is None,
         bool(options.dropout_p),
         _get_current_dispatch_mode() is None and peek_interpreter_stack() is None,
+        forward_ad._current_level < 0,
         os.environ.get(native.SETTING),
         score.width is None,
         score.make_features is None,
@@ -152,6 +167,7 @@ def resolve(score: PairScore, value: Tensor, options: Options, backend: str, wei
     name = choose(score, value, options, weights) if check_backend(backend) == "auto" else backend
     if weights and name != "reference":
         raise ValueError(f"backend={name!r} returns no weights; use backend='reference' or 'auto'")
+    check_transforms(name)
     if backend == "auto" and not weights and not torch.compiler.is_compiling() and depends_on_call(score, name):
         return attend_by_choice
     if ENGINES[name] is cpu.attend:
@@ -199,7 +215,7 @@ def choose(score: PairScore, value: Tensor, options: Options, weights: bool) -> 
     """The engine for `auto`: SDPA for a plain dot product, compiled tiles for all else; where they cannot serve, SDPA
     for what it can add to a dot product, then blocks, or the whole matrix where that is faster to do (dense.py).
     """
-    if weights or is_exporting():  # a program is made of plain operators, and needs nothing of ours
+    if weights or is_exporting() or is_transformed():  # of plain operators, a program too, which needs nothing of ours
         return "reference"
     compiling = torch.compiler.is_compiling()  # no guard on lengths: a compiled or exported call serves all of them
     size = 0 if compiling else math.prod(score.shape)
@@ -228,7 +244,7 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> bool:
 
 def tiles_pay(score: PairScore, value: Tensor, options: Options) -> bool:
     """Whether compiled tiles compute a plain dot product faster than SDPA; its lengths are not asked while tracing."""
-    if not is_plain(score) or is_exporting() or torch.jit.is_tracing():
+    if not is_plain(score) or is_exporting() or torch.jit.is_tracing() or is_transformed():
         return False
     if not torch.compiler.is_compiling():
         size = math.prod(score.shape)

@@ -41,6 +41,32 @@ def graph_of(term, required: bool = False) -> Traced | None:
         return None
 
 
+class _Once(torch.autograd.Function):
+    """The first `count` tensors as they are; the others are what these were made of."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors: Tensor):
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("hf_hyperattn: this attention has no second derivative; allowed: gradients of the output")
+
+
+def once_differentiable(gradients: Sequence[Tensor | None], *origins: Tensor | None) -> list[Tensor | None]:
+    """Gradients that a backward pass has made without a graph, of these tensors.
+
+    Differentiated again they are an error whichever way that comes. torch's own decorator of this name is silent where
+    the second derivative is asked of tensors that other ways lead to as well, and where the output was only summed.
+    """
+    there = [g for g in gradients if g is not None]
+    known = [t for t in origins if t is not None]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in known):
+        return list(gradients)
+    found = iter(_Once.apply(len(there), *there, *known))
+    return [g if g is None else next(found) for g in gradients]
+
+
 def evaluate(node: Node, values: dict[Node, Tensor]) -> Tensor:
     """A node's value, from those of leaves; adds what it computes to them."""
     if node not in values:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..readable import is_exporting
+from ..readable import is_exporting, is_forward_mode
 from .graph_torch import graph_of, vjp
 from .options import Options
 
@@ -461,7 +461,7 @@ def learns(score: PairScore, value: Tensor, options: Options) -> bool:
             *term.column,
             *term.head,
             term.gate,
-            *(() if term.reader is None else term.reader.parameters),
+            *(() if term.reader is None else (*term.reader.parameters, *term.reader.head)),
         )
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
@@ -490,7 +490,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def euclidean(x: Tensor, y: Tensor) -> Tensor:
     """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
-    if is_exporting():  # ONNX has no cdist
+    if is_exporting() or is_forward_mode():  # ONNX has no cdist, and that has no forward-mode derivative
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
     return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
 

@@ -156,8 +156,8 @@ OTHERWISE = {
     "term": dict(term="umbral"),
     "gate": dict(gate=torch.ones(2)),
     "capped": dict(capped=True),
-    "reader": dict(reader=SimpleNamespace(name="one", parameters=())),
-    "another reader": dict(reader=SimpleNamespace(name="two", parameters=())),
+    "reader": dict(reader=SimpleNamespace(name="one", parameters=(), head=())),
+    "another reader": dict(reader=SimpleNamespace(name="two", parameters=(), head=())),
     "low rank": dict(low_rank_factors=lambda: None),
     "statistics": dict(statistics=lambda: None),
 }

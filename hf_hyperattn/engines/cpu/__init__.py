@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...readable import is_recorded
+from ...readable import is_recorded, is_transformed
 from .. import blockwise, native, serialize
 from ..options import Options
 from ..score import PairScore, learns
@@ -58,7 +57,7 @@ def decodes(score: PairScore, value: Tensor, options: Options) -> kernels.Decode
     if not (few and plain and on_cpu) or options.dropout_p or learns(score, value, options):
         return None
     readable = score.is_product or any(t.reader is not None for t in score.terms)
-    watched = _get_current_dispatch_mode() or peek_interpreter_stack()  # who counts operators sees none here
+    watched = _get_current_dispatch_mode() or is_transformed()  # who counts operators sees none here
     return kernels.decode_layout(score, options) if readable and not watched else None
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...readable import is_exporting
+from ...readable import is_exporting, is_transformed
 from .. import native, serialize
 from ..options import Options
 from ..score import DistanceTerm, PairScore
@@ -333,7 +334,8 @@ def squared_norms(vectors: Sequence[Tensor], dtype: torch.dtype, width: int) -> 
     """The sums of the squares of the first `width` numbers of each row, [B, H, L] for each tensor [B, H, L, d]."""
     squares: list[Tensor] = []
     direct: Any = None
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()) and _get_current_dispatch_mode() is None:
+    recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not recorded and _get_current_dispatch_mode() is None and forward_ad._current_level < 0:
         direct = library.CORES.get(os.environ.get(native.SETTING))
     for x in vectors:
         # while tracing no question about lengths, which would be a guard
@@ -359,7 +361,7 @@ def _squared_norms(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 def norms_compiled(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether the compiled kernel serves; for a few rows it does not pay, and an exported program has none."""
-    if is_exporting():
+    if is_exporting() or is_transformed():
         return False
     if not torch.compiler.is_compiling() and x.numel() <= SMALL:
         return False

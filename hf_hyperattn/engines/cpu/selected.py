@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...readable import can_read
+from ...readable import can_read, is_transformed
 from . import library
 from .kernels import chunks_of
 
@@ -61,7 +61,7 @@ KEPT = len(BY)
 def serves(query: Tensor) -> bool:
     """Whether the compiled kernel can compute a call with this query."""
     suitable = query.dtype in (torch.float32, torch.bfloat16) and query.device.type == "cpu" and can_read(query)
-    return suitable and library.core_is_ready()
+    return suitable and not is_transformed() and library.core_is_ready()
 
 
 def _flat(rules: Sequence[HeadRule]) -> list[int]:

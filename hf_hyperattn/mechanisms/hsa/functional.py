@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...engines import Options, dot_score
+from ...engines import Options, attention, dot_score
 from ...engines.options import check_broadcast, full_precision
 from ...fields import short
 from ...hierarchy import Hierarchy
 from ...hierarchy.windows import checked_sizes
-from ...readable import can_read
+from ...readable import can_read, is_recorded
 from ..checks import check_call, check_choice
 from .config import TYINGS, HsaConfig, Tying
 from .request import Request, hierarchical
@@ -94,6 +94,8 @@ def hierarchical_attention(
     batch, heads, n, _ = query.shape
     mask = check_broadcast("attn_mask", attn_mask, (batch, heads, n, key.shape[2]))
     options = Options(mask=mask, is_causal=is_causal, dropout_p=dropout_p)
+    if not (is_recorded() or (query.numel() and key.numel())):  # nothing to tie
+        return attention(dot_score(query, key, scale), value, options)[0].to(query.dtype)
     with full_precision(query.device):
         request = Request(hierarchy, rule, is_causal, backend)
         out, _ = hierarchical(dot_score(query, key, scale), value, options, request)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
-from ...readable import can_read, is_exporting
+from ...readable import can_read, is_exporting, is_transformed
 from ..base import START, FirstKey
 from ..places import padding_of, real_of
 from . import operator, portable
@@ -87,8 +87,13 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
             "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
-    if is_exporting() and portable.supports(query, key, options, request):
+    if (is_exporting() or is_transformed()) and portable.supports(query, key, options, request):
         return portable.attend(query, key, value, options, request)
+    if is_transformed():
+        raise ValueError(
+            "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with what needs more than "
+            "plain operators; allowed: windows over a whole row, a bool mask or none, and refinement where it is causal"
+        )
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)
     plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
@@ -123,7 +128,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
     else:
         if options.mask is not None:
-            options = replace(options, mask=mask if real is None else None)
+            options = replace(options, mask=mask if real is None or _learned(mask) else None)
         out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
@@ -168,6 +173,11 @@ def _tied_keys(
     )  # fmt: skip
 
 
+def _learned(mask: Tensor | None) -> bool:
+    """Whether a mask wants a gradient, also one that hides padding and no more."""
+    return mask is not None and mask.requires_grad and torch.is_grad_enabled()
+
+
 def _same(real: Tensor, outside: Tensor | None) -> bool:
     """Whether what a mask shows of the keys are all real tokens that there are."""
     return bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
@@ -202,6 +212,7 @@ def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request
         "attention sinks": options.sinks is not None,
         "attention dropout": bool(options.dropout_p),
         "a mask that hides more than padding": options.mask is not None and real is None,
+        "a mask that wants a gradient": _learned(options.mask),
     }
     for name, there in refused.items():
         if there:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...engines.cpu import norms
 from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
+from ...readable import is_transformed
 from .reference import direction_and_norm, half_radius, shortest
 
 #: Columns beside the d of the value itself.
@@ -38,7 +39,7 @@ def midpoint_columns(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
     """
     dtype = working_dtype(value)
     learns = torch.is_grad_enabled() and (value.requires_grad or curvature.requires_grad)
-    if not torch.compiler.is_compiling() and not learns:
+    if not torch.compiler.is_compiling() and not learns and not is_transformed():
         return _columns_at_once(value, curvature.to(dtype), scale)
     direction, norm = direction_and_norm(value.to(dtype), scale)
     if curvature.shape[0] > 1:

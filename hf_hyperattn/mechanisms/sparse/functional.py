@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ def sparse_attention(
     scale = float(width**-0.5) if scale is None else scale
     score = dot_score(query, key, scale)
     plain = replace(options, dropout_p=dropout_p)
-    if not key.shape[2] or all_exact(by_length):
+    if not math.prod(score.shape) or all_exact(by_length):  # nothing to select of
         return attention(score, value, plain, backend=backend)[0].to(query.dtype)
     text, options = text_of(query, key, options, by_length), plain
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)

@@ -224,7 +224,6 @@ def text_of(
     return Text(last, before, earlier, make, plain and not dropped)
 
 
-@torch.no_grad()
 def masked(
     query: Tensor,
     key: Tensor,
@@ -234,7 +233,7 @@ def masked(
     text: Text | None = None,
     window: int | None = None,
 ) -> Options:
-    """The options of a causal call, with what its rules hide hidden.
+    """The options of a causal call, with what its rules hide hidden; a mask that is added keeps its gradient.
 
     Args:
         query, key: [B, H, N, d] and [B, Hkv, M, d], which rules select by.
@@ -247,14 +246,18 @@ def masked(
     Raises:
         ValueError: a rule reads queries before those of the call, which are not known.
     """
-    if all_exact(rules):
-        return options
+    return options if all_exact(rules) else hide(options, _seen(query, key, scale, options, rules, text, window))
+
+
+@torch.no_grad()
+def _seen(query, key, scale, options: Options, rules: ByLength, text: Text | None, window: int | None) -> Tensor:
+    """Bool [B, H, N, M], what the rules let be seen; arguments as in `masked`."""
     text = text_of(query, key, options, rules) if text is None else text
     places, heads = text.places, query.shape[1]
     call = rule_call(query, repeat_heads(key, heads), scale, places, text.before, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
     slots = places.key.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
-    return hide(options, seen.gather(3, slots) & (places.key >= 0)[:, None, None])
+    return seen.gather(3, slots) & (places.key >= 0)[:, None, None]
 
 
 def all_exact(rules: ByLength) -> bool:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...engines import blockwise, serialize
-from ...engines.dispatch import DENSE_ELEMENTS, checked
+from ...engines.dispatch import DENSE_ELEMENTS, check_transforms, checked
 from ...engines.options import Options, full_precision, key_range
 from ...engines.score import PairScore
 from ...engines.tiles import Call, Tile
-from ...readable import is_exporting
+from ...readable import is_exporting, is_transformed
 from . import reference
 
 BACKENDS = ("auto", "reference", "blockwise")
@@ -56,7 +56,7 @@ def talking_heads(
         The output [B, H, N, dv] in the score's dtype (float32 or float64), and the weights or None.
 
     Raises:
-        ValueError: an unknown backend, or weights from blocks.
+        ValueError: an unknown backend, or weights from blocks, or blocks inside torch.func's transforms.
     """
     if backend not in BACKENDS:
         raise ValueError(
@@ -65,6 +65,7 @@ def talking_heads(
         )
     if weights and backend == "blockwise":
         raise ValueError("backend='blockwise' returns no weights; use backend='reference' or 'auto'")
+    check_transforms(backend)
     options = checked(options or Options(), score)
     before, after = (None if m is None else m.to(score.dtype) for m in (before, after))
     dense = backend == "reference" or weights or (backend == "auto" and small(score))
@@ -80,7 +81,7 @@ def small(score: PairScore) -> bool:
     """
     if torch.compiler.is_compiling():
         return is_exporting()
-    return math.prod(score.shape) <= DENSE_ELEMENTS
+    return is_transformed() or math.prod(score.shape) <= DENSE_ELEMENTS
 
 
 def in_blocks(

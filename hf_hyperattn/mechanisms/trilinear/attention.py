@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...engines.blockwise import gradient_shapes
-from ...engines.dispatch import checked
+from ...engines.dispatch import check_transforms, checked
 from ...engines.options import Options, full_precision
 from ...engines.score import dot_score
 from ...engines.serialize import differentiable
 from ...engines.tiles import by_group
-from ...readable import is_exporting, is_recorded
+from ...readable import is_exporting, is_recorded, is_transformed
 from ..checks import check_choice
 from . import tiles
 from .reference import Windows, simplicial
@@ -59,7 +59,9 @@ def attend(
     if backend == "blockwise" and (weights or learned):
         what = "returns no weights" if weights else "gives no gradient to attn_mask"
         raise ValueError(f"backend='blockwise' {what}; use backend='reference' or 'auto'")
-    dense = weights or learned or is_exporting() or (not is_recorded() and small(query, keys[0].shape[2]))
+    check_transforms(backend)
+    dense = weights or learned or is_exporting() or is_transformed()
+    dense = dense or (not is_recorded() and small(query, keys[0].shape[2]))
     with full_precision(query.device):
         if backend == "reference" or (backend == "auto" and dense):
             options = options if offset is None else replace(options, offset=int(offset))

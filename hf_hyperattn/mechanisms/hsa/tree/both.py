@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ....engines.graph_torch import once_differentiable
 from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
 from ....readable import can_read
@@ -88,7 +89,10 @@ def run(
     query = query.unflatten(1, (kv_heads, query.shape[1] // kv_heads)).transpose(2, 3)
     leaves = [layout.to_leaves(x) for x in (query, key, value)]
     terms = pair_terms(layout, kv_heads, position_bias, tables, query.dtype)
-    out, root = _Both.apply(layout, scale, keep_diagonal, *leaves, *terms)
+    made_of: Tensor | None = None
+    if torch.is_grad_enabled():  # a number that is all tensors' and holds the memory of none
+        made_of = torch.stack([t[..., :0].sum() for t in (*leaves, *terms) if t is not None]).sum()
+    out, root = _Both.apply(layout, scale, keep_diagonal, made_of, *leaves, *terms)
     return layout.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
 
 
@@ -96,18 +100,20 @@ class _Both(torch.autograd.Function):
     """`UpDown` with its own backward: it needs O(nodes · d) memory however wide the families."""
 
     @staticmethod
-    def forward(ctx, layout, scale, keep_diagonal, query, key, value, *terms):
+    def forward(ctx, layout, scale, keep_diagonal, made_of, query, key, value, *terms):
         up_down = UpDown(layout, scale, keep_diagonal, query, key, value, terms)
         out = up_down.run()
         if any(ctx.needs_input_grad):
             ctx.up_down = up_down
+            ctx.save_for_backward(made_of)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_root):
-        query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
-        return None, None, None, query, key, value, *terms
+        with torch.no_grad():
+            query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
+        gradients = once_differentiable([query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root)
+        return None, None, None, None, *gradients
 
 
 def compiled(query, key, value, hierarchy, scale, keep_diagonal, position_bias, tables):
