@@ -226,3 +226,25 @@ def test_the_gradients_of_each_row_by_torch_func():
         model.zero_grad()
         model(ids[row : row + 1], use_cache=False).logits.square().mean().backward()
         assert all((rows[n][row] - model.get_parameter(n).grad).abs().max() <= 1e-6 for n in added)
+
+
+@pytest.mark.parametrize("mode", ["replace", "blend"])
+@pytest.mark.parametrize("name", ["cone", "hyperbolic", "hype", "hsa", "talking_heads", "conditional", "windowed"])
+def test_the_gradients_of_long_rows_by_torch_func(name, mode):
+    """Kernels would serve such rows, and know no transforms."""
+    make, config = PATCHES[name]
+    model = ha.patch_model(make(num_hidden_layers=1), config, mode=mode)
+    perturb(model)
+    ids = torch.randint(5, 90, (2, 50), generator=torch.Generator().manual_seed(1))
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss(parameters, row):
+        return functional_call(model, parameters, (row[None],), {"use_cache": False}).logits.square().mean()
+
+    rows = vmap(grad(loss), in_dims=(None, 0))(parameters, ids)
+    for row in range(len(ids)):
+        model.zero_grad()
+        model(ids[row : row + 1], use_cache=False).logits.square().mean().backward()
+        for n, p in model.named_parameters():
+            want = torch.zeros_like(p) if p.grad is None else p.grad
+            assert (rows[n][row] - want).abs().max() <= 1e-3 * want.abs().max() + 1e-7, n

@@ -88,7 +88,8 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
         )
     if (is_exporting() or is_transformed()) and portable.supports(query, key, options, request):
-        return portable.attend(query, key, value, options, request)
+        out, shares = portable.attend(query, key, value, options, request)
+        return out, shares if request.weights else None
     if is_transformed():
         raise ValueError(
             "hsa was called inside torch.func's transforms, or for forward-mode derivatives, with what needs more than "
