@@ -21,16 +21,18 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+@torch.compiler.assume_constant_result  # its compiler guards both
 def is_forward_mode() -> bool:
     """Whether forward-mode derivatives are taken, which kernels do not see on a tensor, and would lose in silence."""
-    return not is_recorded() and forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
 
 
+@torch.compiler.assume_constant_result
 def is_transformed() -> bool:
     """Whether the call is inside one of torch.func's transforms, or forward-mode derivatives are taken: plain operators
     alone know these.
     """
-    return not is_recorded() and (peek_interpreter_stack() is not None or forward_ad._current_level >= 0)
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def can_read(*tensors: Tensor | None) -> bool:

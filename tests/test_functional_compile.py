@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 from torch.export import Dim
+from torch.func import grad, jvp
 
-from hf_hyperattn.functional import cone_attention, sparse_attention
+from hf_hyperattn.functional import cone_attention, hype_attention, sparse_attention
 from hf_hyperattn.mechanisms.sparse import Window
 from tests.oracles.cases import BACKENDS, PAIRINGS, assert_close, assert_gradients, per_head, qkv
 from tests.oracles.marks import first_always
@@ -113,3 +114,16 @@ def test_exports_with_a_mask(backend):
         program = torch.export.export(model, masked(12), dynamic_shapes=shapes)
         for other in (12, 33):
             assert_close(program.module()(*masked(other)), model(*masked(other)), 1e-5, f"length {other}")
+
+
+@pytest.mark.parametrize("function", [cone_attention, partial(hype_attention, mu=0.01, tau=1.0)], ids=["cone", "hype"])
+def test_transforms_inside_a_compiled_function(function):
+    """The compiler would put the kernel into its graph, whose derivative by forward mode is nothing."""
+    torch._dynamo.reset()
+    at, step = (tuple(t.detach() for t in inputs(80)) for _ in range(2))
+    call = partial(function, enable_gqa=True)
+    derivatives = (lambda a, s: jvp(call, a, s)[1], lambda a, s: grad(lambda q: call(q, *a[1:]).square().sum())(a[0]))
+    for derivative in derivatives:
+        # torch 2.13's Inductor gets plain torch wrong here: what the compiler puts into its graph is what is asked
+        compiled = torch.compile(derivative, backend="aot_eager")
+        assert_close(compiled(at, step), derivative(at, step), 1e-4, "derivative")

@@ -80,7 +80,7 @@ def small(score: PairScore) -> bool:
     program has plain operators alone.
     """
     if torch.compiler.is_compiling():
-        return is_exporting()
+        return is_exporting() or is_transformed()
     return is_transformed() or math.prod(score.shape) <= DENSE_ELEMENTS
 
 
