@@ -22,6 +22,22 @@ every_way = pytest.mark.parametrize("backend", ["torch", compiled])
 BIAS = torch.tensor([0.0, 1.0, -2.0, float("-inf")])
 
 
+def test_rows_of_nothing_but_padding_and_masks_of_half_precision():
+    """Whatever the dtype of a mask, its mean over a block is taken in that of the logits."""
+    q, k, v = (tensor(2, 2, n, 4, seed=i, dtype=torch.float32) for i, n in enumerate((1, 5, 5)))
+    hidden = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
+    settings = dict(hierarchy=(2,), tying="key", is_causal=True)
+    for mask in (hidden, hidden.expand(2, 2, 1, 5).clone()):
+        assert not hierarchical_attention(q, k, v, mask, backend="torch", **settings).any()
+    q, k, v = (tensor(1, 2, 64, 16, seed=i, dtype=torch.float32) for i in range(3))
+    for dtype in (torch.bfloat16, torch.float16):
+        mask = tensor(64, 64, seed=3, dtype=torch.float32).to(dtype)
+        got, want = (
+            hierarchical_attention(q, k, v, m, **settings | {"hierarchy": (16, 64)}) for m in (mask, mask.float())
+        )
+        assert_close(got, want, 1e-5, "output")
+
+
 def tied(q, k, v, sizes, *, starts=None, stops=None, **rule):
     """`key_tied` of windows with padding."""
     return key_tied(q, k, v, Hierarchy(k.shape[2], sizes=sizes, starts=starts, stops=stops), **rule)

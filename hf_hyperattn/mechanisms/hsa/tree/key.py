@@ -194,13 +194,19 @@ def _block(
     options, blocks, per_head = call.options, tree.blocks, lambda t: t[:, None, None]
     leaves = tree.leaves_of(block.start + options.offset, block.stop + options.offset)
     if options.is_causal:
-        tree = tree.upto(block.stop + options.offset)
+        short = tree.upto(block.stop + options.offset)
+        tree = short if short.leaves else tree  # padding alone so far, of which nobody sees anything
         key, value = (t[..., : blocks + tree.leaves, :] for t in (key, value))
     seen = visible_pairs(options, rows, block, tree, leaves)
     logits = products(query, key)
     for added in (options.bias, options.mask):
         if added is not None and added.dtype != torch.bool:
-            added = tree.columns(added, rows, block).masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.leaves)
+            added = (
+                tree.columns(added, rows, block)
+                .to(logits.dtype)
+                .masked_fill(~seen, 0.0)
+                .expand(*(-1,) * 3, tree.leaves)
+            )
             logits = logits + tree.up(added) / tree.size
     logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
     attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
