@@ -38,6 +38,16 @@ def test_rows_of_nothing_but_padding_and_masks_of_half_precision():
         assert_close(got, want, 1e-5, "output")
 
 
+def test_a_query_that_sees_dropped_blocks_alone_has_no_gradient():
+    q, k, v = (tensor(1, 1, 9, 4, seed=i).requires_grad_() for i in range(3))
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    mask[4, 3:] = False  # of its own window nothing
+    for bias in (float("-inf"), torch.tensor([float("-inf")], requires_grad=True)):
+        out = hierarchical_attention(q, k, v, mask, hierarchy=(3,), tying="key", is_causal=True, block_bias=bias)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert not out[0, 0, 4].any() and all(g.isfinite().all() for g in gradients)
+
+
 def tied(q, k, v, sizes, *, starts=None, stops=None, **rule):
     """`key_tied` of windows with padding."""
     return key_tied(q, k, v, Hierarchy(k.shape[2], sizes=sizes, starts=starts, stops=stops), **rule)

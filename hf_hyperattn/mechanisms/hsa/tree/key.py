@@ -212,6 +212,7 @@ def _block(
     attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
     if call.block_bias is not None:
         logits[..., :blocks] += per_head(call.block_bias)
+        attended &= ~logits.detach().isneginf()  # a row of nothing else has no gradient, and not that of 0 · infinity
     logits = torch.where(attended, logits, -torch.inf)
     least = torch.finfo(logits.dtype).min
     lse = logits.logsumexp(-1, keepdim=True).clamp_min(least)
