@@ -68,7 +68,9 @@ def key_tied(
 
     Returns:
         [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None. Of blocks with equal scores,
-        refinement opens the one that stands first. Gradients reach all tensors; the choice of blocks has none.
+        refinement opens the one that stands first; the kernel adds up the scores of blocks that it has laid open in
+        another order than the others', so that those of equal keys may differ by rounding, in every pass alike.
+        Gradients reach all tensors; the choice of blocks has none.
         The kernel computes windows without mask, bias, sliding window, dropout and weights in O(N · cover); all else
         takes O(N · M) time and O(block · M) memory.
 
