@@ -86,7 +86,10 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
         return "softcap and sinks are not available"
     if needs_grad(masks):
         return "masks get no gradient"
-    dtype = working(*vectors(score)[:2], value)
+    query, key, scale = vectors(score)
+    if rest and not abs(scale) > torch.finfo(torch.float32).tiny:
+        return "its scale is 0, which columns are divided by"
+    dtype = working(query, key, value)
     if options.bias is not None and not as_mask(n, dtype, value.device):
         return "it has a bias"
     if dtype in MEETINGS and value.device.type != "cpu" and rounds(options.mask, dtype):

@@ -9,6 +9,7 @@ from hf_hyperattn.engines import Options, ScoreTerm, attention, dot_score
 from hf_hyperattn.engines.dispatch import choose
 from hf_hyperattn.engines.score import DOT
 from hf_hyperattn.engines.sdpa import MEETINGS, columns_of, rounds, supports, unsupported_reason
+from hf_hyperattn.functional import hype_attention
 from tests.oracles.cases import TOLERANCE, assert_close, assert_gradients, qkv, tensor
 
 N, M = 40, 47  # more queries than go in as a mask
@@ -76,6 +77,15 @@ def test_an_added_mask_beside_values_of_another_dtype(n, dtype, backend):
     options = Options(mask=tensor(1, 1, n, M, seed=4, dtype=torch.float32))
     got, _ = attention(dot_score(q, k), v.to(dtype), options, backend=backend)
     assert_close(got, attention(dot_score(q, k), v.to(dtype), options, backend="reference")[0], 1e-5, "output")
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45])
+def test_columns_are_not_divided_by_nothing(scale):
+    q, k, v = qkv(1, 2, lq=N, d=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="backend='sdpa' cannot compute this call: its scale is 0"):
+        hype_attention(q, k, v, mu=0.1, tau=1.0, scale=scale, backend="sdpa")
+    got, want = (hype_attention(q, k, v, mu=0.1, tau=1.0, scale=scale, backend=b) for b in ("auto", "reference"))
+    assert_close(got, want, 1e-5, "output")
 
 
 def test_a_score_with_other_features_is_not_taken_for_its_source():
