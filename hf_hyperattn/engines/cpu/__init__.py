@@ -42,7 +42,8 @@ def resolve(score: PairScore, value: Tensor, options: Options) -> Callable:
     reason = unsupported_reason(score, value, options)
     if reason is None:
         return partial(serialize.call, kernels.forward, score.score_key, True)
-    log_once(reason)
+    if not torch.compiler.is_compiling():  # which a line in the log would end the graph of
+        log_once(reason)
     return blockwise.attend
 
 
