@@ -68,10 +68,12 @@ def hierarchical_attention(
             mask).
 
     Returns:
-        [B, H, N, dv] in the query's dtype. A query that sees no key gives 0.
+        [B, H, N, dv] in the query's dtype. A query that sees no key gives 0, and so do queries at places that the mask
+        hides from all.
 
     Raises:
-        ValueError: an argument out of its range or without meaning for the tying; the message says what is allowed.
+        ValueError: an argument out of its range or without meaning for the tying; a row of nothing but padding where
+            attention is not causal. The message says what is allowed.
     """
     flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)
