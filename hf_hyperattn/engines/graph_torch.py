@@ -53,10 +53,10 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("hf_hyperattn: this attention has no second derivative; allowed: gradients of the output")
 
 
-def once_differentiable(gradients: Sequence[Tensor | None], *origins: Tensor | None) -> list[Tensor | None]:
+def refusing_second_derivatives(gradients: Sequence[Tensor | None], *origins: Tensor | None) -> list[Tensor | None]:
     """Gradients that a backward pass has made without a graph, of these tensors.
 
-    Differentiated again they are an error whichever way that comes. torch's own decorator of this name is silent where
+    Differentiated again they are an error whichever way that comes. torch's `once_differentiable` is silent where
     the second derivative is asked of tensors that other ways lead to as well, and where the output was only summed.
     """
     there = [g for g in gradients if g is not None]

@@ -46,10 +46,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         mask = dense(extra, mask, options.bias)
     elif extra:
         query, key, value = widened(query, key, value, scale, extra)
+    # kernels for CPUs add float32 to half precision, and read any other as if it were theirs
     if mask is not None and mask.is_floating_point() and (mask.device.type != "cpu" or dtype not in MEETINGS):
-        mask = mask.to(
-            dtype
-        )  # kernels for CPUs add float32 to half precision, and read any other as if it were theirs
+        mask = mask.to(dtype)
     if key.is_cuda and (mask is not None or dtype not in MEETINGS):  # only FlashAttention shares keys there
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     with torch.autocast(query.device.type, enabled=False):  # it would round the columns

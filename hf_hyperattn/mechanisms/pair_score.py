@@ -14,7 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
 from ..engines.cpu import norms, squared_norms
-from ..engines.graph_torch import graph_of, once_differentiable, vjp
+from ..engines.graph_torch import graph_of, refusing_second_derivatives, vjp
 from ..engines.score import TERMS, euclidean, working_dtype
 from ..engines.trace import Untraceable
 from .hype.positions import from_first
@@ -147,7 +147,7 @@ class Dense(torch.autograd.Function):
             gradients = [d_dot, d_squared, *(g for part in others for g in part)]
             shapes = [None if t is None else t.shape for t in (dot, squared, *numbers)]
             gradients = [None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True)]
-        return None, *once_differentiable(gradients, dot, squared, *numbers, *grads)
+        return None, *refusing_second_derivatives(gradients, dot, squared, *numbers, *grads)
 
 
 class PairSpace(NamedTuple):

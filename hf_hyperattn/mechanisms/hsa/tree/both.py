@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ....engines.graph_torch import once_differentiable
+from ....engines.graph_torch import refusing_second_derivatives
 from ....engines.score import working_dtype
 from ....hierarchy import Hierarchy
 from ....readable import can_read
@@ -112,7 +112,7 @@ class _Both(torch.autograd.Function):
     def backward(ctx, grad_out, grad_root):
         with torch.no_grad():
             query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
-        gradients = once_differentiable([query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root)
+        gradients = refusing_second_derivatives([query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root)
         return None, None, None, None, *gradients
 
 

@@ -201,12 +201,8 @@ def _block(
     logits = products(query, key)
     for added in (options.bias, options.mask):
         if added is not None and added.dtype != torch.bool:
-            added = (
-                tree.columns(added, rows, block)
-                .to(logits.dtype)
-                .masked_fill(~seen, 0.0)
-                .expand(*(-1,) * 3, tree.leaves)
-            )
+            added = tree.columns(added, rows, block).to(logits.dtype)
+            added = added.masked_fill(~seen, 0.0).expand(*(-1,) * 3, tree.leaves)
             logits = logits + tree.up(added) / tree.size
     logits[..., :blocks] += torch.log(tree.size[:blocks].to(logits.dtype))
     attended = cover(logits[..., :blocks].detach(), seen, tree, leaves, call)
