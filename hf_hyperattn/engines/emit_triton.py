@@ -57,6 +57,11 @@ class SumOfTerms(Term):
 class SumWithDistance(SumOfTerms, DistanceTerm):
     """The same, where one of them reads a squared distance."""
 
+    @property
+    def left_out(self) -> int:  # type: ignore[override]  # of a term it is a number
+        """That of the term that measures it."""
+        return next(term.left_out for term, *_ in self.terms if isinstance(term, DistanceTerm))
+
     def measuring(self, row, column, head) -> tuple[DistanceTerm, list]:
         """The term that does, and its numbers."""
         return next(part[:2] for part in self.parts(row, column, head) if isinstance(part[0], DistanceTerm))
@@ -68,6 +73,10 @@ class SumWithDistance(SumOfTerms, DistanceTerm):
     def is_inexact(self, squared_distance, row, column, head):
         term, numbers = self.measuring(row, column, head)
         return term.is_inexact(squared_distance, *numbers)
+
+    def factors(self, row, column, head):
+        term, numbers = self.measuring(row, column, head)
+        return term.factors(*numbers)
 
     def score(self, dot, row, column, head, squared_distance):
         return self.logits(dot, row, column, head, squared_distance)
@@ -130,13 +139,16 @@ class Emitted(NamedTuple):
                 form, wherever the distance was taken from.
             by_product: from (dot, row, column, head) to the squared distance, where the score reads one.
             is_inexact: from (squared_distance, row, column, head) to the pairs to take from differences, likewise.
+            factors: from (row, column, head) to what queries and keys are multiplied with for that, likewise.
         rows, columns, heads: the places of what has gradients.
+        left_out: numbers at a vector's end that distances do not read.
     """
 
     texts: dict[str, str]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     heads: tuple[int, ...]
+    left_out: int = 0
 
 
 @lru_cache(maxsize=256)
@@ -174,8 +186,10 @@ def emitted(score_key: str, capped: bool) -> Emitted:
     if t.distance is not None:
         by_product, is_inexact = t.distance.by_product, t.distance.is_inexact
         write("by_product", f"dot, {numbers}", lambda w: w.text(by_product))
+        factors = t.distance.factors
         write("is_inexact", f"squared_distance, {numbers}", lambda w: w.text(is_inexact))
-    return Emitted(texts, rows, columns, heads)
+        write("factors", numbers, lambda w: listed(w.text(f) for f in factors))
+    return Emitted(texts, rows, columns, heads, 0 if t.distance is None else t.distance.left_out)
 
 
 def listed(expressions: Iterable[str]) -> str:

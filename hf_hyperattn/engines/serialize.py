@@ -45,7 +45,6 @@ def call(
     value: Tensor,
     options: Options,
     convert: Callable | None = None,
-    with_points: bool = False,
 ) -> tuple[Tensor, None]:
     """Call an engine's operator.
 
@@ -55,8 +54,6 @@ def call(
         raw: whether it takes the vectors as they are, or the score's features.
         score, value, options: as in `reference.attend`.
         convert: gives queries, keys and values as they are the dtypes that the operator takes; None: one of RAW_DTYPES.
-        with_points: whether an operator that takes vectors as they are wants the points too, which have no gradient:
-            it flows through the statistics that distances are functions of.
     """
     extras = {"mask": options.mask, "bias": options.bias, "sinks": options.sinks}
     if raw:
@@ -70,10 +67,9 @@ def call(
     else:
         (query, key), scale, width = score.features(), 1.0, None
         value = value.to(query.dtype)
-    if (with_points or not raw) and score.points is not None:
+    if not raw and score.points is not None:
         points = score.points()
-        pair = (points.query.detach(), points.key.detach()) if raw else (points.query, points.key)
-        extras["points_query"], extras["points_key"] = pair
+        extras["points_query"], extras["points_key"] = points.query, points.key
     if options.dropout_p:
         extras["seed"] = torch.randint(2**31 if raw else 2**62, (1,), device=value.device if raw else None)
     lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []

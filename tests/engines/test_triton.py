@@ -178,6 +178,28 @@ def test_more_numbers_a_line_than_one_tile_takes(device, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("width", [24, 23])
+def test_norms(device, width, root, dtype):
+    """Of rows that lie apart, one of them 0, and their gradients."""
+    from hf_hyperattn.engines.triton import norms
+
+    x = tensor(2, 50, 3, 24, scale=3.0).to(device, dtype).transpose(1, 2)
+    x[0, 1, 2] = 0
+    grad = tensor(2, 3, 50, seed=1, dtype=torch.float32).to(device)
+    exact = x.detach().double().requires_grad_()
+    first = exact[..., :width]
+    expected = torch.linalg.vector_norm(first, dim=-1) if root else first.square().sum(-1)
+    out, to = torch.full_like(grad, torch.nan), torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
+    norms.forward(x, width, root, out)
+    norms.backward(grad, x, out, width, root, to)
+    assert_close(out, expected, 1e-5 * float(expected.max()), "norms")
+    (wanted,) = torch.autograd.grad(expected, exact, grad.double())
+    assert_close(to, wanted, ATOL[dtype] * float(wanted.abs().max()), "gradient")
+
+
+@devices
 def test_strided_inputs(device):
     """As a host hands them over: [batch, length, heads, d] transposed, and a key whose numbers are not side by side."""
     q, k, v = inputs(device, batch=2, n=20, m=20)

@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
 import hf_hyperattn.mechanisms  # noqa: E402, F401  registers the terms
-from hf_hyperattn.engines.triton import launch  # noqa: E402
+from hf_hyperattn.engines.triton import configs, launch  # noqa: E402
 from tests.engines.triton_ahead import backward, call, compiling  # noqa: E402
 from tests.engines.triton_scores import SCORES, learned  # noqa: E402
 
@@ -83,6 +83,12 @@ def test_every_option(monkeypatch):
         launch.forward(made)
         backward(made)
     assert all(b.shared <= CHIPS[b.capability] for b in built)
+
+
+def test_no_tile_that_triton_compiles_wrongly():
+    """64 x 16 over 8 warps: see configs.py."""
+    tiles = [c for kernel in configs.CONFIGS.values() for sizes in kernel.values() for c in sizes]
+    assert not [c for c in tiles if {c.rows, c.columns} == {64, 16} and c.warps == 8]
 
 
 def test_decoding(monkeypatch):

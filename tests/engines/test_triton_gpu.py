@@ -31,9 +31,11 @@ def test_several_tiles(name, d, causal):
 @pytest.mark.parametrize("d", [16, 96, 256])
 @pytest.mark.parametrize("name", ["umbral", "umbral_blend", "geodesic", "hype_sinh"])
 def test_several_tiles_in_float32(name, d):
-    """Three TF32 products keep the digits of float32."""
+    """Three TF32 products keep the digits of float32. HyPE's logits are thousands here, of which a GPU's exp2, on the
+    way to sinh, leaves a digit less.
+    """
     q, k, v = inputs("cuda", d=d, scale=0.7, **LONG)
-    check(SCORES[name], q, k, v, Options(is_causal=True, offset=255), tolerance=3.0)
+    check(SCORES[name], q, k, v, Options(is_causal=True, offset=255), tolerance=9.0 if "hype" in name else 3.0)
 
 
 @pytest.mark.parametrize("d", [64, 128])

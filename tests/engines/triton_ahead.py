@@ -41,8 +41,6 @@ def call(spec, d=64, dv=None, dtype=torch.bfloat16, heads=4, kv_heads=2, length=
     count = lambda kind: sum(getattr(term, kind) for term, *_ in terms)
     gates = sum(gated for _, gated, _ in terms)
     extras = {name: options.pop(name) for name in ("mask", "bias", "sinks", "seed") if name in options}
-    if measures:
-        extras |= {"points_query": new(1, heads, queries, d), "points_key": new(1, kv_heads, length, d)}
     if factored:
         extras |= {"query_factor": new(1, heads, queries), "key_factor": new(1, kv_heads, length)}
     return launch.TritonCall(

@@ -37,9 +37,7 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
     Products are of half precision where the caller's tensors are, all else is float32. Gradients are the same from run
     to run.
     """
-    return serialize.call(
-        operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes, with_points=True
-    )
+    return serialize.call(operator.forward, score.score_key, True, score, value, options, convert=mixed_dtypes)
 
 
 def mixed_dtypes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +83,12 @@ def unsupported_reason(score: PairScore, value: Tensor, options: Options) -> str
 @torch.compiler.assume_constant_result
 def obstacle(score_key: str, capped: bool, device: str, index: int | None) -> str | None:
     """What is in the way of this score on this device; None if nothing is. Does not change while a program runs."""
+    return obstacle_of_device(device, index) or traced(score_key, capped)[1]
+
+
+@torch.compiler.assume_constant_result
+def obstacle_of_device(device: str, index: int | None) -> str | None:
+    """What is in the way of all kernels on this device; None if nothing is."""
     if not installed():
         return "Triton is not installed"
     if not interpreted():
@@ -92,7 +96,7 @@ def obstacle(score_key: str, capped: bool, device: str, index: int | None) -> st
             return f"its kernels need tensors on a CUDA device, these are on {device}"
         if too_old(index):
             return "the GPU's compute capability is below 8.0"
-    return traced(score_key, capped)[1]
+    return None
 
 
 @functools.cache

@@ -2,9 +2,10 @@
 log-sum-exp and adds them up by itself, in a fixed order and without atomic operations, so that gradients are the same
 from run to run.
 
-In a row the gradients of the logits add up to 0, but for rounding. Where the slopes of the logits by a parameter are
-large and nearly the same along a row, that residue times their size is all that one would see. So the residue times the
-row's mean slope is taken off, as if the mean had been taken off all slopes, which changes nothing else.
+In a row the gradients of the logits add up to 0, but for rounding. Where the slopes of the logits by a parameter or a
+row's statistic are large and nearly the same along a row, that residue times their size is all that one would see. So
+the residue times the row's mean slope is taken off, as if the mean had been taken off all slopes, which changes nothing
+else; and the second kernel, for the statistics of keys, has it taken off the gradients of the logits.
 """
 
 # What follows is Triton's language: its growing tuples have no Python types.
@@ -26,8 +27,10 @@ from .tile import (
     load_vectors,
     logits,
     multiplied,
+    nothing_to_do,
     product,
     sums,
+    tell,
     weights,
     zeros,
 )
@@ -51,11 +54,21 @@ def store_vectors(D_X, D_NUMBERS, d_x, x, by_number, scale, factor, start, lines
     tl.store(D_X + place[:, None] * D + width, d_x, mask=there[:, None] & (width < D))
 
 
+@triton.jit
+def less(total, means, residue, COUNT: tl.constexpr):
+    """The sums without what is left of them by rounding: the residue times the mean slopes."""
+    values = ()
+    for index in tl.static_range(COUNT):
+        values = values + (total[index] - residue * means[index],)
+    return values
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_query(
-    Q, K, V, NUMBERS, MASKS, SINKS, SEED, POINTS, OUT, LSE, GRAD, RECORD, D_Q, D_ROW, D_HEAD,
+    Q, K, V, NUMBERS, MASKS, SINKS, SEED, DOUBT, OUT, LSE, GRAD, RECORD, D_Q, D_ROW, D_HEAD,
     heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, PULL: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr,
+    SCORE: tl.constexpr, PULL: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr,
+    SLACK: tl.constexpr, CAREFUL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
     D_ROWS: tl.constexpr, D_HEADS: tl.constexpr, D_FACTORS: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
@@ -64,15 +77,18 @@ def attention_backward_query(
 ):  # fmt: skip
     """D_Q [B, H, N, D], D_ROW [B, H, N, D_ROWS + D_FACTORS], D_HEAD [D_HEADS, B, H, N] (by rows, to be summed);
     float32, D_Q as Q. For the other kernel the last numbers of RECORD [B, H, N, ROWS + FACTORS + 2 or 3]: LSE, with
-    FUSED to base 2, the sums of GRAD · OUT, and without FUSED what weights are multiplied with. Other arguments are as
-    in the forward kernel.
+    FUSED to base 2, the sums of GRAD · OUT with that residue, and without FUSED what weights are multiplied with. Other
+    arguments are as in the forward kernel.
     """
+    if nothing_to_do(DOUBT, CAREFUL):
+        return
     b, kv, h, i, inside, first, last = rows_of(tl.program_id(0), n, heads, GROUP, False, BM)
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
 
-    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, True)
+    queries = head_of(Q, b, h)
+    q = load_vectors(queries, i, width[None, :], n, W, W < BD, True)
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     grad = load_vectors(head_of(GRAD, b, h), i, width_v[None, :], n, DV, DV < BDV, True)
@@ -81,20 +97,16 @@ def attention_backward_query(
     lse = tl.load(LSE + bh * n + i) * (LOG2E if FUSED else 1.0)
     record = RECORD + (bh * n + i) * (ROWS + FACTORS + (2 if FUSED else 3)) + ROWS + FACTORS
     tl.store(record, lse, mask=inside)
-    tl.store(record + 1, delta, mask=inside)
     share = None if FUSED else tl.load(LSE + row_step.to(tl.int64) + bh * n + i)
     if share is not None:
         tl.store(record + 2, share, mask=inside)
     head = load_parameters(HEAD, h, heads, HEADS)
     keys, values = head_of(K, b, kv), head_of(V, b, kv)
-    points = POINTS
-    if INEXACT is not None:
-        points = (POINTS[0] + bh * n * P, POINTS[1] + (b * (heads // GROUP) + kv).to(tl.int64) * m * P)
     column_start = COLUMN + (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m * (COLUMNS + FACTORS)
 
     d_q = tl.zeros([BM, BD], tl.float32)
-    d_rows, d_heads, means = zeros(BM, D_ROWS), zeros(BM, D_HEADS), zeros(BM, D_HEADS)
-    residue = tl.zeros([BM], tl.float32)
+    d_rows, d_heads, means, row_means = zeros(BM, D_ROWS), zeros(BM, D_HEADS), zeros(BM, D_HEADS), zeros(BM, D_ROWS)
+    residue, doubt = tl.zeros([BM], tl.float32), tl.full([BM, BN], 0, tl.int1)
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     for EDGE in tl.static_range(2):
         for start in range(low if EDGE == 0 else clean, clean if EDGE == 0 else high, BN):
@@ -105,10 +117,13 @@ def attention_backward_query(
             column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             factor_k = column[COLUMNS] if FACTORS else None
             dot = multiplied(product(q, k), scale, factor_k, factor_q)
-            s, square = logits(
-                dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & (line < m), offset, window,
-                SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
+            s, square, inexact = logits(
+                dot, row, column, head, softcap, MASKS, queries, keys, scale, factor_q, factor_k,
+                b, h, i, j, inside & (line < m), offset, window,
+                SCORE, DISTANCE, INEXACT, POINTS, SLACK, P, CAUSAL, WINDOWED, TRUTH, CAREFUL, EDGE == 1,
             )  # fmt: skip
+            if INEXACT is not None:
+                doubt = doubt | inexact
             p = weights(s, lse, FUSED)
             if share is not None:
                 p *= share
@@ -117,23 +132,27 @@ def attention_backward_query(
                 d_p *= kept(SEED, bh, i, j, dropout) * (1 / (1 - dropout))
             d_s = p * (d_p - delta)
             d_dot, by_row, _, slopes = PULL(d_s, dot, square, row, column, head, softcap)
-            d_rows = sums(d_rows, by_row, None, D_ROWS)
+            if D_ROWS:
+                d_rows = sums(d_rows, by_row, None, D_ROWS)
+                _, by_weight, _, _ = PULL(p, dot, square, row, column, head, softcap)
+                row_means = sums(row_means, by_weight, None, D_ROWS)
             if D_HEADS:
                 d_heads, means = sums(d_heads, slopes, d_s, D_HEADS), sums(means, slopes, p, D_HEADS)
-                residue += tl.sum(d_s, 1)
+            residue += tl.sum(d_s, 1)
             if d_dot is not None:
                 d_q += product(multiplied(d_dot, factor_k, None, None).to(k.dtype), tl.trans(k))
 
+    tell(DOUBT, doubt, CAREFUL)
     own = first + tl.arange(0, BM)
-    if D_HEADS:
-        if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
-            sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
-            if share is not None:
-                sink *= share
-            residue -= tl.sum(sink * delta, 1)
-        for index in tl.static_range(D_HEADS):
-            d_head = d_heads[index] - residue * means[index]
-            tl.store(D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_head, mask=own < n)
+    if SINKS is not None:  # a sink is a pair of its row, with a slope of 0
+        sink = weights(tl.load(SINKS + h).to(tl.float32), lse, FUSED)
+        if share is not None:
+            sink *= share
+        residue -= tl.sum(sink * delta, 1)
+    tl.store(record + 1, delta + residue[:, None], mask=inside)  # so that nothing is left for the other kernel
+    d_rows, d_heads = less(d_rows, row_means, residue, D_ROWS), less(d_heads, means, residue, D_HEADS)
+    for index in tl.static_range(D_HEADS):
+        tl.store(D_HEAD + index * row_step.to(tl.int64) + bh * n + own, d_heads[index], mask=own < n)
     store_vectors(D_Q, D_ROW, d_q, q, d_rows, scale, factor_q, first, n, bh * n, D_ROWS, D_FACTORS, W, D, BM, BD)
 
 
@@ -156,9 +175,10 @@ def queries_in_reach(first, last, n, offset, window, CAUSAL: tl.constexpr, WINDO
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_key(
-    Q, K, V, NUMBERS, MASKS, SEED, POINTS, GRAD, RECORD, D_K, D_V, D_COLUMN,
+    Q, K, V, NUMBERS, MASKS, SEED, DOUBT, GRAD, RECORD, D_K, D_V, D_COLUMN,
     heads, n, m, column_heads, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, PULL: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr,
+    SCORE: tl.constexpr, PULL: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr,
+    SLACK: tl.constexpr, CAREFUL: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
     D_COLUMNS: tl.constexpr, D_FACTORS: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
@@ -169,6 +189,8 @@ def attention_backward_key(
     query head, to be summed. RECORD is what the other kernel left. Tiles lie with keys down and queries across, as the
     products that follow need them.
     """
+    if nothing_to_do(DOUBT, CAREFUL):
+        return
     blocks = tl.cdiv(m, BN)
     block = tl.program_id(0) % blocks
     number = tl.program_id(0) // blocks
@@ -179,19 +201,17 @@ def attention_backward_key(
     inside, j = lines < m, tl.minimum(lines, m - 1)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     COLUMN, HEAD = NUMBERS[1], NUMBERS[2]
-    k = load_vectors(head_of(K, b, kv), j, width[None, :], m, W, W < BD, True)
+    keys = head_of(K, b, kv)
+    k = load_vectors(keys, j, width[None, :], m, W, W < BD, True)
     v = load_vectors(head_of(V, b, kv), j, width_v[None, :], m, DV, DV < BDV, True)
     head = load_parameters(HEAD, h, heads, HEADS)
     column_line = (b * column_heads + h // (heads // column_heads)).to(tl.int64) * m
     column = load_statistics(COLUMN, column_line + j, COLUMNS + FACTORS)
     factor_k = column[COLUMNS] if FACTORS else None
     queries, grads = head_of(Q, b, h), head_of(GRAD, b, h)
-    points = POINTS
-    if INEXACT is not None:
-        points = (POINTS[0] + bh * n * P, POINTS[1] + (b * (heads // GROUP) + kv).to(tl.int64) * m * P)
 
     d_k, d_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    d_columns = zeros(BN, D_COLUMNS)
+    d_columns, doubt = zeros(BN, D_COLUMNS), tl.full([BN, BM], 0, tl.int1)
     first, last = block * BN, tl.minimum(block * BN + BN, m) - 1
     low, high, clean = queries_in_reach(first, last, n, offset, window, CAUSAL, WINDOWED, BM)
     for EDGE in tl.static_range(2):
@@ -206,10 +226,13 @@ def attention_backward_key(
                 factor_q = row[ROWS] if FACTORS else None
                 lse, delta = tl.where(there, row[ROWS + FACTORS], float("inf")), row[ROWS + FACTORS + 1]
                 dot = multiplied(product(k, q), scale, factor_q, factor_k)
-                s, square = logits(
-                    dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & there, offset, window,
-                    SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
+                s, square, inexact = logits(
+                    dot, row, column, head, softcap, MASKS, queries, keys, scale, factor_q, factor_k,
+                    b, h, i, j, inside & there, offset, window,
+                    SCORE, DISTANCE, INEXACT, POINTS, SLACK, P, CAUSAL, WINDOWED, TRUTH, CAREFUL, EDGE == 1,
                 )  # fmt: skip
+                if INEXACT is not None:
+                    doubt = doubt | inexact
                 p = weights(s, lse, FUSED)
                 if not FUSED:
                     p *= row[ROWS + FACTORS + 2]
@@ -223,6 +246,7 @@ def attention_backward_key(
                 if d_dot is not None:
                     d_k += product(multiplied(d_dot, factor_q, None, None).to(q.dtype), tl.trans(q))
 
+    tell(DOUBT, doubt, CAREFUL)
     store_vectors(
         D_K, D_COLUMN, d_k, k, d_columns, scale, factor_k, block * BN, m, bh * m, D_COLUMNS, D_FACTORS, W, D, BN, BD
     )

@@ -2,10 +2,11 @@
 
 What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
 its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each
-kernel two or three sizes are tried, once per kind of call: first the largest that the compiler keeps in registers for
-most scores, which reads keys least often (`python -m tests.engines.triton_report` says what it keeps), then smaller
-ones, for chips with less shared memory (the smallest needs at most 99 KiB), short sequences and long scores. Twice as
-large, or with half the warps, kernels keep hundreds of bytes a thread outside registers.
+kernel two or three sizes are tried, once per kind of call: first the one that was the fastest on an H100 (several small
+programs on a multiprocessor, of 4 warps each, hide each other's waits; twice as large, kernels took 1.2 to 2.7 times
+as long), then smaller ones, for chips with less shared memory (the smallest needs at most 99 KiB) and long scores.
+
+No product may be 64 x 16 over 8 warps: Triton 3.6 reads beyond its shared memory there, seen on an H100 with float32.
 tests/engines/test_triton_compiled.py holds them to what chips have.
 
 Environment: HF_HYPERATTN_TRITON_TUNE=0 takes the first size without measuring.
@@ -38,37 +39,22 @@ class Config:
 #: By kernel and width for numbers of 2 bytes; float32 takes the sizes of twice its width.
 CONFIGS = {
     "forward": {
-        64: (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-        128: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+        64: (Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+        128: (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(128, 64, 8, 2)),
         256: (Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
         512: (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
     },
     "query": {
-        64: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
-        128: (Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
+        64: (Config(64, 32, 4, 2), Config(32, 32, 4, 2)),
+        128: (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(64, 32, 8, 2)),
         256: (Config(32, 32, 8, 1), Config(16, 32, 4, 1)),
         512: (Config(16, 16, 4, 1),),
     },
     "key": {
-        64: (Config(32, 128, 8, 2), Config(32, 64, 4, 2)),
-        128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+        64: (Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
+        128: (Config(32, 32, 4, 2), Config(32, 64, 8, 2)),
         256: (Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
         512: (Config(16, 16, 4, 1),),
-    },
-}
-#: The same for long scores, where it is another: those that may ask for differences keep both distances for that.
-LONG = {
-    "forward": {
-        64: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
-        128: (Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
-    },
-    "query": {
-        64: (Config(128, 16, 8, 2), Config(64, 16, 4, 2)),
-        128: (Config(64, 16, 8, 2), Config(32, 32, 4, 2)),
-    },
-    "key": {
-        64: (Config(16, 128, 8, 2), Config(16, 64, 4, 2)),
-        128: (Config(16, 64, 8, 2), Config(32, 32, 4, 2)),
     },
 }
 #: For Triton's interpreter, which is fastest with few tiles, and whose tests want several.
@@ -82,19 +68,17 @@ def padded(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def configs(kernel: str, width: int, item: int, long: bool) -> Sequence[Config]:
+def configs(kernel: str, width: int, item: int) -> Sequence[Config]:
     """What is tried for a kernel, the best guess first.
 
     Args:
         kernel: "forward", "query" or "key".
         width: of heads, the larger of that of keys and of values, as padded.
         item: bytes of a number, 2 or 4.
-        long: whether the score is long, see `LONG`.
     """
     if INTERPRETED.value:
         return INTERPRETER
-    size = max(64, width * item // 2)
-    return (long and LONG[kernel].get(size)) or CONFIGS[kernel][size]
+    return CONFIGS[kernel][max(64, width * item // 2)]
 
 
 def few(width: int, item: int) -> tuple[int, int]:

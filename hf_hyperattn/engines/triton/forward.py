@@ -23,7 +23,9 @@ from .tile import (
     load_vectors,
     logits,
     multiplied,
+    nothing_to_do,
     product,
+    tell,
     weights,
 )
 
@@ -103,12 +105,12 @@ def store_sums(LSE, place, row_step, top, weight, there, WHOLE: tl.constexpr, FU
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    Q, K, V, NUMBERS, MASKS, SINKS, SEED, POINTS, OUT, LSE, SUM,
+    Q, K, V, NUMBERS, MASKS, SINKS, SEED, DOUBT, OUT, LSE, SUM,
     heads, n, m, column_heads, row_step, offset, window, scale, softcap, dropout,
-    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr,
+    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr, SLACK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, FACTORS: tl.constexpr, FUSED: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, CAREFUL: tl.constexpr,
     PACKED: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PACK: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -117,22 +119,22 @@ def attention_forward(
     With PARTS > 1 they are [PARTS, B, H, N, DV], not yet divided by SUM [PARTS, B, H, N], and LSE is the maximum.
     Q, K and V are (pointer, strides). NUMBERS are ROW [B, H, N, ROWS + FACTORS] and COLUMN [B, column_heads, M,
     COLUMNS + FACTORS], which end in what vectors are multiplied with, where FACTORS is 1, and HEAD [HEADS, H]. SHARED:
-    heads that share a key share its statistics. With FUSED, maxima are of logits to base 2.
+    heads that share a key share its statistics. With FUSED, maxima are of logits to base 2. DOUBT, CAREFUL: see
+    `nothing_to_do`.
     """
+    if nothing_to_do(DOUBT, CAREFUL):
+        return
     part = tl.program_id(0) % PARTS
     b, kv, h, i, inside, first, last = rows_of(tl.program_id(0) // PARTS, n, heads, GROUP, PACKED, BM)
     bh = (b * heads + h).to(tl.int64)
     width, width_v = tl.arange(0, BD), tl.arange(0, BDV)
     ROW, COLUMN, HEAD = NUMBERS
-    q = load_vectors(head_of(Q, b, h), i, width[None, :], n, W, W < BD, True)  # zeros keep out what is beyond W
+    queries = head_of(Q, b, h)
+    q = load_vectors(queries, i, width[None, :], n, W, W < BD, True)  # zeros keep out what is beyond W
     row = load_statistics(ROW, bh * n + i, ROWS + FACTORS)
     factor_q = row[ROWS] if FACTORS else None
     head = load_parameters(HEAD, h, heads, HEADS)
     keys, values = head_of(K, b, kv), head_of(V, b, kv)
-    key_line = (b * (heads // GROUP) + kv).to(tl.int64) * m
-    points = POINTS
-    if INEXACT is not None:
-        points = (POINTS[0] + bh * n * P, POINTS[1] + key_line * P)
     # a statistic of keys has as many heads as keys or as queries
     column_head = kv if SHARED else h // (heads // column_heads)
     column_start = COLUMN + (b * column_heads + column_head).to(tl.int64) * m * (COLUMNS + FACTORS)
@@ -146,6 +148,7 @@ def attention_forward(
             top = tl.sum(tl.load(SINKS + h + i * 0).to(tl.float32), 1) * base_2
             weight += 1.0
 
+    doubt = tl.full([BM, BN], 0, tl.int1)
     low, high, clean = reach(first + offset, last + offset, m, window, CAUSAL, WINDOWED, BN)
     if PARTS > 1:
         low, high, clean = part_of(low, high, clean, part, PARTS, BN)
@@ -158,17 +161,22 @@ def attention_forward(
                 column = load_records(column_start, j, BN, COLUMNS + FACTORS, PACK)
             else:
                 column = load_statistics(column_start, j, COLUMNS + FACTORS)
-            dot = multiplied(product(q, k), scale, column[COLUMNS] if FACTORS else None, factor_q)
-            s, _ = logits(
-                dot, row, column, head, softcap, MASKS, points, b, h, i, j, inside & (line < m), offset, window,
-                SCORE, DISTANCE, INEXACT, SLACK, P, CAUSAL, WINDOWED, TRUTH, EDGE == 1,
+            factor_k = column[COLUMNS] if FACTORS else None
+            dot = multiplied(product(q, k), scale, factor_k, factor_q)
+            s, _, inexact = logits(
+                dot, row, column, head, softcap, MASKS, queries, keys, scale, factor_q, factor_k,
+                b, h, i, j, inside & (line < m), offset, window,
+                SCORE, DISTANCE, INEXACT, POINTS, SLACK, P, CAUSAL, WINDOWED, TRUTH, CAREFUL, EDGE == 1,
             )  # fmt: skip
+            if INEXACT is not None:
+                doubt = doubt | inexact
             top, weight, p, shrink = online_softmax(s, top, weight, base_2, FUSED)
             if SEED is not None:
                 p *= kept(SEED, bh, i, j, dropout)
             v = load_vectors(values, tl.trans(line), width_v[None, :], m, DV, DV < BDV, EDGE == 0)
             total = total * shrink[:, None] + product(p.to(v.dtype), v)
 
+    tell(DOUBT, doubt, CAREFUL)
     if SEED is not None:
         total *= 1 / (1 - dropout)
     there = tl.sum(inside.to(tl.int32), 1) > 0

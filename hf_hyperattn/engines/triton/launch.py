@@ -49,12 +49,10 @@ class TritonCall:
         self.row = packed(row, -1, (self.batch, self.heads, self.n, 0), self.query)
         self.column = packed(column, -1, (self.batch, self.kv_heads, self.m, 0), self.query)
         self.head = packed(a.head, 0, (0, self.heads), self.query)
-        self.points: tuple[Tensor, Tensor] | None = None
-        if "points_query" in a.extras:
-            query, key = (a.extras[f"points_{side}"].float().contiguous() for side in ("query", "key"))
-            self.points = query, key
         capped = a.options.softcap is not None
         self.emitted, self.functions = emitted(a.score_key, capped), functions(a.score_key, capped)
+        #: Whether squared distances are read.
+        self.measures = "is_inexact" in self.functions
         #: Whether there is nothing to compute.
         self.empty = 0 in (self.batch, self.heads, self.n, self.m, self.dv)
         # see `tile.weights`: not beside numbers that are added, of which -3.4e38 may be all that a row sees
@@ -78,7 +76,6 @@ class TritonCall:
             "NUMBERS": (self.row, self.column, self.head),
             "MASKS": (pairs(mask.view(torch.uint8) if mask is not None and truth else mask), pairs(bias)),
             "SEED": self.seed,
-            "POINTS": self.points or (None, None),
             "heads": self.heads,
             "n": self.n,
             "m": self.m,
@@ -90,7 +87,8 @@ class TritonCall:
             "dropout": options.dropout_p,
             "SCORE": functions["score"],
             "DISTANCE": functions.get("by_product"),
-            "INEXACT": functions.get("is_inexact") if self.points else None,
+            "INEXACT": functions.get("is_inexact"),
+            "POINTS": functions.get("factors"),
             "SLACK": slack(self.d, self.query.element_size()),
             "ROWS": self.row.shape[-1] - self.factored,
             "COLUMNS": self.column.shape[-1] - self.factored,
@@ -100,7 +98,7 @@ class TritonCall:
             "D": self.d,
             "W": self.a.width,
             "DV": self.dv,
-            "P": self.points[0].shape[-1] if self.points else 1,
+            "P": self.a.width - self.emitted.left_out,
             "GROUP": self.heads // self.kv_heads,
             "CAUSAL": options.is_causal,
             "WINDOWED": options.window is not None,
@@ -121,17 +119,22 @@ class TritonCall:
 
         def launch(config: Config) -> None:
             walked, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
-            grid = (triton.cdiv(lines[2], walked) * lines[0] * lines[1],)
-            kernel[grid](
-                **arguments,
-                PACK=pack(numbers, other, config.warps),
-                BM=config.rows,
-                BN=config.columns,
-                num_warps=config.warps,
-                num_stages=config.stages,
-            )
+            programs = triton.cdiv(lines[2], walked) * lines[0] * lines[1]
+            # twice where distances are read, see `tile.nothing_to_do`
+            doubt = self.query.new_empty(programs, dtype=torch.int32) if self.measures else None
+            for careful in (False, True) if self.measures else (False,):
+                kernel[(programs,)](
+                    **arguments,
+                    DOUBT=doubt,
+                    CAREFUL=careful,
+                    PACK=pack(numbers, other, config.warps),
+                    BM=config.rows,
+                    BN=config.columns,
+                    num_warps=config.warps,
+                    num_stages=config.stages,
+                )
 
-        tuned(kind, configs(name, *self.size, self.points is not None), launch)
+        tuned(kind, configs(name, *self.size), launch)
 
 
 @lru_cache(maxsize=256)
@@ -210,6 +213,7 @@ def split(call: TritonCall, arguments: dict, lines: int, out: Tensor, lse: Tenso
         top, total = (lse.new_empty(parts, *lse[0].shape) for _ in range(2))
         target = (out.new_empty(parts, *out.shape), top, total)
     arguments |= dict(zip(("OUT", "LSE", "SUM"), target)) | {"PACKED": True, "PARTS": parts}
+    arguments |= {"DOUBT": None, "CAREFUL": call.measures}  # one launch more would take longer than branching
     columns, stages = few(*call.size)
     kernels: tuple[Any, Any] = attention_forward, combine  # which take a launch's own arguments too
     wide = pack(call.column.shape[-1], columns, 4)

@@ -152,14 +152,14 @@ def any_of(x):
 
 
 @triton.jit
-def differences(points, i, j, like, WIDTH: tl.constexpr):
-    """Squared distances of points [n, WIDTH] and [m, WIDTH] from differences; 0 where they coincide but for rounding,
-    which is to steer no gradient.
+def differences(queries, keys, i, j, by_query, by_key, like, WIDTH: tl.constexpr):
+    """Squared distances of queries times `by_query` and keys times `by_key` from differences of their first WIDTH
+    components; 0 where they coincide but for rounding, which is to steer no gradient.
     """
     square, size = tl.zeros_like(like), tl.zeros_like(i.to(tl.float32))
     for c in range(WIDTH):
-        q = tl.load(points[0] + i.to(tl.int64) * WIDTH + c)
-        k = tl.load(points[1] + j.to(tl.int64) * WIDTH + c)
+        q = tl.load(queries[0] + i.to(tl.int64) * queries[1] + c).to(tl.float32) * by_query
+        k = tl.load(keys[0] + j.to(tl.int64) * keys[1] + c).to(tl.float32) * by_key
         square += (q - k) * (q - k)
         size += q * q
     return tl.where(square <= size * 2.2737367544323206e-13, 0.0, square)  # (4 eps)²
@@ -167,27 +167,36 @@ def differences(points, i, j, like, WIDTH: tl.constexpr):
 
 @triton.jit
 def logits(
-    dot, row, column, head, softcap, masks, points, b, h, i, j, there, offset, window,
-    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, SLACK: tl.constexpr, P: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, EDGE: tl.constexpr,
+    dot, row, column, head, softcap, masks, queries, keys, scale, factor_q, factor_k, b, h, i, j, there, offset, window,
+    SCORE: tl.constexpr, DISTANCE: tl.constexpr, INEXACT: tl.constexpr, POINTS: tl.constexpr, SLACK: tl.constexpr,
+    P: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, TRUTH: tl.constexpr, CAREFUL: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a tile from its product, -inf where pairs are hidden, and the squared distances that they read.
+    """The logits of a tile from its product, -inf where pairs are hidden, the squared distances that they read, and for
+    which pairs the product form of these is too inexact, which says nothing where none are read.
 
-    Where the product form of a distance is too inexact for one pair, the tile is taken from differences: a term's own
-    bounds allow for an error of 4 units in the last place, the product leaves SLACK times as much.
+    CAREFUL, a tile with such a pair is taken from differences. A term's own bounds allow for an error of 4 units in the
+    last place, the product leaves SLACK times as much.
 
     Args:
         masks: (mask, bias), each (pointer or None, strides); with TRUTH the mask hides where it is 0.
-        points: pointers to those of the head's queries and keys.
+        queries, keys: as of `head_of`.
+        scale, factor_q, factor_k: what all products, the queries and the keys are multiplied with, or None.
         there: which pairs there are.
+        POINTS: from numbers to what vectors are multiplied with beside that where differences are taken.
         EDGE: whether causality or the window may hide some.
     """
-    square = dot
+    square, inexact = dot, there
     if DISTANCE is not None:
         square = DISTANCE(dot, row, column, head)
     if INEXACT is not None:
-        if any_of(INEXACT(square * (1 / SLACK), row, column, head) & there):
-            square = differences(points, i, j, dot, P)
+        inexact = INEXACT(square * (1 / SLACK), row, column, head) & there
+        if CAREFUL:
+            by_query, by_key = POINTS(row, column, head)
+            by_query = multiplied(by_query, scale, factor_q, None)
+            by_key = multiplied(by_key, factor_k, None, None)
+            if any_of(inexact):
+                square = differences(queries, keys, i, j, by_query, by_key, dot, P)
     s = SCORE(dot, square, row, column, head, softcap)
     mask, bias = masks
     if bias[0] is not None:
@@ -197,7 +206,31 @@ def logits(
         s = tl.where(seen != 0, s, float("-inf")) if TRUTH else s + seen.to(tl.float32)
     if EDGE:
         s = tl.where(there & in_reach(i + offset, j, window, CAUSAL, WINDOWED), s, float("-inf"))
-    return s, square
+    return s, square, inexact
+
+
+@triton.jit
+def nothing_to_do(DOUBT, CAREFUL: tl.constexpr):
+    """Whether a careful program is not needed.
+
+    A loop that may branch has its loads and products in no pipeline, and pairs so near that the product form of their
+    distance is too inexact are rare. So every kernel runs twice where it reads distances: first without regard to that,
+    noting in DOUBT, one number a program, whether there was such a pair; then CAREFUL, the programs that had one. None:
+    it runs once.
+    """
+    nothing = tl.program_id(0) < 0
+    if DOUBT is not None:
+        if CAREFUL:
+            nothing = tl.load(DOUBT + tl.program_id(0)) == 0
+    return nothing
+
+
+@triton.jit
+def tell(DOUBT, doubt, CAREFUL: tl.constexpr):
+    """See `nothing_to_do`."""
+    if DOUBT is not None:
+        if not CAREFUL:
+            tl.store(DOUBT + tl.program_id(0), any_of(doubt).to(tl.int32))
 
 
 @triton.jit
