@@ -17,7 +17,7 @@ from tests.engines.triton_scores import SCORES, learned  # noqa: E402
 slow, pytestmark = pytest.mark.slow, pytest.mark.extras
 CHIPS = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program may have
 SMALL = 99 * 1024  # the same on GPUs for desktops
-#: Bytes a thread may keep outside its registers in a kernel's first config; sm80, whose products take their factors
+#: Bytes a thread may keep outside its registers in the config that keeps fewest; sm80, whose products take their factors
 #: from registers, keeps more at width 128 (docs/gpu.md).
 SPILLED = {80: 224, 90: 128}
 
@@ -35,7 +35,7 @@ def fits(built, d=64):
         of = [b for b in built if (b.kernel, b.capability) == (kernel, capability)]
         assert min(b.shared for b in of) <= SMALL, (kernel, capability)
         if d == 64 or capability == 90:
-            assert of[0].spilled <= SPILLED[capability], [(b.kernel, b.config, b.spilled) for b in of]
+            assert min(b.spilled for b in of) <= SPILLED[capability], [(b.kernel, b.config, b.spilled) for b in of]
 
 
 def test_umbral_in_bfloat16(monkeypatch):

@@ -21,6 +21,7 @@ from .forward import LENGTHS, reach, rows_of
 from .tile import (
     head_of,
     kept,
+    less,
     load_parameters,
     load_records,
     load_statistics,
@@ -52,15 +53,6 @@ def store_vectors(D_X, D_NUMBERS, d_x, x, by_number, scale, factor, start, lines
         tl.store(D_NUMBERS + place * (COUNT + 1) + COUNT, tl.sum(d_x * x, 1), mask=there)  # x has zeros beyond W
     d_x = tl.where(width < W, multiplied(d_x, factor, None, None), 0.0)
     tl.store(D_X + place[:, None] * D + width, d_x, mask=there[:, None] & (width < D))
-
-
-@triton.jit
-def less(total, means, residue, COUNT: tl.constexpr):
-    """The sums without what is left of them by rounding: the residue times the mean slopes."""
-    values = ()
-    for index in tl.static_range(COUNT):
-        values = values + (total[index] - residue * means[index],)
-    return values
 
 
 @triton.jit(do_not_specialize=LENGTHS)

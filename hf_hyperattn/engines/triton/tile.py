@@ -134,6 +134,15 @@ def sums(total, tiles, factor, COUNT: tl.constexpr):
 
 
 @triton.jit
+def less(total, means, residue, COUNT: tl.constexpr):
+    """The sums without what is left of them by rounding: the residue times the mean slopes."""
+    values = ()
+    for index in tl.static_range(COUNT):
+        values = values + (total[index] - residue * means[index],)
+    return values
+
+
+@triton.jit
 def multiplied(x, first, second, third):
     """`x` times each of the others that is not None."""
     if first is not None:
