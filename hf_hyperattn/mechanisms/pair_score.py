@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
+from ..engines.cpu import norms, squared_norms
 from ..engines.graph_torch import graph_of, refusing_second_derivatives, vjp
-from ..engines.norms import norms, squared_norms
 from ..engines.score import TERMS, euclidean, working_dtype
 from ..engines.trace import Untraceable
 from .hype.positions import from_first

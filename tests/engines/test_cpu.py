@@ -8,9 +8,8 @@ from torch import nn
 
 import hf_hyperattn as ha
 from hf_hyperattn.engines import Options, attention, cpu, dispatch, dot_score, native
-from hf_hyperattn.engines.cpu import kernels, library
+from hf_hyperattn.engines.cpu import kernels, library, norms, squared_norms
 from hf_hyperattn.engines.cpu.kernels import chunks_of, forward
-from hf_hyperattn.engines.norms import norms, squared_norms
 from hf_hyperattn.engines.score import TERMS, ScoreTerm, Term
 from hf_hyperattn.mechanisms.hyperbolic.midpoint import einstein
 from hf_hyperattn.mechanisms.hyperbolic.score import HyperbolicSpace

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_hyperattn.engines import attention
-from hf_hyperattn.engines.cpu import FEW
+from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
 from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
-from hf_hyperattn.engines.norms import norms, squared_norms
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call

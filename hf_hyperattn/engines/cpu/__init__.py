@@ -19,8 +19,9 @@ from .. import blockwise, native, serialize
 from ..options import Options
 from ..score import PairScore, learns
 from . import kernels, library
+from .kernels import norms, squared_norms
 
-__all__ = ["attend", "decodes", "resolve", "supports", "unsupported_reason"]
+__all__ = ["attend", "decodes", "norms", "resolve", "squared_norms", "supports", "unsupported_reason"]
 
 logger = logging.getLogger("hf_hyperattn")
 

@@ -1,4 +1,4 @@
-"""The norms of rows in one pass: see engines/norms.py."""
+"""The norms of rows in one pass: see `norms` and `squared_norms` of engines/cpu/kernels.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ...engines.norms import squared_norms
+from ...engines.cpu import squared_norms
 from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader, ScoreTerm, VectorReader
 from ..base import Host
 from ..score_layer import ScoreLayer

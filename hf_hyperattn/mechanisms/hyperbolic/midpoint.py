@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.norms import norms
+from ...engines.cpu import norms
 from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
 from ...readable import is_transformed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines.norms import norms
+from ...engines.cpu import norms
 from ...engines.score import (
     READERS,
     TERMS,
