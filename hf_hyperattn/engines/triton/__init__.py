@@ -2,7 +2,7 @@
 
     operator.py    the operators of torch and their gradients
     launch.py      from tensors to launched kernels; configs.py: tile sizes
-    forward.py, backward.py, tile.py   the kernels; arithmetic.py: functions of one number
+    forward.py, backward.py, tile.py   the kernels; arithmetic.py: functions of one number; norms.py: those of rows
 
 A score's functions are written from its terms (engines/emit_triton.py). Importing the package does not import Triton.
 """

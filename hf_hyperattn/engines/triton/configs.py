@@ -2,9 +2,10 @@
 
 What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
 its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each
-kernel two or three sizes are tried, once per kind of call: first the one that was the fastest on an H100 (several small
-programs on a multiprocessor, of 4 warps each, hide each other's waits; twice as large, kernels took 1.2 to 2.7 times
-as long), then smaller ones, for chips with less shared memory (the smallest needs at most 99 KiB) and long scores.
+kernel two or three sizes are tried, once per kind of call: first small ones of 4 warps, several of which hide each
+other's waits on a multiprocessor (the fastest of nine on an H100 with an umbral score and heads of 64; larger ones took
+1.2 to 2.7 times as long; wider heads were not measured), then others, for chips with less shared memory (the smallest
+needs at most 99 KiB) and long scores.
 
 No product may be 64 x 16 over 8 warps: Triton 3.6 reads beyond its shared memory there, seen on an H100 with float32.
 tests/engines/test_triton_compiled.py holds them to what chips have.
