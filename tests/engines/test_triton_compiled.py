@@ -86,10 +86,15 @@ def test_every_option(monkeypatch):
     assert all(b.shared <= CHIPS[b.capability] for b in built)
 
 
-def test_no_tile_that_triton_compiles_wrongly():
-    """64 x 16 over 8 warps: see configs.py."""
-    tiles = [c for kernel in configs.CONFIGS.values() for sizes in kernel.values() for c in sizes]
-    assert not [c for c in tiles if {c.rows, c.columns} == {64, 16} and c.warps == 8]
+@pytest.mark.parametrize("kernel", configs.CONFIGS)
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize("widths", [(16, 16), (64, 16), (128, 16), (256, 16), (64, 64), (128, 128)], ids=str)
+def test_no_tile_that_triton_compiles_wrongly(kernel, item, widths):
+    """64 lines by 8 warps beside 16 of anything: see configs.py."""
+    found = configs.configs(kernel, widths[0], item, widths[1])
+    assert found
+    for c in found:
+        assert c.warps < 8 or 64 not in (c.rows, c.columns) or 16 not in (c.rows, c.columns, *widths)
 
 
 def test_decoding(monkeypatch):

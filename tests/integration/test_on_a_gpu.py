@@ -163,14 +163,20 @@ def generated(model, **options) -> torch.Tensor:
 
 
 @every_causal
-@pytest.mark.parametrize("cache", ["dynamic", "static", "compiled static"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation(case, cache):
-    """Step by step with a cache as in one pass; a static cache is compiled where `generate` does so by itself."""
-    if cache == "compiled static" and case.label not in COMPILED:
-        pytest.skip("half a minute each: some mechanisms are enough")
-    torch._dynamo.reset()
+    """Step by step with a cache as in one pass."""
     options = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
-    found = generated(case.model().to(DEVICE), **options.get(cache, {"cache_implementation": "static"}))
+    found = generated(case.model().to(DEVICE), **options[cache])
+    same(found, generated(case.model(), use_cache=False), case)
+
+
+@compilable
+def test_generation_with_a_cache_that_is_compiled(label):
+    """As `generate` does by itself with a static cache on a GPU."""
+    torch._dynamo.reset()
+    case = BY_LABEL[label]
+    found = generated(case.model().to(DEVICE), cache_implementation="static")
     same(found, generated(case.model(), use_cache=False), case)
 
 

@@ -3,12 +3,13 @@
 What fits depends on the width of a head (rounded up to a power of two) and on the size of its numbers: a program keeps
 its own block and `stages` copies of the tiles it walks over in shared memory, and its sums in registers. For each
 kernel two or three sizes are tried, once per kind of call: first small ones of 4 warps, several of which hide each
-other's waits on a multiprocessor (the fastest of nine on an H100 with an umbral score and heads of 64; larger ones took
-1.2 to 2.7 times as long; wider heads were not measured), then others, for chips with less shared memory (the smallest
-needs at most 99 KiB) and long scores.
+other's waits on a multiprocessor (the fastest of those tried on an H100 with an umbral score and heads of 64; wider
+heads were not measured), then others, for chips with less shared memory (the smallest needs at most 99 KiB) and long
+scores. tests/engines/test_triton_compiled.py holds them to what chips have.
 
-No product may be 64 x 16 over 8 warps: Triton 3.6 reads beyond its shared memory there, seen on an H100 with float32.
-tests/engines/test_triton_compiled.py holds them to what chips have.
+Where 64 lines of a tile are multiplied by 8 warps, all that they meet is wider than 16: of products of 64 x 16, and of
+64 lines of queries and keys beside values of 16 numbers, Triton 3.6 reads beyond its shared memory, seen on an H100
+with float32.
 
 Environment: HF_HYPERATTN_TRITON_TUNE=0 takes the first size without measuring.
 """
@@ -69,17 +70,19 @@ def padded(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def configs(kernel: str, width: int, item: int) -> Sequence[Config]:
+def configs(kernel: str, width: int, item: int, narrowest: int) -> Sequence[Config]:
     """What is tried for a kernel, the best guess first.
 
     Args:
         kernel: "forward", "query" or "key".
         width: of heads, the larger of that of keys and of values, as padded.
         item: bytes of a number, 2 or 4.
+        narrowest: as `width`, the smaller one.
     """
     if INTERPRETED.value:
         return INTERPRETER
-    return CONFIGS[kernel][max(64, width * item // 2)]
+    found = CONFIGS[kernel][max(64, width * item // 2)]
+    return found if narrowest > 16 else [c for c in found if c.warps < 8 or 64 not in (c.rows, c.columns)]
 
 
 def few(width: int, item: int) -> tuple[int, int]:

@@ -61,6 +61,7 @@ class TritonCall:
         #: What decides about tiles: the width of vectors, padded, and the bytes of a number.
         item = max(self.query.element_size(), self.value.element_size())
         self.size = max(padded(self.d), padded(self.dv)), item
+        self.narrowest = min(padded(self.d), padded(self.dv))
 
     def numbers(self) -> dict:
         """The arguments that all kernels share, by name."""
@@ -113,7 +114,15 @@ class TritonCall:
         """
         optional = (self.options.window, self.mask, self.bias, self.seed)
         kind = (
-            *(name, self.a.score_key, self.size, self.query.dtype, self.value.dtype, self.query.device),
+            *(
+                name,
+                self.a.score_key,
+                self.size,
+                self.narrowest,
+                self.query.dtype,
+                self.value.dtype,
+                self.query.device,
+            ),
             *(self.options.is_causal, self.n >= 1024, *(x is None for x in optional)),
         )
 
@@ -134,7 +143,7 @@ class TritonCall:
                     num_stages=config.stages,
                 )
 
-        tuned(kind, configs(name, *self.size), launch)
+        tuned(kind, configs(name, *self.size, self.narrowest), launch)
 
 
 @lru_cache(maxsize=256)
