@@ -140,8 +140,10 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e ".[dev]"
 	@touch $@
 
+# With Triton: where it is missing, pyright takes everything of its kernels for unknown and passes it.
 $(VENV)/.types: $(VENV)/.dev
 	$(PIP) -e ".[typing]"
+	$(PIP) --no-deps triton==3.6.0
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base

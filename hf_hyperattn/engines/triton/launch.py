@@ -128,7 +128,7 @@ class TritonCall:
 
         def launch(config: Config) -> None:
             walked, other = (config.columns, config.rows) if name == "key" else (config.rows, config.columns)
-            programs = triton.cdiv(lines[2], walked) * lines[0] * lines[1]
+            programs = int(triton.cdiv(lines[2], walked)) * lines[0] * lines[1]
             # twice where distances are read, see `tile.nothing_to_do`
             doubt = self.query.new_empty(programs, dtype=torch.int32) if self.measures else None
             for careful in (False, True) if self.measures else (False,):

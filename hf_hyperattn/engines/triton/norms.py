@@ -59,12 +59,13 @@ def norms_backward(
 
 
 def sizes(x: Tensor, width: int, root: bool) -> tuple[int, tuple, dict]:
-    """How many programs, and the arguments that both kernels share: strides and shape, and constants."""
+    """How many programs, and what both kernels are given: strides and shape, and constants with the number of warps."""
     batch, heads, length, everything = x.shape
     wide = padded(everything)
     lines = max(1, NUMBERS // wide)
     shape = x.stride()[:3], batch * heads * length, heads, length
-    return triton.cdiv(shape[1], lines), shape, {"WIDTH": width, "ROOT": root, "BD": wide, "BR": lines}
+    constants = {"WIDTH": width, "ROOT": root, "BD": wide, "BR": lines, "num_warps": 8}
+    return int(triton.cdiv(shape[1], lines)), shape, constants
 
 
 def forward(x: Tensor, width: int, root: bool, out: Tensor) -> None:
@@ -72,7 +73,7 @@ def forward(x: Tensor, width: int, root: bool, out: Tensor) -> None:
     programs, shape, constants = sizes(x, width, root)
     if programs:
         with on(x.device):
-            norms_forward[(programs,)](x, out, *shape, **constants, num_warps=8)
+            norms_forward[(programs,)](x, out, *shape, **constants)
 
 
 def backward(grad: Tensor, x: Tensor, out: Tensor, width: int, root: bool, to: Tensor) -> None:
@@ -80,4 +81,4 @@ def backward(grad: Tensor, x: Tensor, out: Tensor, width: int, root: bool, to: T
     programs, shape, constants = sizes(x, width, root)
     if programs:
         with on(x.device):
-            norms_backward[(programs,)](grad, x, out, to, *shape, ALL=x.shape[-1], **constants, num_warps=8)
+            norms_backward[(programs,)](grad, x, out, to, *shape, **constants, **{"ALL": x.shape[-1]})
