@@ -237,7 +237,7 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
         layers = "a function" if callable(config.layers) else short(config.layers)
         raise ValueError(
             f"layers={layers} chooses no attention module of {type(base).__name__} (model type "
-            f"{base.config.model_type!r}); it has: "
+            f"{base.config.model_type!r}); allowed: layers of "
             f"{', '.join(sorted({stack for stack, _, _ in hosts}))}"
         )
     check_combination(config, selected)

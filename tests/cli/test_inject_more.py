@@ -230,7 +230,7 @@ def test_the_time_of_rules_as_the_cost(capsys, folder, tmp_path, monkeypatch):
 def test_a_share_that_no_rules_reach_is_refused(capsys, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 0.7))
     code, _, err = inject(capsys, folder, "--pairs", "0.6", "--cost", "time", "--output", tmp_path / "out")
-    assert code == 2 and "60.0% of stock's cost is out of reach: the cheapest rules take 70.0% at" in err
+    assert code == 2 and "60.0% of stock's time is out of reach: the cheapest rules take 70.0% at" in err
     monkeypatch.setattr(costs, "times", lambda rules, *_: dict.fromkeys(rules, 1.5))
     code, _, err = inject(capsys, folder, "--pairs", "1", "--cost", "time", "--output", tmp_path / "out")
     assert code == 2 and "at 1 of the cost all attention stays exact; allowed: a smaller share" in err

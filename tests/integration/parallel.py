@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 
 from .models import TEXT
 
@@ -48,6 +49,12 @@ BERT_TP = {f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in 
 BERT_FSDP = {"bert.encoder.layer.*": "free_full_weight"}
 HSA = ha.HsaConfig(windows=(2, 4), near=(1, 0, 2, 1), sinks=0, refine_top_k=(1, 0, 0, 1))
 BOTH = ha.HsaConfig(windows=(2, 4))
+RULES = [
+    Exact(),
+    Pages(near=2, sinks=1, page=2, top=1),
+    Pages(near=2, sinks=1, page=1, top=2, query="first", chunk=4),
+    Window(near=3, sinks=1),
+]
 some = dict(heads=(0, 2, 3))
 #: name -> the patch of a family; None where the family has no use for the mechanism
 PATCHES = {
@@ -57,6 +64,7 @@ PATCHES = {
     "hyperbolic, midpoint": lambda family: ha.HyperAttnConfig([ha.HyperbolicConfig()]),
     "hype": lambda family: ha.HyperAttnConfig([ha.HypeConfig(max_length=64)]),
     "hsa": lambda family: ha.HyperAttnConfig([BOTH if family == "bert" else HSA]),
+    "sparse": lambda family: ha.HyperAttnConfig([ha.SparseConfig(RULES)]),
     "head_fusion": lambda family: ha.HyperAttnConfig([ha.HeadFusionConfig()]),
     "talking_heads": lambda family: ha.HyperAttnConfig([ha.TalkingHeadsConfig()]),
     "mkl": lambda family: ha.HyperAttnConfig([ha.MklConfig()]),

@@ -1,8 +1,12 @@
-"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused."""
+"""A model on two ranks gives the numbers of one process in each layout, saves what any layout loads, or is refused.
+
+`python -m tests.integration.test_parallel` prints the largest differences, as docs/many_devices.md shows them.
+"""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ from .collaborative import quiet
 from .parallel import AFTERWARDS, AUTO, CASES, FAMILIES, PATCHES, SIZES, batch, path, results_of, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # a pair of processes runs all cases
+
+LAYOUTS = "tp", "fsdp2", "ddp"
 
 
 def stock(family: str, **changes):
@@ -56,26 +62,37 @@ def write(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> tuple[Path, dict]:
     """The checkpoints, and what two ranks found."""
-    folder = tmp_path_factory.mktemp("parallel")
+    return shared_in(tmp_path_factory.mktemp("parallel"))
+
+
+def shared_in(folder: Path) -> tuple[Path, dict]:
     write(folder)
     start("tests.integration.parallel", folder)
     return folder, torch.load(folder / "results.pt")
 
 
+def apart(together: dict, alone: dict) -> tuple[float, float]:
+    """The largest difference of the logits that there are, and of the gradients."""
+    assert together["gradients"].keys() == alone["gradients"].keys()
+    gradients = [(g - alone["gradients"][n]).abs().max().item() for n, g in together["gradients"].items()]
+    logits = together["logits"] - alone["logits"][: len(together["logits"])]
+    return logits.abs().max().item(), max(gradients)
+
+
+def alone_of(folder: Path, family: str, name: str) -> dict:
+    """What one process finds."""
+    return results_of(AUTO[family].from_pretrained(path(folder, "start", (family, name))), batch())
+
+
 @pytest.mark.parametrize("family, name", CASES)
 def test_two_ranks_give_the_numbers_of_one_process(family, name, shared):
     folder, results = shared
-    alone = results_of(AUTO[family].from_pretrained(path(folder, "start", (family, name))), batch())
+    alone = alone_of(folder, family, name)
     plain = results_of(AUTO[family].from_pretrained(path(folder, "stock", (family,))), batch())
     assert (alone["logits"] - plain["logits"]).abs().max() > 1e-3
     assert any(".hyper." in n and g.abs().max() > 1e-4 for n, g in alone["gradients"].items())
-    for layout in ("tp", "fsdp2", "ddp"):
-        together = results[layout, family, name]
-        rows = len(together["logits"])
-        assert (together["logits"] - alone["logits"][:rows]).abs().max() <= 1e-5, layout
-        assert together["gradients"].keys() == alone["gradients"].keys(), layout
-        for n, gradient in together["gradients"].items():
-            assert (gradient - alone["gradients"][n]).abs().max() <= 1e-5, (layout, n)
+    for layout in LAYOUTS:
+        assert max(apart(results[layout, family, name], alone)) <= 1e-5, layout
 
 
 @pytest.mark.parametrize("family, name", CASES)
@@ -131,3 +148,19 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(what, shared):
 
 def test_after_context_parallelism_all_is_as_before(shared):
     assert shared[1]["refused", "context parallel, afterwards"] == ""
+
+
+def main() -> None:
+    """Print the table's rows: the largest difference of all families."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, results = shared_in(Path(place))
+        for name in PATCHES:
+            cells = []
+            for layout in LAYOUTS:
+                found = [apart(results[layout, f, n], alone_of(folder, f, n)) for f, n in CASES if n == name]
+                cells.append(", ".join(f"{max(column):.0e}".replace("0e+00", "0") for column in zip(*found)))
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

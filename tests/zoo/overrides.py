@@ -315,6 +315,13 @@ OVERRIDES = {
     "InformerConfig": {"attention_type": "full"},
     "diffusion_gemma_text": {"global_head_dim": 16},
     "xmod": {"default_language": "en_XX"},
+    "yolos": {"image_size": [32, 32]},
+    "vjepa2": {
+        "frames_per_clip": 4,
+        "pred_hidden_size": 64,
+        "pred_num_attention_heads": 4,
+        "pred_num_hidden_layers": 2,
+    },
 }
 
 SESSION = "its forward takes a video session, not tensors"

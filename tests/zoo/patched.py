@@ -9,6 +9,7 @@ import tempfile
 import torch
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms.sparse import Pages
 from tests.zoo.compare import TOLERANCE, changed, gap, run, snapshot
 from tests.zoo.probe import counted, guarded, line, stir
 from tests.zoo.tiny import KINDS
@@ -18,8 +19,11 @@ PATCHED = "hf_hyperattn"
 ROUNDING = 1e-6
 NEW_TOKENS = 5
 HSA = ("hsa", "HsaConfig")
-#: Said of so many hosts that a note says nothing: tying both sides of causal ones, sharing heads of rotary ones.
-COMMON = ("ties queries too", "rotary")
+RULE = ha.SparseConfig(Pages(near=2, page=2, top=1))
+NOWHERE = "chooses no attention module"
+#: Said of so many hosts that a note says nothing: tying both sides of causal ones, sharing heads of rotary ones, sparse
+#: rules for encoders.
+COMMON = ("ties queries too", "rotary", NOWHERE)
 
 #: What is patched in, each in its turn, with the mechanisms that have no meaning for some hosts, and say so.
 PATCHES = {
@@ -31,6 +35,7 @@ PATCHES = {
     "collaborative": ((ha.CollaborativeConfig(),), ("collaborative",)),
     "hsa": ((ha.HsaConfig(windows=(2, 4), near=2, sinks=1, refine_top_k=1),), HSA),
     "hsa, both": ((ha.HsaConfig(windows=(2, 4), tying="both"),), HSA),
+    "sparse": ((ha.HyperAttnConfig([RULE], layers=lambda host: host.is_causal),), ("sparse", NOWHERE)),
 }
 
 

@@ -32,7 +32,7 @@ class SparseLayer(MechanismLayer):
         if host is not None and not host.is_causal:
             raise ValueError(
                 f"sparse was given {host.name}, whose queries see the tokens after them too, which sparse rules do "
-                "not know; allowed: layers= that are causal"
+                "not know; allowed: causal ones, which layers=lambda host: host.is_causal chooses"
             )
         self.gate = self.per_head(host) if mode == "blend" else None
         self.recent, self.asker = Recent(), "" if host is None else host.name
