@@ -15,6 +15,7 @@ from transformers.utils import output_capturing
 
 from ..engines import check_backend
 from ..mechanisms.base import FirstKey
+from ..mechanisms.places import visible
 from ..readable import is_exporting
 from .hosts import find_hosts
 
@@ -109,6 +110,16 @@ def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Te
     if mask.dtype == torch.bool:
         return mask & chosen
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def before_indexer(first: FirstKey, mask: Tensor | None, batch: int, keys: int) -> FirstKey:
+    """`first` with what the mask says of padding before an indexer hides other keys in it."""
+    if first.stop is not None or first.index is None:
+        return first
+    if mask is None:
+        return FirstKey(first.index, stop=keys)
+    real = visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
+    return FirstKey(first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax())
 
 
 @torch.compiler.assume_constant_result  # the compiler says no where ONNX is what it traces for

@@ -32,6 +32,7 @@ from .call import (
     RETURNING_WEIGHTS,
     UNHONOURED,
     UNROUTED,
+    before_indexer,
     check_onnx,
     exporting_to_onnx,
     first_key,
@@ -221,6 +222,7 @@ def attention_function(named=None) -> Callable:
         # or, where there is none, position: then `causal` and the window count.
         first = START if mask is None and not compiling else first_key(module, mask, window, n, m)
         if get("indices") is not None:
+            first = before_indexer(first, mask, len(query), m)
             mask = within_indices(mask, keywords["indices"], m)
         if mask is not None and mask.shape[-1] > m:
             mask = mask[..., :m]

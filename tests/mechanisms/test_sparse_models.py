@@ -371,3 +371,43 @@ def test_kept_summaries_know_padding(monkeypatch):
     assert torch.equal(
         model.generate(ids, past_key_values=ha.HierarchicalCache(), **beams), model.generate(ids, **beams)
     )
+
+
+@pytest.mark.parametrize("config", [ha.SparseConfig(Pages(2, 1, 2, 1)), ha.HsaConfig(windows=(2, 4), near=2)], ids=str)
+@pytest.mark.parametrize("padding", ["none", "left", "of another make"])
+def test_what_an_indexer_hides_is_no_padding(config, padding):
+    """DeepSeek's indexer leaves each query four keys; where tokens stand is as without it."""
+    if not hasattr(hf, "DeepseekV32Config"):
+        pytest.skip("this Transformers has no such family")
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    ranks = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    # many heads, so that no scores of the indexer tie, which steps and prompts break differently
+    indexer = dict(index_topk=4, index_n_heads=16, index_head_dim=16)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
+    torch.manual_seed(0)
+    made = hf.DeepseekV32Config(**sizes, **ranks, **indexer, **experts, num_key_value_heads=4, first_k_dense_replace=1)
+    model = ha.patch_model(hf.DeepseekV32ForCausalLM(made).eval(), config, mode="replace")
+    ids = torch.randint(1, 99, (2, 12))
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[1, : 0 if padding == "none" else 3] = False
+
+    def mask(rows: slice, columns: int):
+        if padding == "none":
+            return {}
+        if padding == "left":
+            return dict(attention_mask=real[:, :columns].long())
+        causal = torch.ones(12, 12, dtype=torch.bool).tril()
+        return dict(attention_mask=(causal & real[:, None, None] & real[:, None, :, None])[:, :, rows, :columns])
+
+    place = (real.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        whole = model(ids, position_ids=place, use_cache=False, **mask(slice(12), 12)).logits
+        out = model(ids[:, :7], position_ids=place[:, :7], **mask(slice(7), 7))
+        steps = [out.logits]
+        for i in range(7, 12):
+            more = mask(slice(i, i + 1), i + 1)
+            out = model(
+                ids[:, i : i + 1], position_ids=place[:, i : i + 1], past_key_values=out.past_key_values, **more
+            )
+            steps.append(out.logits)
+    assert (torch.cat(steps, 1) - whole)[real].abs().max() <= 1e-5
