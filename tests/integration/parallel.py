@@ -64,7 +64,7 @@ PATCHES = {
     "hyperbolic, midpoint": lambda family: ha.HyperAttnConfig([ha.HyperbolicConfig()]),
     "hype": lambda family: ha.HyperAttnConfig([ha.HypeConfig(max_length=64)]),
     "hsa": lambda family: ha.HyperAttnConfig([BOTH if family == "bert" else HSA]),
-    "sparse": lambda family: ha.HyperAttnConfig([ha.SparseConfig(RULES)]),
+    "sparse": lambda family: None if family == "bert" else ha.HyperAttnConfig([ha.SparseConfig(RULES)]),
     "head_fusion": lambda family: ha.HyperAttnConfig([ha.HeadFusionConfig()]),
     "talking_heads": lambda family: ha.HyperAttnConfig([ha.TalkingHeadsConfig()]),
     "mkl": lambda family: ha.HyperAttnConfig([ha.MklConfig()]),
