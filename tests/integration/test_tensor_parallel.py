@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 def shared(tmp_path_factory) -> tuple[Path, dict]:
     """The checkpoints, and what two ranks found."""
     folder = tmp_path_factory.mktemp("shared")
+    torch.manual_seed(0)  # a fixture of a module is made before that of every test
     model = llama(num_hidden_layers=2)
     hsa = ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)  # of which a short text sees something
     model.config.hyperattn = ha.HyperAttnConfig([hsa]).to_dict()
