@@ -134,7 +134,7 @@ class CausalInjection(Injection):
                 allocation = self.choose(pairs)
             except OutOfReach as nothing:
                 if self.pairs:
-                    raise OutOfReach(pairs, nothing.cheapest, self.cost) from None  # `choose` knows no name of times
+                    raise OutOfReach(pairs, nothing.cheapest, self.cost) from None  # `choose` got times without a name
                 allocation = nothing.cheapest
             if i < len(POWERS):
                 self.correct(allocation, before, stock, POWERS[i])

@@ -373,7 +373,11 @@ def test_kept_summaries_know_padding(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("config", [ha.SparseConfig(Pages(2, 1, 2, 1)), ha.HsaConfig(windows=(2, 4), near=2)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [ha.SparseConfig(Pages(2, 1, 2, 1)), ha.HsaConfig(windows=(2, 4), near=1, sinks=0, refine_top_k=0)],
+    ids=["sparse", "hsa"],
+)
 @pytest.mark.parametrize("padding", ["none", "left", "of another make"])
 def test_what_an_indexer_hides_is_no_padding(config, padding):
     """DeepSeek's indexer leaves each query four keys; where tokens stand is as without it."""
@@ -385,8 +389,9 @@ def test_what_an_indexer_hides_is_no_padding(config, padding):
     indexer = dict(index_topk=4, index_n_heads=16, index_head_dim=16)
     experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1)
     torch.manual_seed(0)
-    made = hf.DeepseekV32Config(**sizes, **ranks, **indexer, **experts, num_key_value_heads=4, first_k_dense_replace=1)
-    model = ha.patch_model(hf.DeepseekV32ForCausalLM(made).eval(), config, mode="replace")
+    others = dict(num_key_value_heads=4, first_k_dense_replace=1, initializer_range=0.1)
+    made = hf.DeepseekV32Config(**sizes, **ranks, **indexer, **experts, **others)
+    model = hf.DeepseekV32ForCausalLM(made).eval()
     ids = torch.randint(1, 99, (2, 12))
     real = torch.ones(2, 12, dtype=torch.bool)
     real[1, : 0 if padding == "none" else 3] = False
@@ -401,7 +406,10 @@ def test_what_an_indexer_hides_is_no_padding(config, padding):
 
     place = (real.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
+        stock = model(ids, position_ids=place, use_cache=False, **mask(slice(12), 12)).logits
+        ha.patch_model(model, config, mode="replace")
         whole = model(ids, position_ids=place, use_cache=False, **mask(slice(12), 12)).logits
+        assert (whole - stock)[real].abs().max() > 1e-3
         out = model(ids[:, :7], position_ids=place[:, :7], **mask(slice(7), 7))
         steps = [out.logits]
         for i in range(7, 12):
