@@ -92,9 +92,8 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     """Bool [B, dropped + M], which tokens of the rows are no padding."""
     dropped = first.index or 0
     real = real_of(first, dropped + keys)
-    if (
-        real is None and mask is not None and first.stop is None
-    ):  # else the model has no padding, whatever a mask hides
+    # Where Transformers made the mask (`stop` is known) of no padding, there is none: an indexer or a window hides too.
+    if real is None and mask is not None and first.stop is None:
         real = torch.nn.functional.pad(visible(mask).any(1).any(1), (dropped, 0), value=True)
     if real is None:
         real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
