@@ -1,4 +1,4 @@
-"""Roads of everyday use around a model: other defaults, foreign attention, packed texts, chats, pruned caches, hooks."""
+"""Roads of everyday use: other defaults, foreign attention, packed texts, chats, pruned caches, hooks."""
 
 from __future__ import annotations
 
