@@ -120,7 +120,7 @@ def _of_quadruples(points: Tensor, distance: Callable, count: int, draw: torch.G
         sample = points[torch.randperm(len(points), generator=draw)[:100]]
         distances = distance(sample, sample).double()
         rows = min(1000, count - start)
-        a, b, c, d = torch.rand(rows, len(sample), generator=draw).argsort(1)[:, :4].T
+        a, b, c, d = torch.rand(rows, len(sample), generator=draw, dtype=torch.float32).argsort(1)[:, :4].T
         pairs = torch.stack([distances[i, j] for i, j in ((a, b), (c, d), (a, c), (b, d), (a, d), (b, c))])
         sums = (pairs[::2] + pairs[1::2]).sort(0).values
         found.append((sums[2] - sums[1]) / pairs.amax(0).clamp_min(torch.finfo(torch.float64).tiny))

@@ -59,7 +59,8 @@ def times(rules: Sequence[CandidateRule], length: int, like: Tensor) -> dict[Can
     What such heads do once for all of them, as to bring keys in another order, would count too much at one head alone.
     """
     group, dim = like.shape
-    drawn = torch.randn(1, group + 2, length + ALIKE, dim, generator=torch.Generator().manual_seed(0)).to(like.device)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1, group + 2, length + ALIKE, dim, generator=generator, dtype=torch.float32).to(like.device)
     sums = drawn[:, :group].cumsum(2)
     query = (sums[:, :, ALIKE:] - sums[:, :, :-ALIKE]) * ALIKE**-0.5
     key, value = drawn[:, group:, :length].split(1, 1)

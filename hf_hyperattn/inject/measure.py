@@ -79,7 +79,7 @@ class Sample:
 def sampled(length: int, rows: int, seed: int) -> list[int]:
     """Starts of chunks of queries, spread evenly over a text with a random shift of each."""
     count = max(1, min(rows, length) // CHUNK)
-    shift = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    shift = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     places = ((torch.arange(count) + shift) * (length / CHUNK / count)).long() * CHUNK
     return sorted({min(int(p), length - CHUNK) for p in places})
 

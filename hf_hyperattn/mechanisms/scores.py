@@ -438,7 +438,9 @@ def scored_attention(
     values: dict[str, Any] = {}
     for name, start in (d.parameters | d.vectors).items():
         number: Any = parameters.get(name, start)
-        number = torch.tensor(number, device=query.device) if isinstance(number, tuple) else number
+        number = (
+            torch.tensor(number, device=query.device, dtype=torch.float64) if isinstance(number, tuple) else number
+        )
         if name in d.vectors and isinstance(number, Tensor) and number.shape == (heads, width):
             values[name] = number
         else:

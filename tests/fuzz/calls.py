@@ -19,17 +19,38 @@ from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
 
 
+#: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
+DEFAULT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+#: How many calls have a batch of no rows.
+EMPTY = 0.05
+
+
 def run(seed: int) -> str:
-    """Do the call of this seed; returns what it was.
+    """Make the call of this seed, and return a description of it.
 
     Raises:
-        AssertionError: the compiled kernel did not run, or gave something that is no number.
+        AssertionError: The compiled kernel did not run, or returned NaN.
     """
     pick = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(pick.choice((1, 1, 2)))
     name = pick.choice(list(KERNELS))
-    return f"{name} {KERNELS[name](pick, seed)}"
+    default = DEFAULT_DTYPES[seed % len(DEFAULT_DTYPES)]
+    torch.set_default_dtype(default)
+    try:
+        return f"{name} {KERNELS[name](pick, seed)} default={default}"
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def pick_batch(pick: random.Random) -> int:
+    """Draw a batch size: one or two rows, seldom none."""
+    return 0 if pick.random() < EMPTY else pick.randint(1, 2)
+
+
+def draw_leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw normal numbers, of which a call computes gradients."""
+    return torch.randn(shape, dtype=torch.float32).to(dtype).requires_grad_()
 
 
 def laid_out(t: Tensor, pick: random.Random) -> Tensor:
@@ -78,6 +99,10 @@ def decoding(pick: random.Random, seed: int) -> str:
     for name, length in (("query", few), ("key", keys), ("value", keys)):
         t = call.leaves[name]
         call.leaves[name] = t[:, :, torch.randint(t.shape[2], (length,))]
+    if pick.random() < EMPTY:
+        call.shape = (0, *call.shape[1:])
+        for name in ("query", "key", "value"):
+            call.leaves[name] = call.leaves[name][:0]
     call.options, call.tensors = call.asked(pick, seed)
     call.leaves.pop("sinks", None)
     with torch.no_grad():
@@ -89,7 +114,7 @@ def decoding(pick: random.Random, seed: int) -> str:
 
 def over_windows(pick: random.Random, seed: int) -> str:
     kv_heads, group = pick.randint(1, 3), pick.choice((1, 1, 2, 3))
-    batch, heads, causal = pick.randint(1, 2), kv_heads * group, pick.random() < 0.6
+    batch, heads, causal = pick_batch(pick), kv_heads * group, pick.random() < 0.6
     keys = int(math.exp(pick.uniform(math.log(2), math.log(600))))
     queries = keys if pick.random() < 0.7 else pick.randint(1, keys)
     d, dv = (pick.choice((2, 3, 8, 16, 31, 64, 100)) for _ in range(2))
@@ -97,7 +122,7 @@ def over_windows(pick: random.Random, seed: int) -> str:
     while len(sizes) < 4 and pick.random() < 0.6:
         sizes.append(sizes[-1] * pick.randint(2, 6))
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
-    leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
+    leaves = [draw_leaf(*shape) for shape in shapes]
     mask = None
     if pick.random() < 0.3:  # padding, on either side
         seen, kept = torch.arange(keys), pick.randint(1, keys)
@@ -105,7 +130,7 @@ def over_windows(pick: random.Random, seed: int) -> str:
     per_head = lambda most: [pick.randint(0, most) for _ in range(heads)]
     settings = dict(
         hierarchy=tuple(sizes), near=per_head(40), sinks=per_head(8), refine_top_k=per_head(6),
-        block_bias=torch.randn(heads) if pick.random() < 0.3 else None,
+        block_bias=torch.randn(heads, dtype=torch.float32) if pick.random() < 0.3 else None,
     )  # fmt: skip
     out = hierarchical_attention(
         *(laid_out(t, pick) for t in leaves), mask, is_causal=causal, enable_gqa=True, tying="key", **settings
@@ -118,7 +143,7 @@ def over_windows(pick: random.Random, seed: int) -> str:
 def of_rows(pick: random.Random, seed: int) -> str:
     shape = [int(math.exp(pick.uniform(0, math.log(most)))) for most in (4, 9, 300, 300)]
     dtype = pick.choice((torch.float32, torch.bfloat16))
-    leaf = torch.randn(shape).to(dtype).requires_grad_()
+    leaf = draw_leaf(*shape, dtype=dtype)
     x = laid_out(leaf, pick)
     root, width = pick.random() < 0.5, pick.randint(1, shape[-1])
     out = norms(x, torch.float32) if root else squared_norms([x], torch.float32, width)[0]
@@ -128,7 +153,7 @@ def of_rows(pick: random.Random, seed: int) -> str:
 
 def by_rules(pick: random.Random, seed: int) -> str:
     kv_heads, group = pick.randint(1, 3), pick.choice((1, 2, 3))
-    batch, heads = pick.randint(1, 2), kv_heads * group
+    batch, heads = pick_batch(pick), kv_heads * group
     keys = int(math.exp(pick.uniform(math.log(2), math.log(600))))
     queries = keys if pick.random() < 0.6 else pick.randint(1, keys)
     d, dv = (pick.choice((2, 3, 8, 16, 31, 64, 100)) for _ in range(2))
@@ -146,7 +171,7 @@ def by_rules(pick: random.Random, seed: int) -> str:
     rules = [HeadRule(pick.randint(1, 700), pick.randint(0, 9), *pick.choice((paged, plain))()) for _ in range(heads)]
     dtype, offset = pick.choice((torch.float32, torch.bfloat16)), keys - queries
     shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, dv)
-    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    leaves = [draw_leaf(*shape, dtype=dtype) for shape in shapes]
     q, k, v = (laid_out(t, pick) for t in leaves)
     earlier = pick.randint(0, queries - 1)
     chosen = chosen_pages(q, k, rules, spans=spans, offset=offset, earlier=earlier)

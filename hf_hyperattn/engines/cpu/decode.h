@@ -351,6 +351,7 @@ template <typename T>
 void decode(const Call& c, const Decode& d) {
   const int64_t start = c.first_of(0) / kTileKeys * kTileKeys, stop = std::max(start, c.last_of(c.queries - 1));
   const int64_t blocks = (stop - start + kTileKeys - 1) / kTileKeys, heads = c.batch * c.kv_heads;
+  if (heads == 0) return;  // An empty batch has no output, and the chunks below are shared out among its heads.
   const int64_t wanted = c.threads == 1 ? 1 : (4 * c.threads + heads - 1) / heads;
   const int64_t chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, blocks));
   const Found at(c, d, kTogether<T>);

@@ -154,9 +154,9 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     """All gradients, in the order of the operator's tensors; empty ones for what has none."""
     (batch, heads, n, _), (_, kv_heads, m, _) = a.query.shape, a.key.shape
     delta = lse.new_empty(a.query.shape[:3])
-    core.hyper_deltas(call, ctypes.c_void_p(grad.data_ptr()), ctypes.c_void_p(delta.data_ptr()))
+    core.hyper_deltas(call, ctypes.c_void_p(address_of(grad)), ctypes.c_void_p(address_of(delta)))
     chunks = chunks_of(batch * kv_heads, -(-m // core.hyper_tile_keys()))
-    query, key, value = (torch.empty(t.shape, dtype=t.dtype) for t in (a.query, a.key, a.value))
+    query, key, value = (t.new_empty(t.shape) for t in (a.query, a.key, a.value))
     padded = core.hyper_padded(ctypes.c_int64(a.width))
     # where the sums have the shape of the gradient they need no memory of their own
     in_place = query.dtype == torch.float32 and chunks == 1 and padded == query.shape[-1]
@@ -165,15 +165,16 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     row = [lse.new_zeros(chunks, batch, heads, n) for _ in range(len(a.row) + extra)]
     column = [lse.new_empty(batch, t.shape[1], m) for t in a.column]
     head = lse.new_zeros(chunks, batch, heads, len(a.head), dtype=torch.float64)
-    factors = {name: torch.empty(a.extras[name].shape) for name in serialize.LEARNED[:2] if name in a.extras}
+    factors = {name: lse.new_empty(a.extras[name].shape) for name in serialize.LEARNED[:2] if name in a.extras}
     column_heads = (ctypes.c_int64 * len(column))(*(t.shape[1] for t in column))
     tables = pointers(row), pointers(column), column_heads
     core.hyper_backward(
         call,
         SLOTS.pack(
-            grad.data_ptr(), delta.data_ptr(), chunks, sums.data_ptr(), *map(ctypes.addressof, tables),
-            head.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), query.shape[-1],
-            *(factors[n].data_ptr() if n in factors else 0 for n in serialize.LEARNED[:2]),
+            address_of(grad), address_of(delta), chunks, address_of(sums), *map(ctypes.addressof, tables),
+            address_of(head, torch.float64), address_of(query, a.query.dtype), address_of(key, a.key.dtype),
+            address_of(value, a.value.dtype), query.shape[-1],
+            *(address_of(factors[n]) if n in factors else 0 for n in serialize.LEARNED[:2]),
         ),
     )  # fmt: skip
     row = [t.sum(0) for t in row]
@@ -192,9 +193,25 @@ def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Te
     return [query, key, value, *row[: len(a.row)], *column, *heads_of, *extras]
 
 
+def address_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Return the address of a tensor that a kernel reads or writes as a dense array.
+
+    The kernels see addresses alone: an array of another dtype, device or layout would be written beyond its end.
+
+    Raises:
+        TypeError: The tensor is not of this dtype, not on the CPU, or not contiguous.
+    """
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise TypeError(
+            f"a kernel was given a {tensor.dtype} tensor on {tensor.device} with strides {tensor.stride()}; allowed: "
+            f"{dtype}, on the CPU, contiguous; please report this as a fault of hf_hyperattn"
+        )
+    return tensor.data_ptr()
+
+
 def pointers(tensors: Sequence[Tensor]):
-    """An array of their addresses."""
-    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    """Return an array of the addresses of float32 tensors."""
+    return (ctypes.c_void_p * len(tensors))(*map(address_of, tensors))
 
 
 def centred(head: Tensor, residue: Tensor, means: list[Tensor]) -> Tensor:

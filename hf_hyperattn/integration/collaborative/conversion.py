@@ -188,7 +188,7 @@ class InputMoment:
     """
 
     def __init__(self, centred: bool):
-        self.centred, self.total, self.tokens = centred, torch.zeros(()), 0.0
+        self.centred, self.total, self.tokens = centred, torch.zeros((), dtype=torch.float64), 0.0
         self.mask: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple) -> None:

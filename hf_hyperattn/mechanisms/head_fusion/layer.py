@@ -52,7 +52,8 @@ class HeadFusionLayer(MechanismLayer):
     def reset_parameters(self) -> None:
         """The query map at its seeded numbers, which differ between layers; zero for the rest."""
         generator = torch.Generator().manual_seed(self.config.seed + self.layer_index)
-        start = torch.randn(self.query_map.shape, generator=generator, device="cpu") * self.config.spread
+        drawn = torch.randn(self.query_map.shape, generator=generator, device="cpu", dtype=torch.float32)
+        start = drawn * self.config.spread
         init.copy_(self.query_map, start.to(self.query_map))
         init.zeros_(self.kappa)
         init.zeros_(self.bias)

@@ -130,7 +130,9 @@ class HyperbolicVectors:
             factors = None
         else:
             factors = 1 / lengths[0], scale / lengths[1]
-        weight = torch.as_tensor(beta(self.space.distance, c, tau)).expand(heads)
+        weight = torch.as_tensor(
+            beta(self.space.distance, c, tau), dtype=lengths[0].dtype, device=self.query.device
+        ).expand(heads)
         return Numbers(sides[0], sides[1], [weight], factors)
 
     def directions(self) -> tuple[Tensor, Tensor]:

@@ -51,12 +51,11 @@ class Clusters(SelectingRule):
         start = places // self.chunk * self.chunk
         clusters = self.segments_before(start, self.near) * per_segment
         seen = places - opening + 1 + opening.clamp_max(self.sinks) + clusters.clamp_max(self.top) * self.size
-        built = torch.zeros(length)
+        built = torch.zeros(length, dtype=torch.float64)
         built[self.segment - 1 :: self.segment] = (self.rounds + 1) * self.segment * per_segment
-        most = length * (length + 1) / 2
-        return min(
-            1.0, share_of(seen + clusters.where(clusters > self.top, 0) / self.chunk) + float(built.sum()) / most
-        )
+        scored = clusters.where(clusters > self.top, 0).double() / self.chunk
+        share_of_clustering = float(built.sum()) / (length * (length + 1) / 2)
+        return min(1.0, share_of(seen + scored) + share_of_clustering)
 
     def segments_before(self, start: Tensor, near: int) -> Tensor:
         """How many segments a chunk that begins at `start` chooses among: the first ones."""

@@ -47,11 +47,9 @@ class NestedWindows(SelectingRule):
         """Tokens seen, and windows scored, where more stand than are opened, over the queries that share them."""
         places, bottom = torch.arange(length), self.windows[0]
         own = torch.arange(0, length, bottom)[:, None]
-        laid, scored, above = (
-            torch.zeros(len(own)),
-            torch.zeros(len(own)),
-            torch.ones(len(own), -(-length // self.windows[-1])) > 0,
-        )
+        laid = torch.zeros(len(own), dtype=torch.float64)
+        scored = torch.zeros(len(own), dtype=torch.float64)
+        above = torch.ones(len(own), -(-length // self.windows[-1]), dtype=torch.bool)
         for size, below in zip(reversed(self.windows), (*reversed(self.windows[:-1]), 1)):
             start = torch.arange(0, length, size)
             is_open = above[:, : len(start)] & self.is_open(start, size, own)

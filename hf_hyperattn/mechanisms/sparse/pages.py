@@ -53,7 +53,7 @@ class Pages(SelectingRule):
         opening = self.opening(places // self.chunk * self.chunk)
         pages = (opening // self.page - self.sinks // self.page).clamp_min(0)
         seen = places - opening + 1 + opening.clamp_max(self.sinks) + pages.clamp_max(self.top) * self.page
-        return share_of(seen + pages.where(pages > self.top, 0) * self.channels / self.chunk)
+        return share_of(seen + pages.where(pages > self.top, 0).double() * self.channels / self.chunk)
 
     def channels_of(self, dim: int) -> int:
         """How many channels of `dim` score pages."""
