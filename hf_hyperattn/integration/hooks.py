@@ -216,6 +216,7 @@ def _initialize(original, self):
     for module in self.modules():
         if isinstance(module, Hyper) and not getattr(module, "_is_hf_initialized", False):
             module._is_hf_initialized = True
+            module.came_with_model = True
             for tensor in (*module.parameters(), *module.buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     fresh.append(module)

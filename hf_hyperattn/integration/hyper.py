@@ -125,6 +125,7 @@ class Hyper(Layers):
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
+        self.came_with_model = False  # whether it was built with its model, from a checkpoint or a config
         heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
         mechanisms = mechanisms_of(config.mechanisms, self.overrides) if self.overrides else config.mechanisms
         for mechanism in mechanisms:
