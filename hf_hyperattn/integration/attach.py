@@ -22,7 +22,7 @@ from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
-from .stock import STOCK, find_eager, marked, run_beneath, stock_name
+from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
 Selected = tuple[nn.Module, Host]
@@ -58,6 +58,7 @@ def resolve_stock(model: PreTrainedModel) -> None:
         ValueError: what was asked for cannot run beneath a mechanism.
     """
     for config in filter(marked, all_configs(model)):
+        check_beneath(vars(config)[STOCK], f"the checkpoint of {type(model).__name__}")
         run_beneath(config)
     for part in parts(model):
         if marked(part.config):
@@ -197,7 +198,7 @@ def mark_initialized(module: nn.Module) -> None:
     `init_weights` goes through all modules of a model, also when a finished model becomes a part of another one.
     """
     for part in module.modules():
-        setattr(part, "_is_hf_initialized", True)
+        vars(part)["_is_hf_initialized"] = True
 
 
 def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
