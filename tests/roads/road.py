@@ -44,7 +44,7 @@ class Road:
 
 
 #: Headings in their order, which is also that of the runs: what takes longest comes last.
-GROUPS = ("Files", "In memory", "PEFT", "Programs", "Processes")
+GROUPS = ("Files", "In memory", "Situations", "PEFT", "Programs", "Processes")
 ROADS: dict[str, Road] = {}
 
 

@@ -26,7 +26,7 @@ import torch
 import transformers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.roads import adapters, files, processes, report, running, tools  # noqa: F401  they register roads
+from tests.roads import adapters, files, processes, report, running, situations, tools  # noqa: F401  they register roads
 from tests.roads.cases import BY_LABEL, CASES, CONTROLS
 from tests.roads.outcome import Cell, cell, control
 from tests.roads.road import GROUPS, ROADS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.roads import adapters, files, processes, running, tools  # noqa: F401  they register roads
+from tests.roads import adapters, files, processes, running, situations, tools  # noqa: F401  they register roads
 from tests.roads.cases import BY_LABEL, CASES, MARGIN
 from tests.roads.outcome import cell
 from tests.roads.road import ROADS
