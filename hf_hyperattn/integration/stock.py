@@ -52,7 +52,8 @@ def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
     Libraries wrap the functions that are registered, with `functools.wraps`, in a closure, or as an object.
     """
     innermost = function.func if isinstance(function, partial) else function
-    if isinstance(innermost, FunctionType) and innermost.__module__.startswith("transformers."):
+    # `functools.wraps` copies the module's name, but not the globals.
+    if isinstance(innermost, FunctionType) and innermost.__globals__["__name__"].startswith("transformers."):
         return function
     if depth == 0 or not callable(innermost):
         return None
@@ -87,8 +88,8 @@ def check_beneath(name: str | None, who: str) -> None:
     own = None if function is None else find_own_function(function)
     if own is None:
         raise ValueError(
-            f"{who} runs attn_implementation={name!r}, a function that hf_hyperattn does not know, and mechanisms build "
-            "on softmax(q·k)·v; allowed: 'eager', 'sdpa' or flash attention; first call "
+            f"{who} runs attn_implementation={name!r}, a function that hf_hyperattn does not know, and mechanisms "
+            "build on softmax(q·k)·v; allowed: 'eager', 'sdpa' or flash attention; first call "
             "model.set_attn_implementation('sdpa')"
         )
     if own is not function and ALL_ATTENTION_FUNCTIONS.get(RUNNING) is FUNCTIONS.get(RUNNING):
