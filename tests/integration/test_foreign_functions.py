@@ -1,4 +1,4 @@
-"""Attention functions of others beneath a mechanism or around ours: refused by name, or composed as the stock model is."""
+"""Attention functions of others, beneath a mechanism or around ours: refused by name, or composed."""
 
 import contextlib
 import functools
