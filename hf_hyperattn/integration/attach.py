@@ -22,7 +22,7 @@ from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
-from .stock import STOCK, find_eager, marked, run_beneath, stock_name
+from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
 Selected = tuple[nn.Module, Host]
@@ -46,7 +46,8 @@ def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool 
     names = set(match_names(list(hosts), config.hosts or (), model).values())
     selected = [pair for name, pair in hosts.items() if name in names]
     check_combination(config, selected)
-    attach(model, resolve_overrides(config, selected, model), selected, newly_routed)
+    config = resolve_overrides(config, selected, model)
+    attach(model, config, selected, newly_routed, weights_come_later=True)
 
 
 def resolve_stock(model: PreTrainedModel) -> None:
@@ -57,6 +58,7 @@ def resolve_stock(model: PreTrainedModel) -> None:
         ValueError: what was asked for cannot run beneath a mechanism.
     """
     for config in filter(marked, all_configs(model)):
+        check_beneath(vars(config)[STOCK], f"the checkpoint of {type(model).__name__}")
         run_beneath(config)
     for part in parts(model):
         if marked(part.config):
@@ -165,10 +167,22 @@ def check_ranks(model: PreTrainedModel, selected: list[Selected]) -> None:
 
 
 def attach(
-    base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool = False
+    base: PreTrainedModel,
+    config: HyperAttnConfig,
+    selected: list[Selected],
+    newly_routed: bool = False,
+    weights_come_later: bool = False,
 ) -> None:
-    """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails."""
+    """Build every `hyper`, then put them all in place and write the configs; the caller undoes it where it fails.
+
+    Args:
+        weights_come_later: The model is being built to be loaded: tensors that its checkpoint lacks are initialised
+            then. Without it, the added parameters have their starting values now, and keep what they learn.
+    """
     hypers = build(base, config, selected, newly_routed)
+    if not weights_come_later:
+        for hyper in hypers:
+            mark_initialized(hyper)
     modules = [module for module, _ in selected]
     for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
@@ -176,6 +190,15 @@ def attach(
     write_records(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, modules)
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Keep Transformers from initialising the weights of a module again.
+
+    `init_weights` goes through all modules of a model, also when a finished model becomes a part of another one.
+    """
+    for part in module.modules():
+        vars(part)["_is_hf_initialized"] = True
 
 
 def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:

@@ -152,6 +152,28 @@ def saved_name(config: PreTrainedConfig) -> str | dict | None:
     return {key: name for key, name in {"": name, **below}.items() if name}
 
 
+def check_keys(config: Any, implementation: dict) -> None:
+    """Raise if a dict gives a name of ours to a part that a config does not have, which Transformers would ignore.
+
+    Args:
+        implementation: As for `attn_implementation=`: a name for every key of a part, "" for the config itself.
+    """
+    keys = ["", *getattr(config, "sub_configs", ())]
+    for key, name in implementation.items():
+        if key not in keys and OURS.intersection(names_in(name)):
+            raise ValueError(
+                f"attn_implementation names the part {key!r}, which {type(config).__name__} does not have; allowed "
+                f"keys: {', '.join(map(repr, keys))}"
+            )
+
+
+def names_in(implementation: Any) -> set[str]:
+    """Return all names in a value of `attn_implementation=`, which may be a dict of dicts."""
+    if isinstance(implementation, dict):
+        return set().union(*map(names_in, implementation.values()))
+    return {str(implementation)}
+
+
 def sub_configs(config: Any) -> list[tuple[str, PreTrainedConfig]]:
     """The configs that Transformers passes an implementation on to, by their keys."""
     parts = []

@@ -24,7 +24,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import HyperAttnConfig
 from ..mechanisms.scores import ScoreConfig
 from ..registry import named_configs
-from .checkpoint_config import INTERNAL, LOADING, all_configs, inner, patched_hosts, saved_name, sub_configs, tree
+from .checkpoint_config import (
+    INTERNAL,
+    LOADING,
+    all_configs,
+    check_keys,
+    inner,
+    patched_hosts,
+    saved_name,
+    sub_configs,
+    tree,
+)
 from .hooks import running_on, set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
@@ -96,6 +106,8 @@ def keep_names() -> None:
 def _set_name(config, value: str | dict | None) -> None:
     """Set the implementation of a config and of those below it, where a dict names them by their keys."""
     before = getattr(config, INTERNAL, None)
+    if isinstance(value, dict):
+        check_keys(config, value)
     name = value.get("", before) if isinstance(value, dict) else value
     setattr(config, INTERNAL, name)
     if not LOADING.get() and marked(config):

@@ -36,6 +36,7 @@ from .checkpoint_config import (
     INTERNAL,
     RECORD,
     all_configs,
+    check_keys,
     inner,
     name_before,
     parts,
@@ -216,6 +217,7 @@ def _initialize(original, self):
     for module in self.modules():
         if isinstance(module, Hyper) and not getattr(module, "_is_hf_initialized", False):
             module._is_hf_initialized = True
+            module.came_with_model = True
             for tensor in (*module.parameters(), *module.buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     fresh.append(module)
@@ -351,5 +353,6 @@ def requested(config: Any, implementation: str | dict | None) -> list[tuple[Any,
     """(config, name) of every (sub-)config that a value for `set_attn_implementation` names."""
     if not isinstance(implementation, dict):
         return [(config, implementation)]
+    check_keys(config, implementation)
     parts = [(getattr(config, key, None) if key else config, value) for key, value in implementation.items()]
     return [request for part, value in parts if part is not None for request in requested(part, value)]

@@ -125,6 +125,7 @@ class Hyper(Layers):
         self.heads = host.heads
         self.moved = False  # whether a gate was seen away from where it starts
         self.newly_routed = False  # whether the patch made this host call the attention interface
+        self.came_with_model = False  # whether it was built with its model, from a checkpoint or a config
         heads = None if config.heads is None else head_numbers(config.heads, host.heads, host.name)
         mechanisms = mechanisms_of(config.mechanisms, self.overrides) if self.overrides else config.mechanisms
         for mechanism in mechanisms:
@@ -194,7 +195,9 @@ def attention_function(named=None) -> Callable:
     # One function, since all that happens between a model and the kernel is paid at every layer of every token: what
     # few calls need is a lookup here and a function of call.py. In a graph lookups save nothing, so that the functions
     # are called always.
-    def forward(module, query, key, value, attention_mask, **keywords):
+    def forward(module, query, key, value, attention_mask, *positional, **keywords):
+        if positional:
+            keywords |= name_positional(positional)
         get, compiling, attributes = keywords.get, torch.compiler.is_compiling(), module.__dict__
         if get("cache") is not None:
             key, value = update_paged(module, key, value, attention_mask, keywords)
@@ -272,6 +275,20 @@ def attention_function(named=None) -> Callable:
         return output[0].transpose(1, 2).contiguous(), output[1]
 
     return forward
+
+
+#: The order of further arguments in Transformers' own attention functions, by which wrappers of others pass them.
+POSITIONAL = ("dropout", "scaling", "is_causal")
+
+
+def name_positional(values: tuple) -> dict[str, Any]:
+    """Return positional arguments of an attention function, after the mask, by their names."""
+    if len(values) > len(POSITIONAL):
+        raise TypeError(
+            f"an attention function of hf_hyperattn was given {len(values)} arguments after the mask; allowed: "
+            f"{', '.join(POSITIONAL)} by position, others by name"
+        )
+    return dict(zip(POSITIONAL, values, strict=False))
 
 
 def _stock_output(module, query, key, value, attention_mask, keywords: dict) -> Tensor:

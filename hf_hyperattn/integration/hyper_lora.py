@@ -31,7 +31,7 @@ from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
-from .attach import Selected, build
+from .attach import Selected, build, mark_initialized
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hidden import add_hooks, remove_hooks
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
@@ -139,6 +139,7 @@ class HyperLoraModel(LoraModel):
                 if not isinstance(module._modules.get("hyper"), HyperAdapter):
                     there: Any = module._modules.pop("hyper", None)
                     module.hyper = HyperAdapter(there and there.requires_grad_(False))
+                mark_initialized(hyper)
                 cast(HyperAdapter, module.hyper).lora_hyper[adapter_name] = hyper.requires_grad_(trained)
             for _, _, adapter in hyper_adapters(base):
                 adapter._active_adapter = list(self.active_adapters)

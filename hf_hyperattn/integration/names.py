@@ -22,7 +22,7 @@ from ..registry import Mechanism, on_register
 from .by_name import NamedMechanism
 from .call import UNROUTED
 from .hyper import attention_function, family_mask, patched_forward
-from .stock import HYPER_DOT, OURS, PATCHED
+from .stock import FUNCTIONS, HYPER_DOT, OURS, PATCHED
 from .unsupported import refuse_unrouted
 
 
@@ -30,7 +30,8 @@ def register_names() -> None:
     """Register every name with Transformers, those of mechanisms that are registered later too."""
     UNROUTED.update(dict.fromkeys(model_patches.REFUSED, refuse_unrouted))
     _register(PATCHED, patched_forward)
-    AttentionInterface.register(HYPER_DOT, attention_function(PlainDot))
+    FUNCTIONS[HYPER_DOT] = attention_function(PlainDot)
+    AttentionInterface.register(HYPER_DOT, FUNCTIONS[HYPER_DOT])
     AttentionMaskInterface.register(HYPER_DOT, family_mask)
     on_register(register_names_of)
 
@@ -45,6 +46,7 @@ def register_names_of(mechanism: Mechanism) -> None:
 
 def _register(name: str, function) -> None:
     OURS.add(name)
+    FUNCTIONS[name] = function
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, family_mask)
 

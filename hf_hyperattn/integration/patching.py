@@ -24,7 +24,7 @@ from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, 
 from .hidden import remove_hooks
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
-from .stock import OURS, PATCHED
+from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
 
 logger = logging.getLogger("hf_hyperattn")
@@ -277,3 +277,4 @@ def check_own_attention(selected: list[Selected]) -> None:
                 f"{host.name} runs attn_implementation={name!r}, and a patch starts from the model's own attention; "
                 "first call model.set_attn_implementation('sdpa')"
             )
+        check_beneath(name, host.name)

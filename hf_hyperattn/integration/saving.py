@@ -265,7 +265,7 @@ def is_trained(hyper: Hyper) -> bool:
     if any(p.requires_grad for p in parameters):
         return True
     offloaded_or_sharded = any(p.is_meta or hasattr(p, "device_mesh") for p in parameters)
-    if getattr(hyper, "_is_hf_initialized", False) or offloaded_or_sharded:
+    if hyper.came_with_model or offloaded_or_sharded:
         return False
     with torch.random.fork_rng(devices=[]):
         start = copy.deepcopy(hyper)

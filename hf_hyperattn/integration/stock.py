@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .call import is_causal_host, position_hides, within_indices
 from .hosts import interface_callers
+
+logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
+#: A cell of a closure whose variable has no value yet.
+EMPTY_CELL = CellType()
 
 #: The attention implementation of patched models, as config.json has it.
 PATCHED = "hf_hyperattn"
@@ -30,6 +38,74 @@ HYPER_DOT = "hyper_dot"
 
 #: Key in the config of patched hosts: the name of the implementation from before.
 STOCK = "hyperattn_stock"
+
+
+#: The functions that are registered by names of ours; filled by names.py.
+FUNCTIONS: dict[str, Callable] = {}
+#: How far `find_own_function` looks into a function of others: wrappers of wrappers.
+DEPTH = 4
+
+
+def find_own_function(function: Any, depth: int = DEPTH) -> Callable | None:
+    """Return the attention function of Transformers that a registered function is, or wraps; None if there is none.
+
+    Libraries wrap the functions that are registered, with `functools.wraps`, in a closure, or as an object.
+    """
+    innermost = function.func if isinstance(function, partial) else function
+    # `functools.wraps` copies the module's name, but not the globals.
+    if isinstance(innermost, FunctionType) and innermost.__globals__["__name__"].startswith("transformers."):
+        return function
+    if depth == 0 or not callable(innermost):
+        return None
+    inside = [innermost, getattr(innermost, "__wrapped__", None), getattr(innermost, "__func__", None)]
+    inside += getattr(function, "args", ())
+    inside += [cell.cell_contents for cell in getattr(innermost, "__closure__", None) or () if cell != EMPTY_CELL]
+    if not isinstance(innermost, FunctionType | type):
+        inside += getattr(innermost, "__dict__", {}).values()
+    candidates = (part for part in inside if callable(part) and part is not function)
+    return next(filter(None, (find_own_function(part, depth - 1) for part in candidates)), None)
+
+
+def check_beneath(name: str | None, who: str) -> None:
+    """Raise if a mechanism would run on top of an attention function that is not softmax(q·k)·v.
+
+    What a mechanism adds is added to these logits. With another function beneath, the model would be itself at closed
+    gates only, and it would learn from other gradients.
+
+    Args:
+        name: The attention implementation beneath.
+        who: The attention layer or model, for the error.
+
+    Raises:
+        ValueError: The name belongs to a function of others.
+    """
+    plain = str(name).removeprefix("paged|")
+    if name is None or plain in ("eager", HYPER_DOT):
+        return
+    function = ALL_ATTENTION_FUNCTIONS.get(plain)
+    if function is None and (plain == "sdpa" or "flash" in plain or "flex" in plain):
+        return  # of an accelerator or a kernel that this machine lacks
+    own = None if function is None else find_own_function(function)
+    if own is None:
+        raise ValueError(
+            f"{who} runs attn_implementation={name!r}, a function that hf_hyperattn does not know, and mechanisms "
+            "build on softmax(q·k)·v; allowed: 'eager', 'sdpa' or flash attention; first call "
+            "model.set_attn_implementation('sdpa')"
+        )
+    if own is not function and ALL_ATTENTION_FUNCTIONS.get(RUNNING) is FUNCTIONS.get(RUNNING):
+        logger.warning_once(
+            f"hf_hyperattn: the attention function {name!r} is wrapped by {getattr(function, '__module__', 'others')}, "
+            "and those of hf_hyperattn are not: where a mechanism acts, the wrapper does not; import hf_hyperattn "
+            "before the library that wraps attention functions"
+        )
+
+
+def function_beneath(module: Any, name: str) -> Callable:
+    """Return the attention function of this name, without a wrapper that is around the running function already."""
+    function, running = ALL_ATTENTION_FUNCTIONS[name], module.config._attn_implementation
+    if ALL_ATTENTION_FUNCTIONS.get(running) is FUNCTIONS.get(running):
+        return function
+    return find_own_function(function) or function
 
 
 def marked(config) -> bool:
@@ -60,6 +136,7 @@ def run_beneath(config, running: str = RUNNING) -> None:
                 f"attn_implementation={name!r} cannot run beneath what {config.model_type!r} is patched with; allowed: "
                 "'eager', 'sdpa' or flash attention, or unpatch_model(model) first"
             )
+        check_beneath(name, f"a patched {config.model_type!r}")
         setattr(config, STOCK, name)
     config._attn_implementation_internal = running
 
@@ -77,7 +154,7 @@ def stock_forward(module, query, key, value, attention_mask, weights: bool = Fal
         return eager_function(type(module))(module, query, key, value, mask, **keywords)
     if name == "flex_attention" or ("flash" in name and attention_mask is not None):
         name = "sdpa"  # these want masks of their own kind; the result is the same
-    return ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, attention_mask, **keywords)
+    return function_beneath(module, name)(module, query, key, value, attention_mask, **keywords)
 
 
 def additive_mask(module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from ...mechanisms.base import Host
 from ...mechanisms.collaborative.config import CollaborativeConfig
 from ...mechanisms.collaborative.decomposition import decompose
 from ...mechanisms.collaborative.layer import check_host, check_rank
-from ..attach import Selected, attach, resolve_overrides
+from ..attach import Selected, attach, mark_initialized, resolve_overrides
 from ..call import note_all
 from ..checkpoint_config import inner
 from ..conversions import Conversion, keep, register_conversion
@@ -273,6 +273,7 @@ def install(
         with torch.no_grad():
             hyper.collaborative.mixing.copy_(part.result.mixing)
         for name, module in part.modules.items():
+            mark_initialized(module)
             setattr(part.module, name, module)
             if not keep_original:
                 drop_weights(part.projections.children[name], f"{part.host.name}.{name}")
