@@ -1,14 +1,18 @@
 """Sparse attention without training: every head sees the keys that a rule of its own selects."""
 
+from typing import TYPE_CHECKING
+
 from ...registry import Mechanism, register
-from .clusters import Clusters
 from .config import SparseConfig
 from .functional import sparse_attention
 from .layer import SparseLayer
-from .nested import NestedWindows
 from .pages import Pages
-from .rules import RULES, Exact, RuleCall, SparseRule, Window, sparse_rule
-from .vertical_slash import VerticalSlash
+from .rules import RULES, Exact, RuleCall, SparseRule, Window, import_mask_rule, sparse_rule
+
+if TYPE_CHECKING:
+    from .mask_rules.clusters import Clusters
+    from .mask_rules.nested import NestedWindows
+    from .mask_rules.vertical_slash import VerticalSlash
 
 __all__ = [
     "RULES",
@@ -36,3 +40,5 @@ register(
         cross_attention=False,
     )
 )
+
+__getattr__ = import_mask_rule

@@ -21,11 +21,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .clusters import Clusters
-from .nested import NestedWindows
+from .mask_rules.clusters import Clusters
+from .mask_rules.nested import NestedWindows
+from .mask_rules.vertical_slash import VerticalSlash
 from .pages import Pages
 from .rules import Exact, SparseRule, Window
-from .vertical_slash import VerticalSlash
 
 Tokens = set[int]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -31,6 +32,13 @@ from ...readable import can_read
 
 #: Every rule's class, by the name in configs.
 RULES: dict[str, type[SparseRule]] = {}
+#: Rules that no kernel computes: the module of each in `mask_rules`, and its class, by the name in configs. They are
+#: imported when somebody asks for them.
+MASK_RULES = {
+    "clusters": ("clusters", "Clusters"),
+    "nested_windows": ("nested", "NestedWindows"),
+    "vertical_slash": ("vertical_slash", "VerticalSlash"),
+}
 Rule = TypeVar("Rule", bound="type[SparseRule]")
 
 
@@ -156,17 +164,43 @@ class SparseRule(KnownFields, ABC):
         """The inverse of `to_dict`; unknown rules and fields, and values out of range, are refused."""
         if not isinstance(data, dict) or not isinstance(data.get("rule"), str):
             raise ValueError(f"a sparse rule is {short(data)}; allowed: a dict with the key 'rule'")
-        if data["rule"] not in RULES:
-            raise ValueError(
-                f"sparse rule {short(data['rule'])} is unknown; allowed: {', '.join(sorted(RULES))}; for others, "
-                "import the module that registers them first"
-            )
-        cls = RULES[data["rule"]]
+        cls = find_rule(data["rule"])
         known = cls.__dataclass_fields__  # type: ignore[attr-defined]
         unknown = sorted(map(str, data.keys() - known.keys() - {"rule"}))
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {short(unknown[0])}; allowed: {', '.join(sorted(known))}")
         return cls(**{k: as_tuple(v) for k, v in data.items() if k != "rule"})
+
+
+def find_rule(name: str) -> type[SparseRule]:
+    """Return the class of the rule with this name in configs, imported if need be.
+
+    Raises:
+        ValueError: No rule is registered under the name.
+    """
+    if name in MASK_RULES:
+        import_module(f"{__package__}.mask_rules.{MASK_RULES[name][0]}")
+    if name not in RULES:
+        known = ", ".join(sorted({*RULES, *MASK_RULES}))
+        raise ValueError(
+            f"sparse rule {short(name)} is unknown; allowed: {known}; for others, import the module that registers "
+            "them first"
+        )
+    return RULES[name]
+
+
+def import_mask_rule(class_name: str) -> type[SparseRule]:
+    """Return the class of a rule without a kernel: `__getattr__` of the modules that export it.
+
+    Raises:
+        AttributeError: No such rule has this class name.
+    """
+    for name, (_, exported) in MASK_RULES.items():
+        if exported == class_name:
+            return find_rule(name)
+    raise AttributeError(
+        f"there is no {class_name!r} here; rules without a kernel: {', '.join(c for _, c in MASK_RULES.values())}"
+    )
 
 
 def as_tuple(value: Any) -> Any:
@@ -203,7 +237,9 @@ def sparse_rule(name: str) -> Callable[[Rule], Rule]:
     """
 
     def registered(cls: Rule) -> Rule:
-        if name in RULES:
+        # A module of `mask_rules` registers its rule when it is imported; nobody else may take that name.
+        is_own = name in MASK_RULES and cls.__module__.startswith(f"{__package__}.mask_rules.")
+        if name in RULES or (name in MASK_RULES and not is_own):
             raise ValueError(f"sparse rule {name!r} is registered already; choose another name")
         cls.name = name
         RULES[name] = cls

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...fields import option
-from .rules import RuleCall, SparseRule, share_of, sparse_rule
-from .selection import best, chunks_of
+from ....fields import option
+from ..rules import RuleCall, SparseRule, share_of, sparse_rule
+from ..selection import best, chunks_of
 
 
 @sparse_rule("vertical_slash")

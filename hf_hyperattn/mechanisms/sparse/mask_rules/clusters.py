@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ...fields import option
-from .rules import RuleCall, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
+from ....fields import option
+from ..rules import RuleCall, share_of, sparse_rule
+from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
 
 
 @sparse_rule("clusters")

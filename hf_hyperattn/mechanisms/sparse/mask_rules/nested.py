@@ -8,11 +8,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ...fields import option
-from ...hierarchy.windows import checked_sizes
-from .pages import Summary, scores_of
-from .rules import RuleCall, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
+from ....fields import option
+from ....hierarchy.windows import checked_sizes
+from ..pages import Summary, scores_of
+from ..rules import RuleCall, share_of, sparse_rule
+from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
 
 
 @sparse_rule("nested_windows")

@@ -1,0 +1,32 @@
+"""Rules for sparse attention: which keys each query head attends to.
+
+The rules of `hf_hyperattn.SparseConfig`, and the decorator `rule` for rules of your own:
+
+>>> from hf_hyperattn.rules import Pages, Window
+>>> config = hf_hyperattn.SparseConfig(rules=[Window(near=64), Pages(top=8)])  # one rule for each query head
+"""
+
+from typing import TYPE_CHECKING
+
+from .mechanisms.sparse.pages import Pages
+from .mechanisms.sparse.rules import Exact, RuleCall, SparseRule, Window, import_mask_rule
+from .mechanisms.sparse.rules import sparse_rule as rule
+
+if TYPE_CHECKING:
+    from .mechanisms.sparse.mask_rules.clusters import Clusters
+    from .mechanisms.sparse.mask_rules.nested import NestedWindows
+    from .mechanisms.sparse.mask_rules.vertical_slash import VerticalSlash
+
+__all__ = [
+    "Clusters",
+    "Exact",
+    "NestedWindows",
+    "Pages",
+    "RuleCall",
+    "SparseRule",
+    "VerticalSlash",
+    "Window",
+    "rule",
+]
+
+__getattr__ = import_mask_rule
