@@ -18,7 +18,6 @@ from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
 from tests.engines.sweep import Call
 
-
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
 DEFAULT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 #: How many calls have a batch of no rows.
