@@ -445,55 +445,112 @@ def _hyperbolicity(add: Callable) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
 
 
+def options_under(add: Callable, title: str) -> Callable:
+    """Return a function that adds options under a heading of the help.
+
+    Args:
+        add: `add_argument` of the command's parser.
+        title: The heading.
+    """
+    parser: argparse.ArgumentParser = add.__self__  # type: ignore[attr-defined]
+    return parser.add_argument_group(title).add_argument
+
+
 def _inject(add: Callable) -> None:
-    """change a pretrained model's attention without training, and say what it loses
+    """make a pretrained model's attention cheaper without training, within a loss budget
 
-    Tie the attention of a pretrained model without training, as far as a budget of quality allows.
+    Make a pretrained model's attention cheaper without training.
 
-    Measures on a little text what every head loses under many settings of hierarchical attention (hsa) or under many
-    sparse rules (sparse: windows, pages), chooses one for each head at the lowest cost within the budget, verifies the
-    choice on text that had no part in it, and writes the patched checkpoint with its card. Each text is cut in three
-    parts: one to measure on, one to choose the cost on, one to verify on. Causal models are measured, chosen and
-    verified on retrieval too: a text that comes twice, needles, variables, examples far back. Where verification
-    exceeds a budget the next safer candidate is verified; where none is left nothing is written.
+    For every attention head (encoders: every layer), inject measures how much the
+    loss rises under cheaper rules, chooses the cheapest combination within your
+    budget, and verifies it on text that was not used before. With --output it
+    writes the patched checkpoint and a model card.
 
-    --mechanism collaborative instead replaces the projections of queries and keys by --rank dimensions that all heads
-    share, and prints the error of every layer before it does.
+    Each text is split into three parts: measure, choose, verify. Causal models are
+    also tested on retrieval: copying, needles, variables, few-shot examples.
+    A task that the original model cannot do is reported and does not decide.
+    If verification exceeds a budget, the next safer combination is tried. If none
+    passes, nothing is written and the exit code is 1.
 
     Examples:
-      hyperattn inject MODEL --mechanism hsa --text bible.txt reviews.txt --budget 0.02 --output tied
-      hyperattn inject ENCODER --mechanism collaborative --rank 192 --output shared
+      hyperattn inject MODEL --mechanism sparse --text book.txt code.txt --output small
+      hyperattn inject MODEL --mechanism sparse --text book.txt --pairs 0.3 --output small
+      hyperattn inject ENCODER --mechanism hsa --text docs.txt --length 512 --output small
+      hyperattn inject ENCODER --mechanism collaborative --rank 192 --output small
     """
-    add("model", metavar="MODEL", help="directory or Hub id of a causal LM or a text encoder")
-    add("--mechanism", required=True, help=f"what to inject: {', '.join(MECHANISMS)}")
-    add("--text", nargs="+", metavar="FILE",
-        help="UTF-8 texts, of the kinds the model is to serve; collaborative does without")  # fmt: skip
-    add("--rank", type=int, metavar="R", help="collaborative: dimensions that all heads share")
-    add("--budget", type=float, metavar="X",
-        help="largest loss: relative perplexity of a causal LM, 1 - cosine of an encoder (default: 0.02)")  # fmt: skip
-    add("--retrieval-budget", type=float, metavar="X",
-        help="largest relative rise of the perplexity of answers that lie far back, in any task (default: 0.05 of "
-        "sparse; hsa only shows it)")  # fmt: skip
-    add("--length", type=int, metavar="N", help="tokens a text (default: 2048, or the model's limit)")
-    add("--output", metavar="DIR", help="where to write the patched checkpoint (default: it is not written)")
-    add("--force", action="store_true", help="replace the checkpoint in DIR, and all else there")
-    add("--pairs", type=float, metavar="SHARE", help="look at this share of the pairs, whatever it costs; with --cost "
-        "spend this share of what it names")  # fmt: skip
-    add("--cost", choices=("pairs", "bytes", "time"), help="of causal models, what is to be little: pairs, bytes of a "
-        "cache that forgets, time of rules measured here (default: pairs)")  # fmt: skip
-    add("--rows", type=int, metavar="N",
-        help="queries measured a text, of causal models (default: 384, or 1,024 over all texts)")  # fmt: skip
-    add("--resume", action="store_true", help="go on from what an earlier run measured on the same model and texts")
-    add("--compare", action="store_true", help="verify rivals at the same pairs too: each kind of rule alone, one for "
-        "all heads and chosen by head")  # fmt: skip
-    add("--allow-slower", action="store_true", help="sparse: write a model that is slower than stock at this length")
-    add("--seed", type=int, help="of the sampled queries, or of the decomposition (default: 0)")
-    add("--device-map", metavar="MAP",
-        help="spread the model over devices, memory and disk: auto, or a JSON file of modules and devices")  # fmt: skip
+    required = options_under(add, "required")
+    required("model", metavar="MODEL", help="folder or Hub id of a causal LM or a text encoder")
+    required(
+        "--mechanism",
+        required=True,
+        metavar="NAME",
+        help="sparse: windows, pages, single keys (causal models); hsa: distant keys as block means (both); "
+        "collaborative: shared query/key dimensions; needs --rank",
+    )
+    required(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 texts like those the model will read, each at least 3 x --length tokens (encoders: 24 x); not for "
+        "collaborative",
+    )
+    saving = options_under(add, "how much to save")
+    saving(
+        "--budget",
+        type=float,
+        metavar="X",
+        help="largest rise in perplexity (encoders: 1 - cosine); 0.02 means 2 %% (default: 0.02)",
+    )
+    saving(
+        "--retrieval-budget",
+        type=float,
+        metavar="X",
+        help="largest rise in the perplexity of any retrieval task (default: 0.05 for sparse; hsa reports it only)",
+    )
+    saving(
+        "--pairs",
+        type=float,
+        metavar="SHARE",
+        help="compute this share of the attention logits, whatever the loss; with --cost, this share of that cost",
+    )
+    saving(
+        "--cost",
+        choices=("pairs", "bytes", "time"),
+        help="what to minimise (causal models): pairs = attention logits, bytes = evicting KV cache, time = measured "
+        "here (default: pairs)",
+    )
+    saving("--rank", type=int, metavar="R", help="collaborative: number of shared dimensions")
+    measurement = options_under(add, "measurement")
+    measurement(
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens per part; choose the length you will use (default: 2048, encoders 128; at most the model's limit)",
+    )
+    measurement(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="queries sampled per text, causal models (default: 384, at least 1,024 over all texts)",
+    )
+    measurement("--seed", type=int, metavar="N", help="random seed (default: 0)")
+    measurement(
+        "--resume", action="store_true", help="reuse measurements of an earlier run on the same model and texts"
+    )
+    measurement("--compare", action="store_true", help="also verify other choices at the same cost")
+    measurement(
+        "--device-map",
+        metavar="MAP",
+        help='spread the model over devices: auto, or a JSON file {"module": device}',
+    )
+    output = options_under(add, "output")
+    output("--output", metavar="DIR", help="write the checkpoint here (default: report only)")
+    output("--force", action="store_true", help="replace the checkpoint in DIR and everything else there")
+    output("--allow-slower", action="store_true", help="sparse: write the model even if it is not faster here")
 
 
 def _list(add: Callable) -> None:
-    """list mechanisms: when to use each, what it costs, how exact it is
+    """list mechanisms: what each is for, how to apply it, its time and settings
 
     List the mechanisms of this package, or show one with its settings and their defaults.
 

@@ -1,4 +1,4 @@
-"""`hyperattn list`: mechanisms, from a file of the package; this module imports nothing of it, and so no torch."""
+"""`hyperattn list`: the mechanisms, from a file of the package. It imports nothing of the package, and so no torch."""
 
 from __future__ import annotations
 
@@ -10,45 +10,94 @@ from typing import Any
 
 from hyperattn_cli import mechanisms, nearest
 
-#: Lines of one mechanism: label, key.
-LINES = (
-    ("use it when", "use_when"), ("cost", "cost"), ("exactness", "exactness"), ("changes", "stage"),
-    ("brought by", "how"), ("by name", "names"), ("config", "config"), ("paper", "paper"),
-)  # fmt: skip
+#: Headings of the overview, by the `group` of each mechanism in mechanisms.json.
+GROUPS = {
+    "cheaper": "Cheaper attention for a pretrained model, no training  (hyperattn inject)",
+    "score": "Hierarchy in the attention score, needs training  (ha.patch_model)",
+    "heads": "Work across heads, needs training  (ha.patch_model)",
+    "longer": "Longer inputs for an encoder, new architecture  (ha.convert)",
+}
+ADVICE = """Details and settings:  hyperattn list NAME
+Try one on your text:  hyperattn compare MODEL --text FILE --mechanisms NAME,none"""
+LABEL_WIDTH = 15
+WIDEST = 80
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table, or one mechanism; raises ValueError for a name that is none."""
+    """Print the overview, or one mechanism.
+
+    Raises:
+        ValueError: There is no mechanism of this name.
+    """
     known = mechanisms()
     if args.mechanism is None:
-        print(json.dumps(known, indent=2, ensure_ascii=False) if args.json else table(known))
+        print(json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known))
         return
     name = next((n for n, about in known.items() if args.mechanism in (n, *about["names"])), None)
     if name is None:
         raise ValueError(
             f"no mechanism {args.mechanism!r}; allowed: {', '.join(known)}{nearest(args.mechanism, known)}"
         )
-    print(json.dumps({name: known[name]}, indent=2, ensure_ascii=False) if args.json else one(name, known[name]))
+    if args.json:
+        print(json.dumps({name: known[name]}, indent=2, ensure_ascii=False))
+    else:
+        print(format_mechanism(name, known[name]))
 
 
-def table(known: dict[str, dict[str, Any]]) -> str:
-    """Name, cost and when to use it, one paragraph a mechanism."""
-    width = max(map(len, known)) + 2
-    parts = [
-        folded(name.ljust(width), f"{about['use_when']}. Cost: {about['cost']}.") for name, about in known.items()
-    ]
-    return "\n".join([*parts, "", "Settings and defaults of one: hyperattn list NAME"])
+def format_overview(known: dict[str, dict[str, Any]]) -> str:
+    """Return all mechanisms, a line each, under the headings of their groups."""
+    width = max(map(len, known)) + 4
+    parts = []
+    for group, heading in GROUPS.items():
+        members = {name: about for name, about in known.items() if about["group"] == group}
+        lines = [fold(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()]
+        parts.append("\n".join([heading, *lines]))
+    return "\n\n".join([*parts, ADVICE])
 
 
-def one(name: str, about: dict[str, Any]) -> str:
-    """All that is known about one mechanism."""
-    values = [(label, about[key]) for label, key in LINES]
-    values = [(label, ", ".join(value) if isinstance(value, list) else value) for label, value in values]
-    values.append(("settings", ", ".join(f"{k}={json.dumps(v)}" for k, v in about["defaults"].items())))
-    return "\n".join([name, *(folded(f"  {label}".ljust(15), value) for label, value in values if value)])
+def format_mechanism(name: str, about: dict[str, Any]) -> str:
+    """Return all that is known about one mechanism."""
+    lines = [f"{name}: {about['title']} (changes: {about['stage']})", ""]
+    for label, values in describe_mechanism(about).items():
+        lines.append(fold(f"  {label}".ljust(LABEL_WIDTH), values[0]))
+        lines += [fold(" " * LABEL_WIDTH, value) for value in values[1:]]
+    return "\n".join(lines)
 
 
-def folded(label: str, text: str) -> str:
-    """Text behind a label, its further lines beneath itself."""
-    width = max(50, min(119, shutil.get_terminal_size().columns))
-    return textwrap.fill(text, width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False)
+def describe_mechanism(about: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the lines that `hyperattn list NAME` shows, by their labels."""
+    names = [f'"{name}"' for name in about["names"]]
+    by_name = ["attn_implementation=" + " or ".join(names)] if names else []
+    settings = ", ".join(f"{key}={format_default(value)}" for key, value in about["defaults"].items())
+    return {
+        "Use it to": [about["use_to"]],
+        "Apply with": [*(APPLY[way].format(**about) for way in about["how"]), *by_name],
+        "At start": about["at_start"],
+        "Time": [about["time"]],
+        "Settings": [settings],
+        "Paper": [about["paper"]],
+    }
+
+
+#: How each way of applying a mechanism is written.
+APPLY = {
+    "patch_model": "ha.patch_model(model, ha.{config}())",
+    "convert": "ha.convert(model, ha.{config}(...))",
+    "inject": "hyperattn inject MODEL",
+}
+
+
+def format_default(value: Any) -> str:
+    """Return the default of a setting as Python code; a rule, which JSON holds as a dict, by its name."""
+    if isinstance(value, dict):
+        return f"{value['rule']} with its defaults"
+    if isinstance(value, list):
+        return "(" + ", ".join(map(format_default, value)) + ("," if len(value) == 1 else "") + ")"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def fold(label: str, text: str) -> str:
+    """Return text behind a label, with further lines indented below the first."""
+    width = max(50, min(WIDEST, shutil.get_terminal_size().columns))
+    indent = " " * len(label)
+    return textwrap.fill(text, width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False)
