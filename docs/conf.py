@@ -3,9 +3,13 @@
 Pages are the Markdown files of this folder; the reference of the API is made from docstrings.
 """
 
+import re
 import sys
 from pathlib import Path
 
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -40,8 +44,41 @@ napoleon_numpy_docstring = False
 default_role = "literal"
 
 
+#: The beginning of a list item.
+ITEM = re.compile(r"(?:[-+*]|\d+[.)])\s")
+
+
+def find_cut_sentences(text: str) -> list[tuple[int, str]]:
+    """Return number and text of lines that Markdown takes for a comment or a list, though a sentence goes on there.
+
+    A line that begins with % is a comment and vanishes from the page. A line that begins with +, - or a number and
+    follows a line of text begins a list; leave a line empty before a list that is meant.
+    """
+    found, previous, is_code = [], "", False
+    for number, line in enumerate(text.splitlines(), 1):
+        content, before, above = line.strip(), previous.strip(), previous
+        previous = line
+        if content.startswith("```"):
+            is_code, previous = not is_code, ""
+        elif not is_code and content.startswith("%"):
+            found.append((number, line))
+        elif not is_code and ITEM.match(content) and before:
+            is_text = not (ITEM.match(before) or before[0] in "#|<>" or before.endswith(":"))
+            if is_text and line.index(content) == above.index(before):
+                found.append((number, line))
+    return found
+
+
 def setup(app):
-    """Escape bars outside of code, which reStructuredText takes for substitutions."""
+    """Escape bars outside of code, which reStructuredText takes for substitutions, and warn of cut sentences."""
+
+    def warn(app, page, source):
+        for number, line in find_cut_sentences(source[0]):
+            logger.warning(
+                "Markdown cuts a sentence here, at %r: move the first word to the line before",
+                line[:40],
+                location=(page, number),
+            )
 
     def escape(app, what, name, obj, options, lines):
         for i, line in enumerate(lines):
@@ -49,4 +86,5 @@ def setup(app):
             parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
             lines[i] = "`".join(parts)
 
+    app.connect("source-read", warn)
     app.connect("autodoc-process-docstring", escape)

@@ -12,7 +12,7 @@ RELEASED = False
 
 
 def install(*more: str) -> str:
-    """The command that installs this package, and `more`: other packages, or options such as "-U"."""
+    """Return the command that installs this package, and `more`: other packages, or options such as "-U"."""
     if RELEASED or SOURCE:
         return " ".join(["pip install", NAME if RELEASED else f"git+{SOURCE}", *more])
-    return " ".join(["pip install", "./hf_hyperattn", *more, "# a clone of its source: no package index has it yet"])
+    return " ".join(["pip install", ".", *more, "# in a clone of hf_hyperattn: no package index has it yet"])

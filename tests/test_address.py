@@ -39,7 +39,7 @@ def test_nothing_is_installed_by_a_name_that_nobody_has_registered():
 @pytest.mark.parametrize(
     "released, source, said",
     [
-        (False, "", "pip install ./hf_hyperattn peft # a clone of its source: no package index has it yet"),
+        (False, "", "pip install . peft # in a clone of hf_hyperattn: no package index has it yet"),
         (False, "https://host/us.git", "pip install git+https://host/us.git peft"),
         (True, "https://host/us.git", "pip install hf-hyperattn peft"),
     ],

@@ -1,5 +1,6 @@
 """The site of the documentation: its reference has every public name, and it builds without a warning."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -27,6 +28,53 @@ def test_every_page_is_in_the_contents():
     listed = set(re.findall(r"^((?:tutorials/)?\w+)$", start, re.MULTILINE))
     pages = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")}
     assert {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in pages} - {"index"} <= listed
+
+
+def load_conf():
+    """docs/conf.py as a module."""
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    return conf
+
+
+CUT = """\
+A sentence that loses
+% of its words.
+
+- An item
+  of 3
+  + 4 parts.
+
+These lines end with
+10. They do.
+
+| a | b |
+- a list after a table
+A heading of a list:
+- no fault
+
+```
+code
+% no fault
+```
+"""
+
+
+def test_lines_that_markdown_cuts_are_found():
+    lines = CUT.splitlines()
+    cut = [lines.index(line) + 1 for line in ("% of its words.", "  + 4 parts.", "10. They do.")]
+    assert [number for number, _ in load_conf().find_cut_sentences(CUT)] == cut
+
+
+def test_no_page_has_a_line_that_markdown_cuts():
+    find = load_conf().find_cut_sentences
+    pages = [*ROOT.glob("*.md")]
+    for folder in ("docs", "hub_cards", "recipes"):
+        pages += ROOT.glob(f"{folder}/**/*.md")
+    cut = {page.name: find(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: lines for name, lines in cut.items() if lines} == {}
 
 
 @pytest.mark.docs
