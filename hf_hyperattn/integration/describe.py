@@ -91,18 +91,34 @@ def _by_head(host: dict[str, Any]) -> list[str]:
 
 
 def describe(model: nn.Module, heads: bool = False) -> Description:
-    """Every attention layer of a model, its family and layout, what is patched, parameters added, gates as they stand.
+    """Report a model's attention layers and what is patched into them.
 
     Args:
-        model: of Transformers, patched or not, with adapters or not.
-        heads: also the values of every head: each host then has `by_head`, the numbers of each of its parameters that
-            has one a head, by name (None where they cannot be read), and they stand below the table.
+        model: A Transformers model, patched or not. PEFT wrappers are allowed.
+        heads: Also report the learned parameters of every head.
 
     Returns:
-        A dict, ready for JSON, that prints as a table: model, mode, mechanisms, patched, parameters, parameters_added,
-        and hosts, each with name, family, heads, kv_heads, kind, attn_implementation, beneath (of a patched one, the
-        implementation that computes what is not changed, else None), mechanisms, active (whether a call runs them),
-        parameters_added and gates (lowest and highest value of each; None where they cannot be read).
+        A dict, ready for JSON, that prints as a table:
+
+        - ``model``: name of the model class.
+        - ``mode``: ``"blend"``, ``"replace"``, both joined by " and ", or None if nothing is patched.
+        - ``mechanisms``: configs of the patched mechanisms, without duplicates.
+        - ``patched``: number of patched attention layers.
+        - ``parameters``, ``parameters_added``: parameters of the base model, and those added by patches.
+        - ``hosts``: one dict per attention layer with ``name``, ``family``, ``heads``, ``kv_heads``, ``kind`` ("causal",
+          "bidirectional" or "cross"), ``attn_implementation``, ``beneath`` (base implementation of a patched layer, else
+          None), ``mechanisms``, ``active`` (whether a call runs them), ``parameters_added`` and ``gates`` (lowest and
+          highest value of each gate, None if it is offloaded). With ``heads=True`` also ``by_head``: one value per head
+          for every parameter that has one.
+
+    Example:
+        >>> ha.patch_model(model, ha.ConeConfig(), layers="last-third")
+        >>> print(ha.describe(model))
+        host                               family  heads  kind    patched  added  gates
+        ---------------------------------  ------  -----  ------  -------  -----  ----------------
+        model.layers.0-19.self_attn (20)   llama   9/3    causal  -        0      -
+        model.layers.20-29.self_attn (10)  llama   9/3    causal  cone     27     cone.gate 0 to 0
+        LlamaForCausalLM: 10 of 30 hosts patched (blend), 270 parameters added to 134,515,008
     """
     base = base_model(model)
     hypers = [inner(host.hyper) for _, host in patched_hosts(base)]

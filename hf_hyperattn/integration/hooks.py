@@ -1,17 +1,22 @@
-"""No name of ours is ever silently ignored, and no patch is lost between a checkpoint and its model.
+"""Hooks on `PreTrainedModel`: load patched checkpoints, and reject names that a model would ignore.
 
-Transformers accepts any registered name for any family, also for those that never call the attention interface, and
-`set_attn_implementation` only warns. So these methods of `PreTrainedModel` are wrapped, once, at import; for models
-that ask for none of our names the wrappers do nothing.
+Transformers accepts any registered `attn_implementation`, even for families that never call the attention interface; such
+a model would silently run its own attention. `set_attn_implementation` only warns. These hooks raise instead, and they
+restore patches when a checkpoint is loaded. They are installed once, on import, and do nothing for models that use none of
+our names.
 
-- `__init__`: a malformed `config.hyperattn` is refused; families whose attention class is picked from a dict of names
-  are built under a name they know;
-- `__init_subclass__`: the `__init__` of every model class notes which models are being built, for their parts to know;
-- `post_init`: served families are routed, unrouted ones and unrouted parts refused by name, patched checkpoints get
-  their `hyper`;
-- `_finalize_model_loading`: record and added tensors of what was loaded are compared;
-- `initialize_weights`: added parameters that start anew get their starting value, not uninitialised memory;
-- `set_attn_implementation`: raises where it would only warn; on a patched model it changes what runs beneath.
+Wrapped methods:
+
+- `__init__`: rejects a malformed `config.hyperattn`. Builds families that pick their attention class by name under a name
+  that they know.
+- `__init_subclass__`: records which models are under construction, so that parts know the model they belong to.
+- `post_init`: routes supported families through the attention interface, raises for unsupported families and parts, and
+  restores the patch of a saved checkpoint.
+- `_finalize_model_loading`: checks that the loaded tensors match the record in `config.json`.
+- `initialize_weights`: gives added parameters that were not loaded their starting values.
+- `set_attn_implementation`: raises where Transformers would warn. On a patched model it changes the base implementation
+  and keeps the patch.
+- `__setstate__`: registers copied and unpickled models.
 """
 
 from __future__ import annotations
