@@ -105,11 +105,11 @@ def describe(model: nn.Module, heads: bool = False) -> Description:
         - ``mechanisms``: configs of the patched mechanisms, without duplicates.
         - ``patched``: number of patched attention layers.
         - ``parameters``, ``parameters_added``: parameters of the base model, and those added by patches.
-        - ``hosts``: one dict per attention layer with ``name``, ``family``, ``heads``, ``kv_heads``, ``kind`` ("causal",
-          "bidirectional" or "cross"), ``attn_implementation``, ``beneath`` (base implementation of a patched layer, else
-          None), ``mechanisms``, ``active`` (whether a call runs them), ``parameters_added`` and ``gates`` (lowest and
-          highest value of each gate, None if it is offloaded). With ``heads=True`` also ``by_head``: one value per head
-          for every parameter that has one.
+        - ``hosts``: one dict per attention layer with ``name``, ``family``, ``heads``, ``kv_heads``, ``kind``
+          ("causal", "bidirectional" or "cross"), ``attn_implementation``, ``beneath`` (base implementation of a patched
+          layer, else None), ``mechanisms``, ``active`` (whether a call runs them), ``parameters_added`` and ``gates``
+          (lowest and highest value of each gate, None if it is offloaded). With ``heads=True`` also ``by_head``: one
+          value per head for every parameter that has one.
 
     Example:
         >>> ha.patch_model(model, ha.ConeConfig(), layers="last-third")

@@ -1,14 +1,14 @@
 """Hooks on `PreTrainedModel`: load patched checkpoints, and reject names that a model would ignore.
 
-Transformers accepts any registered `attn_implementation`, even for families that never call the attention interface; such
-a model would silently run its own attention. `set_attn_implementation` only warns. These hooks raise instead, and they
-restore patches when a checkpoint is loaded. They are installed once, on import, and do nothing for models that use none of
-our names.
+Transformers accepts any registered `attn_implementation`, even for families that never call the attention interface;
+such a model would silently run its own attention. `set_attn_implementation` only warns. These hooks raise instead, and
+they restore patches when a checkpoint is loaded. They are installed once, on import, and do nothing for models that use
+none of our names.
 
 Wrapped methods:
 
-- `__init__`: rejects a malformed `config.hyperattn`. Builds families that pick their attention class by name under a name
-  that they know.
+- `__init__`: rejects a malformed `config.hyperattn`. Builds families that pick their attention class by name under a
+  name that they know.
 - `__init_subclass__`: records which models are under construction, so that parts know the model they belong to.
 - `post_init`: routes supported families through the attention interface, raises for unsupported families and parts, and
   restores the patch of a saved checkpoint.
