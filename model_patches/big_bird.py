@@ -19,8 +19,6 @@ from .routing import Route
 class BigBirdRoute(BertRoute):
     """Full self-attention through the attention interface."""
 
-    cross_attention_stays_stock = True
-
     def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, **kwargs):
         if encoder_hidden_states is not None:
             return self.stock_class.forward(self, hidden_states, attention_mask, encoder_hidden_states, **kwargs)

@@ -63,7 +63,6 @@ class AttentionRoute(Route):
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
     output_attentions = False  # whether the running call was asked for its weights
-    cross_attention_stays_stock = False  # True where cross-attention is left to the stock class
     place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
 
     def __call__(self, *args, **kwargs):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hosts import INTERFACE, find_hosts, interface_callers, is_cross_attention, names_in
+from .hosts import INTERFACE, find_hosts, interface_callers, names_in
 from .stock import OURS, PATCHED, RUNNING
 
 #: Where a watched attention layer keeps its name in the model.
@@ -27,7 +27,7 @@ def watch_first_calls(model: nn.Module) -> None:
     for module in model.modules():
         stop_watching(module)
     for name, host in find_hosts(model):
-        if runs_mechanism(host) and not keeps_cross_attention(name, host):
+        if runs_mechanism(host):
             host.__dict__[WATCHED] = name
             host.register_forward_hook(check_reached)
 
@@ -47,12 +47,6 @@ def runs_mechanism(host: Any) -> bool:
     return name in OURS and ("hyper" in host._modules or name not in (PATCHED, RUNNING))
 
 
-def keeps_cross_attention(name: str, host: Any) -> bool:
-    """Whether a layer is cross-attention that its family's route leaves to the stock class, and is not patched."""
-    left_alone = getattr(host, "cross_attention_stays_stock", False) and is_cross_attention(name, host)
-    return left_alone and "hyper" not in host._modules
-
-
 def check_reached(host: Any, args: tuple, output: Any) -> None:
     """Raise, as a forward hook, if a call of a watched layer has ended and nothing of ours was called in it.
 
@@ -66,11 +60,12 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
     forward = host.forward
     if not runs_mechanism(host) or (is_compiled(forward) and leads_to_interface(forward, type(host))):
         return stop_watching(host)
-    name = host.__dict__[WATCHED]
+    patched = "hyper" in host._modules
+    without = "a patch that leaves this layer out (layers=...)" if patched else "set_attn_implementation('sdpa')"
     raise ValueError(
-        f"{name} ran without the mechanism that it was given, since its forward ({describe_forward(host)}) did not call "
-        "Transformers' attention interface; allowed: a forward that calls ALL_ATTENTION_FUNCTIONS.get_interface(...), "
-        "as the class in Transformers does, or a patch that leaves this layer out (layers=...)"
+        f"{host.__dict__[WATCHED]} ran without the mechanism that it was given, since its forward "
+        f"({describe_forward(host)}) did not call Transformers' attention interface; allowed: a forward that calls "
+        f"ALL_ATTENTION_FUNCTIONS.get_interface(...), as the class in Transformers does, or {without}"
     )
 
 
@@ -90,8 +85,8 @@ def is_compiled(forward: Callable) -> bool:
 def leads_to_interface(forward: Callable, cls: type) -> bool:
     """Whether the code of a forward calls the attention interface, directly or by a method of its class."""
     callers = {method.__name__ for method in interface_callers(cls)}
-    codes = [part.__code__ for part in unwrap_forward(forward) if isinstance(getattr(part, "__code__", None), CodeType)]
-    names = {name for code in codes for name in names_in(code)}
+    codes = (getattr(part, "__code__", None) for part in unwrap_forward(forward))
+    names = {name for code in codes if isinstance(code, CodeType) for name in names_in(code)}
     return INTERFACE <= names or not callers.isdisjoint(names)
 
 

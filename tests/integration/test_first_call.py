@@ -1,4 +1,4 @@
-"""An attention layer whose forward never calls the attention interface: the first call says so, and nothing else does."""
+"""An attention layer whose forward never calls the attention interface: the first call says so."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ PATCHES = {
 }
 NAMES = ("cone", "hype", "hyperbolic")
 #: What the error names: the layer, the function in its place, and the way out.
-ERROR = r"layers\.1\.self_attn ran without the mechanism.*ignore_interface.*layers="
+ERROR = r"layers\.1\.self_attn ran without the mechanism.*ignore_interface.*(layers=|'sdpa')"
 
 
 def ignore_interface(self, hidden_states, *args, **kwargs):
@@ -167,7 +167,8 @@ def test_loading_and_copies_are_watched(tmp_path):
 def test_an_adapter_s_layers_are_watched():
     model = llama()
     replace_on_instance(attention(model))
-    adapted = peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=2, target_modules=["v_proj"]))
+    config = ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], r=2, target_modules=["v_proj"])
+    adapted = peft.get_peft_model(model, config)
     with pytest.raises(ValueError, match=ERROR):
         adapted(**text_inputs())
 
@@ -260,14 +261,16 @@ def test_a_compiled_forward_that_ignores_the_interface_is_an_error():
         model(**text_inputs())
 
 
-def test_cross_attention_that_a_family_keeps_is_no_error():
+@pytest.mark.parametrize("use", ["patch", "name"])
+def test_big_bird_on_an_encoder_s_states_is_an_error(use):
+    """All its layers, and not only cross-attention, then attend to these states, in the stock class."""
     sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
     config = hf.BigBirdConfig(**sizes, attention_type="original_full", is_decoder=True, add_cross_attention=True)
-    model = hf.BigBirdModel(config).eval()
-    model.set_attn_implementation("cone")
-    states = torch.randn(2, 3, 32)
-    model(input_ids=text_inputs()["input_ids"], encoder_hidden_states=states)
-    assert not watched(model)
+    model, ids = hf.BigBirdModel(config).eval(), text_inputs()["input_ids"]
+    ha.patch_model(model, ha.ConeConfig()) if use == "patch" else model.set_attn_implementation("cone")
+    with pytest.raises(ValueError, match="attention.self ran without the mechanism"):
+        model(input_ids=ids, encoder_hidden_states=torch.randn(2, 3, 32))
+    model(input_ids=ids)
 
 
 def test_what_the_stock_model_runs_is_not_watched():
