@@ -18,6 +18,7 @@ from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .checkpoint_config import all_configs, parts, ranks_of, write_records
+from .first_call import watch_first_calls
 from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
@@ -188,6 +189,7 @@ def attach(
         module.hyper = hyper
     add_hooks(zip(modules, hypers, strict=True))
     write_records(base)
+    watch_first_calls(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, modules)
 

@@ -52,6 +52,7 @@ from .checkpoint_config import (
     tree,
 )
 from .conversions import rebuild
+from .first_call import watch_first_calls
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper
@@ -143,6 +144,8 @@ def _finish(original, self: PreTrainedModel):
         check_part_names(self, names)
     if isinstance(self, Accepting) or set(map(itemgetter(1), names)) - {PATCHED, RUNNING}:
         resolve_names(self)
+    if names and not outer:
+        watch_first_calls(self)
     MODELS.add(self)
     return original(self)
 
@@ -308,6 +311,8 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
         raise
     warn_replaced(self.config, saved, f"{type(self).__name__} running")
     resolve_names(self)
+    if names & OURS or patched or {name for _, name, _ in before} & OURS:
+        watch_first_calls(self)
     return result
 
 

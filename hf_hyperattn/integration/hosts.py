@@ -59,28 +59,35 @@ ROTARY_KINDS = (
 READ = (*(name for names in NAMES.values() for name in names), *ROTARY_KINDS, "alibi", *ROTARY_SETTINGS)
 
 
-@cache
+#: The names in the code of a method that asks Transformers' attention interface for its function.
+INTERFACE = frozenset({"ALL_ATTENTION_FUNCTIONS", "get_interface"})
+
+
 def interface_callers(cls: type) -> tuple[FunctionType, ...]:
     """The methods of the class and its parents that ask `ALL_ATTENTION_FUNCTIONS` for their attention function; the
     modules of a class that has some are hosts.
+
+    A class is read again every time: libraries replace the methods of classes.
     """
-    calls = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
-    return tuple(method for method in methods_of(cls) if calls <= set(names_in(method.__code__)))
+    return tuple(method for method in methods_of(cls) if calls_interface(method.__code__))
+
+
+@cache
+def calls_interface(code: CodeType) -> bool:
+    """Whether a function asks the attention interface for its function."""
+    return INTERFACE <= set(names_in(code))
 
 
 def find_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Qualified name and module of every host, in the model's order."""
-    hosts = []
-    for name, module in model.named_modules():
-        cls: Any = type(module)
-        if interface_callers(cls):
-            hosts.append((name, module))
-    return iter(hosts)
+    modules = list(model.named_modules())
+    host_classes = {cls for cls in {type(module) for _, module in modules} if interface_callers(cls)}
+    return iter([(name, module) for name, module in modules if type(module) in host_classes])
 
 
 def has_hosts(model: nn.Module) -> bool:
     """Whether there is a host in a model."""
-    return any(map(interface_callers, map(type, model.modules())))
+    return any(map(interface_callers, set(map(type, model.modules()))))
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build, mark_initialized
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
+from .first_call import watch_first_calls
 from .hidden import add_hooks, remove_hooks
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
 from .hyper import Hyper
@@ -385,6 +386,7 @@ def following_adapters(base: PreTrainedModel) -> Iterator[None]:
     connect(base, [(host, inner(host.hyper).layers() if key in patched else []) for key, host in hosts.items()])
     write_records(base)
     resolve_names(base)  # parts that run a structure by name
+    watch_first_calls(base)
     if routed and not patched and not any(hypers_of_adapters(base)):
         model_patches.unserve(base)
 

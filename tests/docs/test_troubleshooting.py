@@ -44,6 +44,12 @@ def by_name_then_patched(folder):
     ha.patch_model(model, ha.ConeConfig())
 
 
+def with_a_forward_of_its_own(folder):
+    model = ha.patch_model(llama(), ha.ConeConfig())
+    model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    model(torch.arange(4)[None])
+
+
 def without_attention(folder):
     from transformers import MambaConfig, MambaModel
 
@@ -89,6 +95,7 @@ RAISED = [
     without_attention,
     lambda folder: ha.patch_model(llama(), ha.CollaborativeConfig(rank=4)),
     lambda folder: ha.patch_model(llama(), ha.ConeConfig(), layers=[99]),
+    with_a_forward_of_its_own,
     lambda folder: ha.ConeConfig(variant="umbrall"),
     lambda folder: ha.ConeConfig(gama=1),
     triton_missing,

@@ -1,0 +1,99 @@
+"""The check that the first call of an attention layer reaches the mechanism.
+
+A layer whose `forward` was replaced, or written anew in a subclass, may compute its attention by itself. Then the model
+would run, and learn, without the mechanism. So a layer is watched until its first call has reached us.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .hosts import INTERFACE, find_hosts, interface_callers, names_in
+from .stock import OURS, PATCHED, RUNNING
+
+#: Where a watched attention layer keeps its name in the model.
+WATCHED = "_hyperattn_watched"
+
+
+def watch_first_calls(model: nn.Module) -> None:
+    """Watch every attention layer that runs a mechanism, by a patch or by name, and no other one."""
+    for module in model.modules():
+        stop_watching(module)
+    for name, host in find_hosts(model):
+        if runs_mechanism(host):
+            host.__dict__[WATCHED] = name
+            host.register_forward_hook(check_reached)
+
+
+def stop_watching(host: nn.Module) -> None:
+    """Undo the watch of one attention layer; `hyper.py` calls this when a call has reached it."""
+    if host.__dict__.pop(WATCHED, None) is None:
+        return
+    for key, hook in tuple(host._forward_hooks.items()):
+        if hook is check_reached:
+            host._forward_hooks.pop(key, None)
+
+
+def runs_mechanism(host: Any) -> bool:
+    """Whether a layer has a mechanism, or asks for one by its name."""
+    name = getattr(getattr(host, "config", None), "_attn_implementation", None)
+    return name in OURS and ("hyper" in host._modules or name not in (PATCHED, RUNNING))
+
+
+def check_reached(host: Any, args: tuple, output: Any) -> None:
+    """Raise, as a forward hook, if a call of a watched layer has ended and nothing of ours was called in it.
+
+    The attention function ends the watch, which removes this hook before it would run.
+
+    Raises:
+        ValueError: The layer's `forward` computes attention by itself.
+    """
+    if torch.compiler.is_compiling():
+        return  # The attention function is compiled too, and notes nothing: a note would be an effect of every call.
+    forward = host.forward
+    if not runs_mechanism(host) or (is_compiled(forward) and leads_to_interface(forward, type(host))):
+        return stop_watching(host)
+    patched = "hyper" in host._modules
+    without = "a patch that leaves this layer out (layers=...)" if patched else "set_attn_implementation('sdpa')"
+    raise ValueError(
+        f"{host.__dict__[WATCHED]} ran without the mechanism that it was given, since its forward "
+        f"({describe_forward(host)}) did not call Transformers' attention interface; allowed: a forward that calls "
+        f"ALL_ATTENTION_FUNCTIONS.get_interface(...), as the class in Transformers does, or {without}"
+    )
+
+
+def unwrap_forward(forward: Any) -> Iterator[Any]:
+    """Yield a forward and all that it wraps: as Accelerate, `functools.wraps` and the compiler do."""
+    while forward is not None:
+        yield forward
+        inside = (getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "__func__"))
+        forward = next((part for part in inside if part is not None), getattr(forward, "func", None))
+
+
+def is_compiled(forward: Callable) -> bool:
+    """Whether `torch.compile` made a forward, or one that it wraps."""
+    return any(hasattr(part, "_torchdynamo_orig_callable") for part in unwrap_forward(forward))
+
+
+def leads_to_interface(forward: Callable, cls: type) -> bool:
+    """Whether the code of a forward calls the attention interface, directly or by a method of its class."""
+    callers = {method.__name__ for method in interface_callers(cls)}
+    codes = (getattr(part, "__code__", None) for part in unwrap_forward(forward))
+    names = {name for code in codes if isinstance(code, CodeType) for name in names_in(code)}
+    return INTERFACE <= names or not callers.isdisjoint(names)
+
+
+def describe_forward(host: Any) -> str:
+    """Return where the forward of a layer comes from, for an error."""
+    forward = inspect.unwrap(getattr(host.forward, "__func__", host.forward))
+    if isinstance(forward, functools.partial):
+        forward = forward.func
+    module = getattr(forward, "__module__", None) or type(forward).__module__
+    return f"{module}.{getattr(forward, '__qualname__', type(forward).__qualname__)}"
