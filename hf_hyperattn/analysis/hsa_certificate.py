@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.options import read_visible
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
 from ..integration.patching import base_model
@@ -137,8 +138,7 @@ def _both(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Te
 
 
 def _key(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+    mask = None if mask is None else read_visible(mask)
     options = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
     is_causal = call.is_causal and mask is None
     return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,

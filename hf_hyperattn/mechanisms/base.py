@@ -121,6 +121,7 @@ class HostCall:
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
         heads: which of the host's query heads are in `query`, under tensor parallelism; None where all are.
         backend: the engine that the model was set to, see `set_backend`.
+        chunk: the model's `attention_chunk_size`: under chunked attention tokens see none before their chunk.
     """
 
     query: Tensor
@@ -134,6 +135,7 @@ class HostCall:
     hidden: Tensor | None = None
     heads: RankHeads | None = None
     backend: str = "auto"
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,7 +80,13 @@ class HsaLayer(MechanismLayer):
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
         request = Request(
-            hierarchy, rule, call.is_causal, weights=weights, cache=mean_cache_of(call), first=call.first
+            hierarchy,
+            rule,
+            call.is_causal,
+            weights=weights,
+            cache=mean_cache_of(call),
+            first=call.first,
+            chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
         tied = hierarchical(score, value, options, request)
         if gate is None:

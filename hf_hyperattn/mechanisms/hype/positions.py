@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...engines.options import read_visible
 from ...readable import can_read
 from ..base import HostCall
-
-#: Additive masks hide a pair below this: the smallest number of any dtype, and the -10000 of older models, which is
-#: -9984 in bfloat16 and may have something added.
-HIDDEN = -9_900.0
 
 
 def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
@@ -48,7 +45,7 @@ def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
 
 def of_mask(mask: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     """The same from a mask that broadcasts to [B, H, N, M]."""
-    seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+    seen = read_visible(mask)
     seen = seen.any(1) if seen.shape[1] > 1 else seen[:, 0]
     keys = seen.any(-2).expand(-1, m).cumsum(-1)
     if n == m:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, repeat_heads
+from ...engines.options import read_visible
 from ...engines.score import working_dtype
 from ...readable import can_read, is_exporting, is_recorded
 from ..base import START, FirstKey
-from ..places import real_of, visible
+from ..places import real_of
 from .recent import Recent
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
@@ -94,7 +95,7 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     real = real_of(first, dropped + keys)
     # Where Transformers made the mask (`stop` is known) of no padding, there is none: an indexer or a window hides too.
     if real is None and mask is not None and first.stop is None:
-        real = torch.nn.functional.pad(visible(mask).any(1).any(1), (dropped, 0), value=True)
+        real = torch.nn.functional.pad(read_visible(mask).any(1).any(1), (dropped, 0), value=True)
     if real is None:
         real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
     return real.to(device).expand(batch, dropped + keys)
@@ -134,7 +135,7 @@ def hides_previous(mask: Tensor, places: Places) -> bool:
     slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
     slot.scatter_(1, key.where(key >= 0, size), torch.arange(key.shape[1], device=key.device).expand_as(key))
     at = slot.gather(1, before.clamp(0, size))
-    seen = visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
     return bool(((before >= 0) & (at >= 0) & ~seen).any())
 
 
@@ -150,7 +151,7 @@ def is_local(rule: SparseRule) -> bool:
 
 def last_seen(mask: Tensor, keys: int) -> Tensor:
     """How many keys there are up to the last that some query sees."""
-    seen = visible(mask).flatten(0, 2).any(0)
+    seen = read_visible(mask).flatten(0, 2).any(0)
     return (seen.expand(keys) * torch.arange(1, keys + 1, device=mask.device)).amax()
 
 
