@@ -111,16 +111,14 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
 
 
-def laid_by_text(hierarchy: Hierarchy, texts: Texts | None, is_causal: bool) -> Hierarchy:
-    """Windows that begin again with every text; other trees are what the caller says of the row.
+def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
+    """Windows that begin again with every text.
 
     Args:
-        hierarchy: of the tokens of a call.
-        texts: None where rows hold one text.
+        hierarchy: of windows over the tokens of a call.
+        texts: of its rows.
         is_causal: then the windows of every text are continued until all are complete, see `trees_of`.
     """
-    if texts is None or not hierarchy.is_windows:
-        return hierarchy
     last = hierarchy.__dict__.get("_last_laid")
     if last is None or last[0] is not texts:
         made = _windows_by_text(hierarchy, texts, is_causal)
@@ -131,8 +129,8 @@ def laid_by_text(hierarchy: Hierarchy, texts: Texts | None, is_causal: bool) -> 
 def _windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
     number, place, sizes, length = texts.number.cpu(), texts.place.cpu(), hierarchy.sizes or (), hierarchy.length
     if not is_causal:
-        windows_of_place = window_ids(place.masked_fill(number < 0, -1), sizes)
-        return Hierarchy.from_ids(torch.cat([number[..., None], windows_of_place], -1))
+        of_windows = [window_ids(place.masked_fill(number < 0, -1), sizes)] if sizes else []
+        return Hierarchy.from_ids(torch.cat([number[..., None], *of_windows], -1))
     trees, tokens = [], []
     for row in number:
         of_texts = [(row == text).nonzero()[:, 0] for text in range(int(row.max()) + 1)]

@@ -13,7 +13,7 @@ from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
 from ..base import START, FirstKey
-from ..places import Texts, padding_of, read_texts, real_of, remembered, seen_by_queries
+from ..places import padding_of, read_texts, real_of, remembered, seen_by_queries
 from . import operator, portable
 from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
@@ -121,7 +121,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
-    real, texts = None, None
+    real, place = None, None
     if mask is not None:
         outside = real_of(request.first, dropped + stop)
         if not dropped:
@@ -130,18 +130,15 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
             real = None  # hidden by a sliding window, or by an indexer
         there = outside if real is None else real
         if real is None and rule.tying == "key":
-            there, texts = read_general(mask, n, outside, options, request)
-        if texts is not None and hierarchy.is_windows:
-            hierarchy = laid_by_text(hierarchy, texts, is_causal)
+            hierarchy, place = lay_under_mask(hierarchy, mask, n, outside, options, request)
         elif there is not None:
-            hierarchy, texts = restricted(hierarchy, there, is_causal), None
+            hierarchy = restricted(hierarchy, there, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
     else:
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
-        place = None if texts is None else texts.place
         out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask, place)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
@@ -187,13 +184,18 @@ def _tied_keys(
     )  # fmt: skip
 
 
-def read_general(
-    mask: Tensor, queries: int, outside: Tensor | None, options: Options, request: Request
-) -> tuple[Tensor | None, Texts | None]:
-    """The tokens that are no padding, None where all are, and the texts, of a mask that hides more than padding.
+def lay_under_mask(
+    hierarchy: Hierarchy, mask: Tensor, queries: int, outside: Tensor | None, options: Options, request: Request
+) -> tuple[Hierarchy, Tensor | None]:
+    """The hierarchy under a mask that hides more than padding, and the number of each key in its text, int64 [B, M].
+
+    Windows begin with every text, of which the mask may pack several into a row; other trees are what the caller says
+    of the row. Numbers are None where rows hold one text.
 
     Args:
+        hierarchy: of the keys that there are, and those that a cache has dropped.
         mask: of the keys that there are.
+        queries: N.
         outside: bool [B, dropped + M], the tokens that are no padding, where the model says it.
     """
     by_position, dropped = options.is_causal and not options.offset, request.first.index or 0
@@ -203,7 +205,10 @@ def read_general(
             _SEEN, mask, (queries, by_position), lambda: seen_by_queries(mask, queries, by_position).any(1)
         )
     keys = mask.new_ones(1, mask.shape[-1], dtype=torch.bool) if outside is None else outside[:, dropped:]
-    return outside, read_texts(mask, keys.to(mask.device), queries, by_position, request.chunk)
+    texts = read_texts(mask, keys.to(mask.device), queries, by_position, request.chunk)
+    if texts is not None and hierarchy.is_windows:
+        return laid_by_text(hierarchy, texts, request.is_causal), texts.place
+    return hierarchy if outside is None else restricted(hierarchy, outside, request.is_causal), None
 
 
 def _learned(mask: Tensor | None) -> bool:

@@ -88,8 +88,8 @@ def key_tied(
     counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
     block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
     obstacles = {
-        "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a mask": mask is not None,
+        "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a bias": bias is not None,
         "a sliding window": window is not None and window < key.shape[2],
         "dropout": dropout_p > 0,
