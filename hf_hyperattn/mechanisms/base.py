@@ -41,6 +41,8 @@ class Host:
         width: features of the hidden states that enter it; None where nothing tells.
         head_dim, value_dim: numbers in a query or key, and in a value, of one head; None where nothing tells.
         rotary: what shows that queries and keys are turned by rotary positions; "" where they are not.
+        grows: whether it is not causal, and keys come from a cache as the model generates: a prefix LM, such as
+            PaliGemma, whose masks let a prefix see itself whole.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Host:
     head_dim: int | None = None
     value_dim: int | None = None
     rotary: str = ""
+    grows: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,22 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engines.options import HIDDEN, read_visible
-from .base import FirstKey, HostCall
+from .base import FirstKey, Host, HostCall
 
 #: What was read from masks that are alive: all layers of a model share one.
 _PADDING, _REAL, _TEXTS = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
 
-def first_query(call: HostCall, mechanism: str, host: str = "this layer") -> int | Tensor:
+def first_query(call: HostCall, mechanism: str, host: Host | None = None) -> int | Tensor:
     """The key that is the first query's own; the next query's is the next one.
 
     A number where the call says one: queries and keys are of one sequence, or the cache says how many keys there are.
-    Else read from the mask, int64 of no axes: a causal query's own key is the last one that it sees.
+    Else read from the mask, int64 of no axes: a causal query's own key is the last one that it sees. In a host that
+    grows (a prefix LM), queries are the last keys that anybody sees.
 
     Args:
-        mechanism, host: names for the error.
+        mechanism: its name, for the error.
+        host: where the call is made; None where that is not known, as under a mechanism's name.
 
     Raises:
         ValueError: the call does not tell.
@@ -31,17 +33,22 @@ def first_query(call: HostCall, mechanism: str, host: str = "this layer") -> int
     n, m = call.query.shape[2], call.key.shape[2]
     if n == m:
         return 0
-    if not call.is_causal:
+    grows = host is not None and host.grows
+    if not call.is_causal and not grows:
         raise ValueError(
-            f"{mechanism} cannot tell which of {m} keys are those of the {n} queries in {host}, which is not causal; "
-            "allowed: self-attention over one sequence, choose such layers with layers=..."
+            f"{mechanism} cannot tell which of {m} keys are those of the {n} queries in "
+            f"{'this layer' if host is None else host.name}, which is not causal; allowed: self-attention over one "
+            "sequence without a cache, choose such layers with layers=..., or for a prefix LM patch_model of the whole "
+            "model that generates"
         )
     if call.first.keys is not None:
         return call.first.keys - n
     mask = call.options.mask
     if mask is None:
-        return m - 1 if n == 1 else call.options.offset
+        return m - n if n == 1 or not call.is_causal else call.options.offset
     _, last, any_seen = seen_ends(mask, m)
+    if not call.is_causal:
+        return (last.where(any_seen, -1).amax() + 1 - n).clamp(0, m - n)
     last = torch.where(any_seen, last, 0) - torch.arange(n, device=mask.device)
     return last.amax().clamp(0, m - n)
 
