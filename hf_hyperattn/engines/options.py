@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 #: An additive mask hides a pair where it adds this or less. It holds for the lowest number of every dtype and for the
 #: -10000 of older models, which bfloat16 rounds to -9984 and which may have a bias added.
 HIDDEN = -9_900.0

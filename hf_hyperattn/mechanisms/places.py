@@ -170,7 +170,6 @@ def read_texts(mask: Tensor, real: Tensor, queries: int, is_causal: bool, chunk:
     Raises:
         ValueError: a text begins among the queries, and keys before them come from a cache.
     """
-
     keys = mask.shape[-1]
     if chunk is not None and queries < keys:  # where chunks begin among cached keys is not known
         return None

@@ -114,7 +114,9 @@ class HsaLayer(MechanismLayer):
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
         rank = call.heads
-        rule = self.config.rule(call.is_causal or self.grows, call.query.shape[1] if rank is None else rank.total, "this call")
+        rule = self.config.rule(
+            call.is_causal or self.grows, call.query.shape[1] if rank is None else rank.total, "this call"
+        )
         if rank is not None:
             by_head = {name: x for name, x in vars(rule).items() if isinstance(x, tuple)}
             rule = replace(rule, **{name: x[rank.first : rank.first + rank.count] for name, x in by_head.items()})
