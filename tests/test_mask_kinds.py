@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hf_hyperattn.functional as F
+from hf_hyperattn.engines.options import hide_with_infinity, read_visible
 from hf_hyperattn.hierarchy.windows import windows_tree
 from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
@@ -129,6 +130,14 @@ def check(case: Case, function, expected: Tensor, backend: str, dtype=torch.floa
     vectors = (t.to(dtype) for t in case.vectors[:3])
     got = function(*vectors, attn_mask=case.mask, backend=backend)
     assert_close(got, expected, 1e-4, f"{case.mask.dtype} mask {case.mask[0, 0].tolist()}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_minus_ten_thousand_hides_in_every_dtype(dtype):
+    """bfloat16 makes it -9984, and a mask may be widened after that, or have a bias added."""
+    mask = torch.tensor([-10_000.0, 0.0, -9_800.0], dtype=dtype)
+    assert read_visible(mask.float() + 5.0).tolist() == [False, True, True]
+    assert hide_with_infinity(mask).isneginf().tolist() == [True, False, False]
 
 
 # Scores, mixed heads and three-way attention: `reference` is their definition.

@@ -118,7 +118,10 @@ def generating_config(model: PreTrainedModel) -> object | None:
     """Return the config of the layers that read a cache as this model generates; None where there are none."""
     if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
         return None
-    config = model.config.get_text_config(decoder=True)
+    try:
+        config = model.config.get_text_config(decoder=True)
+    except ValueError:  # there are several, and nothing tells which one generates
+        return None
     # BERT and its kin have no cache unless they are decoders.
     return config if getattr(config, "is_decoder", True) else None
 

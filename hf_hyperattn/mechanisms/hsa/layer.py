@@ -77,7 +77,8 @@ class HsaLayer(MechanismLayer):
                 "engine",
             )
         n, m = call.query.shape[2], call.key.shape[2]
-        first_query(call, "hsa", self.host)  # raises where nobody says which of the keys the queries are
+        if not call.is_causal:
+            first_query(call, "hsa", self.host)  # raises where nobody says which of the keys the queries are
         if self.grows and not call.is_causal and options.mask is None and n > 1:
             options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned, block_bias = parameters

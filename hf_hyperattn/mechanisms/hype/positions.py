@@ -16,7 +16,7 @@ def of_call(call: HostCall, host: Host | None = None) -> tuple[Tensor, Tensor]:
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
     what a sliding window has left behind shifts all positions alike. Queries that are not all of the sequence stand
-    where the last key stands that they see, which in causal attention is their own.
+    at their own keys, see `first_query`.
 
     Args:
         host: where the call is made; None where that is not known.
@@ -31,34 +31,13 @@ def of_call(call: HostCall, host: Host | None = None) -> tuple[Tensor, Tensor]:
             f"hype cannot tell the positions of tokens in {name}, where an indexer chooses the keys; allowed: layers "
             "without an indexer, choose them with layers=..."
         )
-    if n != m and not call.is_causal:
-        own = torch.arange(n, device=call.query.device) + first_query(call, "hype", host)
-        keys = torch.arange(m, device=call.query.device)[None]
-        if call.options.mask is not None:
-            keys = of_keys(call.options.mask, m)
-        return keys[:, own][:, None], keys[:, None]
-    if call.options.mask is None:
-        keys = torch.arange(m, device=call.query.device)[None, None]
-        if n == m:
-            return keys, keys
-        start = m - 1 if n == 1 else call.options.offset
-        return keys[..., :n] + start, keys
-    return of_mask(call.options.mask, n, m)
-
-
-def of_mask(mask: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """The same from a mask that broadcasts to [B, H, N, M]."""
-    keys = of_keys(mask, m)
+    keys = torch.arange(m, device=call.query.device)[None, None]
+    if call.options.mask is not None:
+        keys = read_visible(call.options.mask).any(1).any(-2).expand(-1, m).cumsum(-1)[:, None]
     if n == m:
-        return keys[:, None], keys[:, None]
-    seen = read_visible(mask).any(1)
-    last = m - 1 - seen.expand(-1, n, m).flip(-1).to(torch.uint8).argmax(-1)
-    return keys.gather(-1, last)[:, None], keys[:, None]
-
-
-def of_keys(mask: Tensor, m: int) -> Tensor:
-    """Positions of the keys alone, [B|1, M]."""
-    return read_visible(mask).any(1).any(-2).expand(-1, m).cumsum(-1)
+        return keys, keys
+    own = torch.arange(n, device=keys.device) + first_query(call, "hype", host)
+    return own[None, None] if call.options.mask is None else keys[..., own.clamp(0, m - 1)], keys
 
 
 def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:

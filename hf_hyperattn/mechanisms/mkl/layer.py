@@ -176,8 +176,8 @@ def weights_of(
     kv_heads, width = value.shape[1], value.shape[-1]
     if kv_heads * width != value_map.shape[1]:
         raise ValueError(
-            f"mkl was built for value rows of {value_map.shape[1]} numbers in {host.name}, and its attention is called with "
-            f"{kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
+            f"mkl was built for value rows of {value_map.shape[1]} numbers in {host.name}, and its attention is called "
+            f"with {kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
             "layers=..."
         )
     start = first_query(call, "mkl", host)
