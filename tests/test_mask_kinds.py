@@ -17,8 +17,8 @@ import hf_hyperattn.functional as F
 from hf_hyperattn.engines.options import hide_with_infinity, read_visible
 from hf_hyperattn.hierarchy.windows import windows_tree
 from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_key
-from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from hf_hyperattn.mechanisms.sparse import reference as sparse_reference
+from hf_hyperattn.rules import Exact, Pages, Window
 from tests.oracles.cases import assert_close, tensor
 
 BATCH, HEADS, WIDTH = 2, 2, 4

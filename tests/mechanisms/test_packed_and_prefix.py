@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.sparse import Window
+from hf_hyperattn.rules import Window
 from tests.integration.models import TEXT, VISION, bert, llama
 from tests.oracles.cases import assert_close
 

@@ -14,7 +14,7 @@ from ...fields import refuse
 from ..checks import check_call
 from . import compiled
 from .config import SparseConfig
-from .masking import all_exact, check_one_text, masked, text_of
+from .masking import all_exact, check_unpacked, masked, text_of
 from .rules import SparseRule
 
 
@@ -39,7 +39,7 @@ def sparse_attention(
         key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
         value: [B, H or Hkv, M, dv].
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. Keys that it hides from every
-            query and head are padding, which rules do not count. Of the rest, a query sees the token before it.
+            query and head are padding, which rules do not count.
         dropout_p: probability that a weight is dropped, in [0, 1).
         is_causal: True: query i is token `first` + i, and sees no key after it. Rules are defined for that alone.
         scale: what q·k is multiplied with; None: 1/sqrt(d).
@@ -70,7 +70,7 @@ def sparse_attention(
     if not math.prod(score.shape) or all_exact(by_length):  # nothing to select of
         return attention(score, value, plain, backend=backend)[0].to(query.dtype)
     text, options = text_of(query, key, options, by_length), plain
-    check_one_text(options, text.places, by_length, None)
+    check_unpacked(mask, text.places, n, by_length)
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
     if out is None:
         out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)

@@ -18,7 +18,7 @@ from ...engines.options import read_visible
 from ...engines.score import working_dtype
 from ...readable import can_read, is_exporting, is_recorded
 from ..base import START, FirstKey
-from ..places import real_of
+from ..places import read_texts, real_of
 from .recent import Recent
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
@@ -118,11 +118,34 @@ def check_one_text(options: Options, places: Places, rules: ByLength, window: in
     # of a dropped token windows need nothing: what they would see of it, the host hides
     gone = places.dropped > 0 and window is None and not all(type(r) in (Exact, Window) for r in rules_in(rules))
     if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
-        raise ValueError(
-            f"sparse was called with a {GONE if gone else 'mask that hides the token before one'} (packed texts, "
-            "chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
-            "with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
-        )
+        raise several_texts(GONE if gone else "mask that hides the token before one")
+
+
+def check_unpacked(mask: Tensor | None, places: Places, queries: int, rules: ByLength) -> None:
+    """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
+
+    Args:
+        mask: of a whole row: a call with fewer queries than keys is not looked at.
+        places: where queries and keys stand.
+        queries: N.
+        rules: those that count from the query alone may see such rows.
+
+    Raises:
+        ValueError: a row holds several texts.
+    """
+    whole = mask is not None and queries == mask.shape[-1] and can_read(mask)
+    if not whole or all(map(is_local, rules_in(rules))):
+        return
+    if read_texts(mask, places.key >= 0, queries, is_causal=True) is not None:
+        raise several_texts("mask of several texts in a row")
+
+
+def several_texts(what: str) -> ValueError:
+    """The error for rows that rules do not know."""
+    return ValueError(
+        f"sparse was called with a {what} (packed texts, chunked attention), and its rules know rows of one whole "
+        "text; allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
+    )
 
 
 @torch.no_grad()
