@@ -144,7 +144,8 @@ def several_texts(what: str) -> ValueError:
     """The error for rows that rules do not know."""
     return ValueError(
         f"sparse was called with a {what} (packed texts, chunked attention), and its rules know rows of one whole "
-        "text; allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
+        "text; allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and "
+        "Window(sinks=0)"
     )
 
 
