@@ -52,28 +52,17 @@ def test_boolean_mask_is_the_infinite_additive_mask(backend, pairing, seed, lq, 
 
 
 @every_backend
-def test_lowest_number_hides_a_key_as_infinity_does(backend):
-    """Transformers writes the dtype's lowest number where it means -inf."""
-    q, k, v = qkv(lq=6, dtype=torch.float32)
-    keep = torch.ones(6, 6, dtype=torch.bool).tril()
-    lowest = torch.zeros(6, 6).masked_fill(~keep, torch.finfo(torch.float32).min)
-    out = attend(q, k, v, "umbral-xi", backend, attn_mask=lowest)
-    assert_close(out, attend(q, k, v, "umbral-xi", backend, attn_mask=keep), 1e-6, "output")
-
-
-@every_backend
-@pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_gradients_of_a_row_that_large_numbers_hide_whole(backend, number):
-    """As in padded rows: every key weighs as much, and the weights of a row add up to 1 in gradients too."""
+    """As in padded rows: the row sees nothing, and has no gradient."""
     q, k, v = (t.requires_grad_() for t in qkv(batch=1, heads=2, lq=3, lk=7, dtype=torch.float32))
     mask = torch.zeros(3, 7).index_fill(0, torch.tensor([1]), number)
     out = attend(q, k, v, "umbral-xi", backend, attn_mask=mask)
+    assert not out[:, :, 1].any()
     grad = tensor(*out.shape, seed=8, dtype=torch.float32)
-    by_key = torch.autograd.grad(out, (q, k, v), grad)[2]
-    assert_close(by_key.sum(2), grad.sum(2), 1e-5, "gradient of the values, summed over the keys")
-    alone = attend(q, k, v, "umbral-xi", backend, attn_mask=mask)[:, :, 1:2]
-    of_row = torch.autograd.grad(alone, v, grad[:, :, 1:2])[0]
-    assert_close(of_row, (grad[:, :, 1:2] / 7).expand_as(of_row), 1e-6, "of the hidden row alone")
+    rest = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    of_rest = torch.autograd.grad(out, (q, k, v), grad.index_fill(2, torch.tensor([1]), 0.0))
+    assert all(torch.equal(a, b) for a, b in zip(rest, of_rest, strict=True))
 
 
 @every_backend

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import repeat_heads
+from ..engines.options import read_visible
 from ..engines.reference import hide
 from ..engines.score import euclidean
 from ..integration import describe
@@ -316,7 +317,7 @@ def hsa_cover(hyper: Any, call: HostCall, queries: list[int]) -> dict[str, Any]:
     logits = (query @ repeat_heads(key, heads).mT)[0]
     if plan.options.bias is not None:
         logits = logits + plan.options.bias[0]
-    seen = hide(torch.zeros_like(logits)[None], plan.options)[0] > torch.finfo(logits.dtype).min / 2
+    seen = read_visible(hide(torch.zeros_like(logits)[None], plan.options)[0])
     rule = part.rule(call, query, None)
     counts = {n: by_head(getattr(rule, n), heads) for n in ("near", "sinks", "refine_top_k")}
     ((tree, tokens),) = trees_of(hierarchy_for(part.config.windows, 1, length, call.is_causal), call.is_causal)

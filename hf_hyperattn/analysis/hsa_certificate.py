@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.options import read_visible
 from ..hierarchy import Hierarchy
 from ..integration import patch_model, unpatch_model
 from ..integration.patching import base_model
@@ -22,8 +23,8 @@ from ..mechanisms.base import HostCall, Plan
 from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.masks import hierarchy_for, restricted
-from ..mechanisms.hsa.request import linear_features
-from ..mechanisms.places import padding_of, real_tokens
+from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
+from ..mechanisms.places import padding_of, real_of, real_tokens
 from ..selection import Choice
 from .cost import patched_layers
 from .perplexity import evaluation_mode
@@ -118,12 +119,19 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     query, key = linear_features(Plan.of(call).score)
     tree = call.keywords.get("hierarchy")
     hierarchy = hierarchy_for(config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal)
-    mask = options.mask
+    mask, place = options.mask, None
     if mask is not None:
         real = padding_of(mask, query.shape[2], call.is_causal)
         if real is not None:
             hierarchy, mask = restricted(hierarchy, real), None
-    loss = (_both if rule.tying == "both" else _key)(query, key, hierarchy, rule, call, mask)
+        elif rule.tying == "key":
+            request = Request(hierarchy, rule, is_causal=False, first=call.first, chunk=call.chunk)
+            outside = real_of(call.first, key.shape[2])
+            hierarchy, place = lay_under_mask(hierarchy, mask, query.shape[2], outside, options, request)
+    if rule.tying == "both":
+        loss = _both(query, key, hierarchy, rule, call, mask)
+    else:
+        loss = _key(query, key, hierarchy, rule, call, mask, place)
     return loss.sum(0), sum(len(hierarchy.tokens_of(row)) for row in range(len(query)))
 
 
@@ -136,10 +144,11 @@ def _both(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Te
     return loss_both(query, key, hierarchy, 1.0, keep_diagonal=rule.keep_diagonal, position_bias=bias)
 
 
-def _key(query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None) -> Tensor:
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
+def _key(
+    query, key, hierarchy: Hierarchy, rule: Rule, call: HostCall, mask: Tensor | None, place: Tensor | None
+) -> Tensor:
+    mask = None if mask is None else read_visible(mask)
     options = {name: getattr(rule, name) for name in ("near", "sinks", "refine_top_k", "block_bias")}
     is_causal = call.is_causal and mask is None
     return loss_key(query, key, hierarchy, 1.0, is_causal=is_causal, window=call.options.window, mask=mask,
-                    position_bias=call.options.bias, **options)  # fmt: skip
+                    position_bias=call.options.bias, place=place, **options)  # fmt: skip

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..readable import is_exporting, is_recorded, is_transformed
 from . import blockwise, cpu, dense, native, reference, sdpa, triton
-from .options import Options, check_broadcast, full_precision
+from .options import Options, check_broadcast, full_precision, hide_with_infinity
 from .score import DOT, PairScore, learns, repeat_heads, working_dtype
 
 #: Engines by name: `attend(score, value, options) -> (output, weights or None)`.
@@ -261,14 +261,14 @@ def is_plain(score: PairScore) -> bool:
 
 
 def checked(options: Options, score: PairScore) -> Options:
-    """Options whose masks have four axes and the working dtype."""
+    """Options whose masks have four axes and the working dtype; additive ones are -inf where they hide."""
     if options.mask is None and options.bias is None and options.sinks is None:
         return options
     shape, dtype = score.shape, score.dtype
     heads = shape[1]
     mask = check_broadcast("attn_mask", options.mask, shape)
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype)
+        mask = hide_with_infinity(mask).to(dtype)
     bias = check_broadcast("bias", options.bias, shape)
     sinks = options.sinks
     if sinks is not None and sinks.shape != (heads,):

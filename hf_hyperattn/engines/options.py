@@ -9,6 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: An additive mask hides a pair where it adds this or less. It holds for the lowest number of every dtype and for the
+#: -10000 of older models, which bfloat16 rounds to -9984 and which may have a bias added.
+HIDDEN = -9_900.0
+
+
+def read_visible(mask: Tensor) -> Tensor:
+    """Return bool, True where a mask hides nothing: the one place that says what an additive mask hides."""
+    # NaN is visible, so that it spreads and is noticed.
+    return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN)
+
+
+def hide_with_infinity(mask: Tensor) -> Tensor:
+    """Return an additive mask with -inf wherever it hides; a bool mask as it is.
+
+    A query whose keys are all at -1e4 then sees nothing, as under a bool mask. With the numbers as they came, softmax
+    would give it the mean of all values.
+    """
+    return mask if mask.dtype == torch.bool else mask.masked_fill(mask <= HIDDEN, float("-inf"))
+
 
 @dataclass(frozen=True, eq=False)
 class Aggregation:
@@ -39,7 +58,8 @@ class Options:
     """Everything an engine must honour. The parts that hide pairs intersect.
 
     Args:
-        mask: bool (True = take part) or additive float, broadcastable to [B, H, N, M]; None hides nothing.
+        mask: bool (True = take part) or additive float, broadcastable to [B, H, N, M]; None hides nothing. An additive
+            mask hides where it adds `HIDDEN` or less.
         bias: an additive term of the logits, broadcastable to [B, H, N, M], such as T5's relative positions.
         is_causal: key j is visible to query i where j <= i (top-left, as in torch's SDPA).
         window: key j is visible to query i where i - j < window, and where not causal also j - i < window.

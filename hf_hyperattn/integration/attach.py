@@ -21,7 +21,7 @@ from .checkpoint_config import all_configs, parts, ranks_of, write_records
 from .first_call import watch_first_calls
 from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
-from .hosts import find_hosts, host_facts, layer_indices
+from .hosts import find_hosts, generating_config, host_facts, layer_indices
 from .hyper import Hyper
 from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
 
@@ -34,7 +34,15 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
     modules = list(find_hosts(base))
     stacks = layer_indices(list(map(itemgetter(0), modules)))
     known: dict[int, dict] = {}
-    return [(s, m, host_facts(n, m, i, known)) for (n, m), (s, i) in zip(modules, stacks, strict=True)]
+    generating = generating_config(base)
+    hosts = []
+    for (name, module), (stack, index) in zip(modules, stacks, strict=True):
+        host = host_facts(name, module, index, known)
+        # Layers without an index, such as Kosmos-2's projection of images, read no cache.
+        has_cache = host.config is generating is not None and getattr(module, "layer_idx", None) is not None
+        grows = has_cache and not host.is_causal and not host.is_cross
+        hosts.append((stack, module, replace(host, grows=True) if grows else host))
+    return hosts
 
 
 def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..engines import check_backend
+from ..engines.options import read_visible
 from ..mechanisms.base import FirstKey
-from ..mechanisms.places import visible
 from ..readable import is_exporting
 from .hosts import find_hosts
 
@@ -118,7 +118,7 @@ def before_indexer(first: FirstKey, mask: Tensor | None, batch: int, keys: int) 
         return first
     if mask is None:
         return FirstKey(first.index, stop=keys)
-    real = visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
+    real = read_visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
     return FirstKey(first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax())
 
 

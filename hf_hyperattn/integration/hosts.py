@@ -121,6 +121,18 @@ def host_facts(name: str, module: nn.Module, layer_index: int, known: dict[int, 
     )
 
 
+def generating_config(model: PreTrainedModel) -> object | None:
+    """Return the config of the layers that read a cache as this model generates; None where there are none."""
+    if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    try:
+        config = model.config.get_text_config(decoder=True)
+    except ValueError:  # there are several, and nothing tells which one generates
+        return None
+    # BERT and its kin have no cache unless they are decoders.
+    return config if getattr(config, "is_decoder", True) else None
+
+
 def layer_indices(names: list[str]) -> list[tuple[str, int]]:
     """For each host name, its stack and its number in it.
 

@@ -268,6 +268,7 @@ def attention_function(named=None) -> Callable:
             hidden_states_of_call(module, n) if compiling or HIDDEN in attributes else None,
             heads_of_rank(module, heads) if dist.is_available() and dist.is_initialized() else None,
             getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
+            getattr(getattr(module, "config", None), "attention_chunk_size", None),
         )
         if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
             kv_heads = max(key.shape[1], value.shape[1])

@@ -41,6 +41,8 @@ class Host:
         width: features of the hidden states that enter it; None where nothing tells.
         head_dim, value_dim: numbers in a query or key, and in a value, of one head; None where nothing tells.
         rotary: what shows that queries and keys are turned by rotary positions; "" where they are not.
+        grows: whether it is not causal, and keys come from a cache as the model generates: a prefix LM, such as
+            PaliGemma, whose masks let a prefix see itself whole.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Host:
     head_dim: int | None = None
     value_dim: int | None = None
     rotary: str = ""
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class HostCall:
         hidden: [B, N, width], the hidden states that the host was called with, where a layer reads them, else None.
         heads: which of the host's query heads are in `query`, under tensor parallelism; None where all are.
         backend: the engine that the model was set to, see `set_backend`.
+        chunk: the model's `attention_chunk_size`: under chunked attention tokens see none before their chunk.
     """
 
     query: Tensor
@@ -134,6 +138,7 @@ class HostCall:
     hidden: Tensor | None = None
     heads: RankHeads | None = None
     backend: str = "auto"
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

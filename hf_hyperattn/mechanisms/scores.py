@@ -65,7 +65,7 @@ class PairLayer(ScoreLayer):
 
     def __init__(self, config: ScoreConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        self.host = "this layer" if host is None else host.name
+        self.host = host
         d = config.definition
         if host is not None:
             for name in d.parameters:
@@ -86,9 +86,8 @@ class PairLayer(ScoreLayer):
         config, rank, values = self.config, call.heads, {}
         d, total = config.definition, call.query.shape[1] if rank is None else rank.total
         if not call.scale > 0:
-            raise ValueError(
-                f"{config.mechanism} is a score of scaled vectors, and {self.host} has scale {call.scale}"
-            )
+            where = "this layer" if self.host is None else self.host.name
+            raise ValueError(f"{config.mechanism} is a score of scaled vectors, and {where} has scale {call.scale}")
         for name in d.parameters:
             value: Any = getattr(config, name)
             if isinstance(value, tuple):

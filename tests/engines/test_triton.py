@@ -157,13 +157,14 @@ def test_options(device, option, name):
 @devices
 @pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("n, m", [(3, 7), (1, 600)], ids=["rows", "parts"])
-def test_gradients_of_a_row_that_large_numbers_hide_whole(device, number, n, m):
-    """Every key weighs as much, and the weights of the row add up to 1 in gradients too."""
+def test_gradients_of_a_row_of_large_numbers(device, number, n, m):
+    """A bias leaves every key the same weight, and the weights add up to 1 in gradients too; a mask hides the row."""
     q, k, v = inputs(device, n=n, m=m)
-    mask = torch.zeros(1, 1, n, m, device=device).index_fill(2, torch.tensor([0], device=device), number)
-    out, _ = attention(SCORES["umbral"](q, k, learned(2, device=device)), v, Options(mask=mask), backend="triton")
-    by_key = torch.autograd.grad(out[:, :, 0].sum(), v)[0]
-    assert_close(by_key, torch.full_like(by_key, 1 / m), 1e-6, "gradient of the values")
+    added = torch.zeros(1, 1, n, m, device=device).index_fill(2, torch.tensor([0], device=device), number)
+    for options, weight in ((Options(bias=added), 1 / m), (Options(mask=added), 0.0)):
+        out, _ = attention(SCORES["umbral"](q, k, learned(2, device=device)), v, options, backend="triton")
+        by_key = torch.autograd.grad(out[:, :, 0].sum(), v)[0]
+        assert_close(by_key, torch.full_like(by_key, weight), 1e-6, "gradient of the values")
 
 
 @devices

@@ -20,7 +20,7 @@ def call(seed: int, tying: str, is_causal: bool):
     n, groups = pick.randint(3, 40), pick.choice([2, 4])
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     ones = torch.ones(n, n, dtype=torch.bool)
-    real, kind = torch.ones(BATCH, n, dtype=torch.bool), pick.choice(["none", "left", "scattered", "window"])
+    real, kind = torch.ones(BATCH, n, dtype=torch.bool), pick.choice(["none", "left", "scattered", "window", "packed"])
     if kind == "scattered":
         real[1] = torch.rand(n, generator=generator) < 0.7
         real[1, pick.randrange(n)] = True
@@ -29,6 +29,10 @@ def call(seed: int, tying: str, is_causal: bool):
     mask = None if kind == "none" else (real[:, None, None, :] & (ones.tril() if is_causal else ones))
     if kind == "window" and is_causal:
         mask = (ones.tril() & ~ones.tril(-4)).expand(BATCH, 1, n, n)
+    if kind == "packed" and tying == "key":
+        number = (torch.rand(BATCH, 1, n, generator=generator) < 0.2).cumsum(-1)
+        same = (number[..., None] == number[..., None, :]) & (ones.tril() if is_causal else ones)
+        mask = same & real[:, None, :, None] & real[:, None, None, :]
     rule = Rule("both", pick.choice([True, False]))
     if tying == "key":
         top_k = (1, 2, 0, 3) if is_causal else 0

@@ -7,7 +7,6 @@ import torch
 
 from hf_hyperattn.functional import hype_attention, hype_bias
 from hf_hyperattn.mechanisms.hype.config import alibi_slopes
-from hf_hyperattn.mechanisms.hype.positions import of_mask
 from tests.oracles import hype as loops
 from tests.oracles.cases import BACKENDS, DTYPES, TOLERANCE, assert_close, qkv
 
@@ -158,15 +157,3 @@ def test_dropout_keeps_the_expectation(backend):
     dropped = hype_attention(q, k, v, dropout_p=0.3, mu=0.01, tau=1.0, backend=backend)
     assert not torch.equal(plain, dropped)
     assert (dropped - plain).mean().abs() < 5e-3
-
-
-# Positions read from a mask.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_minus_ten_thousand_hides_in_every_dtype(dtype):
-    """bfloat16 makes it -9984, and a mask may be widened after that, or have a bias added."""
-    mask = torch.zeros(1, 1, 4, 4, dtype=dtype)
-    mask[..., :2] = -10_000.0
-    queries, _ = of_mask(mask.float() + 5.0, 4, 4)
-    assert queries.flatten().tolist() == [0, 0, 1, 2]

@@ -63,12 +63,12 @@ def test_what_hides_a_key_hides_it_twice(backend, kind, windows, tiles):
 @every_backend
 @pytest.mark.parametrize("number", [-1e9, torch.finfo(torch.float32).min / 4])
 def test_gradients_of_a_row_that_large_numbers_hide_whole(backend, number, tiles):
-    """Every pair of keys weighs as much, and the weights of a row add up to 1 in gradients too."""
+    """The row sees nothing, and has no gradient."""
     q, k, v, k2, v2 = (t.requires_grad_() for t in qkvkv(batch=1, n=3, m=7, dtype=torch.float32))
     mask = torch.zeros(3, 7).index_fill(0, torch.tensor([1]), number)
     out = trilinear_attention(q, k, v, k2, v2, mask, enable_gqa=True, backend=backend)[:, :, 1]
-    by_key = torch.autograd.grad(out.sum(), v)[0]
-    assert_close(by_key, (2 * v2.mean(2, keepdim=True) / 7).expand_as(v), 1e-6, "two heads of queries a key")
+    assert not out.any()
+    assert not any(gradient.any() for gradient in torch.autograd.grad((1e6 * out).sum(), (q, k, v, k2, v2)))
 
 
 EXTRAS = {

@@ -50,7 +50,8 @@ def hierarchical_attention(
         value: [B, H or Hkv, M, dv].
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]. With tying="both" it may hide
             padding only. With tying="key" masks that hide more than padding (and, with `is_causal`, later tokens) cost
-            O(N · M) time. Windows start at the first token of a row that is no padding.
+            O(N · M) time. Windows start at the first token of a row that is no padding, and with tying="key" again with
+            every text that the mask packs into the row.
         dropout_p: probability that a weight is dropped, in [0, 1); 0 with tying="both".
         is_causal: query i sees keys j <= i; only with tying="key".
         scale: what q·k is multiplied with; None: 1/sqrt(d).
@@ -73,7 +74,7 @@ def hierarchical_attention(
 
     Raises:
         ValueError: an argument out of its range or without meaning for the tying; a row of nothing but padding where
-            attention is not causal. The message says what is allowed.
+            attention is not causal; packed texts with fewer queries than keys. The message says what is allowed.
     """
     flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)

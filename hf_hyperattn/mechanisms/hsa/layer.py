@@ -12,6 +12,7 @@ from torch import Tensor
 from ...engines import Options, PairScore, repeat_heads
 from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
+from ..places import first_query
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
@@ -36,7 +37,9 @@ class HsaLayer(MechanismLayer):
 
     def __init__(self, config: HsaConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        rule = None if host is None else config.rule(host.is_causal, host.heads, host.name)
+        # In a prefix LM rows grow as in causal attention, and a mask says what a query sees.
+        self.host, self.grows = host, host is not None and host.grows
+        rule = None if host is None else config.rule(host.is_causal or self.grows, host.heads, host.name)
         softcap = getattr(getattr(host, "config", None), "attn_logit_softcapping", None)
         if host is not None and softcap is not None:
             raise ValueError(
@@ -73,6 +76,11 @@ class HsaLayer(MechanismLayer):
                 f"set_backend(model, {backend!r}) does not reach the tied attention of hsa, which has its own engines",
                 "engine",
             )
+        n, m = call.query.shape[2], call.key.shape[2]
+        if not call.is_causal:
+            first_query(call, "hsa", self.host)  # raises where nobody says which of the keys the queries are
+        if self.grows and not call.is_causal and options.mask is None and n > 1:
+            options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned, block_bias = parameters
         gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
@@ -80,7 +88,13 @@ class HsaLayer(MechanismLayer):
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
         request = Request(
-            hierarchy, rule, call.is_causal, weights=weights, cache=mean_cache_of(call), first=call.first
+            hierarchy,
+            rule,
+            call.is_causal or self.grows,
+            weights=weights,
+            cache=mean_cache_of(call),
+            first=call.first,
+            chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
         tied = hierarchical(score, value, options, request)
         if gate is None:
@@ -101,7 +115,9 @@ class HsaLayer(MechanismLayer):
     def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
         rank = call.heads
-        rule = self.config.rule(call.is_causal, call.query.shape[1] if rank is None else rank.total, "this call")
+        rule = self.config.rule(
+            call.is_causal or self.grows, call.query.shape[1] if rank is None else rank.total, "this call"
+        )
         if rank is not None:
             by_head = {name: x for name, x in vars(rule).items() if isinstance(x, tuple)}
             rule = replace(rule, **{name: x[rank.first : rank.first + rank.count] for name, x in by_head.items()})

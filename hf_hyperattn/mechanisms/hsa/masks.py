@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import Options
+from ...engines.options import read_visible
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
-from ..places import remembered, visible
+from ...hierarchy.windows import window_ids, windows_tree
+from ..places import Texts, remembered
 from .tree.key import trees_of, windows_over
 
 #: How many keys there are by masks that are alive: all layers of a model share one.
@@ -55,7 +57,7 @@ def last_seen(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> 
         return keys
 
     def read() -> int:
-        seen = visible(mask).flatten(0, 1).any(0).expand(queries, -1)
+        seen = read_visible(mask).flatten(0, 1).any(0).expand(queries, -1)
         if bool(seen[:, -1].any()) or not bool(seen.any()):
             return keys
         ends = keys - seen.flip(-1).byte().argmax(-1)  # one past the last key that a query sees
@@ -107,6 +109,35 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     if bool(((ids[..., 0] < 0) == ~real).all()):
         return hierarchy
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
+
+
+def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
+    """Windows that begin again with every text.
+
+    Args:
+        hierarchy: of windows over the tokens of a call.
+        texts: of its rows.
+        is_causal: then the windows of every text are continued until all are complete, see `trees_of`.
+    """
+    last = hierarchy.__dict__.get("_last_laid")
+    if last is None or last[0] is not texts:
+        made = _windows_by_text(hierarchy, texts, is_causal)
+        last = hierarchy.__dict__["_last_laid"] = (texts, made)
+    return last[1]
+
+
+def _windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
+    number, place, sizes, length = texts.number.cpu(), texts.place.cpu(), hierarchy.sizes or (), hierarchy.length
+    if not is_causal:
+        of_windows = [window_ids(place.masked_fill(number < 0, -1), sizes)] if sizes else []
+        return Hierarchy.from_ids(torch.cat([number[..., None], *of_windows], -1))
+    trees, tokens = [], []
+    for row in number:
+        of_texts = [(row == text).nonzero()[:, 0] for text in range(int(row.max()) + 1)]
+        leaves = torch.cat([windows_over(text, sizes, length, True)[1] for text in of_texts])
+        trees.append(windows_tree(len(leaves), sizes))
+        tokens.append(leaves)
+    return Hierarchy(length, tuple(trees), tuple(tokens))
 
 
 def without_first(hierarchy: Hierarchy, first: int, sinks: int) -> tuple[Hierarchy, bool]:

@@ -16,6 +16,7 @@ from ...engines import Options, repeat_heads
 from ...engines.options import position_mask
 from ...engines.reference import dropout, softmax
 from ...readable import is_exporting
+from ..places import text_starts
 from .config import Rule
 
 INF = float("inf")
@@ -56,9 +57,35 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request:
         return weights @ value, weights
     visible, by_position = mask & pairs[:, None], position_mask(options, (0, n), (0, n), query.device)
     visible = visible if by_position is None else visible & by_position
-    logits = key_logits(query, key, list(zip(request.hierarchy, blocks)), place, visible, options.bias, request.rule)
+    count = real.sum(1, keepdim=True)
+    if options.mask is not None:  # which may pack several texts into a row
+        same_text = in_same_text(visible.any(1), place, request.chunk) & pairs
+        earlier = torch.ones(n, n, dtype=torch.bool, device=query.device).tril(-1)
+        place, count = (same_text & earlier).sum(-1).masked_fill(~real, -1), same_text.sum(-1)
+        blocks = [same_text & (place[:, :, None] // size == place[:, None, :] // size) for size in request.hierarchy]
+    levels = list(zip(request.hierarchy, blocks))
+    logits = key_logits(query, key, levels, place, count, visible, options.bias, request.rule)
     weights = softmax(logits.masked_fill(~visible, -INF), options.sinks)
     return dropout(weights, options) @ value, weights
+
+
+def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
+    """Bool [B, N, N]: which tokens are of one text, as `places.read_texts` has it.
+
+    Args:
+        visible: bool [B, N, N], which real tokens see each other.
+        place: int64 [B, N], the number of each token in its row.
+        chunk: see `Request`.
+    """
+    n = visible.shape[-1]
+    token = torch.arange(n, device=visible.device)
+    first = torch.where(visible, token, n).amin(-1)
+    last = torch.where(visible, token, -1).amax(-1)
+    starts = text_starts(first, last, n) & (place >= 0)
+    if chunk is not None:
+        starts = starts & (place % chunk != 0)
+    number = starts.to(torch.int64).cumsum(1)
+    return number[:, :, None] == number[:, None, :]
 
 
 def averaging(same: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,7 +126,14 @@ def both_weights(query: Tensor, key: Tensor, blocks: list[Tensor], bias: Tensor 
 
 
 def key_logits(
-    query, key, levels: list[tuple[int, Tensor]], place: Tensor, visible: Tensor, bias, rule: Rule
+    query,
+    key,
+    levels: list[tuple[int, Tensor]],
+    place: Tensor,
+    count: Tensor,
+    visible: Tensor,
+    bias,
+    rule: Rule,
 ) -> Tensor:
     """S' of tying="key", [B, H, N, N]: the score, and for tokens in a closed block its mean and the block bias.
 
@@ -109,13 +143,14 @@ def key_logits(
     Args:
         query, key, bias: as in `both_weights`.
         levels: sizes of windows, bottom first, and the tokens of the same one, bool [B, N, N].
-        place: which real token of its row a token is, int64 [B, N]; -1 for padding.
+        place: which real token of its text a token is, int64 [B, N]; -1 for padding.
+        count: how many tokens its text has, int64 [B, N or 1].
         visible: bool [B, 1 or H, N, N].
         rule: how the call is tied.
     """
     per_head = lambda x: torch.as_tensor(x, device=query.device).reshape(-1, 1, 1)
     near, sinks, block_bias = per_head(rule.near), per_head(rule.sinks), per_head(rule.block_bias)
-    total, count = query @ key.mT, (place >= 0).sum(1)[:, None]
+    total = query @ key.mT
     total = logits = total if bias is None else total + bias
     bottom = levels[0][0] if levels else 1
     span = lambda size: (start := place // size * size, torch.minimum(start + size, count) - 1)

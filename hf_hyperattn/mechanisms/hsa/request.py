@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
 from ..base import START, FirstKey
-from ..places import padding_of, real_of
+from ..places import padding_of, read_texts, real_of, remembered, seen_by_queries
 from . import operator, portable
 from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
@@ -20,6 +21,7 @@ from .config import Rule
 from .masks import (
     cut,
     hierarchy_for,
+    laid_by_text,
     last_seen,
     mask_is_causal,
     restricted,
@@ -32,6 +34,9 @@ from .windowed.key import key_tied
 from .windowed.means import Levels
 
 Result = tuple[Tensor, Tensor | None]
+
+#: Which keys somebody sees, by masks that are alive: all layers of a model share one.
+_SEEN = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Request:
         first: which token key 0 is, where the cache of a sliding window has dropped some.
         evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
             placeholders.
+        chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -59,6 +65,7 @@ class Request:
     cache: MeanCache | None = None
     first: FirstKey = field(default_factory=lambda: START)
     evicted: bool = False
+    chunk: int | None = None
 
 
 def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
@@ -114,7 +121,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
     mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
-    real = None
+    real, place = None, None
     if mask is not None:
         outside = real_of(request.first, dropped + stop)
         if not dropped:
@@ -122,7 +129,9 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         if real is not None and n < stop and request.first.stop is not None and not _same(real, outside):
             real = None  # hidden by a sliding window, or by an indexer
         there = outside if real is None else real
-        if there is not None:
+        if real is None and rule.tying == "key":
+            hierarchy, place = lay_under_mask(hierarchy, mask, n, outside, options, request)
+        elif there is not None:
             hierarchy = restricted(hierarchy, there, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
@@ -130,7 +139,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     else:
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
-        out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask)
+        out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask, place)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 
@@ -142,6 +151,7 @@ def _tied_keys(
     hierarchy: Hierarchy,
     request: Request,
     by_mask: bool,
+    place: Tensor | None = None,
 ) -> Result:
     """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
     rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index or 0
@@ -170,8 +180,35 @@ def _tied_keys(
         query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
         window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask,
         bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
-        refine_top_k=rule.refine_top_k, backend=request.backend, levels=levels,
+        refine_top_k=rule.refine_top_k, backend=request.backend, levels=levels, place=place,
     )  # fmt: skip
+
+
+def lay_under_mask(
+    hierarchy: Hierarchy, mask: Tensor, queries: int, outside: Tensor | None, options: Options, request: Request
+) -> tuple[Hierarchy, Tensor | None]:
+    """The hierarchy under a mask that hides more than padding, and the number of each key in its text, int64 [B, M].
+
+    Windows begin with every text, of which the mask may pack several into a row; other trees are what the caller says
+    of the row. Numbers are None where rows hold one text.
+
+    Args:
+        hierarchy: of the keys that there are, and those that a cache has dropped.
+        mask: of the keys that there are.
+        queries: N.
+        outside: bool [B, dropped + M], the tokens that are no padding, where the model says it.
+    """
+    by_position, dropped = options.is_causal and not options.offset, request.first.index or 0
+    # Of a whole row, keys that nobody sees are padding; in a cache a sliding window may have passed them.
+    if outside is None and queries == mask.shape[-1] and request.first.stop is None:
+        outside = remembered(
+            _SEEN, mask, (queries, by_position), lambda: seen_by_queries(mask, queries, by_position).any(1)
+        )
+    keys = mask.new_ones(1, mask.shape[-1], dtype=torch.bool) if outside is None else outside[:, dropped:]
+    texts = read_texts(mask, keys.to(mask.device), queries, by_position, request.chunk)
+    if texts is not None and hierarchy.is_windows:
+        return laid_by_text(hierarchy, texts, request.is_causal), texts.place
+    return hierarchy if outside is None else restricted(hierarchy, outside, request.is_causal), None
 
 
 def _learned(mask: Tensor | None) -> bool:
@@ -306,7 +343,8 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, options: Options, reques
     counts = [list(x) if isinstance(x, tuple) else [x] * heads for x in (rule.near, rule.sinks, rule.refine_top_k)]
     numbers = [
         length, options.offset, -1 if options.window is None else options.window, rule.tying == "both",
-        rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, *counts[0], *counts[1], *counts[2],
+        rule.keep_diagonal, request.is_causal, options.is_causal, request.weights, request.chunk or 0,
+        *counts[0], *counts[1], *counts[2],
     ]  # fmt: skip
     parts = [(name, t) for name, t in extras.items() if t is not None] + parts
     out, weights = operator.call("tied", [query, key, value], parts, sizes, numbers, 1.0)
@@ -326,9 +364,9 @@ def _pairs(query, key, named, sizes, numbers) -> float:
 
 @operator.computes("tied", _shape_of_weights, _pairs)
 def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor]:
-    length, offset, window, is_both, keep, is_causal, masked_causal, weights = numbers[:8]
+    length, offset, window, is_both, keep, is_causal, masked_causal, weights, chunk = numbers[:9]
     (query, key, value), extras, heads = tensors, dict(named), tensors[0].shape[1]
-    near, sinks, top_k = (0 if is_both else tuple(numbers[8 + i * heads : 8 + (i + 1) * heads]) for i in range(3))
+    near, sinks, top_k = (0 if is_both else tuple(numbers[9 + i * heads : 9 + (i + 1) * heads]) for i in range(3))
     rule = Rule("both" if is_both else "key", bool(keep), near, sinks, top_k, extras["block_bias"])
     options = Options(mask=extras.get("mask"), bias=extras.get("bias"), is_causal=bool(masked_causal),
                       window=None if window < 0 else window, offset=offset, sinks=extras.get("sinks"))  # fmt: skip
@@ -336,6 +374,6 @@ def _compute_tied(tensors, named, sizes, numbers, scale) -> tuple[Tensor, Tensor
     if hierarchy is None:
         hierarchy = tuple(sizes) if length < 0 else operator.unflatten(named, sizes, length)
     # weights have no gradient inside the operator
-    request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights))
+    request = Request(hierarchy, rule, bool(is_causal), weights=bool(weights), chunk=chunk or None)
     out, shown = tied(query, key, value, options, request)
     return out, out.new_empty(0) if shown is None else shown.detach()

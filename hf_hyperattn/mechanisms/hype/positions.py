@@ -5,56 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...engines.options import read_visible
 from ...readable import can_read
-from ..base import HostCall
-
-#: Additive masks hide a pair below this: the smallest number of any dtype, and the -10000 of older models, which is
-#: -9984 in bfloat16 and may have something added.
-HIDDEN = -9_900.0
+from ..base import Host, HostCall
+from ..places import first_query
 
 
-def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
+def of_call(call: HostCall, host: Host | None = None) -> tuple[Tensor, Tensor]:
     """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
     what a sliding window has left behind shifts all positions alike. Queries that are not all of the sequence stand
-    where the last key stands that they see, which in causal attention is their own.
+    at their own keys, see `first_query`.
 
     Args:
-        host: its name, for the error.
+        host: where the call is made; None where that is not known.
 
     Raises:
         ValueError: the call does not tell where its queries stand.
     """
     n, m = call.query.shape[2], call.key.shape[2]
+    name = "this layer" if host is None else host.name
     if call.keywords.get("indices") is not None:
         raise ValueError(
-            f"hype cannot tell the positions of tokens in {host}, where an indexer chooses the keys; allowed: layers "
+            f"hype cannot tell the positions of tokens in {name}, where an indexer chooses the keys; allowed: layers "
             "without an indexer, choose them with layers=..."
         )
-    if n != m and not call.is_causal:
-        raise ValueError(
-            f"hype cannot tell the positions of {n} queries among {m} keys in {host}, which is not causal; allowed: "
-            "self-attention over one sequence, choose such layers with layers=..."
-        )
-    if call.options.mask is None:
-        keys = torch.arange(m, device=call.query.device)[None, None]
-        if n == m:
-            return keys, keys
-        start = m - 1 if n == 1 else call.options.offset
-        return keys[..., :n] + start, keys
-    return of_mask(call.options.mask, n, m)
-
-
-def of_mask(mask: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """The same from a mask that broadcasts to [B, H, N, M]."""
-    seen = mask if mask.dtype == torch.bool else mask > HIDDEN
-    seen = seen.any(1) if seen.shape[1] > 1 else seen[:, 0]
-    keys = seen.any(-2).expand(-1, m).cumsum(-1)
+    keys = torch.arange(m, device=call.query.device)[None, None]
+    if call.options.mask is not None:
+        keys = read_visible(call.options.mask).any(1).any(-2).expand(-1, m).cumsum(-1)[:, None]
     if n == m:
-        return keys[:, None], keys[:, None]
-    last = m - 1 - seen.expand(-1, n, m).flip(-1).to(torch.uint8).argmax(-1)
-    return keys.gather(-1, last)[:, None], keys[:, None]
+        return keys, keys
+    own = torch.arange(n, device=keys.device) + first_query(call, "hype", host)
+    return own[None, None] if call.options.mask is None else keys[..., own.clamp(0, m - 1)], keys
 
 
 def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:

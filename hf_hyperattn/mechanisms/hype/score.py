@@ -71,7 +71,7 @@ class HypeLayer(ScoreLayer):
 
     def __init__(self, config: HypeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
-        self.host = "this layer" if host is None else host.name
+        self.host = host
         if host is not None:
             self.config = config.for_model(host.config)
             self.config.start("sinh", host.heads)

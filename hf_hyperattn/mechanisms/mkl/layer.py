@@ -40,7 +40,7 @@ class MklLayer(MechanismLayer):
     def __init__(self, config: MklConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)
         known = check_host(config, host, mode, heads)
-        self.host = known.name
+        self.host = known
         if config.kind == "global":
             self.beta = nn.Parameter(torch.zeros(known.heads))
         else:
@@ -156,7 +156,7 @@ def one_product(score: PairScore) -> PairScore:
 
 
 def weights_of(
-    call: HostCall, value_map: Tensor, dtype: torch.dtype, heads: tuple[int, ...] | None, host: str
+    call: HostCall, value_map: Tensor, dtype: torch.dtype, heads: tuple[int, ...] | None, host: Host
 ) -> tuple[Tensor, Tensor]:
     """Conditional weights of queries [B, H, N] and of keys [B, H, M], from a linear image of a token's value rows.
 
@@ -167,7 +167,7 @@ def weights_of(
         value_map: [H, Hkv · dv].
         dtype: to compute in.
         heads: that share the weights.
-        host: its name, for errors.
+        host: where the call is made.
 
     Raises:
         ValueError: the call does not say which keys are the queries' own, or has values of another shape.
@@ -176,8 +176,8 @@ def weights_of(
     kv_heads, width = value.shape[1], value.shape[-1]
     if kv_heads * width != value_map.shape[1]:
         raise ValueError(
-            f"mkl was built for value rows of {value_map.shape[1]} numbers in {host}, and its attention is called with "
-            f"{kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
+            f"mkl was built for value rows of {value_map.shape[1]} numbers in {host.name}, and its attention is called "
+            f"with {kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
             "layers=..."
         )
     start = first_query(call, "mkl", host)

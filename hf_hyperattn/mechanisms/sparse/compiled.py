@@ -15,6 +15,7 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
+from ...engines.options import read_visible
 from ...readable import is_recorded
 from ..places import padding_of
 from .masking import ByLength, Text, masked
@@ -76,10 +77,21 @@ def attend(
     out = selected.selected_attention(
         raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
     ).to(query.dtype)
+    out = zero_hidden_rows(out, options.mask, text)
     if not rest:
         return out
     others = by_masks(rest, query, key, score, value, options, rules, text)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
+
+
+def zero_hidden_rows(out: Tensor, mask: Tensor | None, text: Text) -> Tensor:
+    """The output [B, H, N, dv] with zeros at the queries from which the mask hides every key.
+
+    The kernel knows where padding lies, and gives a query there what causality leaves it.
+    """
+    if mask is None or text.is_whole or not bool((text.places.query < 0).any()):
+        return out
+    return out.masked_fill(~read_visible(mask).any(-1, keepdim=True), 0.0)
 
 
 def chosen_pages(

@@ -14,7 +14,7 @@ from ...fields import refuse
 from ..checks import check_call
 from . import compiled
 from .config import SparseConfig
-from .masking import all_exact, masked, text_of
+from .masking import all_exact, check_unpacked, masked, text_of
 from .rules import SparseRule
 
 
@@ -52,7 +52,8 @@ def sparse_attention(
         [B, H, N, dv] in the query's dtype. A query that sees no key gives 0.
 
     Raises:
-        ValueError: an argument out of its range, or a rule that selects by queries before `first`.
+        ValueError: an argument out of its range, a rule that selects by queries before `first`, or a mask that packs
+            several texts into a row, which only `Exact()` and `Window(sinks=0)` may see.
     """
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, is_causal=is_causal)
     if not is_causal:
@@ -69,6 +70,7 @@ def sparse_attention(
     if not math.prod(score.shape) or all_exact(by_length):  # nothing to select of
         return attention(score, value, plain, backend=backend)[0].to(query.dtype)
     text, options = text_of(query, key, options, by_length), plain
+    check_unpacked(mask, text.places, n, by_length)
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
     if out is None:
         out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...engines import Options, repeat_heads
+from ...engines.options import read_visible
 from ...engines.score import working_dtype
 from ...readable import can_read, is_exporting, is_recorded
 from ..base import START, FirstKey
-from ..places import real_of, visible
+from ..places import read_texts, real_of
 from .recent import Recent
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
@@ -94,7 +95,7 @@ def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, 
     real = real_of(first, dropped + keys)
     # Where Transformers made the mask (`stop` is known) of no padding, there is none: an indexer or a window hides too.
     if real is None and mask is not None and first.stop is None:
-        real = torch.nn.functional.pad(visible(mask).any(1).any(1), (dropped, 0), value=True)
+        real = torch.nn.functional.pad(read_visible(mask).any(1).any(1), (dropped, 0), value=True)
     if real is None:
         real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
     return real.to(device).expand(batch, dropped + keys)
@@ -117,11 +118,35 @@ def check_one_text(options: Options, places: Places, rules: ByLength, window: in
     # of a dropped token windows need nothing: what they would see of it, the host hides
     gone = places.dropped > 0 and window is None and not all(type(r) in (Exact, Window) for r in rules_in(rules))
     if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
-        raise ValueError(
-            f"sparse was called with a {GONE if gone else 'mask that hides the token before one'} (packed texts, "
-            "chunked attention), and its rules know rows of one whole text; allowed: one text a row, "
-            "with padding, or layers= without this, or rules out of Exact() and Window(sinks=0)"
-        )
+        raise several_texts(GONE if gone else "mask that hides the token before one")
+
+
+def check_unpacked(mask: Tensor | None, places: Places, queries: int, rules: ByLength) -> None:
+    """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
+
+    Args:
+        mask: of a whole row: a call with fewer queries than keys is not looked at.
+        places: where queries and keys stand.
+        queries: N.
+        rules: those that count from the query alone may see such rows.
+
+    Raises:
+        ValueError: a row holds several texts.
+    """
+    whole = mask is not None and queries == mask.shape[-1] and can_read(mask)
+    if not whole or all(map(is_local, rules_in(rules))):
+        return
+    if read_texts(mask, places.key >= 0, queries, is_causal=True) is not None:
+        raise several_texts("mask of several texts in a row")
+
+
+def several_texts(what: str) -> ValueError:
+    """The error for rows that rules do not know."""
+    return ValueError(
+        f"sparse was called with a {what} (packed texts, chunked attention), and its rules know rows of one whole "
+        "text; allowed: one text a row, with padding, or layers= without this, or rules out of Exact() and "
+        "Window(sinks=0)"
+    )
 
 
 @torch.no_grad()
@@ -134,7 +159,7 @@ def hides_previous(mask: Tensor, places: Places) -> bool:
     slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
     slot.scatter_(1, key.where(key >= 0, size), torch.arange(key.shape[1], device=key.device).expand_as(key))
     at = slot.gather(1, before.clamp(0, size))
-    seen = visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
     return bool(((before >= 0) & (at >= 0) & ~seen).any())
 
 
@@ -150,7 +175,7 @@ def is_local(rule: SparseRule) -> bool:
 
 def last_seen(mask: Tensor, keys: int) -> Tensor:
     """How many keys there are up to the last that some query sees."""
-    seen = visible(mask).flatten(0, 2).any(0)
+    seen = read_visible(mask).flatten(0, 2).any(0)
     return (seen.expand(keys) * torch.arange(1, keys + 1, device=mask.device)).amax()
 
 

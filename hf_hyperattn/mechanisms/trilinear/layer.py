@@ -108,7 +108,7 @@ class SimplicialLayer(MechanismLayer):
                 f"TrilinearConfig.windows={config.windows} has no meaning for cross-attention ({known.name}); allowed: "
                 "windows=None, or include_cross_attention=False"
             )
-        self.host, groups = known.name, known.kv_heads
+        self.known, self.host, groups = known, known.name, known.kv_heads
         self.width = width = known.head_dim
         self.rank: int = config.rank or width
         w1, w2 = config.windows or (None, None)
@@ -148,7 +148,7 @@ class SimplicialLayer(MechanismLayer):
             score, value, options, backend, weights: as in `engines.attention`.
         """
         simplicial_options = with_bias(score, options)
-        start = first_query(call, "trilinear", self.host) if self.config.windows else options.offset
+        start = first_query(call, "trilinear", self.known) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value, p)
         # a step of decoding maps no keys and values that both windows have passed

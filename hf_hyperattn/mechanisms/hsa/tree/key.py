@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
 from ....engines import Options, repeat_heads
-from ....engines.options import position_mask
+from ....engines.options import position_mask, read_visible
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 
@@ -54,6 +54,7 @@ class KeyTying:
         near, sinks, top_k: int64 [H]. block_bias: [H] or None.
         options: masks and the rest; mask and bias have four axes.
         weights: whether the weights are wanted.
+        place: int64 [B, M], the number of each key in its text, which `sinks` counts by; None: in its row.
     """
 
     near: Tensor
@@ -62,6 +63,7 @@ class KeyTying:
     block_bias: Tensor | None
     options: Options
     weights: bool = False
+    place: Tensor | None = None
 
 
 def attend(
@@ -80,6 +82,8 @@ def attend(
     parts = []
     for rows in [slice(None)] if same else [slice(b, b + 1) for b in range(len(query))]:
         tree = KeyTree(*trees[rows.start or 0], key.shape[2], query.device)
+        if call.place is not None:
+            tree.count_from(call.place[rows.start or 0])
         tables = [repeat_heads(tree.means(t[rows]), heads) for t in (key, value)]
         for start in reversed(range(0, n, step)):  # causal blocks grow, and growing ones fragment the heap: 0.6 GiB
             block = slice(start, min(start + step, n))
@@ -113,9 +117,15 @@ class KeyTree:
         self.leaf_of[tokens.clamp_max(keys)] = torch.arange(tree.leaves, dtype=torch.int)
         self.leaf_of[keys] = -1
 
+    def count_from(self, place: Tensor) -> None:
+        """Let `first` be the smallest of the numbers int64 [M] that tokens have in their texts."""
+        far = torch.iinfo(torch.int64).max
+        self.first = self.up(place.to(self.device)[self.tokens].where(self.real, far), "amin")
+
     def upto(self, keys: int) -> KeyTree:
         """The same of the first tokens alone, with all blocks."""
-        count = int((self.tokens < keys).sum())
+        there = (self.real & (self.tokens < keys)).nonzero()
+        count = int(there[-1]) + 1 if len(there) else 0
         short, nodes = copy(self), self.blocks + count
         short.leaves, short.tokens, short.real = count, self.tokens[:count], self.real[:count]
         short.parents, short.first, short.size = (t[:nodes] for t in (self.parents, self.first, self.size))
@@ -182,8 +192,7 @@ def visible_pairs(options: Options, rows: slice, block: slice, tree: KeyTree, le
     if by_place is not None:
         seen = seen & by_place[:, tree.tokens]
     if options.mask is not None:
-        mask = tree.columns(options.mask, rows, block)
-        seen = seen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        seen = seen & read_visible(tree.columns(options.mask, rows, block))
     return seen
 
 

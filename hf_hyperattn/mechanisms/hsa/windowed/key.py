@@ -51,6 +51,7 @@ def key_tied(
     weights: bool = False,
     backend: str = "auto",
     levels: Levels | None = None,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(S')·V with tied keys; S = scale · q·k + bias.
 
@@ -65,6 +66,8 @@ def key_tied(
         backend: "auto", "native" (the compiled kernel), or "torch".
         levels: keys, values and their means where they are there already, of windows alone; None: pooled here. A
             single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of them.
+        place: int64 [B, M], the number of each key in its text, which `sinks` counts by, where a mask packs several
+            texts into a row; None: in its row.
 
     Returns:
         [B, H, N, dv], float32, or float64 for float64 inputs; and the weights or None. Of blocks with equal scores,
@@ -85,8 +88,8 @@ def key_tied(
     counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
     block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
     obstacles = {
-        "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a mask": mask is not None,
+        "a hierarchy that is not of windows": not hierarchy.is_windows,
         "a bias": bias is not None,
         "a sliding window": window is not None and window < key.shape[2],
         "dropout": dropout_p > 0,
@@ -111,14 +114,16 @@ def key_tied(
         return _operator(query, key, value, hierarchy, *rest), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
-    out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights)
+    out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights, place)
     return out, shares
 
 
-def _by_torch(query, key, value, hierarchy: Hierarchy, counts, block_bias, options: Options, weights: bool = False):
+def _by_torch(
+    query, key, value, hierarchy: Hierarchy, counts, block_bias, options: Options, weights=False, place=None
+):  # fmt: skip
     """`tree.key.attend`: output, log-sum-exp, and weights or None; the query is scaled."""
     near, sinks, top_k = (torch.tensor(count, device=query.device) for count in counts)
-    call = tree_key.KeyTying(near, sinks, top_k, block_bias, options, weights)
+    call = tree_key.KeyTying(near, sinks, top_k, block_bias, options, weights, place)
     return tree_key.attend(query, key, value, tree_key.trees_of(hierarchy, options.is_causal), call)
 
 
