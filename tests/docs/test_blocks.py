@@ -37,6 +37,8 @@ EXTRAS = {
 SINCE = {'"backend": "fp8"': "5.23"}
 #: The marker of a block that `make test` cannot run, by a word of it.
 MARKERS = {**dict.fromkeys(EXTRAS, "extras"), 'device="cuda"': "gpu"}
+#: Pages that train several models.
+SLOW = ("docs/tutorials/trainer.md",)
 #: Commands that read and write local folders only, and take seconds.
 LOCAL_COMMANDS = re.compile(r"hyperattn (recover|export --remote-code|card|push .*--dry-run)")
 
@@ -82,6 +84,8 @@ def list_cases() -> list:
             chosen = [b for b in blocks if b.marker in (None, marker)]
             name = chosen[0].page + (f"-{marker}" if marker else "")
             marks = [getattr(pytest.mark, marker)] if marker else []
+            if chosen[0].page in SLOW:
+                marks.append(pytest.mark.slow)
             cases.append(pytest.param(chosen, id=name, marks=marks))
     return cases
 
