@@ -1,33 +1,32 @@
-"""Every block of Python in README.md and docs/ runs alone, as written.
+"""The blocks of every page of README.md and docs/ run as a reader runs them: in order, in one folder, as written.
 
-It runs in a folder in which the Hub's models are tiny random ones of the same names, which `from_pretrained` prefers
-to the Hub's; what a page publishes is saved into such a folder. No code of a page is changed. Blocks of
-CONTRIBUTING.md and of docs/your_own_score.md are files of one package and have tests of their own
+The folder holds the Hub's models of the pages, as tiny random models under the same names; `from_pretrained` prefers a
+folder to the Hub. Nothing else is there at the start: whatever a block loads, an earlier block of its page has saved.
+`push_to_hub` saves into the folder. Each block is a new Python session, so that a reader can start at any of them;
+commands of `bash` and `sh` blocks run in between if they need neither the Hub nor minutes (`LOCAL_COMMANDS`).
+
+CONTRIBUTING.md and docs/your_own_score.md hold the files of one package and have tests of their own
 (tests/test_contributing.py, test_your_own_score.py).
 """
 
 import re
-import shutil
+import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaForCausalLM
+from transformers import BertConfig, BertModel
 from transformers.utils.hub import PushToHubMixin
 
 import hf_hyperattn as ha
+from hf_hyperattn import cli
 from tests.cli import tiny
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "your_own_score.md"})]
-BLOCKS = [
-    (f"{page.relative_to(ROOT)}:{text[: block.start()].count(chr(10)) + 2}", block[1])
-    for page in PAGES
-    for text in [page.read_text(encoding="utf-8")]
-    for block in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
-]
 #: Packages that `make test` does not install, by a word of the blocks that need them.
 EXTRAS = {
     "onnx": ("onnxscript", "onnxruntime"),
@@ -36,13 +35,63 @@ EXTRAS = {
 }
 #: The first Transformers that a block was run with, by a word of it.
 SINCE = {'"backend": "fp8"': "5.23"}
-MARKS = {**dict.fromkeys(EXTRAS, pytest.mark.extras), 'device="cuda"': pytest.mark.gpu}
-#: Blocks that read what another block wrote: words of both.
-AFTER = {'torch.export.load("model.pt2")': 'torch.export.save(program, "model.pt2")'}
+#: The marker of a block that `make test` cannot run, by a word of it.
+MARKERS = {**dict.fromkeys(EXTRAS, "extras"), 'device="cuda"': "gpu"}
+#: Pages that train several models.
+SLOW = ("docs/tutorials/trainer.md",)
+#: Commands that read and write local folders only, and take seconds.
+LOCAL_COMMANDS = re.compile(r"hyperattn (recover|export --remote-code|card|push .*--dry-run)")
 
 
-def checkpoints(folder: Path) -> None:
-    """What pages take as given: two models of the Hub, and what their readers saved or published before."""
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    source: str
+
+    @property
+    def marker(self) -> str | None:
+        """The marker of the tests that may run this block; None for every test."""
+        return next((marker for word, marker in MARKERS.items() if word in self.source), None)
+
+    def missing(self) -> str | None:
+        """The reason why this environment cannot run the block; None if it can."""
+        for word, version in SINCE.items():
+            if word in self.source and Version(transformers.__version__) < Version(version):
+                return f"needs Transformers {version}"
+        return None
+
+
+def read_blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            page=page.relative_to(ROOT).as_posix(),
+            line=text[: block.start()].count("\n") + 2,
+            language=block[1],
+            source=block[2],
+        )
+        for block in re.finditer(r"^```(python|bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def list_cases() -> list:
+    """One case a page, and one more for each marker that some of its blocks need."""
+    cases = []
+    for page in PAGES:
+        blocks = read_blocks(page)
+        for marker in sorted({b.marker or "" for b in blocks if b.language == "python"}):
+            chosen = [b for b in blocks if b.marker in (None, marker)]
+            name = chosen[0].page + (f"-{marker}" if marker else "")
+            marks = [getattr(pytest.mark, marker)] if marker else []
+            if chosen[0].page in SLOW:
+                marks.append(pytest.mark.slow)
+            cases.append(pytest.param(chosen, id=name, marks=marks))
+    return cases
+
+
+def save_hub_models(folder: Path) -> None:
+    """Save tiny models under the names of the Hub's models that pages begin with."""
     for name in ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         tiny.save(folder / name, num_hidden_layers=3, max_position_embeddings=640)
     encoder = folder / "sentence-transformers/all-MiniLM-L6-v2"
@@ -52,44 +101,36 @@ def checkpoints(folder: Path) -> None:
     tokens.add_special_tokens({"pad_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"})
     tokens.save_pretrained(encoder)
 
-    stock = folder / "HuggingFaceTB/SmolLM2-135M"
-    patched = ha.patch_model(AutoModelForCausalLM.from_pretrained(stock), ha.ConeConfig(), layers="last-third")
-    for name in ("smollm2-cone", "your-name/SmolLM2-135M-cone", "smollm2-cone-export"):
-        patched.save_pretrained(folder / name)
-    from peft import get_peft_model
 
-    instruct = "HuggingFaceTB/SmolLM2-135M-Instruct"  # an adapter remembers this name of its base
-    for name in ("the/adapter", "your-name/SmolLM2-135M-cone-lora"):
-        base = LlamaForCausalLM.from_pretrained(folder / instruct)
-        base.config._name_or_path = base.name_or_path = instruct
-        config = ha.HyperLoraConfig(mechanisms=[ha.ConeConfig()], layers="last-third", r=8, task_type="CAUSAL_LM")
-        get_peft_model(base, config).save_pretrained(folder / name)
-        tiny.tokenizer().save_pretrained(folder / name)
+def run_python(block: Block) -> None:
+    torch.manual_seed(0)
+    # Empty lines before it give a traceback the line numbers of the page.
+    code = compile("\n" * (block.line - 1) + block.source, str(ROOT / block.page), "exec")
+    exec(code, {"__name__": "__main__"})
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given")
-    checkpoints(folder)
-    return folder
+def run_commands(block: Block) -> None:
+    for line in block.source.replace("\\\n", " ").splitlines():
+        if LOCAL_COMMANDS.match(line):
+            code = cli.main(shlex.split(line, comments=True)[1:])
+            assert not code, f"{block.page}:{block.line}: {line}"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [pytest.param(code, id=at, marks=[m for word, m in MARKS.items() if word in code]) for at, code in BLOCKS],
-)
-def test_block(code, given, tmp_path, monkeypatch):
-    shutil.copytree(given, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    publish = lambda self, repo_id, **settings: self.save_pretrained(repo_id)
-    for cls in (PushToHubMixin, ha.HyperAttnConfig):
-        monkeypatch.setattr(cls, "push_to_hub", publish)
-    for package in (p for word, packages in EXTRAS.items() if word in code for p in packages):
+@pytest.mark.parametrize("blocks", list_cases())
+def test_page(blocks, tmp_path, monkeypatch):
+    for package in (p for b in blocks for word, ps in EXTRAS.items() if word in b.source for p in ps):
         pytest.importorskip(package)
-    for word, version in SINCE.items():
-        if word in code and Version(transformers.__version__) < Version(version):
-            pytest.skip(f"needs Transformers {version}")
-    first = [other for word, earlier in AFTER.items() if word in code for _, other in BLOCKS if earlier in other]
-    for source in [*first, code]:
-        torch.manual_seed(0)
-        exec(compile(source, "a page's block", "exec"), {"__name__": "__main__"})
+    save_hub_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for cls in (PushToHubMixin, ha.HyperAttnConfig):
+        monkeypatch.setattr(cls, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id))
+    skipped = []
+    for block in blocks:
+        if block.missing():
+            skipped.append(f"line {block.line} {block.missing()}")
+        elif block.language == "python":
+            run_python(block)
+        else:
+            run_commands(block)
+    if skipped:
+        pytest.skip("; ".join(skipped) + "; the other blocks ran")
