@@ -17,6 +17,7 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
+from .cache_of_call import add_cache_hooks
 from .checkpoint_config import all_configs, parts, ranks_of, write_records
 from .hidden import add_hooks
 from .hierarchical import accept_hierarchy
@@ -187,6 +188,7 @@ def attach(
     for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
     add_hooks(zip(modules, hypers, strict=True))
+    add_cache_hooks(zip(modules, hypers, strict=True))
     write_records(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, modules)

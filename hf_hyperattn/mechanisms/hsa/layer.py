@@ -12,6 +12,7 @@ from torch import Tensor
 from ...engines import Options, PairScore, repeat_heads
 from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
+from ..pruned import refuse_pruned
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
@@ -73,6 +74,7 @@ class HsaLayer(MechanismLayer):
                 f"set_backend(model, {backend!r}) does not reach the tied attention of hsa, which has its own engines",
                 "engine",
             )
+        refuse_pruned(call, "hsa")
         learned, block_bias = parameters
         gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
         if gate is not None and learned is None and rule.tying == "key":

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ...readable import can_read
 from ..base import HostCall
+from ..pruned import refuse_pruned
 
 #: Additive masks hide a pair below this: the smallest number of any dtype, and the -10000 of older models, which is
 #: -9984 in bfloat16 and may have something added.
 HIDDEN = -9_900.0
 
 
-def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
+def of_call(call: HostCall, host: str = "this layer", mechanism: str = "hype") -> tuple[Tensor, Tensor]:
     """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
@@ -21,22 +22,23 @@ def of_call(call: HostCall, host: str = "this layer") -> tuple[Tensor, Tensor]:
     where the last key stands that they see, which in causal attention is their own.
 
     Args:
-        host: its name, for the error.
+        host, mechanism: names for the error.
 
     Raises:
-        ValueError: the call does not tell where its queries stand.
+        ValueError: the call does not tell where its queries stand, or its cache was pruned in the middle.
     """
     n, m = call.query.shape[2], call.key.shape[2]
     if call.keywords.get("indices") is not None:
         raise ValueError(
-            f"hype cannot tell the positions of tokens in {host}, where an indexer chooses the keys; allowed: layers "
-            "without an indexer, choose them with layers=..."
+            f"{mechanism} cannot tell the positions of tokens in {host}, where an indexer chooses the keys; allowed: "
+            "layers without an indexer, choose them with layers=..."
         )
     if n != m and not call.is_causal:
         raise ValueError(
-            f"hype cannot tell the positions of {n} queries among {m} keys in {host}, which is not causal; allowed: "
-            "self-attention over one sequence, choose such layers with layers=..."
+            f"{mechanism} cannot tell the positions of {n} queries among {m} keys in {host}, which is not causal; "
+            "allowed: self-attention over one sequence, choose such layers with layers=..."
         )
+    refuse_pruned(call, mechanism)
     if call.options.mask is None:
         keys = torch.arange(m, device=call.query.device)[None, None]
         if n == m:
