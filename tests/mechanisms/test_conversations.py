@@ -152,7 +152,9 @@ def test_assisted_decoding(rule, candidates):
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["", "pickle"]
+)
 def test_a_prefix_is_used_again(rule, copied):
     """Copies of the cache of one prompt go on with texts of their own, each to the end before the next begins."""
     model, texts = sparse([rule], num_hidden_layers=1), drawn(6)
@@ -187,7 +189,11 @@ def test_a_prompt_is_gone_back_to():
 
 def test_a_cache_that_is_reset_begins_again():
     model = sparse([SHARED], num_hidden_layers=1)
-    for cache in (hf.DynamicCache(), ha.HierarchicalCache(), hf.StaticCache(config=model.config, max_cache_len=LENGTH)):
+    for cache in (
+        hf.DynamicCache(),
+        ha.HierarchicalCache(),
+        hf.StaticCache(config=model.config, max_cache_len=LENGTH),
+    ):
         for text in drawn(3)[:, None]:
             torch.testing.assert_close(in_steps(model, text, STEPS, cache)[0], logits(model, text), atol=1e-10, rtol=0)
             cache.reset()
