@@ -1,7 +1,7 @@
 """The refusal of caches that were pruned in the middle, for mechanisms that count the cached keys.
 
-Eviction methods drop keys from the middle of a cache and go on with the `position_ids` of the whole text. Nothing in the
-call says which tokens the keys that are left belong to, so that distances, windows and pages cannot be counted.
+Eviction methods drop keys from the middle of a cache and go on with the `position_ids` of the whole text. Nothing in
+the call says which tokens the keys that are left belong to, so that distances, windows and pages cannot be counted.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     # In a layer that lost more keys than the others, the mask says more than there are.
     start = min(int(first_query(call, mechanism)), keys - queries) + call.first.index
     padding = call.options.mask if call.first.attention_mask is None else call.first.attention_mask
-    about = start, queries, None if padding is None else WeakIdRef(padding)
+    about: tuple = (start, queries)
+    if padding is not None:
+        about += (WeakIdRef(padding), None if padding.is_inference() else padding._version)
     found = remembered(_DISAGREEING, ids, about, lambda: find_disagreeing(call, ids, start))
     if found is not None:
         position, before = found
         raise ValueError(
             f"{mechanism} counts the keys of the cache, and position_ids={position} disagrees with the {before} that "
             "stand before this query: the cache was pruned in the middle, or filled with other position_ids; allowed: "
-            f"caches that drop keys at their ends alone, position_ids that count the keys, or a model without {mechanism}"
+            "caches that drop keys at their ends alone, position_ids that count the keys, or a model without "
+            f"{mechanism}"
         )
 
 

@@ -243,6 +243,23 @@ def test_what_is_read_once_is_read_again_where_it_differs():
         logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=place)
     place += 1
     logits(model, ids[:, 17:18], past_key_values=whole, position_ids=place)
+    mask = torch.ones(1, 19, dtype=torch.long)
+    logits(model, ids[:, 18:19], past_key_values=whole, position_ids=torch.tensor([[18]]), attention_mask=mask)
+    whole.crop(-1)
     place += 2
     with pytest.raises(ValueError, match="position_ids=19 disagrees with the 18"):
         logits(model, ids[:, 18:19], past_key_values=whole, position_ids=place)
+
+
+@counting
+def test_layers_of_several_kinds_share_their_position_ids(name):
+    """Some layers have masks and others none, where a sliding window is longer than the text or shorter."""
+    kinds = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True)
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    stock = hf.Qwen2ForCausalLM(hf.Qwen2Config(intermediate_size=48, **sizes | kinds)).eval()
+    if name == "vertical and slash":
+        pytest.skip("refused with sliding windows")
+    model, ids = ha.patch_model(stock, COUNTING[name], mode="replace"), drawn(2, 16)
+    found = steps_of(model, ids, position_ids=places(0, 16), make_cache=lambda: hf.DynamicCache(config=model.config))
+    torch.testing.assert_close(found, logits(model, ids), atol=2e-5, rtol=0)
