@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class CacheOfCall(threading.local):
 def add_cache_hooks(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     """Add the hooks to each attention layer if a layer of its `Hyper`, given with it, keeps state on caches."""
     for host, hyper in hosts:
-        if any(getattr(layer, "reads_cache", False) for layer in hyper.children()):
+        if any(map(attrgetter("reads_cache"), hyper.children())):
             setattr(host, CACHE, CacheOfCall())
             host.register_forward_pre_hook(note_cache, with_kwargs=True)
             host.register_forward_hook(forget_cache, always_call=True)
