@@ -12,7 +12,7 @@ import transformers as hf
 from transformers import cache_utils
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.sparse import Clusters, NestedWindows, Pages, VerticalSlash, Window
+from hf_hyperattn.rules import Clusters, NestedWindows, Pages, VerticalSlash, Window
 
 from .test_sparse_models import drawn as drawn_texts
 from .test_sparse_models import in_steps, llama, logits, sparse

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import hf_hyperattn as ha
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.test_families import model_of
 
 from .test_sparse_models import drawn
