@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from transformers.masking_utils import create_causal_mask
 
-from .routing import AttentionRoute, Route
+from .routing import ASKED, AttentionRoute, Route
 
 
 class MptModelRoute(Route):
@@ -46,15 +46,18 @@ class MptBlockRoute(Route):
     """`MptBlock`, which does not tell its attention that weights are wanted."""
 
     def forward(self, *args, output_attentions=False, **kwargs):
-        self.attn.return_weights = output_attentions
-        return super().forward(*args, output_attentions=output_attentions, **kwargs)
+        around = ASKED.weights_of_block
+        ASKED.weights_of_block = output_attentions
+        try:
+            return super().forward(*args, output_attentions=output_attentions, **kwargs)
+        finally:
+            ASKED.weights_of_block = around
 
 
 class MptRoute(AttentionRoute):
     """`MptAttention` through the attention interface."""
 
     is_causal = True
-    return_weights = False
 
     def forward(self, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs):
         batch, length, _ = hidden_states.shape
@@ -75,7 +78,7 @@ class MptRoute(AttentionRoute):
             scaling=self.softmax_scale,
             dropout=self.attn_dropout_p,
             position_bias=position_bias,
-            output_attentions=self.return_weights,
+            output_attentions=ASKED.weights_of_block,
         )
         return self.out_proj(context.reshape(batch, length, -1)), weights
 

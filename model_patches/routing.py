@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .eager import eager_attention
 
 RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
-NOTES = ("output_attentions", "return_weights")  # instance attributes of a running call
+
+
+class Asked(threading.local):
+    """What the calls that are running in this thread were asked for: modules are shared among threads."""
+
+    def __init__(self):
+        self.weights = False  # whether the innermost attention module is to return its weights
+        self.weights_of_block = False  # the same of the block around it, where that does not say so to its attention
+
+
+ASKED = Asked()
 
 
 def intersect(mask: torch.Tensor | None, allowed: torch.Tensor) -> torch.Tensor:
@@ -62,15 +73,18 @@ class AttentionRoute(Route):
 
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
-    output_attentions = False  # whether the running call was asked for its weights
     place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
 
     def __call__(self, *args, **kwargs):
         """As in the original; notes the argument `output_attentions`, which `attend` passes on."""
         place = self.place_of_output_attentions
         given = args[place] if place is not None and place < len(args) else kwargs.get("output_attentions")
-        self.__dict__["output_attentions"] = bool(given)
-        return super().__call__(*args, **kwargs)
+        around = ASKED.weights
+        ASKED.weights = bool(given)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            ASKED.weights = around
 
     def attend(
         self,
@@ -93,7 +107,7 @@ class AttentionRoute(Route):
         `extra` goes on to the implementation.
         """
         name = implementation or self.config._attn_implementation
-        extra.setdefault("output_attentions", self.output_attentions)
+        extra.setdefault("output_attentions", ASKED.weights)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         if position_bias is not None:
             extra["position_bias"] = position_bias.expand(-1, query.shape[1], query.shape[2], -1)
@@ -159,8 +173,6 @@ def unroute(module: Any) -> None:
     added, _ = module.__dict__.pop(RECORD, ((), None))  # none where the routed class itself was instantiated
     for name in added:
         delattr(module, name)
-    for name in NOTES:
-        module.__dict__.pop(name, None)
     _become(module, type(module).stock_class)
 
 

@@ -17,6 +17,7 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
+from .cache_of_call import add_cache_hooks
 from .checkpoint_config import all_configs, parts, ranks_of, write_records
 from .first_call import watch_first_calls
 from .hidden import add_hooks
@@ -196,6 +197,7 @@ def attach(
     for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
     add_hooks(zip(modules, hypers, strict=True))
+    add_cache_hooks(zip(modules, hypers, strict=True))
     write_records(base)
     watch_first_calls(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:

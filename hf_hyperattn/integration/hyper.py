@@ -25,6 +25,7 @@ from ..mechanisms.base import START, FirstKey, Host, HostCall, MechanismLayer, P
 from ..readable import can_read
 from ..registry import get_mechanism
 from ..selection import head_numbers
+from .cache_of_call import CACHE, cache_of_call
 from .call import (
     BACKEND,
     FIRST_KEYS,
@@ -268,7 +269,8 @@ def attention_function(named=None) -> Callable:
             hidden_states_of_call(module, n) if compiling or HIDDEN in attributes else None,
             heads_of_rank(module, heads) if dist.is_available() and dist.is_initialized() else None,
             getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
-            getattr(getattr(module, "config", None), "attention_chunk_size", None),
+            chunk=getattr(getattr(module, "config", None), "attention_chunk_size", None),
+            cache=cache_of_call(module) if CACHE in attributes and not compiling else None,
         )
         if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values
             kv_heads = max(key.shape[1], value.shape[1])

@@ -32,6 +32,7 @@ from ..registry import get_mechanism
 from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build, mark_initialized
+from .cache_of_call import add_cache_hooks, remove_cache_hooks
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .first_call import watch_first_calls
 from .hidden import add_hooks, remove_hooks
@@ -397,6 +398,8 @@ def connect(base: PreTrainedModel, hosts: list[tuple[nn.Module, list[MechanismLa
     for host, layers in hosts:
         remove_hooks(host)
         add_hooks([(host, nn.ModuleList(layers))])
+        remove_cache_hooks(host)
+        add_cache_hooks([(host, nn.ModuleList(layers))])
         if any(get_mechanism(layer.config.mechanism).stage == "structure" for layer in layers):
             structured.append(host)
     if structured:

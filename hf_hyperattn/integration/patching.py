@@ -18,6 +18,7 @@ from ..fields import short
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
+from .cache_of_call import remove_cache_hooks
 from .call import note_all
 from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
@@ -137,6 +138,7 @@ def take_off(base: PreTrainedModel) -> None:
         del host.hyper
         remove_hooks(host)
         stop_watching(host)
+        remove_cache_hooks(host)
     ignore_hierarchy(base)
     erase_records(all_configs(base))
     resolve_names(base)  # parts that run a structure by name

@@ -125,6 +125,7 @@ class HostCall:
         heads: which of the host's query heads are in `query`, under tensor parallelism; None where all are.
         backend: the engine that the model was set to, see `set_backend`.
         chunk: the model's `attention_chunk_size`: under chunked attention tokens see none before their chunk.
+        cache: the Transformers cache that the host was called with, where a layer keeps state on it, else None.
     """
 
     query: Tensor
@@ -139,6 +140,7 @@ class HostCall:
     heads: RankHeads | None = None
     backend: str = "auto"
     chunk: int | None = None
+    cache: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +199,8 @@ class MechanismLayer(nn.Module):
 
     #: Whether the layer needs `HostCall.hidden`.
     reads_hidden = False
+    #: Whether the layer needs `HostCall.cache`. What a layer remembers of a conversation belongs to its cache.
+    reads_cache = False
 
     #: Whether a head's result depends on other heads. Where none does, a layer under tensor parallelism is called with
     #: the queries, keys and values of its rank's heads (`HostCall.heads`), and with the rows of its parameters that

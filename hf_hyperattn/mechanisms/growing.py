@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..readable import is_recorded
 
-#: How many tokens can be taken back from a cache that evicts, as assisted decoding does.
+#: How many tokens can be taken back from what is kept in part, as assisted decoding does: the keys of a cache that
+#: evicts, and the queries that selections share.
 TAKEN_BACK = 64
 
 

@@ -102,7 +102,7 @@ class PairLayer(ScoreLayer):
         for name in d.vectors:
             moved = getattr(self, f"added_{name}")
             values[name] = getattr(config, name) if moved is None else getattr(config, name) + moved.to(dtype)
-        positions = of_call(call, self.host) if d.reads_positions else None
+        positions = of_call(call, self.host, d.name) if d.reads_positions else None
         return PairSpace(d, values, call.scale, positions)
 
 

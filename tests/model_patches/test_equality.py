@@ -1,7 +1,11 @@
 """Stock attention through our route is the original model; so is a registered function that is softmax attention."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from transformers import AttentionInterface
 
 import model_patches
 from tests.model_patches.families import MODELS, TEXT, ids, padded
@@ -88,3 +92,35 @@ def test_half_precision(name, dtype):
     scale = max(tensor.abs().max().item() for tensor in expected.values())
     found = outputs(model, padded("right"))
     assert distance(found, expected, padded("right")["attention_mask"]) <= 8 * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.parametrize("name", ["bloom", "deberta-v2", "falcon-alibi", "gptj", "mpnet", "mpt", "roformer"])
+def test_another_thread_may_ask_for_less(name):
+    """While a call computes that is to return its weights, another thread calls the same model without them."""
+    model, inputs = TEXT[name](), padded("right")
+    model_patches.serve(model)
+    asking = inputs | {"output_attentions": True}
+    host = next(iter(model_patches.hosts(model)))[1]
+    found, first = [], threading.current_thread()
+
+    def call_in_between(module, args, output):
+        if threading.current_thread() is first and not found:
+            with ThreadPoolExecutor(1) as other:
+                found.append(other.submit(outputs, model, inputs).result())
+
+    with reference():
+        weighing = AttentionInterface._global_mapping[NAME]
+
+        def attend(*args, output_attentions=False, **keywords):
+            context, weights = weighing(*args, **keywords)
+            return context, weights if output_attentions else None
+
+        AttentionInterface.register(NAME, attend)
+        switch(model, NAME)
+        expected, others = outputs(model, asking), outputs(model, inputs)
+        assert len(expected) > len(others)
+        layer = next(m for m in host.modules() if isinstance(m, torch.nn.Linear))
+        layer.register_forward_hook(call_in_between)
+        again = outputs(model, asking)
+    assert again.keys() == expected.keys() and distance(again, expected) == 0
+    assert found[0].keys() == others.keys() and distance(found[0], others) == 0

@@ -13,6 +13,7 @@ from ...engines import Options, PairScore, repeat_heads
 from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..places import first_query
+from ..pruned import refuse_pruned
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
@@ -76,6 +77,7 @@ class HsaLayer(MechanismLayer):
                 f"set_backend(model, {backend!r}) does not reach the tied attention of hsa, which has its own engines",
                 "engine",
             )
+        refuse_pruned(call, "hsa")
         n, m = call.query.shape[2], call.key.shape[2]
         if not call.is_causal:
             first_query(call, "hsa", self.host)  # raises where nobody says which of the keys the queries are

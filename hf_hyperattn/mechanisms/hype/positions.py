@@ -9,9 +9,10 @@ from ...engines.options import read_visible
 from ...readable import can_read
 from ..base import Host, HostCall
 from ..places import first_query
+from ..pruned import refuse_pruned
 
 
-def of_call(call: HostCall, host: Host | None = None) -> tuple[Tensor, Tensor]:
+def of_call(call: HostCall, host: Host | None = None, mechanism: str = "hype") -> tuple[Tensor, Tensor]:
     """Positions of a host's queries [B|1, 1, N] and keys [B|1, 1, M]; they count real tokens.
 
     A key is a real token where some query sees it: padding is not, nor are the empty slots of a static cache, and
@@ -20,23 +21,25 @@ def of_call(call: HostCall, host: Host | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         host: where the call is made; None where that is not known.
+        mechanism: its name, for the error.
 
     Raises:
-        ValueError: the call does not tell where its queries stand.
+        ValueError: the call does not tell where its queries stand, or its cache was pruned in the middle.
     """
     n, m = call.query.shape[2], call.key.shape[2]
     name = "this layer" if host is None else host.name
     if call.keywords.get("indices") is not None:
         raise ValueError(
-            f"hype cannot tell the positions of tokens in {name}, where an indexer chooses the keys; allowed: layers "
-            "without an indexer, choose them with layers=..."
+            f"{mechanism} cannot tell the positions of tokens in {name}, where an indexer chooses the keys; allowed: "
+            "layers without an indexer, choose them with layers=..."
         )
+    refuse_pruned(call, mechanism)
     keys = torch.arange(m, device=call.query.device)[None, None]
     if call.options.mask is not None:
         keys = read_visible(call.options.mask).any(1).any(-2).expand(-1, m).cumsum(-1)[:, None]
     if n == m:
         return keys, keys
-    own = torch.arange(n, device=keys.device) + first_query(call, "hype", host)
+    own = torch.arange(n, device=keys.device) + first_query(call, mechanism, host)
     return own[None, None] if call.options.mask is None else keys[..., own.clamp(0, m - 1)], keys
 
 

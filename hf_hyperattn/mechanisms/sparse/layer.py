@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ...engines import Options, PairScore, attention, dot_score
 from ..base import Host, HostCall, MechanismLayer, Plan
+from ..pruned import refuse_pruned
 from . import compiled
 from .config import SparseConfig
 from .head_cache import HeadCache, head_cache_of
-from .masking import ByLength, all_exact, check_one_text, masked, text_of
-from .recent import Recent
+from .masking import ByLength, all_exact, check_one_text, masked, rules_in, text_of
+from .recent import recent_queries
 from .rules import Exact
 
 
@@ -35,9 +36,9 @@ class SparseLayer(MechanismLayer):
                 "not know; allowed: causal ones, which layers=lambda host: host.is_causal chooses"
             )
         self.gate = self.per_head(host) if mode == "blend" else None
-        self.recent, self.asker = Recent(), "" if host is None else host.name
+        self.asker = "" if host is None else host.name
         if host is not None:
-            config.by_length(host.heads, host.name)
+            self.reads_cache = any(rule.earlier for rule in rules_in(config.by_length(host.heads, host.name)))
 
     def change(self, plan: Plan) -> Plan:
         # Read here: offload takes parameters away when this call returns, and the plan runs later.
@@ -67,6 +68,8 @@ class SparseLayer(MechanismLayer):
             )
         window = options.window or call.keywords.get("sliding_window")
         rules, kept = self.rules(call), head_cache_of(call)
+        if not all_exact(rules):
+            refuse_pruned(call, "sparse")
         if kept is not None:
             return self.of_parts(kept, call, rules, window, options, backend, weights)
         if all_exact(rules):
@@ -85,7 +88,7 @@ class SparseLayer(MechanismLayer):
         options: Options, backend: str, weights: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """By the compiled kernel where it computes this call, else by a mask."""
-        text = text_of(call.query, call.key, options, rules, call.first, self.recent)
+        text = text_of(call.query, call.key, options, rules, call.first, recent_queries(call.cache, self.asker))
         if whole is attention and not weights:
             out = compiled.attend(
                 call.query, call.key, score, value, options, rules, text, window, backend, self.asker

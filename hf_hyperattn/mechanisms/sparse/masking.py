@@ -18,8 +18,9 @@ from ...engines.options import read_visible
 from ...engines.score import working_dtype
 from ...readable import can_read, is_exporting, is_recorded
 from ..base import START, FirstKey
+from ..growing import TAKEN_BACK
 from ..places import read_texts, real_of
-from .recent import Recent
+from .recent import RecentQueries
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
 
@@ -215,14 +216,14 @@ def text_of(
     options: Options,
     rules: ByLength,
     first: FirstKey = START,
-    recent: Recent | None = None,
+    recent: RecentQueries | None = None,
 ) -> Text:
     """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
     Args:
         query, key, options, rules: as in `masked`.
         first: which token key 0 is.
-        recent: keeps the queries that a later call's selection reads.
+        recent: the queries that calls with the same cache have left, None without a cache; this call leaves its own.
 
     Raises:
         ValueError: a selection that is shared among queries, in a decoding step that is compiled.
@@ -238,10 +239,14 @@ def text_of(
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and last is not None:
-        start, stop, most = last - n, last + dropped, 2 * (earlier + 1)
-        least, count = (slots(stop - n, tokens) for tokens in (earlier, most))
-        before = recent.before(query, key, start, least, count, dropped)
-        recent.keep(query, key, start, before, slots(stop, most), dropped)
+        start, stop = last - n, last + dropped
+        # Some tokens may be taken back before the next call, as assisted decoding does.
+        kept = earlier + 1 + TAKEN_BACK
+        least, most = (slots(stop - n, tokens) for tokens in (earlier, kept))
+        before = recent.find_before(query, key, start=start, least=least, most=most, dropped=dropped)
+        recent.keep(query, key, start=start, before=before, count=slots(stop, kept), dropped=dropped)
+        if before is not None and before.shape[2] > least:
+            before = before[:, :, before.shape[2] - least :]
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "

@@ -1,29 +1,33 @@
-"""The last queries of recent calls, for selections that later calls with the same cache share with them.
+"""The last queries of a conversation, for selections that later calls with the same cache share with them.
 
-A cache keeps keys and no queries. So a layer keeps some of the last ones, each with its key; those of a later call are
-known by the keys that stand before it, whatever rows the cache has got since (beams, batches) and however it was cut.
+A cache keeps keys and no queries, and a rule may select by the queries before those of a call. So the layer leaves its
+last queries on the cache. They are copied, pickled and freed with it, and two conversations never meet. Rows are
+recognised by their keys, so that beams, selected rows and crops need no bookkeeping.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Calls that a layer remembers.
-CALLS = 4
+#: The attribute of a Transformers cache that holds a `RecentQueries` for each attention layer, by the layer's name.
+RECENT = "_hyperattn_recent_queries"
+#: Calls that are remembered for a layer and a cache. The last one is enough to go on. The prompt is kept too, so that a
+#: cache can be cropped back to it. Models that run one layer in several cycles (HRM) have these calls for each cycle.
+CALLS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The last queries [B, H, T, d] of a call, and their keys [B, Hkv, T', d], the last T' of these tokens.
+    """The last queries [B, H, T, d] of a call, and the last T' of the same tokens' keys, [B, Hkv, T', d].
 
     Args:
-        stop: one past the last of them, counted from the beginning of the rows.
-        continued: whether the call continued one that was known.
+        query, key: the tensors, which share no memory with the call's.
+        stop: one past the last of these tokens, counted from the beginning of the rows.
+        continued: whether the call continued a remembered one.
     """
 
     query: Tensor
@@ -31,77 +35,93 @@ class Tail:
     stop: int
     continued: bool
 
-    def known(self, stop: int) -> int:
-        """How many queries before `stop` there are; 0 or less where it ends before."""
+    def count_before(self, stop: int) -> int:
+        """Return how many of the queries stand before token `stop`; 0 or less if the tail does not reach it."""
         return self.query.shape[2] - (self.stop - stop) if self.stop >= stop else 0
 
-    def rows(self, key: Tensor, stop: int) -> Tensor:
-        """int64 [B], the row here of each row of a cache whose last keys before `stop` are `key`; -1 where none is."""
+    def match_rows(self, key: Tensor, stop: int) -> Tensor:
+        """Return int64 [B], the row here of each row of a cache whose last keys before `stop` are `key`; -1 if none."""
         end = self.key.shape[2] - (self.stop - stop)
-        some = min(end, key.shape[2])
-        if some < 1 or key.shape[1] != self.key.shape[1]:
+        compared = min(end, key.shape[2])
+        if compared < 1 or key.shape[1] != self.key.shape[1]:
             return torch.full((len(key),), -1, device=key.device)
-        same = (key[:, None, :, -some:] == self.key[None, :, :, end - some : end].to(key.device)).flatten(2).all(2)
+        held = self.key[:, :, end - compared : end].to(key.device)
+        same = (key[:, None, :, -compared:] == held[None]).flatten(2).all(2)
         return same.int().argmax(1).where(same.any(1), -1)
 
-    def before(self, stop: int, count: int) -> Tensor:
-        """The `count` queries before `stop`."""
-        end = self.known(stop)
+    def queries_before(self, stop: int, count: int) -> Tensor:
+        """Return the `count` queries before token `stop`."""
+        end = self.count_before(stop)
         return self.query[:, :, end - count : end]
 
 
-class Recent:
-    """What a layer remembers of its last calls."""
+class RecentQueries:
+    """The last queries that one attention layer computed for one cache."""
 
     def __init__(self):
         self.tails: list[Tail] = []
 
-    def __deepcopy__(self, memo: Any) -> Recent:
-        return Recent()
-
-    def __reduce__(self):
-        return Recent, ()
-
-    def before(self, query: Tensor, key: Tensor, start: int, least: int, most: int, dropped: int) -> Tensor | None:
-        """Queries [B, H, T, d] that stood before a call's; None where they are not known in every row.
+    def find_before(
+        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, dropped: int
+    ) -> Tensor | None:
+        """Return the queries [B, H, T, d] that stand before those of a call; None if some row is not known.
 
         Args:
-            query, key: of the call; keys begin `dropped` tokens after the rows do.
-            start: which key belongs to query 0.
-            least, most: how many queries are of use, where the rows have as many.
+            query, key: The call's. Keys begin `dropped` tokens after the rows do.
+            start: The key that belongs to query 0.
+            least: Queries that are needed, if the rows have as many.
+            most: Queries that are of use.
+            dropped: Tokens that the cache has dropped from the beginning of the rows.
         """
         held, stop = key[:, :, max(0, start - most) : start], start + dropped
         rows, parts = torch.full((len(key),), -1, device=key.device), []
         for tail in reversed(self.tails):
-            if tail.known(stop) < max(1, min(least, stop)):
+            if tail.count_before(stop) < max(1, min(least, stop)):
                 continue
-            there = tail.rows(held, stop)
-            new = (rows < 0) & (there >= 0)
-            rows = torch.where(new, there, rows)
+            matching = tail.match_rows(held, stop)
+            new = (rows < 0) & (matching >= 0)
+            rows = torch.where(new, matching, rows)
             if bool(new.any()):
                 parts.append((tail, new))
-            if tail.continued and bool(new.all()):
-                with suppress(ValueError):  # a thread with the same text was faster
-                    self.tails.remove(tail)
             if bool((rows >= 0).all()):
                 break
         else:
             return None
-        count = min(most, stop, *(tail.known(stop) for tail, _ in parts))
+        if len(parts) == 1 and tail.continued:  # what this call keeps holds all of it
+            self.tails.remove(tail)
+        count = min(most, stop, *(tail.count_before(stop) for tail, _ in parts))
         result = query.new_zeros(len(query), query.shape[1], count, query.shape[3])
         for tail, new in parts:
-            result[new] = tail.before(stop, count)[rows[new].to(tail.query.device)].to(result)
+            result[new] = tail.queries_before(stop, count)[rows[new].to(tail.query.device)].to(result)
         return result
 
-    def keep(self, query: Tensor, key: Tensor, start: int, before: Tensor | None, count: int, dropped: int) -> None:
+    def keep(self, query: Tensor, key: Tensor, *, start: int, before: Tensor | None, count: int, dropped: int) -> None:
         """Remember the last `count` queries of a call, and the keys that there are of the same tokens.
 
         Args:
-            before: what `before` has given for it.
+            query, key, start, dropped: As in `find_before`.
+            before: The result of `find_before` for the call.
+            count: Queries to keep.
         """
         end = start + query.shape[2]
-        every = query if before is None else torch.cat([before, query], 2)
-        tail = every[:, :, -count:].detach().clone()
+        queries = query if before is None else torch.cat([before, query], 2)
+        tail = queries[:, :, -count:].detach().clone()
         keys = key[:, :, max(0, end - tail.shape[2]) : end].detach().clone()
-        self.tails.append(Tail(tail, keys, end + dropped, before is not None))
+        # Calls that end later were about tokens that have been taken back since.
+        self.tails = [known for known in self.tails if known.stop <= end + dropped]
+        self.tails.append(Tail(query=tail, key=keys, stop=end + dropped, continued=before is not None))
         del self.tails[:-CALLS]
+
+
+def recent_queries(cache: Any, layer: str) -> RecentQueries | None:
+    """Return the queries that an attention layer has left on a cache; None without a cache.
+
+    Args:
+        cache: The Transformers cache of the call. Of an encoder-decoder cache the part for self-attention counts, which
+            some models wrap again at every call.
+        layer: The name of the attention layer, since several layers may share one layer of the cache.
+    """
+    if cache is None:
+        return None
+    owner = getattr(cache, "self_attention_cache", cache)
+    return vars(owner).setdefault(RECENT, {}).setdefault(layer, RecentQueries())

@@ -29,6 +29,7 @@ from ...engines import repeat_heads
 from ...engines.score import working_dtype
 from ...fields import KnownFields, check_field, option, short
 from ...readable import can_read
+from ..growing import TAKEN_BACK
 
 #: Every rule's class, by the name in configs.
 RULES: dict[str, type[SparseRule]] = {}
@@ -86,8 +87,8 @@ class RuleCall:
         if can_read(known) and not bool(known.all()):
             raise ValueError(
                 "a sparse rule selects by queries before those of this call, which are not known: the cache was "
-                "filled by another model or a copy, is not exact, or other texts ran since, of which a layer remembers "
-                "the last few calls; allowed: query='own', or a cache that this model filled lately"
+                "filled by another model, was put together from other tensors, rounds its keys, or was cropped by more "
+                f"than {TAKEN_BACK} tokens; allowed: query='own', or a cache of full precision that this model filled"
             )
 
 

@@ -16,6 +16,7 @@ from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
 from ..places import first_query, seen_ends
+from ..pruned import refuse_pruned
 from .attention import attend
 from .config import TrilinearConfig
 from .reference import Windows, bidaf_scores
@@ -148,6 +149,8 @@ class SimplicialLayer(MechanismLayer):
             score, value, options, backend, weights: as in `engines.attention`.
         """
         simplicial_options = with_bias(score, options)
+        if self.config.windows:
+            refuse_pruned(call, "trilinear")
         start = first_query(call, "trilinear", self.known) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value, p)
