@@ -151,7 +151,7 @@ def route(module: Any, mixin: Any, config) -> None:
     if "config" not in module.__dict__:
         module.config, added = config, ("config",)
     module.__dict__[RECORD] = (added, module.config._attn_implementation)
-    _become(module, routed_class(module.__class__, mixin))
+    change_class(module, routed_class(module.__class__, mixin))
 
 
 def unroute(module: Any) -> None:
@@ -161,7 +161,7 @@ def unroute(module: Any) -> None:
         delattr(module, name)
     for name in NOTES:
         module.__dict__.pop(name, None)
-    _become(module, type(module).stock_class)
+    change_class(module, type(module).stock_class)
 
 
 def check_unroute(module: Any, now: str | None = None) -> None:
@@ -181,9 +181,14 @@ def check_unroute(module: Any, now: str | None = None) -> None:
         )
 
 
-def _become(module: Any, cls: type[Any]) -> None:
+def change_class(module: Any, cls: type[Any]) -> None:
+    """Give a live module another class, also where the instance keeps its own `forward`.
+
+    Accelerate keeps the bound method as `_old_forward`, and puts it back as `forward` when its hook is removed.
+    """
     previous = type(module)
     module.__class__ = cls
-    hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound method that its hooks wrap
-    if isinstance(hooked, MethodType) and hooked.__func__ is previous.forward:
-        module._old_forward = MethodType(cls.forward, module)
+    for name in ("forward", "_old_forward"):
+        kept = module.__dict__.get(name)
+        if isinstance(kept, MethodType) and kept.__func__ is previous.forward:
+            module.__dict__[name] = MethodType(cls.forward, module)

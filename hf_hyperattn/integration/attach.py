@@ -18,7 +18,7 @@ from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .checkpoint_config import all_configs, parts, ranks_of, write_records
-from .hidden import add_hooks
+from .hidden import check_forward, note_hidden
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
@@ -186,7 +186,7 @@ def attach(
     modules = [module for module, _ in selected]
     for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
-    add_hooks(zip(modules, hypers, strict=True))
+    note_hidden(zip(modules, hypers, strict=True))
     write_records(base)
     if "structure" in [get_mechanism(mechanism.mechanism).stage for mechanism in config.mechanisms]:
         accept_hierarchy(base, modules)
@@ -206,6 +206,8 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     check_ranks(base, selected)
     find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
     hypers = [placed(Hyper(config, host), base, module) for module, host in selected]
+    for (module, host), hyper in zip(selected, hypers, strict=True):
+        check_forward(host.name, module, hyper)
     warned: set[str] = set()
     for hyper in hypers:
         hyper.newly_routed = newly_routed

@@ -33,7 +33,7 @@ from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
 from .attach import Selected, build, mark_initialized
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
-from .hidden import add_hooks, remove_hooks
+from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
@@ -393,8 +393,8 @@ def connect(base: PreTrainedModel, hosts: list[tuple[nn.Module, list[MechanismLa
     """Give hosts the hooks, and the model the signature, that these layers of theirs need, and no others."""
     structured = []
     for host, layers in hosts:
-        remove_hooks(host)
-        add_hooks([(host, nn.ModuleList(layers))])
+        stop_noting(host)
+        note_hidden([(host, nn.ModuleList(layers))])
         if any(get_mechanism(layer.config.mechanism).stage == "structure" for layer in layers):
             structured.append(host)
     if structured:

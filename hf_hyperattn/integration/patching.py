@@ -21,7 +21,7 @@ from .attach import Selected, all_hosts, attach, check_combination, match_names,
 from .call import note_all
 from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
-from .hidden import remove_hooks
+from .hidden import stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
 from .stock import OURS, PATCHED, check_beneath
@@ -134,7 +134,7 @@ def take_off(base: PreTrainedModel) -> None:
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
-        remove_hooks(host)
+        stop_noting(host)
     ignore_hierarchy(base)
     erase_records(all_configs(base))
     resolve_names(base)  # parts that run a structure by name

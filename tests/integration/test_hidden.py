@@ -1,10 +1,16 @@
 """Widths of hosts, and the hidden states that reach layers which read them."""
 
+import copy
+import io
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
@@ -97,9 +103,137 @@ def test_hidden_states_reach_the_layer_and_nothing_stays(family, reader):
     assert not State(model).differences(before)
 
 
-def test_a_host_without_such_a_layer_has_no_hook(reader):
-    model = ha.patch_model(llama(), ha.ConeConfig())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+def test_a_host_without_such_a_layer_keeps_its_class(reader):
+    model, stock = ha.patch_model(llama(), ha.ConeConfig()), llama()
+    assert [type(module) for module in stock.modules()] == [
+        type(m) for n, m in model.named_modules() if "hyper" not in n
+    ]
+
+
+def add_to_hidden(module, args, keywords):
+    """A pre-hook that changes the hidden states, whichever way they come."""
+    if args:
+        return (args[0] + SHIFT, *args[1:]), keywords
+    return args, keywords | {"hidden_states": keywords["hidden_states"] + SHIFT}
+
+
+class AddToHidden(ModelHook):
+    """The same for Accelerate, which replaces `forward` on the instance."""
+
+    def pre_forward(self, module, *args, **keywords):
+        return add_to_hidden(module, args, keywords)
+
+
+#: Ways to change what the forward of an attention layer gets; each returns what undoes it.
+CHANGES = {
+    "pre-hook": lambda host: host.register_forward_pre_hook(add_to_hidden, with_kwargs=True).remove,
+    "pre-hook, first": lambda host: (
+        host.register_forward_pre_hook(add_to_hidden, with_kwargs=True, prepend=True).remove
+    ),
+    "global pre-hook": lambda host: (
+        register_module_forward_pre_hook(
+            lambda module, args: (args[0] + SHIFT, *args[1:]) if module is host else None
+        ).remove
+    ),
+    "accelerate": lambda host: partial(remove_hook_from_module, add_hook_to_module(host, AddToHidden())),
+    "accelerate, appended": lambda host: partial(
+        remove_hook_from_module, add_hook_to_module(add_hook_to_module(host, ModelHook()), AddToHidden(), append=True)
+    ),
+}
+SHIFT = 0.5
+
+
+class Positional(torch.nn.Module):
+    """A layer's attention called with its hidden states as the first argument, as global pre-hooks without keywords need."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, hidden_states, **keywords):
+        return self.inside(hidden_states, **keywords)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the patch", "after the patch"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_layer_reads_what_forward_gets(change, before, reader):
+    """The queries say what it got: the toy's hidden states must give them by the layer's own projection."""
+    model = llama(attention_bias=False)
+    layer = model.model.layers[1]
+    host = layer.self_attn
+    if before:
+        undo = CHANGES[change](host)
+    ha.patch_model(model, reader)
+    if not before:
+        undo = CHANGES[change](host)
+    layer.self_attn = Positional(host)
+    projected = []
+    host.v_proj.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    run(model, text_inputs())
+    assert torch.equal(SEEN[1][1].hidden, projected[0])
+    layer.self_attn = host
+    undo()
+    SEEN.clear()
+    projected.clear()
+    run(model, text_inputs())
+    assert torch.equal(SEEN[1][1].hidden, projected[0])
+    ha.unpatch_model(model)
+    assert host.forward.__func__ is LlamaAttention.forward  # Accelerate leaves it on the instance
+    assert type(host) is LlamaAttention
+
+
+def test_head_fusion_weighs_by_what_forward_gets():
+    """A hook that shifts the hidden states is the same as hidden states that come shifted."""
+    model = ha.patch_model(llama(), ha.HeadFusionConfig())
+    perturb(model, 1.0)
+    host = model.model.layers[1].self_attn
+    hidden, positions = torch.randn(2, 7, 32), torch.arange(7)[None]
+    call = dict(position_embeddings=model.model.rotary_emb(hidden, positions), attention_mask=None)
+    with torch.no_grad():
+        expected = host(hidden + SHIFT, **call)[0]
+        assert (expected - host(hidden, **call)[0]).abs().max() > 1e-3
+        host.register_forward_pre_hook(add_to_hidden, with_kwargs=True)
+        assert torch.equal(host(hidden, **call)[0], expected)
+        assert torch.equal(host(hidden_states=hidden, **call)[0], expected)
+
+
+def test_a_forward_replaced_before_the_patch_is_refused(reader):
+    model = llama()
+    host = model.model.layers[2].self_attn
+    original = host.forward
+    host.forward = lambda *args, **keywords: original(*args, **keywords)
+    before = State(model)
+    with pytest.raises(ValueError, match="layers.2.self_attn.forward was replaced on the instance"):
+        ha.patch_model(model, reader)
+    assert not State(model).differences(before)
+    del host.forward
+    ha.patch_model(model, reader)
+    patched = host.forward
+    host.forward = lambda hidden_states, **keywords: patched(hidden_states + SHIFT, **keywords)
+    projected = []
+    host.v_proj.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    run(model, text_inputs())
+    assert torch.equal(SEEN[2][1].hidden, projected[0])
+    host.forward = partial(LlamaAttention.forward, host)
+    with pytest.raises(ValueError, match="came past it"):
+        run(model, text_inputs())
+
+
+@pytest.mark.parametrize("family", ["llama", "mpnet"])
+def test_copies_and_pickles_note_their_own_hidden_states(family, reader):
+    """MPNet's attention is routed, so that two classes stand before the stock one."""
+    make, inputs = FAMILIES[family]
+    model = ha.patch_model(make(), reader)
+    perturb(model)
+    expected, file = run(model, inputs()), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
+        found = run(copied, inputs())
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        ha.unpatch_model(copied)
+        assert [type(m) for m in copied.modules()] == [type(m) for m in make().modules()]
 
 
 def inside_attention(model):
