@@ -151,7 +151,7 @@ def route(module: Any, mixin: Any, config) -> None:
     if "config" not in module.__dict__:
         module.config, added = config, ("config",)
     module.__dict__[RECORD] = (added, module.config._attn_implementation)
-    change_class(module, routed_class(module.__class__, mixin))
+    _become(module, routed_class(module.__class__, mixin))
 
 
 def unroute(module: Any) -> None:
@@ -161,7 +161,7 @@ def unroute(module: Any) -> None:
         delattr(module, name)
     for name in NOTES:
         module.__dict__.pop(name, None)
-    change_class(module, type(module).stock_class)
+    _become(module, type(module).stock_class)
 
 
 def check_unroute(module: Any, now: str | None = None) -> None:
@@ -181,7 +181,7 @@ def check_unroute(module: Any, now: str | None = None) -> None:
         )
 
 
-def change_class(module: Any, cls: type[Any]) -> None:
+def _become(module: Any, cls: type[Any]) -> None:
     """Give a live module another class, also where the instance keeps its own `forward`.
 
     Accelerate keeps the bound method as `_old_forward`, and puts it back as `forward` when its hook is removed.

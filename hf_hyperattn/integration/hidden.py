@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model_patches.routing import change_class
+from .class_swap import swap_class
 
 #: Where a host keeps its `HiddenStates`.
 HIDDEN = "_hyperattn_hidden"
@@ -106,14 +106,14 @@ def note_hidden(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     for host, hyper in hosts:
         if readers := readers_of(hyper):
             setattr(host, HIDDEN, HiddenStates(readers))
-            change_class(host, noting_class(type(host)))
+            swap_class(host, noting_class(type(host)))
 
 
 def stop_noting(host: nn.Module) -> None:
     """Undo `note_hidden`."""
     host.__dict__.pop(HIDDEN, None)
     if "class_before" in vars(type(host)):
-        change_class(host, vars(type(host))["class_before"])
+        swap_class(host, vars(type(host))["class_before"])
 
 
 def hidden_states_of_call(host: nn.Module, queries: int) -> Tensor | None:

@@ -144,7 +144,7 @@ SHIFT = 0.5
 
 
 class Positional(torch.nn.Module):
-    """A layer's attention called with its hidden states as the first argument, as global pre-hooks without keywords need."""
+    """Calls an attention layer with its hidden states as the first argument: global pre-hooks see no keywords."""
 
     def __init__(self, inside):
         super().__init__()

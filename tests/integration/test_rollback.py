@@ -21,7 +21,7 @@ STEPS = [
     (attach, "find_eager", 1),
     (attach, "Hyper", 2),
     (attach, "placed", 2),
-    (attach, "add_hooks", 1),
+    (attach, "note_hidden", 1),
     (hidden, "HiddenStates", 2),
     (attach, "write_records", 1),
     (checkpoint_config, "_write", 1),
