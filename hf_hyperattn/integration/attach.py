@@ -22,6 +22,7 @@ from .hidden import check_forward, note_hidden
 from .hierarchical import accept_hierarchy
 from .hosts import find_hosts, host_facts, layer_indices
 from .hyper import Hyper
+from .modes import building_on
 from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
 
 #: A module and what is known of it.
@@ -205,7 +206,7 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     """A new `Hyper` for each host, where the host is, and none of them in place."""
     check_ranks(base, selected)
     find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
-    hypers = [placed(Hyper(config, host), base, module) for module, host in selected]
+    hypers = [new_hyper(config, host, base, module) for module, host in selected]
     for (module, host), hyper in zip(selected, hypers, strict=True):
         check_forward(host.name, module, hyper)
     warned: set[str] = set()
@@ -216,23 +217,30 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     return hypers
 
 
-def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:
-    """A new hyper where its host is, or where offload runs it, in the dtype of the model.
+def new_hyper(config: HyperAttnConfig, host: Host, base: PreTrainedModel, module: nn.Module) -> Hyper:
+    """A new `Hyper` where its host is, or where offload runs it, in the dtype of the model.
 
     On the meta device, where a model is built to be loaded, it stays there.
     """
-    weight = next(filter(torch.is_floating_point, module.parameters()), None)
-    device = torch.device("cpu") if weight is None else weight.device
+    device = device_of(module, base)
+    dtype = base.dtype if base.dtype.is_floating_point else torch.float32
+    with building_on(device.type == "meta", host.name):
+        hyper = Hyper(config, host)
+        for part in hyper.modules():
+            for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
+                if p is not None:
+                    moved = p.detach().to(dtype=dtype, device=device)
+                    part._parameters[name] = nn.Parameter(moved, p.requires_grad)
+    return hyper.train(module.training)
+
+
+def device_of(module: nn.Module, base: nn.Module) -> torch.device:
+    """Where a module runs: where its weights are, or where offload brings them; for one without, where the model is."""
+    weights = [p for p in module.parameters() if p.is_floating_point()] or [*module.parameters(), *base.parameters()]
+    device = weights[0].device if weights else torch.device("cpu")
     if device.type == "meta":
         for part in module.modules():
             execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
             if execution is not None:
-                device = torch.device(execution)
-                break
-    dtype = base.dtype if base.dtype.is_floating_point else torch.float32
-    for part in hyper.modules():
-        for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
-            if p is not None:
-                moved = p.detach().to(dtype=dtype, device=p.device if p.is_meta else device)
-                part._parameters[name] = nn.Parameter(moved, p.requires_grad)
-    return hyper.train(module.training)
+                return torch.device(execution)
+    return device

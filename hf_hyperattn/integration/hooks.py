@@ -50,6 +50,7 @@ from .conversions import rebuild
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper
+from .modes import make_ordinary
 from .patching import route
 from .record_check import check_loaded
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
@@ -231,7 +232,9 @@ def _initialize(original, self):
 @wrap("_finalize_model_loading")
 def _check_loading(original, model, load_config, loading_info):
     check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
-    return original(model, load_config, loading_info)
+    result = original(model, load_config, loading_info)
+    make_ordinary(host.hyper for _, host in patched_hosts(model))
+    return result
 
 
 def running_on(config: Any) -> list[PreTrainedModel]:

@@ -37,6 +37,8 @@ from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
+from .modes import building_on
+from .offloaded import without_weights
 from .patching import base_model, gather, resolve, rollback_on_error
 from .wrapping import wrap
 
@@ -123,7 +125,8 @@ class HyperLoraModel(LoraModel):
 
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
         base = base_model(model)
-        with rollback_on_error(base), following_adapters(base):
+        ordinary = building_on(without_weights([base]), type(base).__name__)
+        with ordinary, rollback_on_error(base), following_adapters(base):
             config = copy.copy(self.peft_config[adapter_name])  # so that the caller's can be put on another model
             config.hyperattn, selected, newly_routed = resolve_adapter(base, config)
             if config.target_modules is None and not config.target_parameters:

@@ -24,6 +24,7 @@ from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, 
 from .hidden import stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
+from .modes import outside_inference_mode
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
 
@@ -72,7 +73,8 @@ def patch_model(
         )
     with rollback_on_error(base):
         attach(base, *resolve(base, config))
-        give_adapters_hyper(model, base)
+        with outside_inference_mode():  # adapters take copies
+            give_adapters_hyper(model, base)
     return model
 
 
@@ -103,6 +105,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.
     """
+    with outside_inference_mode():
+        return _unpatch(model)
+
+
+def _unpatch(model: nn.Module) -> nn.Module:
     base = base_model(model)
     refuse_adapters(base, "unpatch_model")
     hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
