@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,13 +18,18 @@ from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
-from .checkpoint_config import all_configs, parts, ranks_of, write_records
+from .checkpoint_config import all_configs, erase_records, parts, ranks_of, write_records
 from .hidden import check_forward, note_hidden
 from .hierarchical import accept_hierarchy
-from .hosts import find_hosts, host_facts, layer_indices
+from .hosts import NUMBER, find_hosts, host_facts, layer_indices
 from .hyper import Hyper
 from .modes import building_on
 from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: How many names of hosts a warning spells out.
+NAMED = 8
 
 #: A module and what is known of it.
 Selected = tuple[nn.Module, Host]
@@ -40,10 +46,15 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
 def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:
     """Patch a model as its config says, before its weights are loaded.
 
+    Hosts of layers that the model lacks are left out with a warning, as Transformers leaves out their weights.
+
     Raises:
         ValueError: the config names hosts that the model does not have.
     """
-    hosts = {host.name: (module, host) for _, module, host in all_hosts(model)}
+    cut = cut_to_depth(config, model)
+    if cut is None:
+        return erase_records(all_configs(model))
+    config, hosts = cut, {host.name: (module, host) for _, module, host in all_hosts(model)}
     names = set(match_names(list(hosts), config.hosts or (), model).values())
     selected = [pair for name, pair in hosts.items() if name in names]
     check_combination(config, selected)
@@ -90,6 +101,48 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
         )
     return {name: known[name] for name in recorded if name in known}
+
+
+def cut_to_depth(config: HyperAttnConfig, base: nn.Module, warn: bool = True) -> HyperAttnConfig | None:
+    """A saved config without the hosts of layers behind the model's last one; None if no host is left.
+
+    Args:
+        warn: whether to log a warning that names what is left out.
+    """
+    beyond = beyond_depth(config.hosts or (), base)
+    if not beyond:
+        return config
+    if warn:
+        more = f" and {len(beyond) - NAMED} more" if len(beyond) > NAMED else ""
+        logger.warning(
+            f"hf_hyperattn: {type(base).__name__} has fewer layers than the model that was patched; left out: "
+            f"{', '.join(beyond[:NAMED])}{more}"
+        )
+    left_out = set(beyond)
+    hosts = tuple(name for name in config.hosts or () if name not in left_out)
+    overrides = {name: configs for name, configs in (config.overrides or {}).items() if name not in left_out}
+    return replace(config, hosts=hosts, overrides=overrides or None) if hosts else None
+
+
+def beyond_depth(names: Iterable[str], base: nn.Module) -> list[str]:
+    """Those of the names, of modules or tensors, that would be in layers behind the model's last one."""
+    modules, prefix = dict(base.named_modules()), f"{getattr(base, 'base_model_prefix', '')}."
+    return [name for name in names if is_beyond(name, modules, prefix)]
+
+
+def is_beyond(name: str, modules: dict[str, nn.Module], prefix: str) -> bool:
+    """Whether a model has the list of layers in which something of that name would be, and the list is too short.
+
+    Args:
+        modules: the model's modules by name.
+        prefix: of the base model; the name may have it or lack it.
+    """
+    for form in (name, prefix + name, name.removeprefix(prefix)):
+        for number in NUMBER.finditer(form):
+            layers = modules.get(form[: number.start() - 1])
+            if isinstance(layers, nn.ModuleList | nn.Sequential) and int(number[0]) >= len(layers):
+                return True
+    return False
 
 
 def _known_names(names: list[str], recorded: Iterable[str], base: PreTrainedModel) -> dict[str, str]:

@@ -21,7 +21,6 @@ import logging
 from contextvars import ContextVar
 from operator import attrgetter, itemgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,6 +33,7 @@ from .attach import repatch, resolve_stock
 from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
+    MODELS,
     RECORD,
     all_configs,
     check_keys,
@@ -42,6 +42,7 @@ from .checkpoint_config import (
     parts,
     patched_hosts,
     recorded_hosts,
+    running_on,
     saved_name,
     sub_configs,
     tree,
@@ -62,9 +63,6 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
-#: Every model, by which a name that is set on a config finds those that run on it: those whose config is that very
-#: object, and no others. It holds nothing of their calls.
-MODELS: Any = WeakSet()
 #: Whether `set_attn_implementation` is at work, which sets names on configs itself.
 SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
 #: The models whose `__init__` is running, the outermost first.
@@ -235,13 +233,6 @@ def _check_loading(original, model, load_config, loading_info):
     result = original(model, load_config, loading_info)
     make_ordinary(host.hyper for _, host in patched_hosts(model))
     return result
-
-
-def running_on(config: Any) -> list[PreTrainedModel]:
-    """The models with this very config, the outermost first."""
-    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
-    on_it = [model for model in models if model is not None and getattr(model, "config", None) is config]
-    return sorted(on_it, key=lambda model: -len(list(model.modules())))
 
 
 def set_on_models(config: Any, value: Any) -> None:

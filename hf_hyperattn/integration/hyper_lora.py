@@ -31,7 +31,7 @@ from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
-from .attach import Selected, build, mark_initialized
+from .attach import Selected, build, cut_to_depth, mark_initialized
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
@@ -300,7 +300,9 @@ def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[Hyp
     if any(base_hyper(host) is not None for _, host in patched_hosts(base)):
         write_records(base)  # a part of it may have been patched by itself
         record = HyperAttnConfig.from_dict(getattr(base.config, RECORD))
-    wanted = config.hyperattn or record
+    wanted = cut_to_depth(config.hyperattn, base) if config.hyperattn else record
+    if wanted is None and config.hyperattn:
+        raise ValueError(f"{type(base).__name__} has none of the layers that this adapter patches; load a deeper base")
     if wanted is None:
         raise ValueError(
             f"HyperLoraConfig names no mechanism, and {type(base).__name__} is not patched; pass one, such as "

@@ -19,7 +19,7 @@ from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
 from .call import note_all
-from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, tree
+from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, running_on, tree
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .hidden import stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
@@ -124,11 +124,14 @@ def _unpatch(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
             "model.set_attn_implementation('sdpa')"
         )
-    if len(hosts) < len(recorded) and hosts:
-        raise ValueError(
-            f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
-            "unpatch_model on that"
-        )
+    # Fewer hosts than the record lists may also mean that layers were deleted, so the models themselves are asked.
+    for whole in running_on(base.config):
+        around = whole is not base and any(part is base for part in whole.modules())
+        if around and len(list(patched_hosts(whole))) > len(hosts):
+            raise ValueError(
+                f"{type(base).__name__} was patched as a part of a larger model that shares its config "
+                f"({type(whole).__name__}); call unpatch_model on that"
+            )
     with rollback_on_error(base):
         take_off(base)
         take_hyper_from_adapters(model, base)
