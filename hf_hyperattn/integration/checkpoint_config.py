@@ -224,6 +224,19 @@ def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     return list(models.values())
 
 
+def inner_models_of(wrapper: nn.Module) -> str:
+    """Advice that names the Transformers models inside a module that is none; "" where there are none."""
+    inside: list[tuple[str, str]] = []
+    for name, module in wrapper.named_modules():
+        within_one = any(name.startswith(f"{outer}.") for outer, _ in inside)
+        if isinstance(module, PreTrainedModel) and not within_one:
+            inside.append((name, f"{type(module).__name__} as {name!r}"))
+    if not inside:
+        return ""
+    places = " and ".join(place for _, place in inside[:2])
+    return f"it holds {places}, so pass that instead: model.get_submodule({inside[0][0]!r})"
+
+
 def ranks_of(model: PreTrainedModel) -> int:
     """How many ranks share the heads of a model, or will when it is loaded; 1 where none do."""
     ranks = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)

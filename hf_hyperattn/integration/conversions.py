@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import refuse, short
-from .checkpoint_config import patched_hosts, ranks_of, recorded_hosts
+from .checkpoint_config import inner_models_of, patched_hosts, ranks_of, recorded_hosts
 from .modes import building_on
 from .offloaded import without_weights
 
@@ -204,9 +204,10 @@ def _conversion(
 def _checked(model: nn.Module) -> PreTrainedModel:
     """The model, where it can be converted."""
     if not isinstance(model, PreTrainedModel):
+        advice = inner_models_of(model) if isinstance(model, nn.Module) else ""
         raise ValueError(
             f"convert got {type(model).__name__}; allowed: a PreTrainedModel by itself: merge adapters first "
-            "(merge_and_unload), convert, then compile or wrap"
+            f"(merge_and_unload), convert, then compile or wrap{advice and '; '}{advice}"
         )
     name = conversion_of(model)
     if name is not None:

@@ -19,7 +19,16 @@ from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
 from .call import note_all
-from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, running_on, tree
+from .checkpoint_config import (
+    all_configs,
+    erase_records,
+    inner,
+    inner_models_of,
+    patched_hosts,
+    recorded_hosts,
+    running_on,
+    tree,
+)
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .hidden import stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
@@ -193,10 +202,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         if inside is None and hasattr(wrapped, "get_base_model"):
             inside = wrapped.get_base_model()
         if inside is None:
-            raise ValueError(
-                f"{type(model).__name__} is no Transformers model; allowed: a PreTrainedModel, also inside a "
-                "PEFT, compiled or data-parallel wrapper"
-            )
+            advice = inner_models_of(model) if isinstance(wrapped, nn.Module) else ""
+            allowed = "allowed: a PreTrainedModel, also inside a PEFT, compiled or data-parallel wrapper"
+            raise ValueError(f"{type(model).__name__} is no Transformers model; {advice or allowed}")
         wrapped = inside
     return wrapped
 

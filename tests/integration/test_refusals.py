@@ -43,7 +43,18 @@ REFUSED = {
     "a config and more": (llama, (ha.HyperAttnConfig([CONE]),), dict(heads=[1]), "one or the other"),
     "layers that are a number with a point": (llama, (CONE,), dict(layers=1.5), "layers=1.5 is not allowed"),
     "heads that differ": (clip, (CONE,), dict(heads="every-9th"), "names no head"),
-    "something that is no model": (Plain, (CONE,), {}, "Plain is no Transformers model"),
+    "something that is no model": (
+        lambda: torch.nn.Linear(2, 2),
+        (CONE,),
+        {},
+        "Linear is no Transformers model; allowed: a PreTrainedModel, also inside",
+    ),
+    "a module around a model": (
+        Plain,
+        (CONE,),
+        {},
+        r"it holds LlamaForCausalLM as 'inner', so pass that instead: model.get_submodule\('inner'\)",
+    ),
     "a model that has no attention": (
         lambda: hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)),
         (CONE,),
