@@ -19,6 +19,7 @@ from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .checkpoint_config import all_configs, erase_records, parts, ranks_of, write_records
+from .decay import WATCH
 from .hidden import check_forward, note_hidden
 from .hierarchical import accept_hierarchy
 from .hosts import NUMBER, find_hosts, host_facts, layer_indices
@@ -267,6 +268,7 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
         hyper.newly_routed = newly_routed
         for layer in hyper.children():
             cast(MechanismLayer, layer).warned = warned
+    WATCH.begin(base)
     return hypers
 
 

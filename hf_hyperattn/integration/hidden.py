@@ -8,6 +8,7 @@ forward pre-hook would not do: other hooks, and the `forward` of Accelerate, cha
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -20,6 +21,23 @@ from .class_swap import swap_class
 #: Where a host keeps its `HiddenStates`.
 HIDDEN = "_hyperattn_hidden"
 
+GRID = "the rows and columns of an image [B, height, width, C]"
+#: Hosts whose hidden states come in another form than [B, N, C], by their file and class.
+OTHER_FORMS = {
+    "modeling_fsmt.Attention": "them with the batch behind the length [N, B, C]",
+    "modeling_granite_speech5.GraniteSpeech5EncoderAttention": "a whole row, and attends to one block at a time",
+    "modeling_sam.SamVisionAttention": GRID,
+    "modeling_sam.SamVisionSdpaAttention": GRID,
+    "modeling_sam2.Sam2MultiScaleAttention": GRID,
+    "modeling_sam3.Sam3ViTRoPEAttention": GRID,
+    "modeling_sam_hq.SamHQVisionAttention": GRID,
+    "modeling_sam_hq.SamHQVisionSdpaAttention": GRID,
+    "modeling_seggpt.SegGptAttention": GRID,
+    "modeling_squeezebert.SqueezeBertSelfAttention": "them with channels before the length [B, C, N]",
+    "modeling_vitdet.VitDetAttention": GRID,
+    "modeling_videoprism.VideoPrismMultiheadAttentionPoolingHead": "those of its keys; its queries are parameters",
+}
+
 
 class HiddenStates(threading.local):
     """What a host is being called with in this thread; copies of the host start with nothing.
@@ -30,17 +48,23 @@ class HiddenStates(threading.local):
 
     def __init__(self, readers: str):  # in every thread anew
         self.readers = readers
-        #: (hidden states or None, the same of the call around this one); None outside of calls.
-        self.call: tuple | None = None
+        #: The hidden states, or None if there are none, and how many of their rows were read; None outside of calls.
+        self.call: tuple[Tensor | None, int] | None = None
 
     def __reduce__(self):
         return HiddenStates, (self.readers,)
 
 
 class NotesHidden:
-    """Marks the subclasses made here."""
+    """Marks the subclasses made here.
+
+    Attributes:
+        class_before: what it is a subclass of.
+        packed: whether `forward` gets several images as the rows of one (`cu_seqlens`), and attends to each by itself.
+    """
 
     class_before: type
+    packed: bool
 
     def __reduce_ex__(self, protocol):
         # The class is known under the name of the one before it, so pickle has to be told how to make it again.
@@ -66,19 +90,27 @@ def noting_class(before: Any) -> type:
         if states is None:  # a wrapper of the class, such as FSDP's, has outlived the patch
             return original(self, *args, **kwargs)
         hidden, around = kwargs.get("hidden_states", args[0] if args else None), states.call
-        states.call = (hidden if isinstance(hidden, Tensor) else None, around)
+        states.call = (hidden if isinstance(hidden, Tensor) else None, 0)
         try:
             return original(self, *args, **kwargs)
         finally:
             states.call = around
 
     body = {name: getattr(before, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(before.__name__, (NotesHidden, before), body | {"class_before": before, "forward": forward})
+    packed = "cu_seqlens" in inspect.signature(original).parameters
+    body |= {"class_before": before, "packed": packed, "forward": forward}
+    return type(before.__name__, (NotesHidden, before), body)
 
 
 def readers_of(hyper: nn.Module) -> str:
     """The names of the mechanisms in a `Hyper` that read hidden states; "" for none."""
     return " and ".join(map(attrgetter("config.mechanism"), filter(attrgetter("reads_hidden"), hyper.children())))
+
+
+def form_of_hidden(host: nn.Module) -> str | None:
+    """The form of a host's hidden states, for a message, if they are not known to have a row for each query."""
+    cls: Any = type(host)
+    return OTHER_FORMS.get(f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
 
 
 def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
@@ -131,7 +163,12 @@ def hidden_states_of_call(host: nn.Module, queries: int) -> Tensor | None:
             "past it, through a function that stands in its place; allowed: a function that calls the forward that the "
             "patched layer has"
         )
-    hidden = states.call[0]
+    hidden, read = states.call
+    if hidden is not None and getattr(host, "packed", False):
+        hidden = hidden[None] if hidden.dim() == 2 else hidden
+        if hidden.shape[0] == 1 and read + queries <= hidden.shape[1] > queries:  # one image after the other
+            states.call = (hidden, read + queries)
+            hidden = hidden[:, read : read + queries]
     if hidden is None or hidden.dim() < 3 or hidden.shape[-2] != queries:
         what = "none" if hidden is None else f"of shape {tuple(hidden.shape)}"
         raise ValueError(

@@ -15,6 +15,7 @@ import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
+from ..registry import get_mechanism
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
@@ -30,7 +31,7 @@ from .checkpoint_config import (
     tree,
 )
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
-from .hidden import stop_noting
+from .hidden import form_of_hidden, stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
 from .modes import outside_inference_mode
@@ -101,6 +102,7 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
     if not any(patched_hosts(base)):
         check_own_attention(selected)
     check_parts(base, PATCHED, [module.config for module, _ in selected])
+    check_calls(config, selected)
     config = resolve_overrides(resolve_heads(config, selected), selected, base)
     warn_unread(config, selected)
     return config, selected, newly_routed
@@ -260,6 +262,22 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
         )
     check_combination(config, selected)
     return selected
+
+
+def check_calls(config: HyperAttnConfig, selected: list[Selected]) -> None:
+    """Refuse hosts of which it is known that every call would be refused."""
+    for module, host in selected:
+        for mechanism in config.mechanisms_at(host.name):
+            known, name = get_mechanism(mechanism.mechanism), f"{host.name} ({type(module).__name__})"
+            advice = "allowed: layers= without it, or other mechanisms"
+            form = form_of_hidden(module)
+            if form is not None and getattr(known.layer, "reads_hidden", False):
+                raise ValueError(
+                    f"{known.name} reads a row of hidden states for each query, and {name} gets {form}; {advice}"
+                )
+            pools = getattr(module, "query_stride", None) is not None  # SAM 2's backbone, between its stages
+            if pools and (not known.cross_attention or getattr(mechanism, "windows", None) is not None):
+                raise ValueError(f"{known.name} cannot tell the positions of queries that {name} pools; {advice}")
 
 
 def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:

@@ -5,6 +5,7 @@ import io
 import threading
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
 from hf_hyperattn.integration.attach import all_hosts
-from hf_hyperattn.integration.hidden import HIDDEN
+from hf_hyperattn.integration.hidden import HIDDEN, OTHER_FORMS
 from hf_hyperattn.integration.hyper import Layers
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
@@ -217,6 +218,74 @@ def test_a_forward_replaced_before_the_patch_is_refused(reader):
     host.forward = partial(LlamaAttention.forward, host)
     with pytest.raises(ValueError, match="came past it"):
         run(model, text_inputs())
+
+
+def row_of(value, outputs):
+    """Whether every number of a row of values is in the same row of what one of the projections makes."""
+    return any(bool(((value[:, :, None] - out[:, None]).abs().amin(-1) < 1e-5).all()) for out in outputs)
+
+
+PACKED = """
+    qwen2_5_vl_vision cohere_compass_vision cosmos3_edge_vision exaone4_5_vision glm4v_moe_vision glm4v_vision
+    glm5_next_vision glm_image_vision glm_ocr_vision hunyuan_vl_vision inkling2_vision kimi_k25_vision lfm3_vl_vision
+    minicpm_ocr_vision minicpmv4_7_vision muse_glimmer_vision muse_spark_vision qwen3_5_moe_vision qwen3_5_vision
+    qwen3_asr_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision video_llama_3_vision
+""".split()
+
+
+@pytest.mark.parametrize("family", [PACKED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in PACKED[1:])])
+def test_images_in_one_row_are_read_one_by_one(family, reader, monkeypatch):
+    """Values are projected from hidden states without rotation, so they say which rows a call is about."""
+    made, _ = tiny("base", family)
+    calls, real = [], ToyReaderLayer.change
+
+    def change(layer, plan):
+        calls.append((layer, plan.call))
+        return real(layer, plan)
+
+    monkeypatch.setattr(ToyReaderLayer, "change", change)
+    ha.patch_model(made.model, reader)
+    hosts = {host.hyper.toy_reader: host for host in made.model.modules() if HIDDEN in host.__dict__}
+    packed = [layer for layer, host in hosts.items() if host.packed]
+    run(made.model, made.inputs)
+    of_packed = [(layer, call) for layer, call in calls if layer in packed]
+    assert len(of_packed) > len(packed)
+    for layer, call in of_packed:
+        hidden, (rows, _) = call.hidden[0], call.hidden.shape[1:]
+        linear = [m for m in hosts[layer].modules() if getattr(m, "in_features", None) == hidden.shape[-1]]
+        with torch.no_grad():
+            assert row_of(call.value[0].transpose(0, 1).reshape(rows, -1), [m(hidden) for m in linear])
+
+
+def test_head_fusion_of_two_images_is_that_of_each():
+    made, _ = tiny("base", "qwen2_vl")
+    tower = ha.patch_model(made.model, ha.HeadFusionConfig()).visual
+    perturb(made.model, 1.0)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
+    pixels = torch.randn(48, tower.patch_embed.proj.weight[0].numel())
+    with torch.no_grad():
+        both = tower(pixels, grid_thw=grid)
+        each = [tower(part, grid_thw=grid[i : i + 1]) for i, part in enumerate(pixels.split([16, 32]))]
+    for name, states in (("last_hidden_state", both.last_hidden_state), ("pooler_output", both.pooler_output)):
+        assert torch.allclose(states, torch.cat([one[name] for one in each]), atol=1e-5), name
+
+
+#: A model type for each of `OTHER_FORMS`.
+UNREADABLE = "fsmt granite_speech5_encoder sam sam2 sam3 sam_hq seggpt squeezebert videoprism".split()
+
+
+@pytest.mark.parametrize("family", [UNREADABLE[-2], *(pytest.param(f, marks=pytest.mark.slow) for f in UNREADABLE)])
+def test_hidden_states_of_another_form_are_refused_by_the_patch(family, reader):
+    """And each of them is rightly on the list: it would be refused by the call."""
+    made, _ = tiny("base", family)
+    before = State(made.model)
+    with pytest.raises(ValueError, match="^toy_reader reads a row of hidden states for each query, and .* gets "):
+        ha.patch_model(made.model, reader)
+    assert not State(made.model).differences(before)
+    with patch.dict(OTHER_FORMS, clear=True):
+        ha.patch_model(made.model, reader)
+    with pytest.raises(ValueError, match="was called with hidden states .* reads one row a query"):
+        run(made.model, made.inputs)
 
 
 @pytest.mark.parametrize("family", ["llama", "mpnet"])
