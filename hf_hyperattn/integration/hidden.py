@@ -35,7 +35,6 @@ OTHER_FORMS = {
     "modeling_seggpt.SegGptAttention": GRID,
     "modeling_squeezebert.SqueezeBertSelfAttention": "them with channels before the length [B, C, N]",
     "modeling_vitdet.VitDetAttention": GRID,
-    "modeling_videoprism.VideoPrismMultiheadAttentionPoolingHead": "those of its keys; its queries are parameters",
 }
 
 
