@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 import hf_hyperattn as ha
-from tests.integration.models import bert, difference, llama, perturb, run, text_inputs
+from tests.integration.models import bert, difference, llama, perturb, run, skip_without_native_adapters, text_inputs
 
 MECHANISMS = {
     "score": [ha.ConeConfig()],
@@ -162,6 +162,7 @@ def test_a_conversion_loaded_with_fewer_layers(tmp_path):
 @pytest.mark.parametrize("r", [0, 4])
 def test_an_adapter_on_a_base_with_fewer_layers(r, tmp_path, caplog):
     """As the adapter on the whole base, of which the last layers are deleted; and so it is saved again."""
+    skip_without_native_adapters()
     torch.manual_seed(0)
     base = llama()
     short = cut(copy.deepcopy(base), "slice")

@@ -9,7 +9,7 @@ import transformers as hf
 from accelerate import init_empty_weights
 
 import hf_hyperattn as ha
-from tests.integration.models import State, bert, llama, perturb, run, text_inputs
+from tests.integration.models import State, bert, llama, perturb, run, skip_without_native_adapters, text_inputs
 from tests.integration.test_meta import PATCHES
 
 
@@ -55,6 +55,7 @@ def with_adapter():
 
 
 def added_natively(model):
+    skip_without_native_adapters()
     model.add_adapter(ha.HyperLoraConfig(mechanisms=[ha.MklConfig()], r=4, init_lora_weights=False))
     return model
 

@@ -20,7 +20,7 @@ STEPS = [
     (patching, "resolve_overrides", 1),
     (attach, "find_eager", 1),
     (attach, "Hyper", 2),
-    (attach, "placed", 2),
+    (attach, "new_hyper", 2),
     (attach, "note_hidden", 1),
     (hidden, "HiddenStates", 2),
     (attach, "write_records", 1),
