@@ -52,10 +52,12 @@ def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool 
     Raises:
         ValueError: the config names hosts that the model does not have.
     """
-    cut = cut_to_depth(config, model)
-    if cut is None:
-        return erase_records(all_configs(model))
-    config, hosts = cut, {host.name: (module, host) for _, module, host in all_hosts(model)}
+    hosts = {host.name: (module, host) for _, module, host in all_hosts(model)}
+    if not hosts.keys() >= set(config.hosts or ()):
+        cut = cut_to_depth(config, model)
+        if cut is None:
+            return erase_records(all_configs(model))
+        config = cut
     names = set(match_names(list(hosts), config.hosts or (), model).values())
     selected = [pair for name, pair in hosts.items() if name in names]
     check_combination(config, selected)

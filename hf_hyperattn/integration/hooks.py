@@ -231,7 +231,8 @@ def _initialize(original, self):
 def _check_loading(original, model, load_config, loading_info):
     check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
     result = original(model, load_config, loading_info)
-    make_ordinary(host.hyper for _, host in patched_hosts(model))
+    if torch.is_inference_mode_enabled():
+        make_ordinary(host.hyper for _, host in patched_hosts(model))
     return result
 
 
