@@ -194,8 +194,13 @@ def check_unroute(module: Any, now: str | None = None) -> None:
 
 
 def _become(module: Any, cls: type[Any]) -> None:
+    """Give a live module another class, also where the instance keeps its own `forward`.
+
+    Accelerate keeps the bound method as `_old_forward`, and puts it back as `forward` when its hook is removed.
+    """
     previous = type(module)
     module.__class__ = cls
-    hooked = module.__dict__.get("_old_forward")  # accelerate keeps the bound method that its hooks wrap
-    if isinstance(hooked, MethodType) and hooked.__func__ is previous.forward:
-        module._old_forward = MethodType(cls.forward, module)
+    for name in ("forward", "_old_forward"):
+        kept = module.__dict__.get(name)
+        if isinstance(kept, MethodType) and kept.__func__ is previous.forward:
+            module.__dict__[name] = MethodType(cls.forward, module)

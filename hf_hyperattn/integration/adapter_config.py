@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..config import CONFIG_NAME, HyperAttnConfig
 from ..files import read_json
+from .attach import cut_to_depth
 from .checkpoint_config import patched_hosts, record_of, recorded_hosts, saved_name, tree
 from .conversions import CONVERSIONS, conversion_of
 from .hyper import Hyper
@@ -160,6 +161,7 @@ def base_difference(
             return None
         return f"{what} ran {implementation!r} with config.hyperattn={record}, and {name} has {here.get('hyperattn')}"
     config, prefix = HyperAttnConfig.from_dict(record), getattr(model, "base_model_prefix", "")
+    config = cut_to_depth(config, model) or config
     if here and recorded_hosts(getattr(model, "config", None)) is not None:
         if in_short(HyperAttnConfig.from_dict(here["hyperattn"]), prefix) == in_short(config, prefix):
             return None

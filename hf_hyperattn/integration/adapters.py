@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 from .adapter_config import SAVED_BASE, base_difference, holds_hyper, hyper_wrappers, in_short
+from .attach import beyond_depth, cut_to_depth
 from .checkpoint_config import patched_hosts
 from .hyper import Hyper
 from .hyper_adapter import base_hyper, hyper_adapters, refuse_adapters, refuse_two
@@ -97,7 +98,7 @@ def _load(original, self, *args, **kwargs):
     name = arguments["adapter_name"]
     with lost_keys_named():
         result = original(self, *args, **kwargs)
-    check_tensors([*missing_of(name, result), *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *within_depth(self, result.unexpected_keys)])
     warn_of_other_patch(self, name, arguments["model_id"], arguments.get("kwargs", {}))
     return result
 
@@ -126,11 +127,12 @@ def warn_of_other_patch(model: PeftModel, name: str, where: str, options: dict[s
     Args:
         name: of the adapter that was there. where, options: as in `PeftModel.load_adapter`.
     """
-    config, prefix = model.peft_config[name], getattr(model.get_base_model(), "base_model_prefix", "")
+    config, base = model.peft_config[name], model.get_base_model()
     if not isinstance(config, HyperLoraConfig):
         return
     read: Any = HyperLoraConfig.from_pretrained(where, **{k: options[k] for k in WHERE if options.get(k)})
-    there, saved = (in_short(c.hyperattn, prefix) for c in (config, read))
+    cut = [cut_to_depth(each.hyperattn, base, warn=False) or each.hyperattn for each in (config, read)]
+    there, saved = (in_short(each, getattr(base, "base_model_prefix", "")) for each in cut)
     differ = [key for key in there if there[key] != saved[key]]
     if differ:
         logger.warning(
@@ -154,14 +156,20 @@ def _load_natively(original, self, *args, **kwargs):
         if before:  # its report names what has been read only now
             result.missing_keys &= {*read.missing_keys}
             result.unexpected_keys &= {*read.unexpected_keys}
-            check_tensors([*missing_of(name, read), *read.unexpected_keys])
+            check_tensors([*missing_of(name, read), *within_depth(self, read.unexpected_keys)])
     if before:
         return result
     if ours:
         for keys in (result.missing_keys, result.unexpected_keys):
             keys -= {key for key in keys if ".lora_magnitude_vector." in key}
-    check_tensors([*missing_of(name, result), *result.unexpected_keys])
+    check_tensors([*missing_of(name, result), *within_depth(self, result.unexpected_keys)])
     return result
+
+
+def within_depth(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The names of tensors without those of layers that the model lacks, which PEFT leaves out."""
+    left_out = set(beyond_depth(names, model))
+    return [name for name in names if name not in left_out]
 
 
 def check_tensors(names: list[str]) -> None:

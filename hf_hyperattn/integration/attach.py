@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,13 +19,20 @@ from ..mechanisms.base import Host, MechanismLayer
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .cache_of_call import add_cache_hooks
-from .checkpoint_config import all_configs, parts, ranks_of, write_records
+from .checkpoint_config import all_configs, erase_records, parts, ranks_of, write_records
+from .decay import WATCH
 from .first_call import watch_first_calls
-from .hidden import add_hooks
+from .hidden import check_forward, note_hidden
 from .hierarchical import accept_hierarchy
-from .hosts import find_hosts, generating_config, host_facts, layer_indices
+from .hosts import NUMBER, find_hosts, generating_config, host_facts, layer_indices
 from .hyper import Hyper
+from .modes import building_on
 from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
+
+logger = logging.getLogger("hf_hyperattn")
+
+#: How many names of hosts a warning spells out.
+NAMED = 8
 
 #: A module and what is known of it.
 Selected = tuple[nn.Module, Host]
@@ -49,10 +57,17 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
 def repatch(model: PreTrainedModel, config: HyperAttnConfig, newly_routed: bool = False) -> None:
     """Patch a model as its config says, before its weights are loaded.
 
+    Hosts of layers that the model lacks are left out with a warning, as Transformers leaves out their weights.
+
     Raises:
         ValueError: the config names hosts that the model does not have.
     """
     hosts = {host.name: (module, host) for _, module, host in all_hosts(model)}
+    if not hosts.keys() >= set(config.hosts or ()):
+        cut = cut_to_depth(config, model)
+        if cut is None:
+            return erase_records(all_configs(model))
+        config = cut
     names = set(match_names(list(hosts), config.hosts or (), model).values())
     selected = [pair for name, pair in hosts.items() if name in names]
     check_combination(config, selected)
@@ -99,6 +114,48 @@ def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel
             f"allowed: {', '.join(names[:3]) or 'none'}, ...{advice}"
         )
     return {name: known[name] for name in recorded if name in known}
+
+
+def cut_to_depth(config: HyperAttnConfig, base: nn.Module, warn: bool = True) -> HyperAttnConfig | None:
+    """A saved config without the hosts of layers behind the model's last one; None if no host is left.
+
+    Args:
+        warn: whether to log a warning that names what is left out.
+    """
+    beyond = beyond_depth(config.hosts or (), base)
+    if not beyond:
+        return config
+    if warn:
+        more = f" and {len(beyond) - NAMED} more" if len(beyond) > NAMED else ""
+        logger.warning(
+            f"hf_hyperattn: {type(base).__name__} has fewer layers than the model that was patched; left out: "
+            f"{', '.join(beyond[:NAMED])}{more}"
+        )
+    left_out = set(beyond)
+    hosts = tuple(name for name in config.hosts or () if name not in left_out)
+    overrides = {name: configs for name, configs in (config.overrides or {}).items() if name not in left_out}
+    return replace(config, hosts=hosts, overrides=overrides or None) if hosts else None
+
+
+def beyond_depth(names: Iterable[str], base: nn.Module) -> list[str]:
+    """Those of the names, of modules or tensors, that would be in layers behind the model's last one."""
+    modules, prefix = dict(base.named_modules()), f"{getattr(base, 'base_model_prefix', '')}."
+    return [name for name in names if is_beyond(name, modules, prefix)]
+
+
+def is_beyond(name: str, modules: dict[str, nn.Module], prefix: str) -> bool:
+    """Whether a model has the list of layers in which something of that name would be, and the list is too short.
+
+    Args:
+        modules: the model's modules by name.
+        prefix: of the base model; the name may have it or lack it.
+    """
+    for form in (name, prefix + name, name.removeprefix(prefix)):
+        for number in NUMBER.finditer(form):
+            layers = modules.get(form[: number.start() - 1])
+            if isinstance(layers, nn.ModuleList | nn.Sequential) and int(number[0]) >= len(layers):
+                return True
+    return False
 
 
 def _known_names(names: list[str], recorded: Iterable[str], base: PreTrainedModel) -> dict[str, str]:
@@ -196,7 +253,7 @@ def attach(
     modules = [module for module, _ in selected]
     for module, hyper in zip(modules, hypers, strict=True):
         module.hyper = hyper
-    add_hooks(zip(modules, hypers, strict=True))
+    note_hidden(zip(modules, hypers, strict=True))
     add_cache_hooks(zip(modules, hypers, strict=True))
     write_records(base)
     watch_first_calls(base)
@@ -217,32 +274,42 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     """A new `Hyper` for each host, where the host is, and none of them in place."""
     check_ranks(base, selected)
     find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
-    hypers = [placed(Hyper(config, host), base, module) for module, host in selected]
+    hypers = [new_hyper(config, host, base, module) for module, host in selected]
+    for (module, host), hyper in zip(selected, hypers, strict=True):
+        check_forward(host.name, module, hyper)
     warned: set[str] = set()
     for hyper in hypers:
         hyper.newly_routed = newly_routed
         for layer in hyper.children():
             cast(MechanismLayer, layer).warned = warned
+    WATCH.begin(base)
     return hypers
 
 
-def placed(hyper: Hyper, base: PreTrainedModel, module: nn.Module) -> Hyper:
-    """A new hyper where its host is, or where offload runs it, in the dtype of the model.
+def new_hyper(config: HyperAttnConfig, host: Host, base: PreTrainedModel, module: nn.Module) -> Hyper:
+    """A new `Hyper` where its host is, or where offload runs it, in the dtype of the model.
 
     On the meta device, where a model is built to be loaded, it stays there.
     """
-    weight = next(filter(torch.is_floating_point, module.parameters()), None)
-    device = torch.device("cpu") if weight is None else weight.device
+    device = device_of(module, base)
+    dtype = base.dtype if base.dtype.is_floating_point else torch.float32
+    with building_on(device.type == "meta", host.name):
+        hyper = Hyper(config, host)
+        for part in hyper.modules():
+            for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
+                if p is not None:
+                    moved = p.detach().to(dtype=dtype, device=device)
+                    part._parameters[name] = nn.Parameter(moved, p.requires_grad)
+    return hyper.train(module.training)
+
+
+def device_of(module: nn.Module, base: nn.Module) -> torch.device:
+    """Where a module runs: where its weights are, or where offload brings them; for one without, where the model is."""
+    weights = [p for p in module.parameters() if p.is_floating_point()] or [*module.parameters(), *base.parameters()]
+    device = weights[0].device if weights else torch.device("cpu")
     if device.type == "meta":
         for part in module.modules():
             execution = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
             if execution is not None:
-                device = torch.device(execution)
-                break
-    dtype = base.dtype if base.dtype.is_floating_point else torch.float32
-    for part in hyper.modules():
-        for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
-            if p is not None:
-                moved = p.detach().to(dtype=dtype, device=p.device if p.is_meta else device)
-                part._parameters[name] = nn.Parameter(moved, p.requires_grad)
-    return hyper.train(module.training)
+                return torch.device(execution)
+    return device

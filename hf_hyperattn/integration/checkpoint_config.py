@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,6 +28,17 @@ RECORD = "hyperattn"
 INTERNAL = "_attn_implementation_internal"
 #: Whether a model is being built or loaded: what its loader asks for is checked then, and resolved by `resolve_stock`.
 LOADING: ContextVar[bool] = ContextVar("hyperattn_loading", default=False)
+
+#: Every model, by which a config finds those that run on it: those whose config is that very object, and no others. It
+#: holds nothing of their calls.
+MODELS: Any = WeakSet()
+
+
+def running_on(config: Any) -> list[PreTrainedModel]:
+    """The models with this very config, the outermost first."""
+    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
+    on_it = [model for model in models if model is not None and getattr(model, "config", None) is config]
+    return sorted(on_it, key=lambda model: -len(list(model.modules())))
 
 
 def patched_hosts(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -210,6 +222,19 @@ def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
         if isinstance(module, PreTrainedModel):
             models.setdefault(id(module.config), module)
     return list(models.values())
+
+
+def inner_models_of(wrapper: nn.Module) -> str:
+    """Advice that names the Transformers models inside a module that is none; "" where there are none."""
+    inside: list[tuple[str, str]] = []
+    for name, module in wrapper.named_modules():
+        within_one = any(name.startswith(f"{outer}.") for outer, _ in inside)
+        if isinstance(module, PreTrainedModel) and not within_one:
+            inside.append((name, f"{type(module).__name__} as {name!r}"))
+    if not inside:
+        return ""
+    places = " and ".join(place for _, place in inside[:2])
+    return f"it holds {places}, so pass that instead: model.get_submodule({inside[0][0]!r})"
 
 
 def ranks_of(model: PreTrainedModel) -> int:

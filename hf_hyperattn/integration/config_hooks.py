@@ -31,11 +31,12 @@ from .checkpoint_config import (
     check_keys,
     inner,
     patched_hosts,
+    running_on,
     saved_name,
     sub_configs,
     tree,
 )
-from .hooks import running_on, set_on_models, warn_replaced
+from .hooks import set_on_models, warn_replaced
 from .stock import OURS, PATCHED, RUNNING, marked, run_beneath
 from .wrapping import subclasses, wrap
 

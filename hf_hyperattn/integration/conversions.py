@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import refuse, short
-from .checkpoint_config import patched_hosts, ranks_of, recorded_hosts
+from .checkpoint_config import inner_models_of, patched_hosts, ranks_of, recorded_hosts
+from .modes import building_on
+from .offloaded import without_weights
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
 ORIGINAL = "_hyperattn_original"
@@ -153,12 +155,14 @@ def convert(
     refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")
-    if examples is None:
-        return conversion.run(base, config, keep_original)
-    if not conversion.learns:
-        mechanism = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
-        raise ValueError(f"{mechanism.mechanism} reads no examples; allowed: examples=None")
-    return conversion.run(base, config, keep_original, examples=_calls(examples))
+    options = {}
+    if examples is not None:
+        if not conversion.learns:
+            mechanism = config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config
+            raise ValueError(f"{mechanism.mechanism} reads no examples; allowed: examples=None")
+        options["examples"] = _calls(examples)
+    with building_on(without_weights([base]), type(base).__name__):
+        return conversion.run(base, config, keep_original, **options)
 
 
 def _calls(examples: Iterable[Mapping]) -> list[Mapping]:
@@ -200,9 +204,10 @@ def _conversion(
 def _checked(model: nn.Module) -> PreTrainedModel:
     """The model, where it can be converted."""
     if not isinstance(model, PreTrainedModel):
+        advice = inner_models_of(model) if isinstance(model, nn.Module) else ""
         raise ValueError(
             f"convert got {type(model).__name__}; allowed: a PreTrainedModel by itself: merge adapters first "
-            "(merge_and_unload), convert, then compile or wrap"
+            f"(merge_and_unload), convert, then compile or wrap{advice and '; '}{advice}"
         )
     name = conversion_of(model)
     if name is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..hierarchy import Hierarchy
 from ..registry import MECHANISMS, named_configs
 from .checkpoint_config import inner, patched_hosts, tree
+from .class_swap import swap_class
 from .hierarchy_context import (
     CONTEXT,
     PART,
@@ -38,9 +38,6 @@ ENCODING = (
     "_prepare_encoder_decoder_kwargs_for_generation",
     "_maybe_prepare_encoder_kwargs_for_generation",
 )
-
-#: Where an instance keeps what `swap_class` changed on it.
-KEPT = "_hyperattn_forwards"
 
 
 class Accepting:
@@ -205,24 +202,6 @@ def ignore_hierarchy(model: nn.Module) -> None:
         for name in (CONTEXT, PART, USED):
             module.__dict__.pop(name, None)
     unwrap_checkpoints(model)
-
-
-def swap_class(part: nn.Module, cls: Any) -> None:
-    """Change the class of a model, also where hooks of accelerate's keep its `forward` on the instance."""
-    before, kept = part.__dict__.pop(KEPT, {}), {}
-    for name in ("forward", "_old_forward"):
-        value: Any = part.__dict__.get(name)
-        hooked = isinstance(value, functools.partial)
-        method = getattr(value, "__wrapped__", None) if hooked else value
-        if getattr(method, "__func__", None) is not type(part).forward:
-            continue
-        new: Any = MethodType(cls.forward, part)
-        new = functools.update_wrapper(functools.partial(value.func, *value.args), new) if hooked else new
-        kept[name] = value
-        part.__dict__[name] = before[name] if type(before.get(name)) is type(new) else new
-    part.__class__ = cls
-    if kept and issubclass(cls, Accepting):
-        part.__dict__[KEPT] = kept
 
 
 def hosts_of_hierarchy(model: PreTrainedModel, hosts: list[nn.Module]) -> list[nn.Module]:

@@ -26,7 +26,6 @@ import logging
 from contextvars import ContextVar
 from operator import attrgetter, itemgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,6 +38,7 @@ from .attach import repatch, resolve_stock
 from .call import note_all, note_masks
 from .checkpoint_config import (
     INTERNAL,
+    MODELS,
     RECORD,
     all_configs,
     check_keys,
@@ -47,6 +47,7 @@ from .checkpoint_config import (
     parts,
     patched_hosts,
     recorded_hosts,
+    running_on,
     saved_name,
     sub_configs,
     tree,
@@ -56,6 +57,7 @@ from .first_call import watch_first_calls
 from .hierarchical import Accepting, resolve_names
 from .hosts import find_hosts
 from .hyper import Hyper
+from .modes import make_ordinary
 from .patching import route
 from .record_check import check_loaded
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
@@ -67,9 +69,6 @@ logger = logging.getLogger("hf_hyperattn")
 #: The configs that ask for a name of ours, with the name, while a model is built: it may be built under another one,
 #: and some models set the names of their parts themselves, from the one at the top.
 REQUESTED = "_hyperattn_requested"
-#: Every model, by which a name that is set on a config finds those that run on it: those whose config is that very
-#: object, and no others. It holds nothing of their calls.
-MODELS: Any = WeakSet()
 #: Whether `set_attn_implementation` is at work, which sets names on configs itself.
 SETTING: ContextVar[bool] = ContextVar("hyperattn_setting", default=False)
 #: The models whose `__init__` is running, the outermost first.
@@ -239,14 +238,10 @@ def _initialize(original, self):
 @wrap("_finalize_model_loading")
 def _check_loading(original, model, load_config, loading_info):
     check_loaded(model, loading_info, load_config.pretrained_model_name_or_path)
-    return original(model, load_config, loading_info)
-
-
-def running_on(config: Any) -> list[PreTrainedModel]:
-    """The models with this very config, the outermost first."""
-    models = [reference() for reference in tuple(MODELS.data)]  # at once: other threads may build models
-    on_it = [model for model in models if model is not None and getattr(model, "config", None) is config]
-    return sorted(on_it, key=lambda model: -len(list(model.modules())))
+    result = original(model, load_config, loading_info)
+    if torch.is_inference_mode_enabled():
+        make_ordinary(host.hyper for _, host in patched_hosts(model))
+    return result
 
 
 def set_on_models(config: Any, value: Any) -> None:

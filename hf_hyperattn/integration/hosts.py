@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.base import Host
 
-CROSS = re.compile(r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att", re.IGNORECASE)
+CROSS = re.compile(
+    r"cross_?att|encoder_att|encdec|enc_dec|multihead_attn|encoder_decoder_att|token_to_image|pooling_?head",
+    re.IGNORECASE,
+)
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 #: How modules and configs name each number, in order of preference.

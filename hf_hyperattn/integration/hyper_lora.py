@@ -31,14 +31,16 @@ from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
 from .adapter_config import hyper_wrappers, in_short
-from .attach import Selected, build, mark_initialized
+from .attach import Selected, build, cut_to_depth, mark_initialized
 from .cache_of_call import add_cache_hooks, remove_cache_hooks
 from .checkpoint_config import RECORD, inner, patched_hosts, write_records
 from .first_call import watch_first_calls
-from .hidden import add_hooks, remove_hooks
+from .hidden import note_hidden, stop_noting
 from .hierarchical import accept_hierarchy, ignore_hierarchy, resolve_names
 from .hyper import Hyper
 from .hyper_adapter import HyperAdapter, base_hyper, hyper_adapters
+from .modes import building_on
+from .offloaded import without_weights
 from .patching import base_model, gather, resolve, rollback_on_error
 from .wrapping import wrap
 
@@ -125,7 +127,8 @@ class HyperLoraModel(LoraModel):
 
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
         base = base_model(model)
-        with rollback_on_error(base), following_adapters(base):
+        ordinary = building_on(without_weights([base]), type(base).__name__)
+        with ordinary, rollback_on_error(base), following_adapters(base):
             config = copy.copy(self.peft_config[adapter_name])  # so that the caller's can be put on another model
             config.hyperattn, selected, newly_routed = resolve_adapter(base, config)
             if config.target_modules is None and not config.target_parameters:
@@ -299,7 +302,9 @@ def resolve_adapter(base: PreTrainedModel, config: HyperLoraConfig) -> tuple[Hyp
     if any(base_hyper(host) is not None for _, host in patched_hosts(base)):
         write_records(base)  # a part of it may have been patched by itself
         record = HyperAttnConfig.from_dict(getattr(base.config, RECORD))
-    wanted = config.hyperattn or record
+    wanted = cut_to_depth(config.hyperattn, base) if config.hyperattn else record
+    if wanted is None and config.hyperattn:
+        raise ValueError(f"{type(base).__name__} has none of the layers that this adapter patches; load a deeper base")
     if wanted is None:
         raise ValueError(
             f"HyperLoraConfig names no mechanism, and {type(base).__name__} is not patched; pass one, such as "
@@ -396,8 +401,8 @@ def connect(base: PreTrainedModel, hosts: list[tuple[nn.Module, list[MechanismLa
     """Give hosts the hooks, and the model the signature, that these layers of theirs need, and no others."""
     structured = []
     for host, layers in hosts:
-        remove_hooks(host)
-        add_hooks([(host, nn.ModuleList(layers))])
+        stop_noting(host)
+        note_hidden([(host, nn.ModuleList(layers))])
         remove_cache_hooks(host)
         add_cache_hooks([(host, nn.ModuleList(layers))])
         if any(get_mechanism(layer.config.mechanism).stage == "structure" for layer in layers):

@@ -15,17 +15,28 @@ import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
 from ..fields import short
+from ..registry import get_mechanism
 from ..selection import Choice, head_numbers, select_layers
 from .adapter_config import give_adapters_hyper, take_hyper_from_adapters
 from .attach import Selected, all_hosts, attach, check_combination, match_names, resolve_overrides
 from .cache_of_call import remove_cache_hooks
 from .call import note_all
-from .checkpoint_config import all_configs, erase_records, inner, patched_hosts, recorded_hosts, tree
+from .checkpoint_config import (
+    all_configs,
+    erase_records,
+    inner,
+    inner_models_of,
+    patched_hosts,
+    recorded_hosts,
+    running_on,
+    tree,
+)
 from .conversions import CONVERSIONS, conversion_of, give_back, refuse_by_name, refuse_conversions
 from .first_call import stop_watching
-from .hidden import remove_hooks
+from .hidden import form_of_hidden, stop_noting
 from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
+from .modes import outside_inference_mode
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
 
@@ -74,7 +85,8 @@ def patch_model(
         )
     with rollback_on_error(base):
         attach(base, *resolve(base, config))
-        give_adapters_hyper(model, base)
+        with outside_inference_mode():  # adapters take copies
+            give_adapters_hyper(model, base)
     return model
 
 
@@ -92,6 +104,7 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
     if not any(patched_hosts(base)):
         check_own_attention(selected)
     check_parts(base, PATCHED, [module.config for module, _ in selected])
+    check_calls(config, selected)
     config = resolve_overrides(resolve_heads(config, selected), selected, base)
     warn_unread(config, selected)
     return config, selected, newly_routed
@@ -105,6 +118,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not patched, or it is converted and what it was made from is not there.
     """
+    with outside_inference_mode():
+        return _unpatch(model)
+
+
+def _unpatch(model: nn.Module) -> nn.Module:
     base = base_model(model)
     refuse_adapters(base, "unpatch_model")
     hosts, recorded = dict(patched_hosts(base)), recorded_hosts(base.config) or []
@@ -119,11 +137,14 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             f"{type(base).__name__} {how}, so there is no patch to undo; for its own attention call "
             "model.set_attn_implementation('sdpa')"
         )
-    if len(hosts) < len(recorded) and hosts:
-        raise ValueError(
-            f"{type(base).__name__} was patched as a part of a larger model that shares its config; call "
-            "unpatch_model on that"
-        )
+    # Fewer hosts than the record lists may also mean that layers were deleted, so the models themselves are asked.
+    for whole in running_on(base.config):
+        around = whole is not base and any(part is base for part in whole.modules())
+        if around and len(list(patched_hosts(whole))) > len(hosts):
+            raise ValueError(
+                f"{type(base).__name__} was patched as a part of a larger model that shares its config "
+                f"({type(whole).__name__}); call unpatch_model on that"
+            )
     with rollback_on_error(base):
         take_off(base)
         take_hyper_from_adapters(model, base)
@@ -136,7 +157,7 @@ def take_off(base: PreTrainedModel) -> None:
     newly_routed = any(inner(host.hyper).newly_routed for host in hosts.values())
     for host in hosts.values():
         del host.hyper
-        remove_hooks(host)
+        stop_noting(host)
         stop_watching(host)
         remove_cache_hooks(host)
     ignore_hierarchy(base)
@@ -187,10 +208,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         if inside is None and hasattr(wrapped, "get_base_model"):
             inside = wrapped.get_base_model()
         if inside is None:
-            raise ValueError(
-                f"{type(model).__name__} is no Transformers model; allowed: a PreTrainedModel, also inside a "
-                "PEFT, compiled or data-parallel wrapper"
-            )
+            advice = inner_models_of(model) if isinstance(wrapped, nn.Module) else ""
+            allowed = "allowed: a PreTrainedModel, also inside a PEFT, compiled or data-parallel wrapper"
+            raise ValueError(f"{type(model).__name__} is no Transformers model; {advice or allowed}")
         wrapped = inside
     return wrapped
 
@@ -246,6 +266,22 @@ def select_hosts(base: PreTrainedModel, config: HyperAttnConfig) -> list[Selecte
         )
     check_combination(config, selected)
     return selected
+
+
+def check_calls(config: HyperAttnConfig, selected: list[Selected]) -> None:
+    """Refuse hosts of which it is known that every call would be refused."""
+    for module, host in selected:
+        for mechanism in config.mechanisms_at(host.name):
+            known, name = get_mechanism(mechanism.mechanism), f"{host.name} ({type(module).__name__})"
+            advice = "allowed: layers= without it, or other mechanisms"
+            form = form_of_hidden(module)
+            if form is not None and getattr(known.layer, "reads_hidden", False):
+                raise ValueError(
+                    f"{known.name} reads a row of hidden states for each query, and {name} gets {form}; {advice}"
+                )
+            pools = getattr(module, "query_stride", None) is not None  # SAM 2's backbone, between its stages
+            if pools and (not known.cross_attention or getattr(mechanism, "windows", None) is not None):
+                raise ValueError(f"{known.name} cannot tell the positions of queries that {name} pools; {advice}")
 
 
 def warn_unread(config: HyperAttnConfig, selected: list[Selected]) -> None:

@@ -29,6 +29,7 @@ from ..config import HyperAttnConfig
 from ..folders import is_interrupted, replace_folder
 from ..registry import MECHANISMS
 from .adapter_config import BASE, describe_adapters, describe_base, hyper_wrappers, in_short, write_config_beside
+from .attach import cut_to_depth
 from .checkpoint_config import (
     LOADING,
     all_configs,
@@ -237,10 +238,14 @@ def say_what_runs(base: PreTrainedModel, name: str, config) -> None:
     if running is None:
         return
     there, prefix = config.hyperattn, base.base_model_prefix
+    cut = cut_to_depth(there, base) if isinstance(there, HyperAttnConfig) else there
+    if cut is not there:  # layers were deleted from the model
+        there = config.hyperattn = cut or running
     if not isinstance(there, HyperAttnConfig) or in_short(there, prefix) != in_short(running, prefix):
         logger.warning(
-            f"peft_config[{name!r}].hyperattn was changed after the adapter was put on the model, which still computes "
-            "what it said before, and so it is saved; to change it, add an adapter with a HyperLoraConfig of its own"
+            f"peft_config[{name!r}].hyperattn is not what the model computes: it was changed after the adapter was put "
+            "on the model, or layers were moved or deleted. What the model computes is saved; to change that, add an "
+            "adapter with a HyperLoraConfig of its own"
         )
         config.hyperattn = running
 

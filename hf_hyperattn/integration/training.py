@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback, trainer_pt_utils
+from transformers import TrainerCallback, trainer_pt_utils
 from transformers.models.auto import modeling_auto
 
 from ..readable import can_read
@@ -76,7 +76,7 @@ def parameter_groups(model: nn.Module, lr: float, hyper_lr: float, weight_decay:
     want a larger learning rate than the weights: 1e-2 is a good first one for gates.
 
     Args:
-        model: a patched model, also inside PEFT's, a data-parallel or FSDP's wrapper.
+        model: a patched model, or any module that holds one: a wrapper of PEFT, DDP or FSDP, or of your own.
         lr: learning rate of all that is not ours.
         hyper_lr: learning rate of the added parameters.
         weight_decay: for weights; biases, norms and added parameters have none.
@@ -139,12 +139,12 @@ def hyper_parameters(model: nn.Module) -> set[int]:
 
     Of adapters that each bring their own patch, those of the active one.
     """
-    modules = [host.hyper for _, host in hosts_of_patched(base_model(model))]
+    modules = [host.hyper for _, host in hosts_of_patched(model)]
     modules = [inner(module) if isinstance(module, HyperAdapter) else module for module in modules]
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def hosts_of_patched(base: PreTrainedModel) -> list[tuple[str, Any]]:
+def hosts_of_patched(base: nn.Module) -> list[tuple[str, Any]]:
     """`patched_hosts`; ValueError where there is none."""
     hosts = list(patched_hosts(base))
     if not hosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers as hf
 from torch import nn
@@ -141,6 +142,16 @@ FAMILIES = {
     ),
     "mpnet": (of_type("mpnet", **TEXT), text_inputs),
 }
+
+
+def skip_without_native_adapters() -> None:
+    """Skip a test if Transformers refuses the PEFT that is installed for its own adapters."""
+    from transformers.integrations import peft
+
+    try:
+        peft.check_peft_version(min_version=peft.MIN_PEFT_VERSION)
+    except ValueError as refusal:
+        pytest.skip(f"native adapters: {refusal}")
 
 
 def tensors(output) -> dict[str, torch.Tensor]:

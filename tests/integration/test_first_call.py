@@ -77,6 +77,10 @@ def watched(model) -> list:
 def test_a_patch_of_a_layer_that_ignores_it_is_an_error(mechanism, how):
     model = llama()
     REPLACED[how](attention(model))
+    if mechanism == "head_fusion" and how == "instance":  # It puts a forward of its own around the layer's.
+        with pytest.raises(ValueError, match="was replaced on the instance, and head_fusion reads the hidden states"):
+            ha.patch_model(model, PATCHES[mechanism])
+        return
     ha.patch_model(model, PATCHES[mechanism])
     for _ in range(2):  # Not only once: the second call would be as wrong as the first.
         with pytest.raises(ValueError, match=ERROR):

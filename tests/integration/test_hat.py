@@ -288,13 +288,29 @@ def test_patching_with_it_is_refused():
         ha.patch_model(encoder(), ha.HatConfig())
 
 
+@pytest.mark.parametrize("pooling", ["max", "mean", "tokens"])
+@pytest.mark.parametrize("side", ["right", "left", "scattered"])
+def test_rows_of_padding_alone(side, pooling):
+    """They leave the other rows as they are, and give finite numbers."""
+    model, given = hat(pooling=pooling, cls_token_id=2), batch(side=side)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    filled = dict(input_ids=torch.cat([ids[:1], ids]), attention_mask=torch.cat([0 * mask[:1], mask]))
+    expected, found = model(**given), model(**filled)
+    for name in ("last_hidden_state", "pooler_output", "segment_states"):
+        assert torch.allclose(found[name][1:], expected[name], atol=1e-12), name
+        assert found[name].isfinite().all(), name
+    found.pooler_output[1:].sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    nothing = model(input_ids=ids, attention_mask=0 * mask)
+    assert nothing.pooler_output.isfinite().all() and not nothing.last_hidden_state.any()
+
+
 def test_calls_that_make_no_sense():
     model, given = hat(), batch()
     mask = given["attention_mask"]
     for call, message in [
         ({}, "needs input_ids or inputs_embeds"),
         (given | {"attention_mask": mask[:, None, None]}, r"attention_mask has shape \(3, 1, 1, 13\)"),
-        (given | {"attention_mask": 0 * mask}, "a text has no tokens"),
         (given | {"position_ids": mask}, "position_ids was given to HatModel"),
         (given | {"output_attentions": True}, "set_attn_implementation"),
         (batch((65,)), "a text has 65 tokens; allowed: at most max_position_embeddings=64"),

@@ -1,15 +1,22 @@
 """Widths of hosts, and the hidden states that reach layers which read them."""
 
+import copy
+import io
 import threading
 from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
 from hf_hyperattn.integration.attach import all_hosts
-from hf_hyperattn.integration.hidden import HIDDEN
+from hf_hyperattn.integration.hidden import HIDDEN, OTHER_FORMS
 from hf_hyperattn.integration.hyper import Layers
 from hf_hyperattn.mechanisms.base import MechanismLayer
 from hf_hyperattn.registry import MECHANISMS, Mechanism, register
@@ -97,9 +104,207 @@ def test_hidden_states_reach_the_layer_and_nothing_stays(family, reader):
     assert not State(model).differences(before)
 
 
-def test_a_host_without_such_a_layer_has_no_hook(reader):
-    model = ha.patch_model(llama(), ha.ConeConfig())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+def test_a_host_without_such_a_layer_keeps_its_class(reader):
+    model, stock = ha.patch_model(llama(), ha.ConeConfig()), llama()
+    assert [type(module) for module in stock.modules()] == [
+        type(m) for n, m in model.named_modules() if "hyper" not in n
+    ]
+
+
+def add_to_hidden(module, args, keywords):
+    """A pre-hook that changes the hidden states, whichever way they come."""
+    if args:
+        return (args[0] + SHIFT, *args[1:]), keywords
+    return args, keywords | {"hidden_states": keywords["hidden_states"] + SHIFT}
+
+
+class AddToHidden(ModelHook):
+    """The same for Accelerate, which replaces `forward` on the instance."""
+
+    def pre_forward(self, module, *args, **keywords):
+        return add_to_hidden(module, args, keywords)
+
+
+#: Ways to change what the forward of an attention layer gets; each returns what undoes it.
+CHANGES = {
+    "pre-hook": lambda host: host.register_forward_pre_hook(add_to_hidden, with_kwargs=True).remove,
+    "pre-hook, first": lambda host: (
+        host.register_forward_pre_hook(add_to_hidden, with_kwargs=True, prepend=True).remove
+    ),
+    "global pre-hook": lambda host: (
+        register_module_forward_pre_hook(
+            lambda module, args: (args[0] + SHIFT, *args[1:]) if module is host else None
+        ).remove
+    ),
+    "accelerate": lambda host: partial(remove_hook_from_module, add_hook_to_module(host, AddToHidden())),
+    "accelerate, appended": lambda host: partial(
+        remove_hook_from_module, add_hook_to_module(add_hook_to_module(host, ModelHook()), AddToHidden(), append=True)
+    ),
+}
+SHIFT = 0.5
+
+
+class Positional(torch.nn.Module):
+    """Calls an attention layer with its hidden states as the first argument: global pre-hooks see no keywords."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, hidden_states, **keywords):
+        return self.inside(hidden_states, **keywords)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the patch", "after the patch"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_layer_reads_what_forward_gets(change, before, reader):
+    """The queries say what it got: the toy's hidden states must give them by the layer's own projection."""
+    model = llama(attention_bias=False)
+    layer = model.model.layers[1]
+    host = layer.self_attn
+    if before:
+        undo = CHANGES[change](host)
+    ha.patch_model(model, reader)
+    if not before:
+        undo = CHANGES[change](host)
+    layer.self_attn = Positional(host)
+    projected = []
+    host.v_proj.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    run(model, text_inputs())
+    assert torch.equal(SEEN[1][1].hidden, projected[0])
+    layer.self_attn = host
+    undo()
+    SEEN.clear()
+    projected.clear()
+    run(model, text_inputs())
+    assert torch.equal(SEEN[1][1].hidden, projected[0])
+    ha.unpatch_model(model)
+    assert host.forward.__func__ is LlamaAttention.forward  # Accelerate leaves it on the instance
+    assert type(host) is LlamaAttention
+
+
+def test_head_fusion_weighs_by_what_forward_gets():
+    """A hook that shifts the hidden states is the same as hidden states that come shifted."""
+    model = ha.patch_model(llama(), ha.HeadFusionConfig())
+    perturb(model, 1.0)
+    host = model.model.layers[1].self_attn
+    hidden, positions = torch.randn(2, 7, 32), torch.arange(7)[None]
+    call = dict(position_embeddings=model.model.rotary_emb(hidden, positions), attention_mask=None)
+    with torch.no_grad():
+        expected = host(hidden + SHIFT, **call)[0]
+        assert (expected - host(hidden, **call)[0]).abs().max() > 1e-3
+        host.register_forward_pre_hook(add_to_hidden, with_kwargs=True)
+        assert torch.equal(host(hidden, **call)[0], expected)
+        assert torch.equal(host(hidden_states=hidden, **call)[0], expected)
+
+
+def test_a_forward_replaced_before_the_patch_is_refused(reader):
+    model = llama()
+    host = model.model.layers[2].self_attn
+    original = host.forward
+    host.forward = lambda *args, **keywords: original(*args, **keywords)
+    before = State(model)
+    with pytest.raises(ValueError, match="layers.2.self_attn.forward was replaced on the instance"):
+        ha.patch_model(model, reader)
+    assert not State(model).differences(before)
+    del host.forward
+    ha.patch_model(model, reader)
+    patched = host.forward
+    host.forward = lambda hidden_states, **keywords: patched(hidden_states + SHIFT, **keywords)
+    projected = []
+    host.v_proj.register_forward_pre_hook(lambda module, args: projected.append(args[0]))
+    run(model, text_inputs())
+    assert torch.equal(SEEN[2][1].hidden, projected[0])
+    host.forward = partial(LlamaAttention.forward, host)
+    with pytest.raises(ValueError, match="came past it"):
+        run(model, text_inputs())
+
+
+def row_of(value, outputs):
+    """Whether every number of a row of values is in the same row of what one of the projections makes."""
+    return any(bool(((value[:, :, None] - out[:, None]).abs().amin(-1) < 1e-5).all()) for out in outputs)
+
+
+PACKED = """
+    qwen2_5_vl_vision cohere_compass_vision cosmos3_edge_vision exaone4_5_vision glm4v_moe_vision glm4v_vision
+    glm5_next_vision glm_image_vision glm_ocr_vision hunyuan_vl_vision inkling2_vision kimi_k25_vision lfm3_vl_vision
+    minicpm_ocr_vision minicpmv4_7_vision muse_glimmer_vision muse_spark_vision qwen3_5_moe_vision qwen3_5_vision
+    qwen3_asr_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision video_llama_3_vision
+""".split()
+
+
+@pytest.mark.parametrize("family", [PACKED[0], *(pytest.param(f, marks=pytest.mark.slow) for f in PACKED[1:])])
+def test_images_in_one_row_are_read_one_by_one(family, reader, monkeypatch):
+    """Values are projected from hidden states without rotation, so they say which rows a call is about."""
+    made, _ = tiny("base", family)
+    calls, real = [], ToyReaderLayer.change
+
+    def change(layer, plan):
+        calls.append((layer, plan.call))
+        return real(layer, plan)
+
+    monkeypatch.setattr(ToyReaderLayer, "change", change)
+    ha.patch_model(made.model, reader)
+    hosts = {host.hyper.toy_reader: host for host in made.model.modules() if HIDDEN in host.__dict__}
+    packed = [layer for layer, host in hosts.items() if host.packed]
+    run(made.model, made.inputs)
+    of_packed = [(layer, call) for layer, call in calls if layer in packed]
+    assert len(of_packed) > len(packed)
+    for layer, call in of_packed:
+        hidden, (rows, _) = call.hidden[0], call.hidden.shape[1:]
+        linear = [m for m in hosts[layer].modules() if getattr(m, "in_features", None) == hidden.shape[-1]]
+        with torch.no_grad():
+            assert row_of(call.value[0].transpose(0, 1).reshape(rows, -1), [m(hidden) for m in linear])
+
+
+def test_head_fusion_of_two_images_is_that_of_each():
+    made, _ = tiny("base", "qwen2_vl")
+    tower = ha.patch_model(made.model, ha.HeadFusionConfig()).visual
+    perturb(made.model, 1.0)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
+    pixels = torch.randn(48, tower.patch_embed.proj.weight[0].numel())
+    with torch.no_grad():
+        both = tower(pixels, grid_thw=grid)
+        each = [tower(part, grid_thw=grid[i : i + 1]) for i, part in enumerate(pixels.split([16, 32]))]
+    for name, states in (("last_hidden_state", both.last_hidden_state), ("pooler_output", both.pooler_output)):
+        assert torch.allclose(states, torch.cat([one[name] for one in each]), atol=1e-5), name
+
+
+#: A model type for each of `OTHER_FORMS`.
+UNREADABLE = "fsmt granite_speech5_encoder sam sam2 sam3 sam_hq seggpt squeezebert vitdet".split()
+
+
+@pytest.mark.parametrize(
+    "family", [UNREADABLE[-2], *(pytest.param(f, marks=pytest.mark.slow) for f in UNREADABLE if f != "squeezebert")]
+)
+def test_hidden_states_of_another_form_are_refused_by_the_patch(family, reader):
+    """And each of them is rightly on the list: it would be refused by the call."""
+    made, _ = tiny("base", family)
+    before = State(made.model)
+    with pytest.raises(ValueError, match="^toy_reader reads a row of hidden states for each query, and .* gets "):
+        ha.patch_model(made.model, reader)
+    assert not State(made.model).differences(before)
+    with patch.dict(OTHER_FORMS, clear=True):
+        ha.patch_model(made.model, reader)
+    with pytest.raises(ValueError, match="was called with hidden states .* reads one row a query"):
+        run(made.model, made.inputs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mpnet"])
+def test_copies_and_pickles_note_their_own_hidden_states(family, reader):
+    """MPNet's attention is routed, so that two classes stand before the stock one."""
+    make, inputs = FAMILIES[family]
+    model = ha.patch_model(make(), reader)
+    perturb(model)
+    expected, file = run(model, inputs()), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
+        found = run(copied, inputs())
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        ha.unpatch_model(copied)
+        assert [type(m) for m in copied.modules()] == [type(m) for m in make().modules()]
 
 
 def inside_attention(model):

@@ -61,7 +61,7 @@ VALUES = {
             ["a"] * 100_000,
             [nested(900)],
         ),
-        [f"model.layers.{i}.self_attn" for i in range(9_000)],
+        [f"model.layers.{i}.attention" for i in range(-9_000, 0)],
     ],
     "heads": [
         {},
@@ -146,6 +146,16 @@ def test_one_clear_line_and_no_model(case):
     assert "\n" not in message and 20 < len(message) < 600, message[:1000]
     assert "allowed" in message or "reads 1 to" in message or "does not have" in message
     assert not {m for m in set(sys.modules) - modules if m.startswith(("os.", "posix", "x"))}
+
+
+def test_thousands_of_layers_that_the_model_lacks_are_one_short_warning(caplog):
+    """A model may be loaded with fewer layers than were saved."""
+    config, before = copy.copy(llama().config), time.process_time()
+    config.hyperattn = GOOD | {"hosts": [f"model.layers.{i}.self_attn" for i in range(9_000)]}
+    model = AutoModelForCausalLM.from_config(config)
+    assert time.process_time() - before < 20 and len(model.config.hyperattn["hosts"]) == 4
+    (record,) = [r for r in caplog.records if r.name == "hf_hyperattn"]
+    assert record.getMessage().endswith("model.layers.11.self_attn and 8988 more") and len(record.getMessage()) < 600
 
 
 @pytest.mark.parametrize("hyperattn", [GOOD | {"mode": "x"}, GOOD | {"hosts": ["nowhere"]}, [1], "cone"], ids=str)

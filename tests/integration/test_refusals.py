@@ -7,6 +7,7 @@ import transformers as hf
 import hf_hyperattn as ha
 from tests.integration.models import State, clip, difference, llama, llava, perturb, run, text_inputs
 from tests.integration.patches import VARIANTS, make
+from tests.zoo.tiny import tiny
 
 CONE = ha.ConeConfig()
 
@@ -43,7 +44,18 @@ REFUSED = {
     "a config and more": (llama, (ha.HyperAttnConfig([CONE]),), dict(heads=[1]), "one or the other"),
     "layers that are a number with a point": (llama, (CONE,), dict(layers=1.5), "layers=1.5 is not allowed"),
     "heads that differ": (clip, (CONE,), dict(heads="every-9th"), "names no head"),
-    "something that is no model": (Plain, (CONE,), {}, "Plain is no Transformers model"),
+    "something that is no model": (
+        lambda: torch.nn.Linear(2, 2),
+        (CONE,),
+        {},
+        "Linear is no Transformers model; allowed: a PreTrainedModel, also inside",
+    ),
+    "a module around a model": (
+        Plain,
+        (CONE,),
+        {},
+        r"it holds LlamaForCausalLM as 'inner', so pass that instead: model.get_submodule\('inner'\)",
+    ),
     "a model that has no attention": (
         lambda: hf.AutoModel.from_config(hf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)),
         (CONE,),
@@ -138,3 +150,30 @@ def test_parameters_of_mechanisms_used_by_name_are_not_overwritten():
     with pytest.raises(ValueError, match="del model.config.hyperattn"):
         ha.patch_model(model, CONE)
     assert state.differences(State(model)) == []
+
+
+POOLING = "cannot tell the positions of queries that .*blocks.1.attn .Sam2MultiScaleAttention. pools"
+#: By model type: mechanisms, and why `patch_model` refuses them, or None where it leaves the odd host out.
+KNOWN_BEFORE = {
+    "sam2": [(ha.HypeConfig(max_length=64), POOLING), (ha.HsaConfig(), POOLING), (ha.TrilinearConfig(), POOLING)],
+    "sam": [(ha.HypeConfig(max_length=64), None), (ha.HsaConfig(), None), (ha.TrilinearConfig(), None)],
+    "videoprism": [(ha.HypeConfig(max_length=64), None), (ha.TrilinearConfig(), None)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", KNOWN_BEFORE)
+def test_what_is_known_before_the_first_call_is_refused_by_the_patch(model_type):
+    """Queries of another sequence than the keys, and pooled ones, have no place among the keys."""
+    made, _ = tiny("base", model_type)
+    for mechanism, message in KNOWN_BEFORE[model_type]:
+        state = State(made.model)
+        if message:
+            with pytest.raises(ValueError, match=message):
+                ha.patch_model(made.model, mechanism)
+        else:
+            ha.patch_model(made.model, mechanism)
+            perturb(made.model)
+            run(made.model, made.inputs)
+            ha.unpatch_model(made.model)
+        assert state.differences(State(made.model)) == []

@@ -1,5 +1,7 @@
 """Patched models inside what a model is wrapped in: PEFT, the compiler, offload, checkpointing, quantisation."""
 
+import re
+
 import pytest
 import torch
 import transformers as hf
@@ -181,3 +183,53 @@ def test_a_quantised_model(bits, tmp_path):
     assert difference(moved, run(load(tmp_path / "patched"), inputs)) <= 1e-5
     ha.unpatch_model(model)
     assert difference(before, run(model, inputs)) == 0
+
+
+class Embedder(torch.nn.Module):
+    """As PEFT's example of feature extraction wraps a model: what it lacks itself is that of the model inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama().model
+        self.head = torch.nn.Linear(32, 3)
+
+    def forward(self, **inputs):
+        return self.head(self.model(**inputs).last_hidden_state.mean(1))
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)
+
+
+CALLS = {
+    "patch": lambda model, peft: ha.patch_model(model, CONE),
+    "unpatch": lambda model, peft: ha.unpatch_model(model),
+    "describe": lambda model, peft: ha.describe(model),
+    "convert": lambda model, peft: ha.convert(model, ha.CollaborativeConfig(rank=16)),
+    "adapter": lambda model, peft: peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[CONE])),
+    "inside PEFT's": lambda model, peft: ha.patch_model(peft.get_peft_model(model, peft.LoraConfig(r=2)), CONE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_module_around_a_model_is_refused_with_the_way_out(call, peft):
+    place = "base_model.model.model" if call == "inside PEFT's" else "model"
+    hint = f"it holds LlamaModel as '{place}', so pass that instead: model.get_submodule('{place}')"
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        CALLS[call](Embedder(), peft)
+
+
+def test_a_module_around_a_patched_model_is_trained(peft):
+    model = Embedder()
+    ha.patch_model(model.get_submodule("model"), CONE)
+    groups = {group["name"]: group for group in ha.parameter_groups(model, 1e-3, 1e-2, 0.1)}
+    assert {n for n in groups} == {"weights", "undecayed", "hyper"}
+    assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
+    assert any(p is model.head.weight for p in groups["weights"]["params"])
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["hyper"]))
+    names = {n.split("model.layers.0.")[-1] for n, p in wrapped.named_parameters() if p.requires_grad and "hyper" in n}
+    assert "self_attn.hyper.modules_to_save.default.cone.gate" in names
+    ha.freeze_base(model)
+    assert not model.head.weight.requires_grad

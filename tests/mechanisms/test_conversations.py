@@ -252,6 +252,7 @@ def test_a_cache_that_was_put_together_is_refused():
 
 def test_a_model_keeps_nothing_of_a_conversation():
     model, ids = sparse([SHARED]), drawn()
+    logits(model, ids[:, :4])  # The first call takes the hooks away that watch whether it reaches the mechanism.
     before = len(pickle.dumps(model))
     _, cache = in_steps(model, ids, [20, 1])
     with pytest.raises(RuntimeError):
@@ -264,7 +265,14 @@ def test_a_model_keeps_nothing_of_a_conversation():
 
 
 def test_hooks_come_with_the_rules_that_need_them():
-    count = lambda model: sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
-    model = sparse([SHARED])
+    def count(model):
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+    def called(rule):
+        model = sparse([rule])
+        logits(model, drawn()[:, :4])  # The first call takes the hooks away that watch whether it reaches the mechanism.
+        return model
+
+    model = called(SHARED)
     assert count(model) == 4 and count(ha.unpatch_model(model)) == 0
-    assert count(sparse([RULES["window"]])) + count(sparse([RULES["pages by each query"]])) == 0
+    assert count(called(RULES["window"])) + count(called(RULES["pages by each query"])) == 0

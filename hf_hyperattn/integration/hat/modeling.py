@@ -192,7 +192,8 @@ class HatModel(HatPreTrainedModel):
 
         Args:
             input_ids: int64 [B, N].
-            attention_mask: [B, N], 0 at padding, which may lie anywhere; every text has a token.
+            attention_mask: [B, N], 0 at padding, which may lie anywhere. A row of padding alone is one segment of its
+                first token: its results are finite and mean nothing.
             token_type_ids: int64 [B, N]; None: all 0, or none in a model made with type_vocab_size=0.
             inputs_embeds: [B, N, embedding_size] in place of `input_ids`; the first of a text leads its segments.
             segment_ids: int64 [B, N], such as the number of each token's sentence or paragraph: where it changes a
@@ -202,7 +203,7 @@ class HatModel(HatPreTrainedModel):
             kwargs: return_dict=False for a tuple; the rest is for the attention function.
 
         Raises:
-            ValueError: texts that are too long or empty, and arguments that nothing would look at.
+            ValueError: texts that are too long, and arguments that nothing would look at.
         """
         real = self._real(input_ids, inputs_embeds, attention_mask)
         self._check(real, kwargs)
@@ -243,10 +244,7 @@ class HatModel(HatPreTrainedModel):
                 raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
         tokens, padded, longest = real.shape[1], " with its padding", self.config.max_position_embeddings
         if can_read(real):
-            lengths = real.sum(1)
-            if not bool(lengths.all()):
-                raise ValueError("a text has no tokens; allowed: at least one 1 in each row of attention_mask")
-            tokens, padded = int(lengths.max()), ""
+            tokens, padded = int(real.sum(1).max()), ""
         if tokens > longest:
             raise ValueError(
                 f"a text has {tokens} tokens{padded}; allowed: at most max_position_embeddings={longest}, which "
@@ -320,7 +318,7 @@ class HatModel(HatPreTrainedModel):
         elif self.config.pooling == "mean":
             pooled = (rows * segments.present[..., None]).sum(1) / segments.present.sum(1, keepdim=True)
         else:
-            pooled = last.sum(1) / segments.real.sum(1, keepdim=True)
+            pooled = last.sum(1) / segments.real.sum(1, keepdim=True).clamp_min(1)
         return pooled if self.pooler is None else ACT2FN[self.config.pooler_act](self.pooler(pooled))
 
 

@@ -68,7 +68,8 @@ def segment(
     """Cut a batch into segments.
 
     Args:
-        real: bool [B, N], False at padding, which may lie anywhere; every text has at least one token.
+        real: bool [B, N], False at padding, which may lie anywhere. A row of padding alone makes one segment, which its
+            first token leads.
         length: K.
         led: bool [B], False for texts whose first token is no CLS token and stands behind one; None: all are led.
         packed: make only the segments that there are, as wide as the fullest one; else as many and as wide as N tokens

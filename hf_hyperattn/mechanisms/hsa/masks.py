@@ -75,6 +75,8 @@ def mask_is_causal(options: Options, is_causal: bool) -> bool:
 def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
     """The hierarchy over the real tokens alone; one that was made for this padding is kept as it is.
 
+    A row of padding alone, which fills up a batch, keeps its hierarchy: nobody reads what it gets.
+
     Args:
         hierarchy: of these tokens, and perhaps of some to come.
         real: bool [B, keys].
@@ -92,7 +94,7 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
     if bool(real.all()):
         return hierarchy
     there = real.any(1, keepdim=True)
-    made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there if is_causal else real)
+    made = Hierarchy.windows(hierarchy.length, hierarchy.sizes or (), real | ~there)
     if is_causal and made.starts is not None:  # windows of a row of padding begin after all that there is
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
     if made.is_windows or not is_causal:
@@ -106,6 +108,7 @@ def _trees_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarch
     ids = hierarchy.to_ids()
     ids = ids.expand(len(real), -1, -1) if len(ids) == 1 else ids
     real = torch.cat([real, ids[:, real.shape[1] :, 0] >= 0], 1)
+    real = real | ~real.any(1, keepdim=True)
     if bool(((ids[..., 0] < 0) == ~real).all()):
         return hierarchy
     return Hierarchy.from_ids(ids.masked_fill(~real[..., None], -1), hierarchy.kind_names)
