@@ -16,8 +16,8 @@ import hf_hyperattn as ha
 from hf_hyperattn.config import MechanismConfig
 from hf_hyperattn.integration.hsa_encoder.configuration import HsaEncoderConfig
 from hf_hyperattn.integration.hsa_encoder.modeling import HsaEncoder
-from hf_hyperattn.mechanisms.sparse.rules import RULES
 from hf_hyperattn.registry import MECHANISMS
+from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.models import FAMILIES, bert, llama, text_inputs
 
 VALUES = (10**8, 10**18, 10**19, 10**30, 0, -1, True)
@@ -38,13 +38,12 @@ RECORDS = {
         dict(lengths=[6, 12], rules=[[{"rule": "window", "near": 4, "sinks": 1}], [{"rule": "exact"}]]),
     ),
     **{
-        f"sparse-{name}": (llama, dict(rules=[rule().to_dict()]))
-        for name, rule in RULES.items()
-        if rule.__module__.startswith("hf_hyperattn")
+        f"sparse-{rule.name}": (llama, dict(rules=[rule().to_dict()]))
+        for rule in (Exact, Window, Pages, Clusters, NestedWindows, VerticalSlash)
     },
     **{
-        f"sparse-{name}-{query}": (llama, dict(rules=[RULES[name](query=query).to_dict()]))
-        for name in ("pages", "nested_windows", "clusters")
+        f"sparse-{rule.name}-{query}": (llama, dict(rules=[rule(query=query).to_dict()]))
+        for rule in (Pages, NestedWindows, Clusters)
         for query in ("first", "previous", "chunk")
     },
 }
