@@ -25,6 +25,7 @@ LONGEST, MOST = 1000, 10**9
 MECHANISMS = ("hsa", "sparse", "collaborative")  # that can be injected
 CONVERSIONS = ("collaborative", "hat")  # changes of architecture
 LIGHT = ("completion", "list")  # their modules import the standard library alone
+WITHOUT_MODELS = ("autoload", "completion", "recover")  # these read no model, and so need no scores
 SHELLS = ("bash", "zsh", "fish")
 DTYPES = ("float32", "bfloat16", "float16")
 ABOUT = """\
@@ -123,10 +124,20 @@ def mechanisms() -> dict[str, dict[str, Any]]:
     return json.loads((package_folder() / "cli" / "mechanisms.json").read_text(encoding="utf-8"))
 
 
+#: What `hyperattn list` shows of mechanisms that --import brought, by name.
+IMPORTED: dict[str, dict[str, Any]] = {}
+
+
+def all_mechanisms() -> dict[str, dict[str, Any]]:
+    """Mechanisms of the package, and those that --import brought."""
+    return mechanisms() | IMPORTED
+
+
 def patches() -> list[str]:
     """Names that --mechanism takes: of mechanisms that patch, and of attn_implementation=."""
-    names = [name for name, about in mechanisms().items() if "patch_model" in about["how"]]
-    return list(dict.fromkeys([*names, *(n for about in mechanisms().values() for n in about["names"])]))
+    known = all_mechanisms()
+    names = [name for name, about in known.items() if "patch_model" in about["how"]]
+    return list(dict.fromkeys([*names, *(n for about in known.values() for n in about["names"])]))
 
 
 def recipe(text: str) -> str:
@@ -686,6 +697,15 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=line, description=description.rstrip(), formatter_class=form)
         command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
         command.add_argument("--json", action="store_true", help="print JSON on stdout in place of text")
+        if name not in WITHOUT_MODELS:
+            command.add_argument(
+                "--import",
+                dest="imports",
+                action="append",
+                default=[],
+                metavar="MODULE",
+                help="a module or .py file with scores or rules of your own, imported first; repeat it for several",
+            )
         add_options(command.add_argument)
     return parser
 
@@ -711,6 +731,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         build_parser().print_help()
         return 0
+    IMPORTED.clear()
+    try:  # before the words are read: they may name a mechanism that comes with a module
+        import_modules(named_imports(words))
+    except ValueError as error:
+        if "--traceback" in words:
+            raise
+        print(f"hyperattn {words[0]}: error: {one_line(error)}", file=sys.stderr)
+        return 2
     args = build_parser().parse_args(words)
     args.argv = words
     try:
@@ -728,6 +756,76 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"hyperattn {args.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def named_imports(words: Sequence[str]) -> list[str]:
+    """The values of --import, of a command that has it."""
+    if words[0] not in COMMANDS or words[0] in WITHOUT_MODELS:
+        return []
+    after = [value for word, value in zip(words, words[1:]) if word == "--import"]
+    return [*after, *(word.partition("=")[2] for word in words if word.startswith("--import="))]
+
+
+def describe_mechanism(mechanism: Any) -> dict[str, Any]:
+    """Return what `hyperattn list` shows of a mechanism that is not the package's; the keys are those of its file."""
+    config = mechanism.config
+    line = (config.__doc__ or "").strip().partition("\n")[0].rstrip(".") or "its module says"
+    return {
+        "group": "own",
+        "summary": line,
+        "title": line,
+        "use_to": line,
+        "at_start": ['mode="blend" (default): same output as the original model'],
+        "time": "not measured",
+        "stage": mechanism.stage,
+        "how": ["patch_model"],
+        "names": list(mechanism.names),
+        "config": config.__name__,
+        "defaults": {key: value for key, value in config().to_dict().items() if key != "mechanism"},
+        "paper": mechanism.paper,
+    }
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules by name, the current folder included, or from .py files: what they define is known afterwards.
+
+    A file is imported under its own name, by which a checkpoint remembers where a score was defined.
+
+    Raises:
+        ValueError: a module is not there, or fails while it is imported.
+    """
+    names = list(names)
+    if not names:
+        return
+    registry: Any = importlib.import_module("hf_hyperattn.registry")
+    importlib.import_module("hf_hyperattn")
+    for name in names:
+        before = set(registry.MECHANISMS)
+        folder, module = os.getcwd(), name
+        if name.endswith(".py"):
+            path = Path(name).resolve()
+            if not path.is_file():
+                raise ValueError(f"--import {name}: no such file; allowed: a .py file, or a module's name")
+            folder, module = str(path.parent), path.stem
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", module):
+            raise ValueError(f"--import {name}: no module's name; allowed: such as my_scores, or my_scores.py")
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            imported = importlib.import_module(module)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and module.startswith(f"{error.name}"):
+                allowed = "a .py file, or a module that Python finds from this folder"
+                raise ValueError(f"--import {name}: no module of this name; allowed: {allowed}") from error
+            raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
+        there = getattr(imported, "__file__", None)
+        if name.endswith(".py") and (there is None or not os.path.samefile(there, path)):
+            raise ValueError(
+                f"--import {name}: Python knows another module {module!r} ({there or 'built in'}); rename the file"
+            )
+        for key, mechanism in registry.MECHANISMS.items():
+            if key not in before or mechanism.config.__module__ == module:
+                IMPORTED[key] = describe_mechanism(mechanism)
 
 
 def check_counts(args: argparse.Namespace) -> None:

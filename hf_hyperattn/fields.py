@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 LARGEST = 3e38
 #: Positive numbers below this are 0, or lose digits, there.
 SMALLEST = 1.2e-38
+#: No integer in a config is larger, unless its field says so. No text has as many tokens, and a few such numbers add up
+#: to less than int64 holds, in which kernels count.
+MOST_INTEGER = 10**18
+#: No extent of a weight that a config names is larger: so many numbers in a row are 8 GB.
+MOST_SIZE = 2**31 - 1
+#: The largest seed that torch's generators take as it is.
+MOST_SEED = 2**63 - 1
 
 
 def option(
@@ -22,6 +29,7 @@ def option(
     choices: tuple = (),
     above: float | None = None,
     least: float | None = None,
+    most: int = MOST_INTEGER,
     types: tuple = (),
     optional: bool = False,
 ) -> Any:
@@ -31,6 +39,7 @@ def option(
         default: what the field holds where nothing is said; `dataclasses.MISSING` for a field that must be given.
         choices: allowed values.
         above, least: exclusive and inclusive lower bound of a number; numbers must be finite in float32.
+        most: the largest value of a field of integers.
         types: allowed types; taken from the default where not given.
         optional: whether None is allowed.
     """
@@ -41,6 +50,7 @@ def option(
         choices=choices,
         above=above,
         least=least,
+        most=most,
         types=types,
         optional=optional or default is None,
     )
@@ -100,7 +110,10 @@ def _allowed_instead(value: Any, rule: Mapping[str, Any]) -> str:
         return f"numbers above {above:g}"
     if above == 0 and value < SMALLEST:
         return f"numbers above 0, from {SMALLEST:g}, the least that float32 holds in full"
-    return f"numbers from {least:g}" if least is not None and value < least else ""
+    if least is not None and value < least:
+        return f"numbers from {least:g}"
+    counts = int in rule["types"] and float not in rule["types"]
+    return f"numbers up to {rule['most']:,}" if counts and value > rule["most"] else ""
 
 
 def short(value: Any) -> str:

@@ -6,7 +6,7 @@ Plain data in, ``huggingface_hub`` card objects out; this package imports neithe
     hub_cards.write_card("a/saved/model")       # beside the weights; a README.md of a person's own is kept
 """
 
-from .beside import own_card_kept, write_card
+from .beside import own_card_kept, try_to_write_card, write_card
 from .directory import card_for_directory, config_folder, hub_id_or_none
 from .errors import explain_hub_error, explained
 from .facts import Facts
@@ -30,6 +30,7 @@ __all__ = [
     "render_adapter_card",
     "render_config_card",
     "render_model_card",
+    "try_to_write_card",
     "unhook_uploads",
     "write_card",
 ]

@@ -1,6 +1,7 @@
 """Writing a card beside the weights without ever losing a person's own README.md."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,28 +13,105 @@ from .results import eval_entries, read_results
 
 CARD = "README.md"
 LARGEST = 200_000  #: bytes; no card that a program makes comes near it
+#: Of a header: characters and levels. PyYAML needs minutes for some thousand levels; a model-index has seven.
+LONGEST_HEADER, MOST_LEVELS = 50_000, 20
 RESULTS = Path(".eval_results") / "hf_hyperattn.yaml"
+
+logger = logging.getLogger("hf_hyperattn")
+
+
+class UnreadableCard(ValueError):
+    """A README.md from which no card can be read; the message says why, as a part of a sentence."""
 
 
 def read_made(path: Path):
-    """The card in ``path`` if a program made it and nobody edited it, else None.
+    """Return the card in ``path`` if a program made it and nobody edited it, else None."""
+    try:
+        return load_made(path)
+    except UnreadableCard:
+        return None
 
-    A header with YAML aliases, which can stand for more than any memory holds, was not made by a program we know.
+
+def load_made(path: Path):
+    """Return the card in ``path`` if a program made it and nobody edited it, None if a person wrote or edited it.
+
+    Raises:
+        UnreadableCard: it holds no card: no regular file, not UTF-8, a broken or oversized header, ...
     """
-    import yaml
-    from huggingface_hub import ModelCard
+    try:
+        header, text = split_header(path)
+        if header is None:
+            return None
+        check_header(header)
+        card = parse_card(text)
+        return card if is_ours_untouched(card) or is_stub(card) else None
+    except UnreadableCard:
+        raise
+    except OSError as error:
+        raise UnreadableCard(f"it cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # PyYAML and huggingface_hub raise many kinds, and none may stop a save
+        why = " ".join(str(error).split())[:200]
+        raise UnreadableCard(f"its header cannot be read ({type(error).__name__}: {why})") from error
+
+
+def split_header(path: Path) -> tuple[str | None, str]:
+    """The YAML header of a Markdown file, None if it has none, and the whole text."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    if not path.is_file():
+        raise UnreadableCard("it is no regular file")
+    if path.stat().st_size > LARGEST:
+        raise UnreadableCard(f"it has more than {LARGEST:,} bytes")
     try:
-        if not path.is_file() or path.stat().st_size > LARGEST or not path.read_bytes().lstrip().startswith(b"---"):
-            return None
-        header = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
-        if header and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[2])):
-            return None
-        card = ModelCard.load(path, ignore_metadata_errors=True)
-    except (ValueError, TypeError, OSError, RecursionError, yaml.YAMLError):
-        return None
-    return card if is_ours_untouched(card) or is_stub(card) else None
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnreadableCard("it is not UTF-8 text") from error
+    if "\0" in text:
+        raise UnreadableCard("it is binary")
+    found = REGEX_YAML_BLOCK.search(text) if text.lstrip().startswith("---") else None
+    return found and found[2], text
+
+
+def check_header(header: str) -> None:
+    """Raise UnreadableCard for a header that takes minutes to read, or more memory than there is.
+
+    YAML aliases can stand for more than any memory holds. No program we know writes them.
+    """
+    import yaml
+
+    if len(header) > LONGEST_HEADER:
+        raise UnreadableCard(f"its header has more than {LONGEST_HEADER:,} characters")
+    level = 0
+    for event in yaml.parse(header):  # event by event, so that a deep header is refused before it is read
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MOST_LEVELS:
+            raise UnreadableCard(f"its header is nested more than {MOST_LEVELS} deep")
+        if isinstance(event, yaml.AliasEvent):
+            raise UnreadableCard("its header has YAML aliases")
+
+
+def parse_card(text: str):
+    """The text as a ``ModelCard`` whose tags are strings, as all that reads or merges tags expects."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(text)
+    tags = card.data.tags
+    if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        raise UnreadableCard("its tags are not a list of strings")
+    return card
+
+
+def warn_of_kept(path: Path, shown: object = None) -> None:
+    """Log why the README.md in ``path`` stays as it is, if that is not because a person wrote it.
+
+    Args:
+        path: the README.md.
+        shown: the path to show. Default: ``path``.
+    """
+    try:
+        load_made(path)
+    except UnreadableCard as reason:
+        logger.warning("hf_hyperattn: %s was left as it is, and no card is written: %s", shown or path, reason)
 
 
 def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | None:
@@ -41,26 +119,54 @@ def write_card(directory, *, config: Mapping | None = None, **facts) -> Path | N
 
     A README.md that was rendered here and not edited since, or that is the placeholder of Transformers or
     PEFT, is replaced; what somebody added to its header stays. Any other README.md is left as it is, byte for
-    byte. Results with ``dataset_id`` and ``task_id`` also go into ``.eval_results/hf_hyperattn.yaml``.
+    byte; one from which no card can be read (broken YAML, not UTF-8, a folder) is also named in a warning.
+    Results with ``dataset_id`` and ``task_id`` also go into ``.eval_results/hf_hyperattn.yaml``.
 
     Args, raises: those of ``card_for_directory``; OSError where the directory cannot be written.
 
     Returns:
-        The path of the card, or None where a person's own README.md was kept.
+        The path of the card, or None where a README.md was kept.
     """
     directory = Path(directory)
     path = directory / CARD
-    old = read_made(path) if os.path.lexists(path) else None
-    if old is None and os.path.lexists(path):
-        return None
+    old = None
+    if os.path.lexists(path):
+        old = read_made(path)
+        if old is None:
+            warn_of_kept(path)
+            return None
     if old is not None and not is_ours_untouched(old):
         facts = {**header_facts(old), **{name: value for name, value in facts.items() if value is not None}}
     card = card_for_directory(directory, config=config, **facts)
     if old is not None:
-        carry_over(card, old)
+        try:
+            carry_over(card, old)
+            parse_card(str(card))
+        except Exception as error:  # entries that nothing reads again
+            why = " ".join(str(error).split())[:200]
+            logger.warning(
+                "hf_hyperattn: %s was left as it is, since its header has no place in a card: %s", path, why
+            )
+            return None
     write_results(directory, facts.get("results"))
     replace_file(path, str(card).encode())
     return path
+
+
+def try_to_write_card(directory, *, shown: object = None, **facts) -> Path | None:
+    """Write the card of what was just saved; a card that cannot be made is a warning, since no save may fail by it.
+
+    Args:
+        directory: where the weights are.
+        shown: the directory that the warning names. Default: ``directory``.
+        **facts: as in ``write_card``.
+    """
+    try:
+        return write_card(directory, **facts)
+    except Exception as error:  # whatever is wrong with a card, weights are worth more
+        why = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("hf_hyperattn: no card is written into %s: %s", shown or directory, why)
+        return None
 
 
 def header_facts(placeholder) -> dict:

@@ -55,8 +55,9 @@ def _read_json(path: Path) -> dict:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"hub_cards: {path} is not JSON: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"hub_cards: {path} is not JSON: {why}") from None
     if not isinstance(content, dict):
         raise ValueError(f"hub_cards: {path} holds a {type(content).__name__}; allowed: a JSON object")
     return content
@@ -97,6 +98,10 @@ def card_for_directory(directory, *, config: Mapping | None = None, **facts):
         return render_adapter_card(config, adapter=adapter, **{**found, **facts})
     if not model:
         return render_config_card(config, **facts)
-    found["auto_class"], found["pipeline_tag"] = task_of(next(iter(model.get("architectures") or ()), None))
+    architectures = model.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        path = directory / "config.json"
+        raise ValueError(f"hub_cards: {path} has architectures={str(architectures)[:80]}; allowed: a list of names")
+    found["auto_class"], found["pipeline_tag"] = task_of(next(iter(architectures), None))
     found["tokenizer"] = (directory / "tokenizer_config.json").is_file()
     return render_model_card(config, **{**found, **facts})

@@ -9,9 +9,11 @@ kept.
 import hashlib
 import json
 import re
+from functools import cache
 
-SIGNATURE = re.compile(r"\n*<!-- card rendered by hf-hyperattn, digest ([0-9a-f]{64}); [^>]*-->\s*\Z")
+SIGNATURE = re.compile(r"<!-- card rendered by hf-hyperattn, digest ([0-9a-f]{64}); [^>]*-->\s*\Z")
 NOTE = "an edited card is kept by later pushes"
+LONGEST_STUB = 20_000  #: characters; placeholders have about 5,000, and the pattern below is slow on long texts
 PEFT_TAIL = re.compile(r"(### Framework versions\s*)?(- PEFT [\w.+]+\s*)+\Z")
 
 
@@ -37,14 +39,17 @@ def is_ours_untouched(card) -> bool:
 
 def is_stub(card) -> bool:
     """Whether the card is the one Transformers or PEFT makes for every model, as it was made."""
+    return len(card.text) <= LONGEST_STUB and PEFT_TAIL.sub("", card.text.strip()).split() in stub_texts()
+
+
+@cache
+def stub_texts() -> tuple[list[str], ...]:
+    """The words of the cards that Transformers and PEFT make."""
     from huggingface_hub import ModelCard, ModelCardData
 
     description = (
         "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
         "This model card has been automatically generated."
     )
-    kept = PEFT_TAIL.sub("", card.text.strip()).split()
-    for extra in ({"model_description": description}, {}):
-        if kept == ModelCard.from_template(ModelCardData(), **extra).text.split():
-            return True
-    return False
+    extras = ({"model_description": description}, {})
+    return tuple(ModelCard.from_template(ModelCardData(), **extra).text.split() for extra in extras)

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .beside import CARD, own_card_kept, read_made, write_card
+from .beside import CARD, own_card_kept, read_made, try_to_write_card, warn_of_kept
 from .errors import explained
 from .published import patched_facts
 
@@ -47,18 +47,18 @@ def _bound(wrapper: Callable, original: Callable, facts_for: Callable) -> Callab
 
 def _with_card(self, original, facts_for, working_dir, repo_id, *args, **kwargs):
     """Write the card into what is about to be uploaded."""
-    facts = facts_for(self)
+    facts = read_facts(self, facts_for)
     if facts is not None:
         facts = {"repo_id": repo_id, **facts}
         if facts.get("base_model") == repo_id:
             facts["base_model"] = None
-        write_card(working_dir, **facts)
+        try_to_write_card(working_dir, **facts)
     return original(self, working_dir, repo_id, *args, **kwargs)
 
 
 def _with_cause(self, original, facts_for, repo_id, *args, **kwargs):
     """Add a line with the cause to the error of a failed push."""
-    with contextlib.nullcontext() if facts_for(self) is None else explained(f"push to {repo_id}"):
+    with contextlib.nullcontext() if read_facts(self, facts_for) is None else explained(f"push to {repo_id}"):
         return original(self, repo_id, *args, **kwargs)
 
 
@@ -73,10 +73,11 @@ def card_beside(
         published: what is saved; nothing is written for what ``facts_for`` does not know.
         pushed: whether the save also pushes, which writes the card through ``hook_uploads``.
         replaces: where the files go from ``directory``, when that is a folder in between. A card that a program
-            made there is carried on; over a person's own README.md none is written. There a card that cannot be
-            made is a warning, since the weights are not in their place yet.
+            made there is carried on; over a person's own README.md none is written.
+
+    A card never stops a save: one that cannot be read or made is a warning.
     """
-    facts = facts_for(published)
+    facts = read_facts(published, facts_for)
     if facts is None:
         yield
         return
@@ -84,20 +85,36 @@ def card_beside(
         with own_card_kept(directory), explained(f"save to {directory}"):
             yield
         if not pushed:
-            write_card(directory, **facts)
+            try_to_write_card(directory, **facts)
         return
     old, new = Path(replaces) / CARD, Path(directory) / CARD
-    own = os.path.lexists(old) and read_made(old) is None
-    if not own and old.is_file():
-        shutil.copy2(old, new)
+    own = os.path.lexists(old) and not copy_made(old, new)
     yield
     if own:
         new.unlink(missing_ok=True)
+        warn_of_kept(old)
         return
+    try_to_write_card(directory, shown=replaces, **facts)
+
+
+def read_facts(published: object, facts_for: Callable) -> dict | None:
+    """What the card says of what is saved; None for what is not ours, and with a warning where that cannot be told."""
     try:
-        write_card(directory, **facts)
-    except (ValueError, TypeError, OSError) as error:
-        logger.warning("hf_hyperattn: no card is written into %s: %s", replaces, " ".join(str(error).split()))
+        return facts_for(published)
+    except Exception as error:  # the save goes on without a card
+        logger.warning("hf_hyperattn: no card is written: %s", " ".join(str(error).split()) or type(error).__name__)
+        return None
+
+
+def copy_made(old: Path, new: Path) -> bool:
+    """Copy a README.md that a program made; False, and no copy, for a person's own and for one that cannot be read."""
+    if read_made(old) is None:
+        return False
+    try:
+        shutil.copy2(old, new)
+    except OSError:
+        return False
+    return True
 
 
 def unhook_uploads(mixin: type) -> None:

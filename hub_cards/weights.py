@@ -14,14 +14,32 @@ def read_header(path: Path) -> dict:
     Raises:
         ValueError: the file is no safetensors file.
     """
-    with open(path, "rb") as file:
-        try:
+    try:
+        with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes; allowed: {LONGEST_HEADER}")
-            return json.loads(file.read(length))
-        except (struct.error, ValueError, RecursionError) as error:
-            raise ValueError(f"hub_cards: {path} is no safetensors file: {error}") from None
+            text = file.read(length)
+        if len(text) < length:
+            raise ValueError(f"its header has {length} bytes, and {len(text)} are there")
+        header = json.loads(text)
+        check_header(header)
+    except (struct.error, ValueError, RecursionError, OSError) as error:
+        why = "its header is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"hub_cards: {path} is no safetensors file: {why}") from None
+    return header
+
+
+def check_header(header: object) -> None:
+    """Raise ValueError for a header that is no object of tensors, each with its shape."""
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}; allowed: an object of tensors")
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+            raise ValueError(f"its header says nothing of the shape of {name[:80]!r}; allowed: a list of counts")
 
 
 def weight_files(directory: Path) -> list[Path]:

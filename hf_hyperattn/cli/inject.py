@@ -16,8 +16,9 @@ from ..folders import check_replaceable
 from ..inject import Allocation, hsa, sparse
 from ..inject.causal import RETRIEVAL, CausalInjection
 from ..inject.encoder import EncoderInjection
-from ..inject.injection import Losses, ids_of
+from ..inject.injection import ROUNDS, Losses, ids_of
 from ..inject.pays import Pays, faster, pays_from
+from ..inject.retrieval import least_right
 from ..integration.checkpoint_files import errors_as
 from . import device_map
 from .console import progress, reported, table
@@ -166,7 +167,12 @@ def refusal(args: argparse.Namespace, report: dict[str, Any], is_encoder: bool) 
     if report["accepted"]:
         return None
     budgets = {"texts": args.budget, "retrieval": args.retrieval_budget}
-    rows = [(kind, name, row["loss"]) for kind in budgets for name, row in report.get(kind, {}).items()]
+    rows = [
+        (kind, name, row["loss"])
+        for kind in budgets
+        for name, row in report.get(kind, {}).items()
+        if row.get("decides", True)
+    ]
     kind, name, loss = max(rows, key=lambda row: row[2] / (budgets[row[0]] or float("inf")))
     said = loss_text(loss, is_encoder)
     what = "held-out text" if kind == "texts" else "retrieval task"
@@ -268,19 +274,45 @@ def show_tried(tried: list[tuple[Allocation, Losses]], is_encoder: bool) -> None
 def show_verified(report: dict[str, Any], is_encoder: bool) -> None:
     """The table before and after, on the third part of each text."""
     print("\nHeld-out text, before and after:")
+    unable = cannot_do(report)
     rows = [
         [f"{report['metric']}, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", loss_text(r["loss"], is_encoder)]
         for name, r in report["texts"].items()
     ]
     for name, r in report.get("retrieval", {}).items():
         right = f"{r['loss']:+.2%}, right {r['exact_before']:.0%} -> {r['exact_after']:.0%}"
+        right += " *" if name in unable else ""
         rows.append([f"answers, {name}", f"{r['before']:.3f}", f"{r['after']:.3f}", right])
     rows.append(["attended pairs", "100 %", f"{report['pairs']:.1%}", ""])
     cost = report.get("cost", {"name": "pairs"})
     if cost["name"] != "pairs":
         rows.append([f"{CALLED[cost['name']]}, of the rules alone", "100 %", f"{cost['share']:.1%}", ""])
-    for what, key in (("attention", "attention_seconds"), ("whole model", "seconds")):
-        a, b = report[key]["before"], report[key]["after"]
-        rows.append([f"{what}, time", f"{a:.2f} s", f"{b:.2f} s", f"x {a / b:.2f}"])
+    a, b = (report["attention_seconds"][key] for key in ("before", "after"))
+    rows.append(["attention, time", f"{a:.2f} s", f"{b:.2f} s", f"x {a / b:.2f}"])
+    a, b = (report["seconds"][key] for key in ("before", "after"))
+    speed = f"x {a['median'] / b['median']:.2f}, medians of {ROUNDS} in turn"
+    rows.append(["whole model, time (range)", seconds_text(a), seconds_text(b), speed])
     memory = [f"{report['memory'][k] / 2**20:,.0f} MiB" for k in ("before", "after")]
     table(("", "before", "after", ""), [*rows, ["memory", *memory, ""]])
+    for name in unable:
+        of = "tokens" if name == "copying" else "answers"
+        share = report["retrieval"][name]["right_before" if name == "copying" else "exact_before"]
+        print(
+            f"* {name} does not decide: the original model gives {share:.0%} of its {of} right, and can do the task "
+            f"from {least_right(name):.0%} on"
+        )
+
+
+def cannot_do(report: dict[str, Any]) -> list[str]:
+    """The tasks of retrieval that the original model cannot do."""
+    found = []
+    for name, row in report.get("retrieval", {}).items():
+        share = row["right_before"] if name == "copying" else row["exact_before"]
+        if share < least_right(name):
+            found.append(name)
+    return found
+
+
+def seconds_text(times: dict[str, float]) -> str:
+    """A median with its range."""
+    return f"{times['median']:.2f} s ({times['least']:.2f} to {times['most']:.2f})"

@@ -115,7 +115,7 @@ def write_checkpoint(
             tokenizer.save_pretrained(stage)
         for name, report in (reports or {}).items():
             (stage / name).write_text(json.dumps(report, indent=1) + "\n")
-        hub_cards.write_card(stage, **facts)
+        hub_cards.try_to_write_card(stage, shown=target, **facts)
 
 
 def default_text() -> tuple[str, str]:

@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from hyperattn_cli import mechanisms, nearest
+from hyperattn_cli import all_mechanisms, nearest
 
 #: Headings of the overview, by the `group` of each mechanism in mechanisms.json.
 GROUPS = {
@@ -16,6 +16,7 @@ GROUPS = {
     "score": "Hierarchy in the attention score, needs training  (ha.patch_model)",
     "heads": "Work across heads, needs training  (ha.patch_model)",
     "longer": "Longer inputs for an encoder, new architecture  (ha.convert)",
+    "own": "From --import  (ha.patch_model)",
 }
 ADVICE = """Details and settings:  hyperattn list NAME
 Try one on your text:  hyperattn compare MODEL --text FILE --mechanisms NAME,none"""
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: There is no mechanism of this name.
     """
-    known = mechanisms()
+    known = all_mechanisms()
     if args.mechanism is None:
         print(json.dumps(known, indent=2, ensure_ascii=False) if args.json else format_overview(known))
         return
@@ -50,6 +51,8 @@ def format_overview(known: dict[str, dict[str, Any]]) -> str:
     parts = []
     for group, heading in GROUPS.items():
         members = {name: about for name, about in known.items() if about["group"] == group}
+        if not members:
+            continue
         lines = [fold(f"  {name}".ljust(width), about["summary"]) for name, about in members.items()]
         parts.append("\n".join([heading, *lines]))
     return "\n\n".join([*parts, ADVICE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 from pathlib import Path
@@ -30,6 +31,10 @@ RECIPE = "accelerate launch recipes/finetune.py --config recipes/smollm2/{}.yaml
 RECIPES = ("cone", "head_fusion", "hype", "hyperbolic", "mkl", "talking_heads", "trilinear")
 #: A head that gives the first token more of its attention than this mostly rests there.
 RESTING = 0.5
+#: Hidden states whose delta differs from their control's by less count for neither side.
+MARGIN = 0.1
+#: Of the sign test.
+LEVEL = 0.05
 
 
 def run(args: argparse.Namespace) -> None:
@@ -138,7 +143,6 @@ def of_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[s
     """What could be patched in."""
     shares = [share for layer in data["sink"]["model"] for share in layer or ()]
     resting = sum(share > RESTING for share in shares)
-    nearer = [i for i, state in enumerate(data["hyperbolicity"]) if state["mean"] < 0.9 * state["control_mean"]]
     steps = [
         (
             f"{resting} of {len(shares)} heads give the first token more than half of their attention. How many pairs "
@@ -146,14 +150,33 @@ def of_unpatched(args: argparse.Namespace, data: dict[str, Any]) -> list[tuple[s
             command("inject", args.model, "--mechanism", "hsa", "--text", args.text, "--output", f"{stem(args)}-hsa"),
         )
     ]
-    text = "Hidden states are not nearer to a tree than their control. Whether cones help all the same,"
-    if nearer:
-        text = (
-            f"Hidden states are at least 10 % nearer to a tree than their control in {len(nearer)} of "
-            f"{len(data['hyperbolicity'])} places. Whether distances in a curved space help,"
-        )
+    nearer, farther, places = count_sides(data["hyperbolicity"])
+    tree_like = is_clearly_more(nearer, farther)
+    text = (
+        f"Of {places} places, hidden states are at least 10 % nearer to a tree than their control in {nearer}, and at "
+        f"least 10 % farther in {farther}"
+    )
+    if tree_like:
+        text += ": clearly more often nearer (sign test, p < 0.05). Whether distances in a curved space help,"
+    else:
+        text += ": not clearly more often nearer (sign test, p < 0.05). Whether cones help all the same,"
     text += " from an unchanged start (in a clone; the recipe names its model):"
-    return [*steps, (text, RECIPE.format("hyperbolic" if nearer else "cone"))]
+    return [*steps, (text, RECIPE.format("hyperbolic" if tree_like else "cone"))]
+
+
+def count_sides(states: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """In how many places hidden states are clearly nearer to a tree than their control, in how many farther, of all."""
+    means = [(state["mean"], state["control_mean"]) for state in states]
+    nearer = sum(mean < (1 - MARGIN) * control for mean, control in means)
+    farther = sum(mean > (1 + MARGIN) * control for mean, control in means)
+    return nearer, farther, len(means)
+
+
+def is_clearly_more(nearer: int, farther: int) -> bool:
+    """Whether one side wins by a one-sided sign test: fair coins would give as many in less than 5 % of cases."""
+    tosses = nearer + farther
+    as_many = sum(math.comb(tosses, heads) for heads in range(nearer, tosses + 1))
+    return as_many < LEVEL * 2**tosses
 
 
 def of_patched(args: argparse.Namespace, data: dict[str, Any], patched: set[str]) -> list[tuple[str, str]]:

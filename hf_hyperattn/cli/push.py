@@ -26,6 +26,7 @@ from hub_cards.tasks import adapter_task
 
 from ..address import NAME, VERSION
 from ..config import CONFIG_NAME, HyperAttnConfig
+from ..fields import short
 from ..files import read_json
 from ..integration.checkpoint_files import check_weights, class_of, errors_as, files_of, load_config, regular_file
 from ..integration.export import MANIFEST, auto_classes
@@ -87,7 +88,7 @@ def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
         ValueError: a file of an export is not the one that was exported, or a link leads out of the folder.
     """
     files, others = files_of(folder)
-    exported = read_json(folder / MANIFEST).get("sha256", {}) if (folder / MANIFEST).is_file() else {}
+    exported = read_manifest(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
     for name, digest in exported.items():
         files[name] = regular_file(folder, name)
         if name != CARD and hashlib.sha256(files[name].read_bytes()).hexdigest() != digest:
@@ -95,6 +96,21 @@ def files_to_push(folder: Path) -> tuple[dict[str, Path], list[str]]:
     if exported:
         files[MANIFEST] = regular_file(folder, MANIFEST)
     return files, sorted(name for name in others if name not in files and not name.startswith("."))
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """The SHA-256 of every file that an export wrote, by the file's name.
+
+    Raises:
+        ValueError: the file is not what `hyperattn export` writes.
+    """
+    digests = read_json(path).get("sha256", {})
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise ValueError(
+            f"{path} has sha256={short(digests)}; allowed: an object of file names and digests, as `hyperattn export` "
+            "writes it"
+        )
+    return digests
 
 
 def check_reload(folder: Path, files: dict[str, Path]) -> int:
@@ -136,6 +152,8 @@ def load_adapter(folder: Path, files: dict[str, Path]) -> Any:
     """The adapter in a folder, on the base that it names."""
     adapter = read_json(files[ADAPTER])
     base = adapter.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{files[ADAPTER]} has base_model_name_or_path={short(base)}; allowed: the name of its base")
     auto = getattr(transformers, adapter_task(adapter)[0])
     with errors_as(f"its base {base!r} cannot be loaded"):
         model = auto.from_pretrained(base, dtype="auto")
@@ -146,7 +164,7 @@ def weights(folder: Path) -> dict[str, Path]:
     """Every tensor of the safetensors files in a folder, by name, with its file."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with errors_as(f"{path} is damaged"), safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..fields import MOST_INTEGER, short
 from .tree import Tree
 
 
@@ -19,12 +20,13 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """
     sizes = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-            raise ValueError(f"window size {size!r} is not allowed; allowed: integers of at least 2, bottom first")
+        if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= MOST_INTEGER:
+            allowed = f"integers of at least 2, and at most {MOST_INTEGER:,}, bottom first"
+            raise ValueError(f"window size {short(size)} is not allowed; allowed: {allowed}")
     for small, large in zip(sizes, sizes[1:]):
         if large % small or large == small:
             raise ValueError(
-                f"windows {sizes}: {large} is no larger multiple of {small}; allowed: sizes bottom first, each "
+                f"windows {short(sizes)}: {large} is no larger multiple of {small}; allowed: sizes bottom first, each "
                 "dividing the next, such as (16, 64, 256)"
             )
     return sizes

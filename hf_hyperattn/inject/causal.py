@@ -19,7 +19,20 @@ from .gradients import final_hidden, head_of, loss_of
 from .injection import Injection, Item, Losses, ids_of
 from .kept import Kept, fingerprint
 from .measure import Sensitivity, measure
-from .retrieval import TASKS, Example, Score, by_task, copying, examples, mixture, opening, refuse_names, score_hidden
+from .retrieval import (
+    TASKS,
+    Example,
+    Score,
+    by_task,
+    copying,
+    examples,
+    least_right,
+    mixture,
+    opening,
+    refuse_names,
+    score_hidden,
+    share_right,
+)
 from .rules import CandidateRule
 from .together import ByHead, corrected, loss_parts
 
@@ -59,6 +72,7 @@ class CausalInjection(Injection):
     measured: list[Sensitivity] = field(default_factory=list, init=False)
     key_heads: dict[str, int] = field(default_factory=dict, init=False)  # by layer
     corrections: int = field(default=0, init=False)  # by what heads lose together
+    unable: dict[str, float] = field(default_factory=dict, init=False)  # tasks that the model cannot do: share right
     metric, tries, unit = "perplexity", 5, "head"
 
     def __post_init__(self) -> None:
@@ -86,7 +100,19 @@ class CausalInjection(Injection):
         return len(self.texts[0]) * (LAYER_STEPS * layers + tries + 1) + 3 * len(self.texts[2])
 
     def bar(self, name: str) -> float | None:
+        """As in `Injection`; a task that the original model cannot do decides nothing."""
+        if name in self.unable:
+            return None
         return self.retrieval_budget if name in RETRIEVAL and self.tokenizer is not None else self.budget
+
+    def note_stock(self, before: dict[str, Score]) -> None:
+        """Note which tasks the original model cannot do: what it loses there is no loss of retrieval."""
+        if self.tokenizer is None:
+            return
+        for task, score in self.of_tasks(before).items():
+            self.unable.pop(task, None)
+            if task in RETRIEVAL and share_right(task, score) < least_right(task):
+                self.unable[task] = share_right(task, score)
 
     def measure(self) -> None:
         self.head = head_of(self.model, ids_of(next(iter(self.texts[0].values()))))
@@ -127,6 +153,7 @@ class CausalInjection(Injection):
         with torch.no_grad():
             stock = {name: self.hidden(item) for name, item in self.texts[1].items()}
             before = {name: self.value(stock[name], item) for name, item in self.texts[1].items()}
+        self.note_stock(before)
         self.progress.advance(len(stock))
         best, low, high, pairs = None, 0.0, 1.0, self.pairs or 0.4
         for i in range(TRIES_AT_PAIRS if self.pairs else self.tries):
@@ -165,7 +192,7 @@ class CausalInjection(Injection):
         self.progress.describe(f"trying {allocation.pairs:.1%} of the pairs, and what heads lose together")
         for name, item in self.texts[1].items():
             after[name], parts = self.lost_together(allocation, item, stock[name])
-            weight = 1 / self.budget_of(name)
+            weight = 0.0 if name in self.unable else 1 / self.budget_of(name)
             sums = {layer: sums.get(layer, torch.zeros(())) + weight * found for layer, found in parts.items()}
             self.progress.advance(PARTS)
         self.tried.append((allocation, self.losses(before, after)))
@@ -195,8 +222,8 @@ class CausalInjection(Injection):
         return Score(*found.pop(SCORE).tolist()), found
 
     def in_budgets(self, losses: Losses) -> Losses:
-        """In units of their budgets."""
-        return {name: loss / self.budget_of(name) for name, loss in losses.items()}
+        """In units of their budgets; tasks that the original model cannot do are left out."""
+        return {name: loss / self.budget_of(name) for name, loss in losses.items() if name not in self.unable}
 
     def budget_of(self, name: str) -> float:
         """The bar of a text or task; where there is none, the usual one of retrieval."""
@@ -245,5 +272,7 @@ class CausalInjection(Injection):
             if name in before:
                 report["texts"][name] = row
             else:
-                report["retrieval"][name] = row | {"exact_before": score.exact, "exact_after": last[name].exact}
+                right = {"exact_before": score.exact, "exact_after": last[name].exact}
+                right |= {"right_before": score.right, "right_after": last[name].right}
+                report["retrieval"][name] = row | right | {"decides": self.bar(name) is not None}
         return report

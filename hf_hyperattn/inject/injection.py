@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from .rules import CandidateRule
 
 #: The part that is chosen on must keep this much of the budget: the texts to come are others.
 MARGIN = 0.8
+#: Timed passes of the original and of the patched model, in turn.
+ROUNDS = 5
 Losses = dict[str, float]  # by text
 Item = Tensor | Example  # a text as token ids, or with answers in it that alone are scored
 
@@ -132,8 +135,10 @@ class Injection(ABC):
                 "allowed: a larger budget, or longer texts"
             )
         progress.describe("verifying on held-out text")
+        candidates = list(self.safer(allocation))
         stock = self.read_held_out()
-        for candidate in list(self.safer(allocation)):
+        self.note_stock(stock[0])
+        for candidate in candidates:
             self.allocation = candidate
             if self.rejected:
                 unpatch_model(self.model)
@@ -152,9 +157,37 @@ class Injection(ABC):
             "accepted": accepted,
             **self.verified(stock[0], sparse[0]),
             "refused": [{"pairs": a.pairs, "losses": losses} for a, losses in self.rejected],
-            "seconds": pair(stock[1], sparse[1]),
-            "memory": pair(stock[2], sparse[2]),
+            "seconds": self.time_in_turn(),
+            "memory": pair(stock[1], sparse[1]),
             "length": self.length,
+        }
+
+    def note_stock(self, before: dict[str, Any]) -> None:
+        """Note what the original model is worth on the texts, before candidates are compared with it."""
+        return None
+
+    @torch.no_grad()
+    def time_in_turn(self) -> dict[str, dict[str, float]]:
+        """Seconds of a pass over one held-out text, original and patched: median, least and most of `ROUNDS`.
+
+        The two take turns, so that what else the machine does slows both. One pass each before that is not counted.
+        The model is patched again in the end.
+        """
+        item = next(iter(self.texts[2].values()))
+        seconds: dict[str, list[float]] = {"before": [], "after": []}
+        for i in range(ROUNDS + 1):
+            for key in seconds:
+                if key == "before":
+                    unpatch_model(self.model)
+                else:
+                    self.patch(self.allocation)
+                start = time.perf_counter()
+                self.hidden(item)
+                if i:
+                    seconds[key].append(time.perf_counter() - start)
+        return {
+            key: {"median": statistics.median(taken), "least": min(taken), "most": max(taken)}
+            for key, taken in seconds.items()
         }
 
     def patch(self, allocation: Allocation) -> None:
@@ -173,24 +206,21 @@ class Injection(ABC):
         return {"texts": {name: dict(zip(keys, self.scores(b, after[name]))) for name, b in before.items()}}
 
     @torch.no_grad()
-    def read(self, texts: Mapping[str, Item]) -> tuple[dict[str, Any], float]:
-        """The values of all texts, and the seconds that the model took."""
-        values, seconds = {}, 0.0
+    def read(self, texts: Mapping[str, Item]) -> dict[str, Any]:
+        """The values of all texts."""
+        values = {}
         for name, ids in texts.items():
-            start = time.perf_counter()
-            hidden = self.hidden(ids)
-            seconds += time.perf_counter() - start
-            values[name] = self.value(hidden, ids)
+            values[name] = self.value(self.hidden(ids), ids)
             self.progress.advance(1)
-        return values, seconds
+        return values
 
-    def read_held_out(self) -> tuple[dict[str, Any], float, int]:
-        """The values of the third texts, the seconds, and the most memory in use, in bytes."""
-        with torch.no_grad():  # what is set up on first use is no part of the time
+    def read_held_out(self) -> tuple[dict[str, Any], int]:
+        """The values of the third texts, and the most memory in use, in bytes."""
+        with torch.no_grad():  # what is set up on first use is no part of the memory
             self.hidden(next(iter(self.texts[2].values())))
         with PeakMemory(self.model.device) as memory:
-            values, seconds = self.read(self.texts[2])
-        return values, seconds, memory.peak
+            values = self.read(self.texts[2])
+        return values, memory.peak
 
     def losses_under(self, allocation: Allocation, part: int, before: dict[str, Any]) -> Losses:
         """The losses of a part of the texts under an allocation; the model is left as it was."""
@@ -199,7 +229,7 @@ class Injection(ABC):
             return dict.fromkeys(before, 0.0)
         patch_model(self.model, config)
         try:
-            after, _ = self.read(self.texts[part])
+            after = self.read(self.texts[part])
         finally:
             unpatch_model(self.model)
         return self.losses(before, after)
@@ -227,14 +257,14 @@ class Injection(ABC):
         """
         items = self.compared()
         self.texts = [*self.texts[:2], {**self.texts[2], **items}]
-        here, _ = self.read(items)
+        here = self.read(items)
         unpatch_model(self.model)
-        stock, _ = self.read(items)
+        stock = self.read(items)
         shown = {"this choice": {"pairs": self.allocation.pairs, "losses": self.losses(stock, here)}}
         for label, rival in self.rival_allocations().items():
             progress.describe(f"comparing with {label}")
             self.patch(rival)
-            after, _ = self.read(items)
+            after = self.read(items)
             unpatch_model(self.model)
             shown[label] = {"pairs": rival.pairs, "losses": self.losses(stock, after)}
         self.patch(self.allocation)

@@ -150,8 +150,11 @@ def check_weights(directory: Path, files: dict[str, Path]) -> None:
             raise ValueError(f"{directory / name} is damaged: {error}; allowed: a whole safetensors file") from error
     for name in (name for name in files if name.endswith(".index.json")):
         shards = read_json(files[name]).get("weight_map")
-        shards = shards.values() if isinstance(shards, dict) else ["weight_map"]
-        if missing := [shard for shard in shards if shard not in weights]:
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise ValueError(
+                f"{directory / name} has weight_map={short(shards)}; allowed: an object of tensors and their files"
+            )
+        if missing := [shard for shard in shards.values() if shard not in weights]:
             raise ValueError(f"{directory / name} names {short(missing[0])}, which is not there; save it again")
 
 

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 import model_patches
 
 from ..config import HyperAttnConfig, MechanismConfig, Mode
+from ..fields import refuse
 from ..mechanisms.base import MechanismLayer
 from ..registry import get_mechanism
 from ..selection import Choice
@@ -119,6 +120,22 @@ class HyperLoraConfig(LoraConfig):
         return super().to_dict() | {"hyperattn": hyperattn}
 
 
+def check_ranks(base: nn.Module, config: HyperLoraConfig) -> None:
+    """Refuse ranks above the widest weight of the base, before matrices of that size are made.
+
+    Raises:
+        ValueError: such a rank, from `r` or `rank_pattern`.
+    """
+    widest = max((size for p in base.parameters() for size in p.shape), default=0)
+    ranks = [
+        ("r", config.r),
+        *((f"rank_pattern[{name!r}]", rank) for name, rank in (config.rank_pattern or {}).items()),
+    ]
+    for name, rank in ranks:
+        if isinstance(rank, int) and rank > widest:
+            refuse(f"HyperLoraConfig.{name}", rank, f"up to {widest}, the widest weight of {type(base).__name__}")
+
+
 class HyperLoraModel(LoraModel):
     """`LoraModel` with a `HyperAdapter` at every host that one of its adapters patches."""
 
@@ -130,6 +147,7 @@ class HyperLoraModel(LoraModel):
         ordinary = building_on(without_weights([base]), type(base).__name__)
         with ordinary, rollback_on_error(base), following_adapters(base):
             config = copy.copy(self.peft_config[adapter_name])  # so that the caller's can be put on another model
+            check_ranks(base, config)
             config.hyperattn, selected, newly_routed = resolve_adapter(base, config)
             if config.target_modules is None and not config.target_parameters:
                 config.target_modules = set(projections(base, [(host.name, module) for module, host in selected]))

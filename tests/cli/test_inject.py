@@ -246,7 +246,7 @@ def test_what_is_interrupted_leaves_nothing(capsys, folder, tmp_path, monkeypatc
     def stop(*_, **__):
         raise interrupt
 
-    monkeypatch.setattr(hub_cards, "write_card", stop)
+    monkeypatch.setattr(hub_cards, "try_to_write_card", stop)
     arguments = ["--pairs", "0.8", "--output", tmp_path / "out", "--force"]
     if interrupt is KeyboardInterrupt:
         assert inject(capsys, folder, *arguments)[0] == 130

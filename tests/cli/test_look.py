@@ -306,3 +306,26 @@ def test_smollm2(tmp_path, place):
     shares = [share for row in data["sink"]["model"] for share in row]
     assert sum(share > 0.5 for share in shares) > 20  # of 270 heads: known of this model
     assert (tmp_path / "seen" / "look.html").stat().st_size < 3e6
+
+
+def places(nearer: int, farther: int, neither: int) -> list[dict]:
+    """What was measured in so many places."""
+    return [{"mean": mean, "control_mean": 1.0} for mean, n in ((0.5, nearer), (1.5, farther), (1.0, neither))
+            for _ in range(n)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nearer", "farther", "neither", "curved"),
+    [(2, 20, 9, False), (0, 0, 31, False), (4, 0, 0, False), (5, 0, 26, True), (20, 2, 9, True), (16, 15, 0, False),
+     (20, 11, 0, False), (21, 10, 0, True)],
+)  # fmt: skip
+def test_both_sides_count_for_curved_space(nearer, farther, neither, curved):
+    """One-sided sign test at 5 %: 5 of 5 is 1/32, 4 of 4 is 1/16, 20 of 31 is 0.075, 21 of 31 is 0.035."""
+    from types import SimpleNamespace
+
+    from hf_hyperattn.cli.look import of_unpatched
+
+    data = {"sink": {"model": [[0.1]]}, "hyperbolicity": places(nearer, farther, neither)}
+    text, command = of_unpatched(SimpleNamespace(model="m", text="t"), data)[1]
+    assert ("hyperbolic" in command) == curved
+    assert f"control in {nearer}" in text and f"farther in {farther}" in text and "sign test" in text

@@ -168,7 +168,7 @@ def test_a_persons_readme_with_nested_aliases_is_kept_and_takes_no_time(tmp_path
 
 
 def test_a_card_that_cannot_be_made_does_not_lose_the_weights(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("hub_cards.uploads.write_card", lambda *a, **k: (_ for _ in ()).throw(ValueError("no\ncard")))
+    monkeypatch.setattr("hub_cards.beside.write_card", lambda *a, **k: (_ for _ in ()).throw(ValueError("no\ncard")))
     made = model()
     made.save_pretrained(tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").is_file() and "no card is written into" in caplog.text

@@ -214,3 +214,46 @@ def test_a_first_choice_that_fails_does_not_bar_its_share_of_the_pairs():
     made.correct, made.choose = first_fails, lambda pairs: asked.append(pairs) or choose_at(pairs)
     assert made.search() is not None
     assert asked[:2] == [0.4, 0.5] and asked[2] < 0.4 and len(asked) == 5 and asked[2:] == sorted(asked[2:])[::-1]
+
+
+@pytest.mark.parametrize(
+    ("task", "score", "decides"),
+    [
+        ("variables", Score(3.0, 0.0, 0.9), False),
+        ("variables", Score(3.0, 0.24), False),
+        ("needle", Score(3.0, 0.25), True),
+        ("few_shot", Score(1.0, 13 / 27), False),  # chance gives 9 of 27, and 14 or more in 4 % of cases
+        ("few_shot", Score(1.0, 14 / 27), True),
+        ("copying", Score(1.0, 0.0, 0.6), True),
+        ("copying", Score(1.0, 0.0, 0.4), False),
+        ("mixture", Score(1.0, 0.1), False),
+        ("text", Score(9.0, 0.0), True),
+    ],
+)
+def test_a_task_that_the_model_cannot_do_decides_nothing(task, score, decides):
+    made = fake(0.001)
+    made.note_stock({task: score, "some text": Score(9.0, 0.0)})
+    assert (made.bar(task) is not None) == decides
+    assert made.keeps({task: 9.9}) == (not decides)
+    assert (task in made.in_budgets({task: 9.9, "some text": 0.0})) == decides
+    assert not made.keeps({task: 0.0, "some text": 0.03})
+    made.note_stock({task: Score(0.0, 1.0, 1.0)})  # another part of the texts
+    assert made.bar(task) is not None
+
+
+def test_the_refusal_names_no_task_that_does_not_decide():
+    from hf_hyperattn.cli.inject import cannot_do, refusal
+
+    row = {"before": 9.0, "after": 9.9, "right_before": 0.3, "right_after": 0.3}
+    report = {
+        "accepted": False,
+        "refused": [1],
+        "texts": {"text": {"loss": 0.03}},
+        "retrieval": {
+            "variables": row | {"loss": 9.0, "exact_before": 0.0, "decides": False},
+            "needle": row | {"loss": 0.06, "exact_before": 1.0, "decides": True},
+        },
+    }
+    said = refusal(SimpleNamespace(budget=0.02, retrieval_budget=0.05), report, False)
+    assert "variables" not in said and "text loses" in said
+    assert cannot_do(report) == ["variables"]

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ...fields import refuse
 from ...mechanisms.hat.config import HatConfig, counts, has_cross_blocks
 from ...mechanisms.hat.segments import segments_of
+from ...selection import MOST
 
 logger = logging.getLogger("hf_hyperattn")
 #: Fields that mean here what they mean in `HatConfig`, which checks them.
@@ -76,8 +77,8 @@ class HatEncoderConfig(PreTrainedConfig):
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             allowed = f"multiples of num_attention_heads={self.num_attention_heads}"
             refuse("HatEncoderConfig.hidden_size", self.hidden_size, allowed)
-        if self.num_hidden_layers < 1:
-            refuse("HatEncoderConfig.num_hidden_layers", self.num_hidden_layers, "numbers from 1")
+        if not 1 <= self.num_hidden_layers <= MOST:  # before a layout is made for them
+            refuse("HatEncoderConfig.num_hidden_layers", self.num_hidden_layers, f"numbers from 1 to {MOST:,}")
         counts(self.layout, self.num_hidden_layers)
         super().__post_init__(**kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import MechanismConfig, option
+from ...fields import MOST_SEED
 
 #: Steps of the decomposition where nothing is said.
 STEPS = 100
@@ -30,7 +31,7 @@ class CollaborativeConfig(MechanismConfig):
         optional=True,
     )
     steps: int = option(STEPS, "most steps of the decomposition, with a rank only", least=0)
-    seed: int = option(0, "of the decomposition's random start, with a rank only", least=0)
+    seed: int = option(0, "of the decomposition's random start, with a rank only", least=0, most=MOST_SEED)
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import refuse, short
+from ...fields import MOST_SIZE, refuse, short
 
 Pooling = Literal["max", "mean", "tokens"]
 POOLING = get_args(Pooling)
@@ -33,11 +33,16 @@ PUBLISHED = {
 }
 LAYOUTS = tuple(PUBLISHED)
 PATTERN = re.compile(r"SC*( SC*)*")
+#: Segments of a text.
+MOST_SEGMENTS = 2**16
+#: Characters of a pattern, each of which may be a block with weights of its own.
+LONGEST_LAYOUT = 10_000
 
 
 def check_layout(name: str, layout: object) -> None:
     """Raise for a layout that is neither a name nor a pattern; `name` is what the error calls it."""
-    if not isinstance(layout, str) or not (layout in PUBLISHED or PATTERN.fullmatch(layout)):
+    fits = isinstance(layout, str) and len(layout) <= LONGEST_LAYOUT
+    if not fits or not (layout in PUBLISHED or PATTERN.fullmatch(layout)):
         patterns = "a pattern such as 'S S SC S S SC', one group for each segment-wise block"
         refuse(name, layout, f"{', '.join(LAYOUTS)}, or {patterns}")
 
@@ -98,13 +103,14 @@ class HatConfig(MechanismConfig):
         "tokens of a segment, its CLS token included; at most the pretrained positions",
         symbol="K",
         least=2,
+        most=MOST_SIZE,
     )
     layout: str = option(
         "I1",
         f"which cross-segment blocks follow which segment-wise blocks: {', '.join(LAYOUTS)}, or a pattern such as "
         "'S S SC S S SC', one group for each pretrained layer",
     )
-    max_length: int = option(8192, "the most tokens of a text", least=1)
+    max_length: int = option(8192, "the most tokens of a text", least=1, most=MOST_SIZE)
     cross_blocks: CrossBlocks = option(
         "copy",
         "copy: cross-segment blocks start as the pretrained layer of their segment-wise block; new: at random",
@@ -126,12 +132,16 @@ class HatConfig(MechanismConfig):
         "each text, which tokenizers of these models make [CLS] or <s>",
         types=(int,),
         least=0,
+        most=MOST_SIZE,
         optional=True,
     )
 
     def __post_init__(self):
         super().__post_init__()
         check_layout("HatConfig.layout", self.layout)
+        longest = MOST_SEGMENTS * (self.segment_length - 1)
+        if self.max_length > longest:  # a row of weights for every segment
+            self._refuse("max_length", f"up to {longest:,}, which makes {MOST_SEGMENTS:,} segments")
         if not has_cross_blocks(self.layout):
             for name, default in (("cross_blocks", "copy"), ("gated", False)):
                 if getattr(self, name) != default:

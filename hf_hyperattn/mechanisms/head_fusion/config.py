@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import MechanismConfig, option
+from ...fields import MOST_SEED
 
 #: Largest width of the query map where none is given; more than there are heads adds nothing to what it can say.
 WIDEST = 16
@@ -27,7 +28,7 @@ class HeadFusionConfig(MechanismConfig):
     spread: float = option(
         0.02, "standard deviation of the query map where it starts; the heads' keys start at 0", above=0
     )
-    seed: int = option(0, "of the query map where it starts", least=0)
+    seed: int = option(0, "of the query map where it starts", least=0, most=MOST_SEED)
 
     def size_for(self, heads: int) -> int:
         """Numbers in a token's query, for a host with so many heads."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ...fields import refuse
 from ..base import Host, MechanismLayer, Plan
 from .config import HeadFusionConfig
 from .reference import head_weights
@@ -25,7 +26,7 @@ class HeadFusionLayer(MechanismLayer):
         keep: from beta to a factor of the same shape that every chosen head is multiplied with; set there too.
 
     Raises:
-        ValueError: nothing says how wide the hidden states are that enter the host.
+        ValueError: nothing says how wide the hidden states are that enter the host, or `size` is above that width.
     """
 
     honours_heads = True
@@ -42,6 +43,8 @@ class HeadFusionLayer(MechanismLayer):
             )
         self.layer_index, self.count = host.layer_index, host.heads if heads is None else len(heads)
         size = config.size_for(host.heads)
+        if size > host.width:  # before anything of that size is made: a record may come from a stranger
+            refuse("HeadFusionConfig.size", size, f"1 to {host.width}, the width of the hidden states of {host.name}")
         self.query_map = nn.Parameter(torch.empty(size, host.width))
         self.kappa = nn.Parameter(torch.empty(self.count, size))
         self.bias = nn.Parameter(torch.empty(self.count))
@@ -51,7 +54,7 @@ class HeadFusionLayer(MechanismLayer):
 
     def reset_parameters(self) -> None:
         """The query map at its seeded numbers, which differ between layers; zero for the rest."""
-        generator = torch.Generator().manual_seed(self.config.seed + self.layer_index)
+        generator = torch.Generator().manual_seed((self.config.seed + self.layer_index) % 2**63)
         drawn = torch.randn(self.query_map.shape, generator=generator, device="cpu", dtype=torch.float32)
         start = drawn * self.config.spread
         init.copy_(self.query_map, start.to(self.query_map))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import check_field
+from ...fields import MOST_INTEGER, check_field
 from ...hierarchy.windows import checked_sizes
 
 Tying = Literal["both", "key"]
@@ -113,9 +113,11 @@ class HsaConfig(MechanismConfig):
         several = values if isinstance(values, tuple) else (values or 0,)
         for x in several:
             fine = isinstance(x, int | float) and not isinstance(x, bool)
-            fine = fine and (isinstance(x, int) and x >= 0 if whole else not math.isnan(x) and x < math.inf)
+            fine = fine and (
+                isinstance(x, int) and 0 <= x <= MOST_INTEGER if whole else not math.isnan(x) and x < math.inf
+            )
             if not fine:
-                kind = "integers from 0" if whole else "finite numbers or -inf"
+                kind = f"integers from 0 to {MOST_INTEGER:,}" if whole else "finite numbers or -inf"
                 self._refuse(name, f"{kind}, one for each query head")
         if values == ():
             self._refuse(name, "at least one number")

@@ -181,7 +181,7 @@ def best(closed: Tensor, score: Tensor, same: Tensor, first: Tensor, top_k: tupl
         first: bool [B, 1, 1, N], which tokens are the first of their blocks.
         top_k: one for all heads, or one a head.
     """
-    most = max(top_k)
+    most = min(max(top_k), closed.shape[-1])  # no more blocks than tokens
     score = torch.nn.functional.pad(score.masked_fill(~(closed & first), -INF), (0, most), value=-INF)
     rank = torch.arange(most, device=score.device) < torch.tensor(top_k, device=score.device).reshape(-1, 1, 1)
     chosen = torch.zeros_like(score).scatter(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import MechanismConfig, option
+from ...fields import MOST_INTEGER
 from .pages import Pages
 from .rules import SparseRule, check_rule
 
@@ -58,9 +59,10 @@ class SparseConfig(MechanismConfig):
             object.__setattr__(self, "rules", self._read(self.rules))
             return
         lengths, rules = self.lengths, self.rules
-        rising = all(type(x) is int and x > 0 for x in lengths) and all(a < b for a, b in zip(lengths, lengths[1:]))
+        counts = all(type(x) is int and 0 < x <= MOST_INTEGER for x in lengths)
+        rising = counts and all(a < b for a, b in zip(lengths, lengths[1:]))
         if not lengths or not rising:
-            self._refuse("lengths", "rising numbers of tokens")
+            self._refuse("lengths", f"rising numbers of tokens, from 1 to {MOST_INTEGER:,}")
         if not isinstance(rules, list | tuple) or len(rules) != len(lengths):
             self._refuse("rules", f"rules for each of the {len(lengths)} lengths")
         object.__setattr__(self, "rules", tuple(map(self._read, rules)))

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ...fields import option
 from .rules import RuleCall, share_of, sparse_rule
-from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
+from .selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of, cut_to_text
 
 Summary = Literal["bounds", "mean"]
 
@@ -74,7 +74,8 @@ class Pages(SelectingRule):
             candidates = candidates & (stops - self.page >= chunks.start + self.chunk - call.window)
         chunks.check(call, candidates)
         chosen = best(scores_of(self.summary, self.asking(chunks.query), keys), candidates, self.top)
-        tokens = chunks.spread(chosen).repeat_interleave(self.page, -1)[..., : call.key.shape[2]]
+        page = cut_to_text(self.page, call.key.shape[2])
+        tokens = chunks.spread(chosen).repeat_interleave(page, -1)[..., : call.key.shape[2]]
         return tokens | (call.tokens >= chunks.spread(opening)) | (call.tokens < self.sinks)
 
     def asking(self, query: Tensor) -> Tensor:
@@ -94,4 +95,5 @@ def scores_of(summary: Summary, query: Tensor, keys: Tensor) -> Tensor:
 
 def pages_of(key: Tensor, size: int) -> Tensor:
     """[B, H, P, size, d]: keys [B, H, M, d] by pages, the last one filled up with zeros."""
+    size = cut_to_text(size, key.shape[2])
     return pad(key, (0, 0, 0, -key.shape[2] % size)).unflatten(2, (-1, size))

@@ -19,6 +19,8 @@ QUERY_HELP = (
     "query of the chunk before; chunk: the mean of the chunk's own queries, so far as they are known: a prompt's then "
     "depend on up to chunk - 1 tokens after them"
 )
+#: Sizes up to this are not compared with a text: a traced program would hold for texts on one side of it alone.
+SMALL = 4096
 CHUNK_HELP = "so many queries share a selection; with query='own' it is 1"
 
 
@@ -66,6 +68,16 @@ class Chunks:
         call.check(fine.gather(1, self.of_query))
 
 
+def cut_to_text(size: int, length: int) -> int:
+    """A size in tokens, no more than a text has where both are large: what is made then grows with the text alone.
+
+    Args:
+        size: of a page, a chunk, ...: one as long as the text holds all of it.
+        length: tokens of the text.
+    """
+    return size if size <= SMALL else max(1, min(size, length))
+
+
 def lay(x: Tensor, slot: Tensor, slots: int) -> Tensor:
     """[B, H, slots, d]: row n of x [B, H, N, d] at `slot` [B, N], 0 where there is none; slots below 0 are dropped."""
     index = slot.where(slot >= 0, slots)[:, None, :, None].expand_as(x)
@@ -83,6 +95,7 @@ def chunks_of(call: RuleCall, size: int, by: Selector | Literal["tail"], tail: i
         return Chunks(
             call.query, call.places, real, torch.arange(place.shape[1], device=place.device).expand_as(place)
         )
+    size = max(tail, cut_to_text(size, call.key.shape[2]))
     base = place.where(real, torch.iinfo(place.dtype).max).amin(1, keepdim=True).clamp_max(place.amax()) // size
     count = place.shape[1] // size + 2
     laid = lay(call.query, (place - base * size).where(real, -1), count * size).unflatten(2, (count, size))

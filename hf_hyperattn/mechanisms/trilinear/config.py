@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...config import MechanismConfig, option
-from ...fields import refuse
+from ...fields import MOST_INTEGER, refuse
 
 Form = Literal["simplicial", "bidaf"]
 FORMS = get_args(Form)
@@ -91,6 +91,7 @@ def checked_windows(owner: str, windows) -> tuple[int | None, int | None] | None
     if windows is None:
         return None
     fine = isinstance(windows, tuple | list) and len(windows) == 2
-    if not fine or not all(w is None or (type(w) is int and w >= 1) for w in windows):
-        refuse(f"{owner}windows", windows, "(w1, w2), each an integer from 1 or None for all keys; or None")
+    if not fine or not all(w is None or (type(w) is int and 1 <= w <= MOST_INTEGER) for w in windows):
+        allowed = f"(w1, w2), each an integer from 1 to {MOST_INTEGER:,} or None for all keys; or None"
+        refuse(f"{owner}windows", windows, allowed)
     return None if tuple(windows) == (None, None) else tuple(windows)

@@ -39,8 +39,10 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
 def windows_over(tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool) -> tuple[Tree, Tensor]:
     """The tree of windows over these tokens, and the token of every leaf.
 
-    Where it is continued until all windows are complete, leaves to come have the token `length`: no query sees them.
+    A window that holds all of them is the root. Where the tree is continued until all windows are complete, leaves to
+    come have the token `length`: no query sees them.
     """
+    sizes = tuple(size for size in sizes if size < len(tokens))
     whole = sizes[-1] if sizes and continued else 1
     count = max(1, -(-len(tokens) // whole)) * whole
     return windows_tree(count, sizes), pad(tokens, (0, count - len(tokens)), value=length)

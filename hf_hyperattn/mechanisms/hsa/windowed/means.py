@@ -68,11 +68,13 @@ def unpool(tables: Sequence[Tensor], sizes: Sequence[int], starts: list[int], st
         inside = (counts[:, None] - sizes[level - 1] * blocks).clamp(1, sizes[level - 1])
         each = tables[level] / inside[:, None, :, None]
         if above is not None:
-            each += above.repeat_interleave(sizes[level] // sizes[level - 1], 2)[:, :, : len(blocks)]
+            children = min(sizes[level] // sizes[level - 1], len(blocks))  # no more than there are
+            each += above.repeat_interleave(children, 2)[:, :, : len(blocks)]
         above = each
     if above is not None:
         for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            tokens[row, :, start:stop] += above[row].repeat_interleave(sizes[0], 1)[:, : stop - start]
+            children = min(sizes[0], tokens.shape[2])
+            tokens[row, :, start:stop] += above[row].repeat_interleave(children, 1)[:, : stop - start]
     return tokens
 
 

@@ -99,6 +99,10 @@ def call_of(
     scale: float,
 ) -> tuple[KernelCall, list]:  # fmt: skip
     """The structure that the kernel reads, and what must live as long as it."""
+    # A window that holds all tokens is the root, and open to every query. The kernel makes room, and loops, for all
+    # children that a window may have.
+    longest = max(stop - start for start, stop in zip(*spans, strict=True)) if spans[0] else 0
+    sizes = [size for size in sizes if size < longest]
     extras = [None if t is None else t.contiguous() for t in (block_bias, sink_logit)]
     arrays = [longs(v) for v in ([1, *sizes], held, near, sinks, top_k, *spans)]
     tables = [pointers(keys), pointers(values), steps(keys), steps(values)]

@@ -30,7 +30,7 @@ class Clusters(SelectingRule):
     segment: int = option(512, "tokens whose keys are put into clusters together, once they are all there", least=1)
     size: int = option(16, "tokens of a cluster, on average; a divisor of segment", least=1)
     top: int = option(16, "so many clusters are opened", least=0)
-    rounds: int = option(4, "rounds of k-means", least=0)
+    rounds: int = option(4, "rounds of k-means", least=0, most=10_000)
     query: Selector = option("own", QUERY_HELP, choices=SELECTORS)
     chunk: int = option(16, CHUNK_HELP + "; a divisor of segment", least=1)
 

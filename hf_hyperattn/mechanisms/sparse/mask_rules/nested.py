@@ -12,7 +12,7 @@ from ....fields import option
 from ....hierarchy.windows import checked_sizes
 from ..pages import Summary, scores_of
 from ..rules import RuleCall, share_of, sparse_rule
-from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SelectingRule, Selector, best, chunks_of
+from ..selection import CHUNK_HELP, QUERY_HELP, SELECTORS, SMALL, SelectingRule, Selector, best, chunks_of
 
 
 @sparse_rule("nested_windows")
@@ -45,12 +45,15 @@ class NestedWindows(SelectingRule):
 
     def share(self, length: int) -> float:
         """Tokens seen, and windows scored, where more stand than are opened, over the queries that share them."""
+        windows = self.within(length)
+        if not windows:
+            return 1.0
         places, bottom = torch.arange(length), self.windows[0]
         own = torch.arange(0, length, bottom)[:, None]
         laid = torch.zeros(len(own), dtype=torch.float64)
         scored = torch.zeros(len(own), dtype=torch.float64)
-        above = torch.ones(len(own), -(-length // self.windows[-1]), dtype=torch.bool)
-        for size, below in zip(reversed(self.windows), (*reversed(self.windows[:-1]), 1)):
+        above = torch.ones(len(own), -(-length // windows[-1]), dtype=torch.bool)
+        for size, below in zip(reversed(windows), (*reversed(windows[:-1]), 1)):
             start = torch.arange(0, length, size)
             is_open = above[:, : len(start)] & self.is_open(start, size, own)
             stand = (above[:, : len(start)] & ~is_open).sum(1) + laid
@@ -61,6 +64,10 @@ class NestedWindows(SelectingRule):
         row = places // self.chunk * self.chunk // bottom
         return share_of(seen[row] + scored[row] / self.chunk + places - own[row, 0] + 1)
 
+    def within(self, length: int) -> tuple[int, ...]:
+        """The windows that a text may have several of; a larger one holds every query, and so is open."""
+        return tuple(size for size in self.windows if size <= SMALL or size < length)
+
     def is_open(self, start: Tensor, size: int, own: Tensor) -> Tensor:
         """Whether windows are open by where they stand, of chunks whose smallest windows begin at `own`."""
         return (start + size > own) | (start < self.sinks) | (own - (start + size - 1) < self.near)
@@ -69,10 +76,13 @@ class NestedWindows(SelectingRule):
         """[B, H, N, M]."""
         chunks, bottom = chunks_of(call, self.chunk, self.query), self.windows[0]
         own, length = chunks.start.clamp_min(0) // bottom * bottom, call.key.shape[2]
-        count = -(-length // self.windows[-1]) * self.windows[-1]
+        windows = self.within(length)
+        if not windows:
+            return torch.ones((), dtype=torch.bool, device=call.key.device)
+        count = -(-length // windows[-1]) * windows[-1]
         key = torch.nn.functional.pad(call.key, (0, 0, 0, count - length))
-        is_open = torch.ones(1, dtype=torch.bool, device=key.device).expand(1, 1, 1, count // self.windows[-1])
-        for size, below in zip(reversed(self.windows), (*reversed(self.windows[:-1]), 1)):
+        is_open = torch.ones(1, dtype=torch.bool, device=key.device).expand(1, 1, 1, count // windows[-1])
+        for size, below in zip(reversed(windows), (*reversed(windows[:-1]), 1)):
             start = torch.arange(0, count, size, device=key.device)
             candidates = is_open & ~self.is_open(start, size, own)
             if call.window is not None:

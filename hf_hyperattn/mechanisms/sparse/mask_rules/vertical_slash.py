@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....fields import option
 from ..rules import RuleCall, SparseRule, share_of, sparse_rule
-from ..selection import best, chunks_of
+from ..selection import SMALL, best, chunks_of
 
 
 @sparse_rule("vertical_slash")
@@ -56,6 +56,8 @@ class VerticalSlash(SparseRule):
                 f"vertical_slash was called with sliding_window={call.window}, whose cache drops the columns that it "
                 "measures; allowed: layers without a sliding window, or other rules there"
             )
+        if self.every > SMALL and self.every >= call.key.shape[2]:  # the first block sees all before it
+            return torch.ones((), dtype=torch.bool, device=call.key.device)
         tokens, steps = call.tokens, torch.arange(self.measured, device=call.key.device)
         chunks = chunks_of(call, self.every, "tail", self.measured)
         chunks.check(call, chunks.start > 0)
