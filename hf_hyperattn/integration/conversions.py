@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..config import HyperAttnConfig, MechanismConfig
 from ..fields import refuse, short
 from .checkpoint_config import patched_hosts, ranks_of, recorded_hosts
+from .versions import warn_of_newer_versions
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
 ORIGINAL = "_hyperattn_original"
@@ -150,6 +151,7 @@ def convert(
     """
     conversion, config = _conversion(config)
     base = _checked(model)
+    warn_of_newer_versions()
     refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")

@@ -27,6 +27,7 @@ from .hierarchical import ignore_hierarchy, resolve_names
 from .hyper_adapter import refuse_adapters
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
+from .versions import warn_of_newer_versions
 
 logger = logging.getLogger("hf_hyperattn")
 Model = TypeVar("Model", bound=nn.Module)
@@ -85,6 +86,7 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
         ValueError: as `patch_model`.
     """
     refuse_by_name(base, "patching")
+    warn_of_newer_versions()
     note_all(base)
     newly_routed = route(base)
     selected = select_hosts(base, config)
