@@ -15,14 +15,14 @@ import hf_hyperattn as ha
 from hf_hyperattn.integration import versions
 from hf_hyperattn.integration.versions import TESTED, warn_of_newer_versions
 
-from .models import gpt2, llama
+from .models import FAMILIES, llama
 
 ROOT = Path(__file__).parents[2]
 FIRST_USES = {
     "patch": lambda: ha.patch_model(llama(), ha.ConeConfig()),
     "name": lambda: llama().set_attn_implementation("cone"),
     "config": lambda: type(llama())._from_config(llama().config, attn_implementation="hyperbolic"),
-    "convert": lambda: ha.convert(gpt2(), ha.CollaborativeConfig(rank=8)),
+    "convert": lambda: ha.convert(FAMILIES["gpt2"][0](), ha.CollaborativeConfig(rank=8)),
 }
 
 
