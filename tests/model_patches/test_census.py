@@ -15,6 +15,9 @@ from .support import NEWEST
 
 OTHER_CALLS = ("scaled_dot_product_attention(", "multi_head_attention_forward(", "nn.MultiheadAttention(")
 
+# Classes that compute attention by themselves in an older supported Transformers, and no longer in the newest one.
+ONLY_IN_OLDER = {"Inkling2BlockAttentionResidual"}
+
 
 def test_every_model_type_is_accounted_for():
     states = {model_type: state(model_type) for model_type in model_types()}
@@ -53,7 +56,7 @@ def test_parts_that_stay_stock_are_named():
         routes = model_patches.routes_of(file) if file else {}
         staying |= {name for name, bases in own_attention(text) if not routes.keys() & {name, *bases}}
     if NEWEST:
-        assert staying == model_patches.STAYING.keys()
+        assert staying == model_patches.STAYING.keys() - ONLY_IN_OLDER
     else:
         assert staying <= model_patches.STAYING.keys()
 
