@@ -2,6 +2,7 @@
 # make are all that is needed.
 #   make test PYTHON=python3.12     another interpreter
 #   make test VENV=/tmp/v           another place for the virtual environment
+#   make test CONSTRAINTS=          today's releases (in a new VENV), instead of those that constraints.txt pins
 #   make test WORKERS=8             more test processes
 #   make recipe NAME=deit/cone  another recipe: recipes/deit/cone.yaml
 #   make test ARGS="-k cone -x"     options for pytest; ARGS goes to `hyperattn demo` likewise
@@ -10,16 +11,16 @@ VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 CONSTRAINTS ?= constraints.txt
-TORCH ?= 2.13.0
 NAME ?= smollm2/cone
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet \
+	$(if $(CONSTRAINTS),-c $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
 BUILD_WHEEL = $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps -w dist .
 
 .DEFAULT_GOAL := help
-.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest faults zoo roads peers \
-	adapters lint types docs wheel plain-wheel release release-notes clean
+.PHONY: help demo recipe experiments evidence bench test test-more test-tools test-docs test-lowest test-newest faults zoo \
+	roads peers adapters lint types docs wheel plain-wheel release release-notes clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 14
@@ -52,8 +53,13 @@ test-more: $(VENV)/.more  ## run what `make test` leaves out: slow tests, and th
 test-tools: $(VENV)/.tools  ## run patched models under lm-eval, `transformers serve` and `chat`, ExecuTorch, quantised caches
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
-test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own
+test-lowest:  ## run the tests with the lower bounds of pyproject.toml, in an environment of their own (6 GB)
 	$(MAKE) test CONSTRAINTS=constraints-lowest.txt VENV=$(VENV)-lowest
+
+# The markers go, so that every run installs what was released since the last one. CI has no room for CUDA builds.
+test-newest:  ## run the tests with today's releases, in an environment of their own; by hand, since it takes gigabytes
+	rm -f $(VENV)-newest/.base $(VENV)-newest/.dev
+	$(MAKE) test CONSTRAINTS= VENV=$(VENV)-newest
 
 test-docs: $(VENV)/.more  ## run the notebooks of docs/notebooks, and build the site (a minute or two)
 	$(BIN)/python -m pytest -m docs tests/docs $(ARGS)
@@ -101,13 +107,13 @@ release-notes:  ## what CHANGELOG.md says of this version
 	@$(PYTHON) release.py --notes
 
 clean:  ## remove the virtual environment and what builds left
-	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
-# Environments, in layers. torch comes first and alone, so that its pinned build is never replaced.
+# Environments, in layers. torch comes first and alone, so that no other package chooses its build.
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) (once; minutes on a slow line)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==$(TORCH)
+	$(PIP) torch
 	$(PIP) -e .
 	@touch $@
 

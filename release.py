@@ -22,7 +22,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 VERSION = runpy.run_path(str(ROOT / "hf_hyperattn" / "address.py"))["VERSION"]
 BACKEND = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
-TORCH = "torch==2.13.0"  # first and alone, so that its build is never replaced
 #: What each package has to do where it is installed; its last line names what computed.
 EXERCISE = """
 import sys, tempfile, torch, hf_hyperattn as ha
@@ -132,7 +131,7 @@ def environment(folder: Path, wheel: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for package in (TORCH, str(wheel)):
+        for package in ("torch", str(wheel)):  # torch first and alone, so that no other package chooses its build
             pip(python, "install", "--quiet", "-c", str(ROOT / "constraints.txt"), package)
     return python
 

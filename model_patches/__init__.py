@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from .eager import eager_attention
 from .refused import REFUSED, STAYING
-from .routing import AttentionRoute, check_unroute, is_routed, route, unroute
+from .routing import AttentionRoute, calls_interface, check_unroute, is_routed, route, routed_class, unroute
 from .table import BUILT_AS_EAGER, FAMILIES, FILES
 
 __all__ = [
@@ -82,15 +82,17 @@ def serve(model: nn.Module) -> bool:
         Whether the model holds served modules (routed now or before).
 
     Raises:
-        ValueError: a module is of a variant that cannot be routed; nothing has been changed then.
+        ValueError: a module is of a variant that cannot be routed, or of a Transformers that changed it in a way that
+            its route does not know; nothing has been changed then.
     """
     found = list(_served_modules(model))
     for module, mixin, _ in found:
         mixin.check(module)
+        routed_class(type(module), mixin)
     for module, mixin, config in found:
         route(module, mixin, config)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _stem(type(module)) in FILES:
+        if isinstance(module, PreTrainedModel) and _stem(type(module)) in FILES and any(hosts(module)):
             module.__dict__[_SETTABLE] = _yes
     return any(is_routed(module) for module in model.modules())
 
@@ -138,7 +140,10 @@ def _mixin_of(cls: type) -> type[Any] | None:
     if stem not in FILES:
         return None
     routes = routes_of(FILES[stem])
-    return next((routes[base.__name__] for base in cls.__mro__ if base.__name__ in routes), None)
+    mixin = next((routes[base.__name__] for base in cls.__mro__ if base.__name__ in routes), None)
+    if mixin is not None and issubclass(mixin, AttentionRoute) and calls_interface(cls):
+        return None  # since a later Transformers, the family needs no route
+    return mixin
 
 
 def _stem(cls: type) -> str | None:

@@ -52,7 +52,9 @@ def page() -> str:
 def _served():
     files: dict[str, list[str]] = {}
     for model_type, (_, file) in FAMILIES.items():
-        files.setdefault(file, []).append(model_type)
+        # A file stays as long as the oldest supported Transformers needs it.
+        note = "" if state(model_type) == "served" else " (in older releases; routed in this one)"
+        files.setdefault(file, []).append(model_type + note)
     for stem, file in PARTS.items():
         if f"modeling_{stem}" in modelling_files():
             files.setdefault(file, []).append(f"{stem} (a part)")

@@ -27,8 +27,8 @@ class BartRoute(ProjectedRoute):
     projections = ("q_proj", "k_proj", "v_proj")
     heads = "num_heads"
 
-    def forward(self, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs):
-        states = self.project_cached(hidden_states, key_value_states, past_key_values)
+    def forward(self, hidden_states, key_value_states=None, cache=None, attention_mask=None, **kwargs):
+        states = self.project_cached(hidden_states, key_value_states, cache)
         return self.finish(*states, attention_mask, is_causal=self.is_causal_in(key_value_states), **kwargs)
 
     def is_causal_in(self, context: torch.Tensor | None) -> bool:
@@ -43,6 +43,8 @@ class BartRoute(ProjectedRoute):
 
 class MvpRoute(BartRoute):
     """With learned keys and values in front."""
+
+    passes_on = ("attn_prompt",)
 
     def finish(self, query, key, value, mask, is_causal=False, attn_prompt=None, **options):
         """Attend, the prompt in front of keys and values, and project."""
@@ -65,6 +67,8 @@ def _with_prompt(mask, causal, query, key, length):
 
 class SpeechT5Route(BartRoute):
     """With a relative term of the queries."""
+
+    passes_on = ("position_bias",)
 
     def finish(self, query, key, value, mask, position_bias=None, **options):
         """Attend, the term as a bias of the logits, and project."""

@@ -25,8 +25,8 @@ from .layouts import ProjectedRoute, causal_decoder
 class BertRoute(ProjectedRoute):
     """Self- and cross-attention with a cache; returns output and weights."""
 
-    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, past_key_values=None, **kwargs):
-        states = self.project_cached(hidden_states, encoder_hidden_states, past_key_values)
+    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, cache=None, **kwargs):
+        states = self.project_cached(hidden_states, encoder_hidden_states, cache)
         causal = causal_decoder(self) and encoder_hidden_states is None
         return self.merge(*states, attention_mask, is_causal=causal, **kwargs)
 
@@ -36,17 +36,25 @@ class GitRoute(BertRoute):
 
     is_decoder = True
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-        return super().forward(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs)
+    def forward(self, hidden_states, attention_mask=None, cache=None, **kwargs):
+        return super().forward(hidden_states, attention_mask, cache=cache, **kwargs)
 
 
 class TapasRoute(BertRoute):
     """As BERT, weights on demand, the cache among the outputs."""
 
-    def forward(self, *args, past_key_values=None, output_attentions=False, **kwargs):
-        context, weights = super().forward(*args, past_key_values=past_key_values, **kwargs)
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        cache=None,
+        output_attentions=False,
+        **kwargs,
+    ):
+        context, weights = super().forward(hidden_states, attention_mask, encoder_hidden_states, cache, **kwargs)
         outputs = (context, weights) if output_attentions else (context,)
-        return (*outputs, past_key_values) if self.is_decoder else outputs
+        return (*outputs, cache) if self.is_decoder else outputs
 
 
 class OnDemandRoute(ProjectedRoute):

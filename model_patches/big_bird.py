@@ -13,17 +13,25 @@ BigBird-Pegasus' decoder keeps its own call and adds `is_causal` to it.
 from __future__ import annotations
 
 from .bert_layout import BertRoute
-from .routing import Route
+from .routing import STOCK_CACHE, Route
 
 
 class BigBirdRoute(BertRoute):
     """Full self-attention through the attention interface."""
 
-    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        cache=None,
+        **kwargs,
+    ):
         if encoder_hidden_states is not None:
+            kwargs |= {"encoder_attention_mask": encoder_attention_mask, STOCK_CACHE: cache}
             return self.stock_class.forward(self, hidden_states, attention_mask, encoder_hidden_states, **kwargs)
-        kwargs.pop("encoder_attention_mask", None)
-        return super().forward(hidden_states, attention_mask, **kwargs)
+        return super().forward(hidden_states, attention_mask, cache=cache, **kwargs)
 
 
 class BigBirdSparseRoute(Route):

@@ -5,6 +5,7 @@ Nothing is imported but names: the modelling files are searched as text, which t
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -45,12 +46,13 @@ def model_types() -> dict[str, list[str]]:
 def state(model_type: str) -> str:
     """What becomes of a model type of the two mappings.
 
-    routed: its modelling file calls the attention interface. served: by a file of this package. composite: no
-    attention of its own, built of other models. refused: in `REFUSED`. unknown: none of these, which a test forbids.
+    routed: its modelling file calls the attention interface. served: by a file of this package, in the installed
+    Transformers. composite: no attention of its own, built of other models. refused: in `REFUSED`. unknown: none of
+    these, which a test forbids.
     """
     if model_type in REFUSED:
         return "refused"
-    if model_type in FAMILIES:
+    if model_type in FAMILIES and _has_routed_class(*FAMILIES[model_type]):
         return "served"
     texts = [modelling_files()[_owners()[name]] for name in model_types()[model_type] if name in _owners()]
     if any(CALL in text for text in texts):
@@ -58,3 +60,11 @@ def state(model_type: str) -> str:
     if any(_PARTS.search(text) and not _ATTENTION.search(text) for text in texts):
         return "composite"
     return "unknown"
+
+
+def _has_routed_class(stem: str, file: str) -> bool:
+    """Whether one of our files has a route for a class of a modelling file that does not call the interface itself."""
+    routes = importlib.import_module(f"{__package__}.{file}").ROUTES
+    classes = re.split(r"^(?=class )", modelling_files()[f"modeling_{stem}"], flags=re.MULTILINE)[1:]
+    names = {re.split(r"\W", source, maxsplit=2)[1]: source for source in classes}
+    return any(name in routes and CALL not in source for name, source in names.items())

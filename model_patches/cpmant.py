@@ -26,13 +26,13 @@ class CpmAntRoute(ProjectedRoute):
         attention_mask,
         position_bias,
         output_attentions=False,
-        past_key_values=None,
+        cache=None,
         use_cache=None,
         **kwargs,
     ):
         query, key, value = self.project(hidden_q, hidden_kv)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         visible = attention_mask.reshape(query.shape[0], 1, query.shape[2], key.shape[2]).bool()
         dropout = 0.0 if self.dropout is None else self.dropout.p
         context, weights = self.merge(query, key, value, visible, position_bias=position_bias, dropout=dropout)

@@ -22,8 +22,8 @@ def causal_decoder(module: torch.nn.Module) -> bool:
     It does not in megatron-bert, rembert and roformer of Transformers 5.17, nor in tapas of any: without a mask, their
     decoders attend to everything, and a causal route would be another model.
     """
-    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
-    return bool(getattr(module, "is_decoder", False)) and any(hasattr(f, "create_causal_mask") for f in files)
+    stock = sys.modules.get(type(module).__module__)  # a routed class has the module path of the stock class
+    return bool(getattr(module, "is_decoder", False)) and hasattr(stock, "create_causal_mask")
 
 
 class ProjectedRoute(AttentionRoute):
@@ -48,24 +48,24 @@ class ProjectedRoute(AttentionRoute):
         source = states if context is None else context
         return self.split(query(states)), self.split(key(source)), self.split(value(source))
 
-    def project_cached(self, states, context, past, rotate=None) -> Heads:
+    def project_cached(self, states, context, cache, rotate=None) -> Heads:
         """As `project`, with a cache; cross attention (`context` given) fills its part once and then reads it.
 
         `rotate(query, key, value)`, where given, is applied before the cache.
         """
-        cache, pair = past, isinstance(past, EncoderDecoderCache)
+        part, pair = cache, isinstance(cache, EncoderDecoderCache)
         if pair:
-            cache = past.self_attention_cache if context is None else past.cross_attention_cache
-        if pair and context is not None and past.is_updated.get(self.layer_idx):
-            layer = cache.layers[self.layer_idx]
+            part = cache.self_attention_cache if context is None else cache.cross_attention_cache
+        if pair and context is not None and cache.is_updated.get(self.layer_idx):
+            layer = part.layers[self.layer_idx]
             return self.split(getattr(self, self.projections[0])(states)), layer.keys, layer.values
         query, key, value = self.project(states, context)
         if rotate is not None:
             query, key, value = rotate(query, key, value)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+        if part is not None:
+            key, value = part.update(key, value, self.layer_idx)
             if pair and context is not None:
-                past.is_updated[self.layer_idx] = True
+                cache.is_updated[self.layer_idx] = True
         return query, key, value
 
     def merge(self, query, key, value, mask, **options) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,22 +16,22 @@ from __future__ import annotations
 import torch
 from transformers.masking_utils import create_causal_mask
 
-from .routing import ASKED, AttentionRoute, Route
+from .routing import ASKED, STOCK_CACHE, AttentionRoute, Route
 
 
 class MptModelRoute(Route):
     """`MptModel` with a mask that means the same under every implementation."""
 
-    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, inputs_embeds=None, **kwargs):
+    def forward(self, input_ids=None, cache=None, attention_mask=None, inputs_embeds=None, **kwargs):
         if attention_mask is None or attention_mask.dim() != 4:  # a user's 4-D mask stays the user's
             embeds = inputs_embeds if inputs_embeds is not None else self.wte(input_ids)
-            attention_mask = _hidden(create_causal_mask(self.config, embeds, attention_mask, past_key_values))
+            attention_mask = _hidden(create_causal_mask(self.config, embeds, attention_mask, cache))
             attention_mask = attention_mask.to(embeds.device)
         return super().forward(
             input_ids=input_ids,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
+            **{STOCK_CACHE: cache},
             **kwargs,
         )
 
@@ -59,15 +59,15 @@ class MptRoute(AttentionRoute):
 
     is_causal = True
 
-    def forward(self, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs):
+    def forward(self, hidden_states, position_bias, cache=None, attention_mask=None, **kwargs):
         batch, length, _ = hidden_states.shape
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         qkv = qkv.view(batch, length, 3, self.n_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if position_bias is not None:
             position_bias = position_bias[None, :, :, -key.shape[-2] :].to(query.dtype)
         context, weights = self.attend(

@@ -24,7 +24,8 @@ OWN_CLASS = "it has an attention class of its own, which is not routed yet"
 _BY_REASON = {
     CONVOLUTIONAL: "bit convnext convnextv2 dac dinov3_convnext efficientnet encodec hgnet_v2 mobilenet_v1 "
     "mobilenet_v2 pp_ocrv6_medium_det pp_ocrv6_small_det pp_ocrv6_tiny_rec regnet resnet textnet univnet uvdoc "
-    "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder",
+    "vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder "
+    "wavtokenizer_encoder",
     STATE_SPACE: "falcon_mamba mamba mamba2 rwkv xlstm",
     NO_PAIRS: "fnet focalnet poolformer",
     LINEAR: "mobilevitv2 swiftformer",
@@ -40,7 +41,7 @@ _BY_REASON = {
     DETECTRON: "layoutlmv2",
     AUDIO_CHUNKS: "gemma3n_audio gemma4_audio",
     WRAPPER: "gemma3n_vision timm_backbone timm_wrapper",
-    OWN_CLASS: "clvp dab-detr levit",
+    OWN_CLASS: "clvp dab-detr levit wavtokenizer",
 }
 
 # Classes that stay as they are in families which otherwise call the interface or are served
@@ -54,7 +55,8 @@ _STAYING_BY_REASON = {
     "scores chunks of audio against their surroundings": "Gemma3nAudioAttention Gemma4AudioAttention",
     "gives weights as masks, and averages no values": "ConditionalDetrMHAttentionMap DetrMHAttentionMap "
     "MaskFormerDetrMHAttentionMap",
-    "attends over pixels of a codec in convolutions": "ChameleonVQVAEEncoderAttnBlock JanusVQVAEAttnBlock",
+    "attends over pixels of a codec in convolutions": "Apertus1p5VisionTokenizerAttnBlock "
+    "ChameleonVQVAEEncoderAttnBlock JanusVQVAEAttnBlock",
     "assigns tokens to groups by a hard choice": "GroupViTAssignAttention",
     "compresses a protein to latents": "EvollaSequenceCompressorAttention",
     "weighs the outputs of earlier layers": "Inkling2BlockAttentionResidual",

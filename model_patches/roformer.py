@@ -20,7 +20,7 @@ class RoFormerRoute(ProjectedRoute):
         attention_mask=None,
         sinusoidal_pos=None,
         encoder_hidden_states=None,
-        past_key_values=None,
+        cache=None,
         **kwargs,
     ):
         def rotate(query, key, value):
@@ -30,7 +30,7 @@ class RoFormerRoute(ProjectedRoute):
 
         own = encoder_hidden_states is None
         turned = rotate if own and sinusoidal_pos is not None else None
-        states = self.project_cached(hidden_states, encoder_hidden_states, past_key_values, turned)
+        states = self.project_cached(hidden_states, encoder_hidden_states, cache, turned)
         return self.merge(*states, attention_mask, is_causal=causal_decoder(self) and own, **kwargs)
 
 

@@ -16,12 +16,19 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .eager import eager_attention
 
+# Transformers 5.24 renamed the argument `past_key_values` to `cache`. Routes have the new name. `STOCK_CACHE` is the
+# name that methods of the installed version have.
+STOCK_CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
 RECORD = "_model_patches_record"  # instance attribute: the names `route` added, the implementation it met
+UNREAD = ("output_attentions", "use_cache", "kwargs")  # `__call__` notes the first; the cache itself says the second
 
 
 class Asked(threading.local):
@@ -58,6 +65,13 @@ class Route(Stock):
 
     stock_class: type[Any]  # set on the classes that `routed_class` makes
     route: type[Route]
+    takes_cache = False  # whether `forward` has an argument `cache`; set likewise
+
+    def __call__(self, *args, **kwargs):
+        """As in the original; the cache may have either of its names."""
+        if self.takes_cache and "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return super().__call__(*args, **kwargs)
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
@@ -73,6 +87,7 @@ class AttentionRoute(Route):
 
     is_causal = False  # for stock classes that set no attribute of their own
     upcast_scores = False  # True where the original takes the product of queries and keys in float32
+    passes_on: tuple[str, ...] = ()  # arguments of the stock's `forward` that the mixin's has among its keywords
     place_of_output_attentions: int | None = None  # where a call may ask without the argument's name
 
     def __call__(self, *args, **kwargs):
@@ -149,9 +164,39 @@ def routed_class(stock: Any, route: Any) -> Any:
     }
     cls: Any = type(stock.__name__, (route, base), body)
     arguments = list(inspect.signature(cls.forward).parameters)[1:]
+    cls.takes_cache = "cache" in arguments
+    if issubclass(route, AttentionRoute):
+        _check_stock(cls, base)
     if "output_attentions" in arguments:
         cls.place_of_output_attentions = arguments.index("output_attentions")
     return cls
+
+
+def _check_stock(cls: Any, stock: Any) -> None:
+    """Raise ValueError if a stock class, of a later Transformers, has changed in a way that its route would miss."""
+    if cls.forward is stock.forward:
+        if not any(hasattr(stock, name) for name in vars(cls.route) if not name.startswith("__")):
+            raise _outdated(stock, "no longer calls the methods")
+        return
+    known = {*inspect.signature(cls.forward).parameters, *cls.passes_on, *UNREAD}
+    if STOCK_CACHE != "cache" and "cache" in known:
+        known.add(STOCK_CACHE)
+    unknown = [name for name in inspect.signature(stock.forward).parameters if name not in known]
+    if unknown:
+        raise _outdated(stock, f"takes {', '.join(unknown)}")
+
+
+def _outdated(stock: Any, change: str) -> ValueError:
+    return ValueError(
+        f"{stock.__name__} of Transformers {transformers.__version__} {change}, which its route in model_patches does "
+        "not know; install a Transformers release that this package was tested with"
+    )
+
+
+def calls_interface(cls: type[Any]) -> bool:
+    """Whether a stock attention class calls the attention interface itself, as more do from release to release."""
+    forward = inspect.unwrap(cls.forward)
+    return "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 def is_routed(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..engines import check_backend
@@ -133,7 +133,12 @@ def update_paged(module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | N
 
     Args:
         keywords: of the call; the paged cache is taken out, for the host's own attention not to write to it again.
+
+    Since Transformers 5.24 the ordinary caches have the name `cache` too. Decoders take them before they call the
+    interface. Encoders that pass on all keywords hand down what the user gave them, which the original ignores.
     """
+    if isinstance(keywords["cache"], Cache):
+        return key, value
     if mask is None:
         raise ValueError(
             f"{type(module).__name__} was called with a paged cache and no mask, which would let requests see each "

@@ -19,6 +19,7 @@ from ..fields import refuse, short
 from .checkpoint_config import inner_models_of, patched_hosts, ranks_of, recorded_hosts
 from .modes import building_on
 from .offloaded import without_weights
+from .versions import warn_of_newer_versions
 
 #: Where a converted model keeps what it was made from; no part of its state dict, so that it is never saved.
 ORIGINAL = "_hyperattn_original"
@@ -152,6 +153,7 @@ def convert(
     """
     conversion, config = _conversion(config)
     base = _checked(model)
+    warn_of_newer_versions()
     refuse_ranks(base, (config.mechanisms[0] if isinstance(config, HyperAttnConfig) else config).mechanism)
     if not isinstance(keep_original, bool):
         refuse("keep_original", keep_original, "True or False")

@@ -62,6 +62,7 @@ from .patching import route
 from .record_check import check_loaded
 from .stock import OURS, PATCHED, RUNNING, STOCK, marked, run_beneath, stock_name
 from .unsupported import check_config, check_parts, check_routed, unsupported
+from .versions import warn_of_newer_versions
 from .wrapping import WRAPPED, subclasses, wrap
 
 logger = logging.getLogger("hf_hyperattn")
@@ -134,6 +135,8 @@ for _model_class in subclasses(PreTrainedModel):  # after the wrapper of the `__
 @wrap("post_init")
 def _finish(original, self: PreTrainedModel):
     names, outer = self.__dict__.pop(REQUESTED, ()), models_around(self)
+    if names:
+        warn_of_newer_versions()
     for part, name in names:
         setattr(part, INTERNAL, name)
     restored = restore(self, outer)
@@ -279,6 +282,7 @@ def _set_and_check(original, self, attn_implementation, *args, **kwargs):
     if patched and names <= {PATCHED, RUNNING}:
         return None
     if names & OURS:
+        warn_of_newer_versions()
         for model in {self, *running_on(self.config)}:
             note_all(model)
             model_patches.serve(model)

@@ -39,6 +39,7 @@ from .hyper_adapter import refuse_adapters
 from .modes import outside_inference_mode
 from .stock import OURS, PATCHED, check_beneath
 from .unsupported import check_parts, has_attention, unsupported
+from .versions import warn_of_newer_versions
 
 logger = logging.getLogger("hf_hyperattn")
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,6 +99,7 @@ def resolve(base: PreTrainedModel, config: HyperAttnConfig) -> tuple[HyperAttnCo
         ValueError: as `patch_model`.
     """
     refuse_by_name(base, "patching")
+    warn_of_newer_versions()
     note_all(base)
     newly_routed = route(base)
     selected = select_hosts(base, config)

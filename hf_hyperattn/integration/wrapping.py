@@ -16,10 +16,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .versions import name_tested
+
 logger = logging.getLogger("hf_hyperattn")
 
-#: What was tested; `warn_of_changes` names it.
-TESTED = "transformers 5.17 to 5.23, peft 0.21 to 0.21.2"
 #: On a method: the names of our functions around it.
 WRAPPED = "_hyperattn_wrapped"
 #: What is wrapped, or relied on by name, without `wrap`: module, class, method and the parameters it is called with.
@@ -107,5 +107,5 @@ def warn_of_changes() -> None:
             version("transformers"),
             version("peft"),
             "; ".join(changes),
-            TESTED,
+            name_tested("transformers", "peft"),
         )

@@ -16,6 +16,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from model_patches.routing import STOCK_CACHE
+
 from ..config import MechanismConfig, Mode
 from ..integration import describe, lora_config, patch_model, set_backend, unpatch_model
 from ..registry import get_mechanism
@@ -513,7 +515,8 @@ def _by_chunks(model: Any, inputs: dict[str, Tensor], past: hf.Cache) -> Tensor:
         call = {n: t[:, place : place + size] for n, t in inputs.items()}
         if "attention_mask" in inputs:
             call["attention_mask"] = inputs["attention_mask"][:, : place + size]
-        parts.append(model(**call, past_key_values=past, use_cache=True).logits)
+        call[STOCK_CACHE] = past
+        parts.append(model(**call, use_cache=True).logits)
         place += size
     return torch.cat(parts, 1)
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_hyperattn as ha
 
+from ..oracles.marks import native_adapters, native_or_not
 from .lessons import added, llama, logits, next_character, patched
 
 LINEAR = dict(target_modules=["q_proj", "v_proj"])
@@ -251,7 +252,7 @@ def test_unpatching_under_an_adapter_leaves_one_that_loads(tmp_path):
     assert gap(said(PeftModel.from_pretrained(llama(), tmp_path)), said(model)) <= 1e-6
 
 
-@pytest.mark.parametrize("native", [False, True])
+@native_or_not
 def test_an_adapter_that_leaves_out_what_was_added_warns_once(native, warned, tmp_path):
     model = base()
     if native:
@@ -271,7 +272,10 @@ def test_what_is_trained_and_not_written_is_warned_of_once(warned, tmp_path):
     for _ in range(2):
         model.save_pretrained(tmp_path)
     assert len(warned()) == 2 and "are not in adapter 'default'" in warned()[-1]
-    ha.freeze_base(model)
+
+
+@native_adapters
+def test_what_a_native_adapter_does_not_write_is_warned_of(warned, tmp_path):
     native = patched()
     native.add_adapter(lora(modules_to_save=None))
     ha.freeze_base(native).save_pretrained(tmp_path / "native")
@@ -290,7 +294,7 @@ def test_the_open_gates_of_the_base_s_own_checkpoint_are_no_loss(warned, tmp_pat
     "wrap",
     [
         lambda m: get_peft_model(m, lora()).get_base_model(),
-        lambda m: m.add_adapter(lora(), "x") or m.delete_adapter("x") or m,
+        pytest.param(lambda m: m.add_adapter(lora(), "x") or m.delete_adapter("x") or m, marks=native_adapters),
     ],
 )
 def test_a_whole_save_under_names_that_no_load_finds_is_refused(wrap, tmp_path):
@@ -329,7 +333,7 @@ print(any("hf_hyperattn" in str(w.message) for w in seen), "hf_hyperattn" in sys
     assert isinstance(config, LoraConfig) and config.peft_type == peft.PeftType.LORA
 
 
-@pytest.mark.parametrize("native", [False, True])
+@native_or_not
 def test_the_card_s_snippet_runs_as_it_is_written(native, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -416,6 +420,7 @@ def test_an_adapter_without_its_tensors_is_refused(native, tmp_path):
 # Using adapters
 
 
+@native_adapters
 def test_native_adapters_are_disabled_and_enabled_whole():
     model = base()
     model.add_adapter(lora())
@@ -430,7 +435,7 @@ def test_native_adapters_are_disabled_and_enabled_whole():
         assert wrapper.disable_adapters
 
 
-@pytest.mark.parametrize("native", [False, True])
+@native_or_not
 def test_adapters_are_switched_and_deleted(native):
     one = base()
     model = one if native else get_peft_model(one, lora(), "one")

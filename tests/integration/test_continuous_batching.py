@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_hyperattn as ha
 
@@ -105,3 +106,16 @@ def test_what_needs_places_is_refused(config):
 def test_stock_models_are_as_they_were():
     model = steep()
     assert generated(model) == alone(model)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 5, 5, dtype=torch.bool)])
+def test_an_ordinary_cache_in_the_call_is_not_taken_for_a_paged_one(mask):
+    """Encoders of Transformers 5.24 hand down all keywords, `cache` among them, which the original ignores."""
+    model = ha.patch_model(steep(), ha.ConeConfig(), mode="replace")
+    module, call = model.model.layers[0].self_attn, ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    query, key, value = torch.randn(3, 1, module.config.num_attention_heads, 5, module.head_dim)
+    key, value = key[:, : module.config.num_key_value_heads], value[:, : module.config.num_key_value_heads]
+    cache = DynamicCache()
+    with torch.no_grad():
+        expected, found = (call(module, query, key, value, mask, **more)[0] for more in ({}, {"cache": cache}))
+    assert torch.equal(found, expected) and cache.get_seq_length() == 0

@@ -330,3 +330,9 @@ def test_a_config_of_earlier_versions_with_gates_that_are_nowhere_loads_with_a_w
     assert "HatEncoderConfig.gated says nothing: layout='S S' has no gate" in said
     config.save_pretrained(tmp_path)
     assert ha.HatEncoderConfig.from_pretrained(tmp_path).to_dict()["gated"] is True
+
+
+@pytest.mark.parametrize("name", ["position_ids", "hierarchy", "encoder_hidden_states", "past_key_values", "cache"])
+def test_what_the_segments_replace_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} was given to HatModel[^\n]*allowed: None"):
+        hat().float()(**batch(), **{name: torch.zeros(3, 13)})

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import hf_hyperattn as ha
 
+from ..oracles.marks import native_adapters, native_or_not
 from .lessons import LESSONS, logits
 
 MECHANISMS = {
@@ -106,12 +107,6 @@ def test_from_a_stock_model_to_the_merged_one(name, family, stock, tmp_path):
     native = stock(family)
     info = native.load_adapter(tmp_path / "adapter")
     assert not info.missing_keys and not info.unexpected_keys and gap(said(native, family), trained) <= 1e-6
-    native.disable_adapters()
-    assert torch.equal(said(native, family), original)
-    native.enable_adapters()
-    native.delete_adapter("default")
-    assert torch.equal(said(native, family), original) and not hypers(native)
-    assert native.config.to_dict() == stock(family).config.to_dict() and type(native) is type(stock(family))
 
     assert torch.equal(said(loaded.unload(), family), original)
     merged = model.merge_and_unload(safe_merge=True)
@@ -122,6 +117,23 @@ def test_from_a_stock_model_to_the_merged_one(name, family, stock, tmp_path):
     assert torch.equal(said(again, family), said(merged, family))
     ha.unpatch_model(merged)
     assert type(merged) is type(stock(family)) and merged.config._attn_implementation == "sdpa"
+
+
+@native_adapters
+@pytest.mark.parametrize("family", AUTO)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_native_adapter_gives_the_stock_model_back(name, family, stock, tmp_path):
+    model = adapted(stock(family), name, family=family, layers="last-half")
+    model.save_pretrained(tmp_path)
+    native, original = stock(family), said(stock(family), family)
+    native.load_adapter(tmp_path)
+    native.disable_adapters()
+    assert torch.equal(said(native, family), original)
+    native.enable_adapters()
+    assert gap(said(native, family), said(model, family)) <= 1e-6
+    native.delete_adapter("default")
+    assert torch.equal(said(native, family), original) and not hypers(native)
+    assert native.config.to_dict() == stock(family).config.to_dict() and type(native) is type(stock(family))
 
 
 LOADERS = {
@@ -350,18 +362,21 @@ def test_adapters_with_different_mechanisms_are_switched_saved_and_deleted(sever
     assert gap(said(model.merge_and_unload(adapter_names=["cone"])), answers["cone"]) <= 1e-6
 
 
+@native_or_not
 @pytest.mark.parametrize("names", [("first", "b"), ("v10", "v1")], ids=" ".join)
-def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(names, several, stock, tmp_path):
+def test_an_adapter_is_loaded_beside_one_whose_parameters_names_hold_its_own(names, native, several, stock, tmp_path):
     """PEFT takes what is missing for an adapter's own where its name is a part of that: "b" of "base_model"."""
     model, answers = several
     model.save_pretrained(tmp_path)
-    native, model = stock(), PeftModel.from_pretrained(stock(), tmp_path, adapter_name=names[0])
-    native.load_adapter(tmp_path, names[0])
-    for loaded in (native, model):
-        loaded.load_adapter(tmp_path / "tree", names[1])
-        for name, answer in zip(names, ("default", "tree"), strict=True):
-            loaded.set_adapter(name)
-            assert gap(said(loaded), answers[answer]) <= 1e-6
+    loaded = stock()
+    if native:
+        loaded.load_adapter(tmp_path, names[0])
+    else:
+        loaded = PeftModel.from_pretrained(loaded, tmp_path, adapter_name=names[0])
+    loaded.load_adapter(tmp_path / "tree", names[1])
+    for name, answer in zip(names, ("default", "tree"), strict=True):
+        loaded.set_adapter(name)
+        assert gap(said(loaded), answers[answer]) <= 1e-6
 
 
 def test_an_adapter_read_into_one_of_other_mechanisms_is_warned_of(stock, tmp_path, caplog):
@@ -391,7 +406,12 @@ def test_a_config_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, 
         assert record.getMessage().startswith("peft_config['default'].hyperattn is not what the model")
         for name in ("adapter_config.json", "hyperattn_config.json"):
             assert (tmp_path / "after" / name).read_text() == (tmp_path / "before" / name).read_text()
-    native = stock()
+
+
+@native_adapters
+def test_the_config_of_a_native_adapter_that_was_changed_later_is_saved_as_what_runs(stock, tmp_path, caplog):
+    model, native = adapted(stock(), "cone"), stock()
+    model.save_pretrained(tmp_path / "before")
     native.load_adapter(tmp_path / "before")
     native.peft_config["default"].hyperattn = ha.HyperAttnConfig([ha.HypeConfig()])
     caplog.clear()
@@ -418,19 +438,22 @@ def test_a_state_dict_of_another_patched_base_is_warned_of(make, stock, caplog):
     assert "the model of this state dict had cone in 2 attention modules" in caplog.text
 
 
-def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(stock, caplog):
-    for model in (adapted(stock(), "cone"), stock()):
-        if not isinstance(model, PeftModel):
-            model.add_adapter(config("cone"))
-        tensors = get_peft_model_state_dict(model)
-        set_peft_model_state_dict(model, tensors)
-        assert not caplog.records
-        set_peft_model_state_dict(model, {name: t for name, t in tensors.items() if "hyper" not in name})
-        (record,) = caplog.records
-        assert record.getMessage().startswith("the tensors for adapter 'default' lack ")
-        caplog.clear()
+@native_or_not
+def test_tensors_for_an_adapter_that_lack_what_it_added_are_warned_of(native, stock, caplog):
+    model = stock()
+    if native:
+        model.add_adapter(config("cone"))
+    else:
+        model = adapted(model, "cone")
+    tensors = get_peft_model_state_dict(model)
+    set_peft_model_state_dict(model, tensors)
+    assert not caplog.records
+    set_peft_model_state_dict(model, {name: t for name, t in tensors.items() if "hyper" not in name})
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the tensors for adapter 'default' lack ")
 
 
+@native_adapters
 def test_native_adapters_are_switched_and_deleted(several, stock, tmp_path):
     answers = several[1]
     several[0].save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import hf_hyperattn as ha
 
+from ..oracles.marks import native_adapters
 from .lessons import LESSONS, added, characters, learn, llama, logits, next_character, optimizer_of, patched
 
 GATE_AND_GEOMETRY = {"gate", "log_gamma", "log_radius"}
@@ -95,6 +96,7 @@ def test_merged_gates_are_saved_with_the_model(tmp_path):
     assert any(p.any() for p in added(merged).values())
 
 
+@native_adapters
 def test_native_adapters_of_transformers(tmp_path):
     batch, model = next_character(), patched()
     original = logits(model, batch)

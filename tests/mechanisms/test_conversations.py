@@ -270,7 +270,9 @@ def test_hooks_come_with_the_rules_that_need_them():
 
     def called(rule):
         model = sparse([rule])
-        logits(model, drawn()[:, :4])  # The first call takes the hooks away that watch whether it reaches the mechanism.
+        logits(
+            model, drawn()[:, :4]
+        )  # The first call takes the hooks away that watch whether it reaches the mechanism.
         return model
 
     model = called(SHARED)

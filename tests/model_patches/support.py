@@ -4,11 +4,16 @@ import contextlib
 import math
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from hf_hyperattn.integration.versions import TESTED
+
 NAME = "reference64"
 TOLERANCE = 1e-5
+#: Whether the tables of model_patches, which are written for the newest tested Transformers, hold to the letter.
+NEWEST = transformers.__version__ == TESTED["transformers"][1]
 
 
 def softmax_attention(query, key, value, mask, scaling, is_causal, position_bias=None):

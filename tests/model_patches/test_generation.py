@@ -5,7 +5,7 @@ import torch
 from transformers import StaticCache
 
 import model_patches
-from tests.model_patches.families import DECODERS, ids, padded
+from tests.model_patches.families import DECODERS, MODELS, ids, padded
 from tests.model_patches.support import NAME, TOLERANCE, reference, switch
 
 # CPM-Ant's model prepends a prompt to every call and counts it in the cache: only its own generate drives it
@@ -63,6 +63,20 @@ def test_generate(name, side, calls):
     assert calls
     if name != "cpmant" and not sees_future(model):
         assert torch.equal(model.generate(**inputs, **options, use_cache=False), expected)
+
+
+@pytest.mark.parametrize("name", ["blip-caption", "fsmt", "git", "mvp"])
+def test_generate_from_two_inputs(name, calls):
+    """Cross-attention fills its part of the cache once; self-attention adds one token a step."""
+    model, inputs = MODELS[name]()
+    inputs.pop("decoder_input_ids", None)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    cached, uncached = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
+    model_patches.serve(model)
+    for part in (model, *(m for m in model.modules() if hasattr(m, "config"))):
+        switch(part, NAME)
+    assert torch.equal(model.generate(**inputs, **options), cached) and calls
+    assert torch.equal(model.generate(**inputs, **options, use_cache=False), uncached)
 
 
 @pytest.mark.parametrize("side", [None, "left"])

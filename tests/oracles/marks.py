@@ -1,6 +1,10 @@
-"""Decorators of the tests that run over everything there is."""
+"""Decorators of the tests that run over everything there is, and of those that some versions cannot run."""
 
+import peft
 import pytest
+import transformers
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.oracles.cases import BACKENDS, CORE, PAIRINGS
 
@@ -23,4 +27,10 @@ def first_always(names, cases, ids=None):
     )
 
 
+# Transformers 5.24 asks for a PEFT that was not released before it. Tests of PEFT's own classes run all the same.
+native_adapters = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"Transformers {transformers.__version__} refuses PEFT below {MIN_PEFT_VERSION} for its native adapters",
+)
+native_or_not = pytest.mark.parametrize("native", [False, pytest.param(True, marks=native_adapters)])
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -239,7 +239,7 @@ class HatModel(HatPreTrainedModel):
 
     def _check(self, real: Tensor, keywords: dict) -> None:
         """Raise for what would be lost, and for texts that cannot be encoded."""
-        for name in ("position_ids", "hierarchy", "encoder_hidden_states", "past_key_values"):
+        for name in ("position_ids", "hierarchy", "encoder_hidden_states", "past_key_values", "cache"):
             if keywords.get(name) is not None:
                 raise ValueError(f"{name} was given to HatModel, which makes its own segments; allowed: None")
         tokens, padded, longest = real.shape[1], " with its padding", self.config.max_position_embeddings

@@ -4,8 +4,11 @@ Weights are drawn wider than the families' own initialisation, so that attention
 scaling, bias or mask shows.
 """
 
+import pytest
 import torch
 import transformers
+
+from model_patches import FAMILIES, census
 
 TINY = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT = TINY | {"intermediate_size": 37, "max_position_embeddings": 64}
@@ -28,8 +31,11 @@ def build(architecture, config, **options):
 
 
 def make(architecture, config, **options):
-    """As `build`, by the names Transformers exports."""
-    return build(getattr(transformers, architecture), getattr(transformers, config), **options)
+    """As `build`, by the names Transformers exports; skips the test if this Transformers needs no route for them."""
+    config = getattr(transformers, config)
+    if config.model_type in FAMILIES and census.state(config.model_type) == "routed":
+        pytest.skip(f"{config.model_type} calls the interface itself in Transformers {transformers.__version__}")
+    return build(getattr(transformers, architecture), config, **options)
 
 
 def ids(batch=2, length=11):
