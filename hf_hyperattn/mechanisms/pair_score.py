@@ -17,6 +17,7 @@ from ..engines.cpu import norms, squared_norms
 from ..engines.graph_torch import graph_of, refusing_second_derivatives, vjp
 from ..engines.score import TERMS, euclidean, working_dtype
 from ..engines.trace import Untraceable
+from ..geometry.scalars import at_least
 from .hype.positions import from_first
 
 SIDES = ("query_", "key_")
@@ -188,7 +189,7 @@ class PairSpace(NamedTuple):
             assert positions is not None
             return positions.expand(*x.shape[:3])
         if name == "norm":
-            return (norms(x, dtype) * root).clamp_min(FLOOR)
+            return at_least(norms(x, dtype) * root, FLOOR)
         if name == "square":
             return squared_norms((x,), dtype, x.shape[-1])[0] * self.scale
         function = self.definition.statistics[name]
