@@ -38,7 +38,9 @@ FUNCTIONS = {
     **{f"sparse {n}": partial(F.sparse_attention, rules=rule, is_causal=True) for n, rule in RULES.items()},
 }
 #: How second derivatives are refused.
-NO_SECOND = r"^(backend='\w+'|hsa .*) has no second derivative, which create_graph=True asked for; (use|allowed:|with) "
+NO_SECOND = (
+    r"^(backend='\w+'|hsa .*) has no second derivative, which create_graph=True asked for; (use|allowed:|with) "
+)
 #: What has them, by function; all others by backend="reference".
 TWICE = {"hsa key": dict(backend="torch")}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
