@@ -37,8 +37,12 @@ FUNCTIONS = {
     "hsa both": partial(F.hierarchical_attention, hierarchy=(4, 16)),
     **{f"sparse {n}": partial(F.sparse_attention, rules=rule, is_causal=True) for n, rule in RULES.items()},
 }
-#: How torch, and we where torch would be silent, refuse to differentiate twice.
-NO_SECOND = "derivative for .* is not implemented|no autograd formula was registered|has no second derivative"
+#: How second derivatives are refused.
+NO_SECOND = (
+    r"^(backend='\w+'|hsa .*) has no second derivative, which create_graph=True asked for; (use|allowed:|with) "
+)
+#: What has them, by function; all others by backend="reference".
+TWICE = {"hsa key": dict(backend="torch")}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -142,18 +146,52 @@ def test_second_derivatives_are_right_or_refused(name, n, linear):
     near(leaf.grad, (slope(1) - slope(-1)) / 2e-6, "gradient of a penalty")
 
 
-def test_second_derivatives_of_a_score_from_outside_are_refused():
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "hsa both"])
+@pytest.mark.parametrize("n", [6, 90])
+def test_what_has_second_derivatives(name, n):
+    """In float64 they are the differences of first derivatives; some keys equal a query, and their distance is 0."""
+    call = partial(FUNCTIONS[name], **TWICE.get(name, dict(backend="reference")))
+    inputs = [tensor(1, 2, n, 8, seed=s, dtype=torch.float64) for s in (30, 31, 32)]
+    steps = [tensor(1, 2, n, 8, seed=s, dtype=torch.float64) for s in (33, 34, 35)]
+    check_second(call, inputs, steps)
+    if name.startswith("hsa"):
+        return
+    out32 = call(*(leaves := [t.float().requires_grad_() for t in inputs]))
+    first = torch.autograd.grad(out32.square().sum(), leaves, create_graph=True)
+    assert all(t.isfinite().all() for t in torch.autograd.grad(sum(t.square().sum() for t in first), leaves))
+
+
+def check_second(call, inputs, steps):
+    def first(at, **rest):
+        return torch.autograd.grad(call(*at).square().sum(), at, **rest)
+
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    along = sum((g * s).sum() for g, s in zip(first(leaves, create_graph=True), steps, strict=True))
+    found = torch.autograd.grad(along, leaves)
+    ahead, behind = (
+        first([(t + sign * 1e-6 * s).requires_grad_() for t, s in zip(inputs, steps, strict=True)]) for sign in (1, -1)
+    )
+    for i, second in enumerate(found):
+        near(second, (ahead[i] - behind[i]) / 2e-6, f"second derivative {i}")
+
+
+def test_second_derivatives_where_points_coincide_are_finite():
+    for name in ("cone", "penumbral", "hyperbolic", "lorentz"):
+        x = tensor(1, 2, 6, 8, seed=30, dtype=torch.float64).requires_grad_()
+        out = FUNCTIONS[name](x, x, x, backend="reference")
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        assert torch.autograd.grad(first.square().sum(), x)[0].isfinite().all(), name
+
+
+def test_second_derivatives_of_a_score_from_outside():
     with restored():
 
         @ha.score("steep")
         def steep(dot, slope=0.1):
             return slope * dot * dot
 
-        x = tensor(1, 2, 4, 8, seed=32).requires_grad_()
-        out = F.scored_attention(x, x.tanh(), x.sin(), score=steep)
-        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            torch.autograd.grad(first.sum(), x)
+        shapes = [tensor(1, 2, 4, 8, seed=s, dtype=torch.float64) for s in range(30, 36)]
+        check_second(partial(F.scored_attention, score=steep, backend="reference"), shapes[:3], shapes[3:])
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "einstein"])

@@ -82,7 +82,7 @@ def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
     return [out.new_empty(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
 
 
-serialize.differentiable(forward, gradients)
+serialize.differentiable(forward, gradients, "blockwise")
 
 
 def evaluate_terms(tile: Tile, derive: bool) -> list[tuple]:

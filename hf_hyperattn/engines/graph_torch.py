@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -41,19 +42,55 @@ def graph_of(term, required: bool = False) -> Traced | None:
         return None
 
 
+#: What gives second derivatives in place of an engine, where `backend=` can choose among those of pair scores.
+BY_REFERENCE = "use backend='reference', or in a model hf_hyperattn.set_backend(model, 'reference')"
+
+
+def refuse_second_derivative(owner: str, instead: str = BY_REFERENCE) -> NoReturn:
+    """Raise the error of a second derivative that `owner`, such as "backend='cpu'", does not have."""
+    raise RuntimeError(f"{owner} has no second derivative, which create_graph=True asked for; {instead}")
+
+
+def refuse_in_operator(backward, owner: str, instead: str = BY_REFERENCE) -> None:
+    """Let an operator that computes gradients say in one sentence that they have no derivatives of their own."""
+    backward.register_autograd(lambda ctx, *grads: refuse_second_derivative(owner, instead))
+
+
 class _Once(torch.autograd.Function):
     """The first `count` tensors as they are; the others are what these were made of."""
 
     @staticmethod
-    def forward(ctx, count: int, *tensors: Tensor):
+    def forward(ctx, owner: str, instead: str, count: int, *tensors: Tensor):
+        ctx.said = owner, instead
         return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("hf_hyperattn: this attention has no second derivative; allowed: gradients of the output")
+        refuse_second_derivative(*ctx.said)
 
 
-def refusing_second_derivatives(gradients: Sequence[Tensor | None], *origins: Tensor | None) -> list[Tensor | None]:
+class _FirstOnly(torch.autograd.Function):
+    """A tensor as it is; its gradient has no derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, owner: str, tensor: Tensor):
+        ctx.owner = owner
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, refusing_second_derivatives([grad], *ctx.saved_tensors, grad, owner=ctx.owner)[0]
+
+
+def with_first_derivative_only(owner: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inputs of a function of torch without a second derivative, which then is refused in our words."""
+    return tuple(_FirstOnly.apply(owner, t) if t.requires_grad else t for t in tensors)
+
+
+def refusing_second_derivatives(
+    gradients: Sequence[Tensor | None], *origins: Tensor | None, owner: str, instead: str = BY_REFERENCE
+) -> list[Tensor | None]:
     """Gradients that a backward pass has made without a graph, of these tensors.
 
     Differentiated again they are an error whichever way that comes. torch's `once_differentiable` is silent where
@@ -63,7 +100,7 @@ def refusing_second_derivatives(gradients: Sequence[Tensor | None], *origins: Te
     known = [t for t in origins if t is not None]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in known):
         return list(gradients)
-    found = iter(_Once.apply(len(there), *there, *known))
+    found = iter(_Once.apply(owner, instead, len(there), *there, *known))
     return [g if g is None else next(found) for g in gradients]
 
 

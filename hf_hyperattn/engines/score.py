@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..readable import is_exporting, is_forward_mode
+from ..readable import is_exporting, is_forward_mode, is_transformed
 from .graph_torch import graph_of, vjp
 from .options import Options
 
@@ -492,7 +492,39 @@ def euclidean(x: Tensor, y: Tensor) -> Tensor:
     """Distances [..., N, M] of [..., N, d] and [..., M, d], from differences; the gradient at distance 0 is 0."""
     if is_exporting() or is_forward_mode():  # ONNX has no cdist, and that has no forward-mode derivative
         return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
-    return torch.cdist(x.contiguous(), y.contiguous(), compute_mode="donot_use_mm_for_euclid_dist")
+    x, y = x.contiguous(), y.contiguous()
+    learns = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    if not learns or torch.compiler.is_compiling() or is_transformed():
+        return _distances(x, y)
+    return Euclidean.apply(x, y)
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+class Euclidean(torch.autograd.Function):
+    """`euclidean` with derivatives of every order: those of torch's `cdist` end with the first."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor):
+        distance = _distances(x, y)
+        ctx.save_for_backward(x, y, distance)
+        return distance
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y, distance = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative, which takes the memory of all differences
+            difference = x[..., :, None, :] - y[..., None, :, :]
+            square = difference.square().sum(-1)
+            apart = square > 0
+            slope = torch.where(apart, grad / torch.where(apart, square, 1.0).sqrt(), 0.0)
+            parts = slope[..., None] * difference
+            return parts.sum(-2), -parts.sum(-3)
+        grad, columns = grad.contiguous(), distance.mT.contiguous()
+        d_x = torch.ops.aten._cdist_backward(grad, x, y, 2.0, distance)
+        return d_x, torch.ops.aten._cdist_backward(grad.mT.contiguous(), y, x, 2.0, columns)
 
 
 def upcast_for_grad(x: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from ..readable import is_transformed
+from .graph_torch import with_first_derivative_only
 from .options import Options, position_mask
 from .score import DOT, PairScore, ScoreTerm, repeat_heads
 
@@ -51,6 +53,9 @@ def attend(score: PairScore, value: Tensor, options: Options) -> tuple[Tensor, N
         mask = mask.to(dtype)
     if key.is_cuda and (mask is not None or dtype not in MEETINGS):  # only FlashAttention shares keys there
         key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or is_transformed()):
+        query, key, value = with_first_derivative_only("backend='sdpa'", query, key, value)
+        mask = None if mask is None else with_first_derivative_only("backend='sdpa'", mask)[0]
     with torch.autocast(query.device.type, enabled=False):  # it would round the columns
         out = scaled_dot_product_attention(
             query,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .flops import count_flops
+from .graph_torch import refuse_in_operator
 from .options import Options
 from .score import PairScore, Term, is_upcast, parse_score_key
 
@@ -172,13 +173,14 @@ def fake_gradients(
     return [t.new_empty(size) for t, size in zip(tensors, sizes, strict=True)]
 
 
-def differentiable(forward, backward, pairwise: bool = True) -> None:
+def differentiable(forward, backward, name: str, pairwise: bool = True) -> None:
     """Give an operator its gradient, and let FLOP counters know both.
 
     Args:
         forward: the operator, which returns an output and what its gradients need beside it.
         backward: the operator of its gradients, called with the output's gradient, what `forward` returned, its
             tensors, which of them want a gradient, and its further arguments.
+        name: the engine, for the error of a second derivative.
         pairwise: whether it does the products of pairwise attention, whose FLOPs are counted.
     """
 
@@ -194,6 +196,7 @@ def differentiable(forward, backward, pairwise: bool = True) -> None:
         return grads, *[None] * len(ctx.rest)
 
     forward.register_autograd(pullback, setup_context=save)
+    refuse_in_operator(backward, f"backend={name!r}")
     if pairwise:
         count_flops(forward)
         count_flops(backward, at=3, backward=True)

@@ -6,7 +6,8 @@ or a few, or is refused by name. Nodes that are the same are one node.
 The derivative is taken on the graph, since automatic differentiation of torch gives NaN where a branch that is not
 taken has an infinite slope. Masks stand beside adjoints and are applied last, so that nothing infinite is ever
 multiplied by 0. At ties `maximum` and `minimum` share the gradient evenly, as torch does; at 0 the slope of `sqrt` and
-of `acosh(1 + y)` is 0, and that of `abs` too.
+of `acosh(1 + y)` is 0, and that of `abs` too. At its bounds `clamp` lets the gradient through, as torch does until 2.13
+(from 2.14 on it gives 0 there).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .scalars import artanhc, asinhc, norm, precise, root, square, tanhc, working
+from .scalars import artanhc, asinhc, at_least, norm, precise, root, square, tanhc, working
 
 LIMIT = 1 - 1e-5  # points are kept at √c|x| <= LIMIT
 
@@ -28,7 +28,7 @@ def project(x: Tensor, c: Tensor | float, limit: float = LIMIT) -> Tensor:
 def gap(x: Tensor, c: Tensor | float) -> Tensor:
     """1 - c|x|², [...], kept at one rounding step or more: half the inverse of the conformal factor λ_x = 2/gap."""
     x, c = working(c, x)
-    return (1 - c * square(x)).clamp_min(torch.finfo(x.dtype).eps)
+    return at_least(1 - c * square(x), torch.finfo(x.dtype).eps)
 
 
 def expmap0(v: Tensor, c: Tensor | float) -> Tensor:
@@ -122,7 +122,7 @@ def depth(x: Tensor, c: Tensor | float) -> Tensor:
     """
     x, c = working(c, x)
     reach = root(c) * norm(x)
-    return reach / (1 - reach).clamp_min(torch.finfo(x.dtype).eps)
+    return reach / at_least(1 - reach, torch.finfo(x.dtype).eps)
 
 
 def angular_similarity(x: Tensor, y: Tensor) -> Tensor:

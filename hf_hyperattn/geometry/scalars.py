@@ -49,6 +49,19 @@ def norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
+def at_least(x: Tensor, low: float) -> Tensor:
+    """`x`, and `low` below that. At the bound the gradient is that of `x`.
+
+    `torch.clamp` has that gradient until torch 2.13, and 0 there from 2.14 on.
+    """
+    return torch.where(x < low, low, x)
+
+
+def at_most(x: Tensor, high: float) -> Tensor:
+    """`x`, and `high` above that. At the bound the gradient is that of `x`, see `at_least`."""
+    return torch.where(x > high, high, x)
+
+
 def root(c: Tensor | float) -> Tensor | float:
     """√c."""
     return c.sqrt() if isinstance(c, Tensor) else c**0.5
@@ -72,7 +85,7 @@ def tanhc(u: Tensor) -> Tensor:
 
 def artanhc(u: Tensor) -> Tensor:
     """artanh(√u)/√u, 1 at u = 0; u is kept below 1 by one rounding step, so the value is always finite."""
-    return _even(u.clamp_max(1 - 2 * torch.finfo(u.dtype).eps), ARTANH, torch.atanh)
+    return _even(at_most(u, 1 - 2 * torch.finfo(u.dtype).eps), ARTANH, torch.atanh)
 
 
 def asinhc(u: Tensor) -> Tensor:

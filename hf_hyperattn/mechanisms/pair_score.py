@@ -14,9 +14,10 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..engines import DistanceTerm, PairScore, Points, ScoreTerm, Term, repeat_heads
 from ..engines.cpu import norms, squared_norms
-from ..engines.graph_torch import graph_of, refusing_second_derivatives, vjp
+from ..engines.graph_torch import graph_of, vjp
 from ..engines.score import TERMS, euclidean, working_dtype
 from ..engines.trace import Untraceable
+from ..geometry.scalars import at_least
 from .hype.positions import from_first
 
 SIDES = ("query_", "key_")
@@ -139,15 +140,13 @@ class Dense(torch.autograd.Function):
         dot, squared, *numbers = ctx.saved_tensors
         a, b = ctx.term.rows, ctx.term.rows + ctx.term.columns
         graph: Any = graph_of(ctx.term)
-        with torch.no_grad():
-            near = None if squared is None else torch.ones_like(squared, dtype=torch.bool)
-            _, pull = vjp(graph, dot, numbers[:a], numbers[a:b], numbers[b:], squared, near)
-            d_dot, *others = pull(grads[0])
-            d_squared: Any = None if squared is None else others.pop()
-            gradients = [d_dot, d_squared, *(g for part in others for g in part)]
-            shapes = [None if t is None else t.shape for t in (dot, squared, *numbers)]
-            gradients = [None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True)]
-        return None, *refusing_second_derivatives(gradients, dot, squared, *numbers, *grads)
+        near = None if squared is None else torch.ones_like(squared, dtype=torch.bool)
+        _, pull = vjp(graph, dot, numbers[:a], numbers[a:b], numbers[b:], squared, near)
+        d_dot, *others = pull(grads[0])
+        d_squared: Any = None if squared is None else others.pop()
+        gradients = [d_dot, d_squared, *(g for part in others for g in part)]
+        shapes = [None if t is None else t.shape for t in (dot, squared, *numbers)]
+        return None, *(None if g is None else g.sum_to_size(s) for g, s in zip(gradients, shapes, strict=True))
 
 
 class PairSpace(NamedTuple):
@@ -188,7 +187,7 @@ class PairSpace(NamedTuple):
             assert positions is not None
             return positions.expand(*x.shape[:3])
         if name == "norm":
-            return (norms(x, dtype) * root).clamp_min(FLOOR)
+            return at_least(norms(x, dtype) * root, FLOOR)
         if name == "square":
             return squared_norms((x,), dtype, x.shape[-1])[0] * self.scale
         function = self.definition.statistics[name]

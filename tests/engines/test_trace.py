@@ -41,7 +41,7 @@ class Every(Term):
     """Every operator that a term may call, at ties and zeros, with infinite slopes in branches that are not taken.
 
     Args:
-        safe: without the latter, of which torch's own differentiation makes NaN.
+        safe: without the latter, of which torch's own differentiation makes NaN, and without `clamp`.
     """
 
     rows, columns, heads = 2, 2, 2
@@ -51,6 +51,15 @@ class Every(Term):
 
     def guarded(self, mask, x):
         return where(mask, x, 1.0) if self.safe else x
+
+    def clamp(self, x, low, high):
+        """The operator; or written out, since its gradient at the bounds is another one from torch 2.14 on."""
+        if self.safe:
+            x = x if low is None else where(x < low, low, x)
+            return x if high is None else where(x > high, high, x)
+        if high is None:
+            return x.clamp_min(low)
+        return x.clamp_max(high) if low is None else x.clamp(low, high)
 
     def logits(self, dot, row, column, head, squared_distance=None):
         (a, b), (c, d), (s, t) = row, column, head
@@ -68,9 +77,8 @@ class Every(Term):
             + torch.expm1(0.3 * u)
         )
         out = out + F.softplus(dot) + torch.rsqrt(1 + u * u) + (2 + dot**2).reciprocal() - 1 / (3 + u**4) + s**3
-        out = (
-            out + dot.clamp(-0.5, 0.5) + u.clamp_min(-0.25) - c.clamp_max(0.25) + F.relu(dot - a) + (1 + apart) ** -1.5
-        )
+        out = out + self.clamp(dot, -0.5, 0.5) + self.clamp(u, -0.25, None) - self.clamp(c, None, 0.25)
+        out = out + F.relu(dot - a) + (1 + apart) ** -1.5
         out = torch.addcmul(u, dot, t, value=-0.5).neg_().sub_(out).neg_() + 0.5 * u.square() - (1 - dot) * (a >= c)
         mask = ((u < 0) & ~(dot > 0)) | (apart == 0)
         return out.masked_fill(mask.logical_and(dot != 0), 0.25) + where(mask, torch.zeros_like(u), u / 3)
@@ -129,7 +137,7 @@ def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
     head, dot = [x[:1, None] for x in numbers[4:]], (q @ k.mT)[0, 0]
     pairs = [x.expand(dot.shape).clone().requires_grad_() for x in (dot, *row, *column, *head)]
     names = [("dot", 0), ("row", 0), ("row", 1), ("column", 0), ("column", 1), ("head", 0), ("head", 1)]
-    expected = EVERY.logits(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
+    expected = SAFE.logits(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
     wanted = torch.autograd.grad(expected.sum(), pairs)
     with torch.no_grad():
         logits, pull = EVERY.vjp(pairs[0], pairs[1:3], pairs[3:5], pairs[5:])
@@ -138,10 +146,7 @@ def test_the_graph_of_every_operator_has_the_logits_and_gradients_of_autograd():
     assert_close(twice, 2 * d_dot, 1e-12, "a second pullback")
     assert_close(logits, expected, 1e-13, "logits")
     for name, w, got in zip(names, wanted, (d_dot, *sum(others, [])), strict=True):
-        # torch itself has NaN or infinity where a root is 0 and a branch is not taken
-        good = w.isfinite()
-        assert 0.2 < good.float().mean() and got.isfinite().all(), name
-        assert_close(torch.where(good, got, 0), torch.where(good, w, 0), 1e-12, str(name))
+        assert_close(got, w, 1e-12, str(name))
     t = trace.trace(EVERY)
     assert set(trace.DERIVATIVES) - {n.op for n in trace.ancestors([t.logit])} == {"cosh_of_sinh"}
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...readable import is_exporting, is_transformed
 from .. import native, serialize, triton
+from ..graph_torch import refuse_in_operator
 from ..options import Options
 from ..score import DistanceTerm, PairScore
 from . import library
@@ -147,7 +148,7 @@ def gradients(
 
 forward.register_fake(serialize.fake_output)
 gradients.register_fake(serialize.fake_gradients)
-serialize.differentiable(forward, gradients)
+serialize.differentiable(forward, gradients, "cpu")
 
 
 def backward(a: serialize.OperatorCall, call: bytes, core: ctypes.CDLL, grad: Tensor, lse: Tensor) -> list[Tensor]:
@@ -444,3 +445,4 @@ def _pullback(ctx, grad):
 
 
 row_norms.register_autograd(_pullback, setup_context=_save)
+refuse_in_operator(row_norms_backward, "backend='cpu'")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...readable import can_read, is_transformed
+from ..graph_torch import refuse_in_operator
 from . import library
 from .kernels import chunks_of
 
@@ -173,6 +174,7 @@ def _pullback(ctx, grad, _):
 
 
 forward.register_autograd(_pullback, setup_context=_save)
+refuse_in_operator(gradients, "backend='cpu'")
 
 
 @torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())

@@ -34,4 +34,4 @@ def gradients(
 
 forward.register_fake(serialize.fake_output)
 gradients.register_fake(serialize.fake_gradients)
-serialize.differentiable(forward, gradients)
+serialize.differentiable(forward, gradients, "triton")

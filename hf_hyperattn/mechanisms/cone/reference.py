@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...engines.score import euclidean, repeat_heads, working_dtype
+from ...geometry.scalars import at_least, at_most
 
 Mapping = Literal["xi", "psi", "expmap"]
 MAPPINGS = get_args(Mapping)
@@ -63,7 +64,7 @@ def definition(
     height_squared = penumbral_height_squared(distance, hq[..., None], hk[..., None, :], r)
     if squared:
         return -gamma * height_squared
-    return -gamma * torch.sqrt(height_squared.clamp_min(torch.finfo(dtype).tiny))  # a finite slope at height 0
+    return -gamma * torch.sqrt(at_least(height_squared, torch.finfo(dtype).tiny))  # a finite slope at height 0
 
 
 def inverse_sinh(r: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def umbral_height(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor
 def penumbral_height_squared(distance: Tensor, hq: Tensor, hk: Tensor, r: Tensor) -> Tensor:
     """Squared height of the lowest point whose penumbral cone holds both points; heights are below r."""
     a, b = half_width(hq, r), half_width(hk, r)
-    inside = torch.maximum(torch.maximum(hq**2, hk**2), r**2 - ((a + b - distance).clamp_min(0) / 2) ** 2)
+    inside = torch.maximum(torch.maximum(hq**2, hk**2), r**2 - (at_least(a + b - distance, 0.0) / 2) ** 2)
     apart = torch.where(distance > a + b, distance, torch.ones_like(distance))  # no 0/0 in the branch not taken
     outside = ((apart**2 + hk**2 - hq**2) / (2 * apart)) ** 2 + hq**2
     return torch.where(distance > a + b, outside, inside)
@@ -111,13 +112,18 @@ def of_parts(
 ) -> tuple[Tensor, Tensor]:
     """The same from x_d, |x_1..x_{d-1}|² (only expmap reads it) and d."""
     if mapping == "xi":
-        h = torch.exp((last / dim).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+        h = xi_height(last, dim)
         return h, h
     if mapping == "psi":
         h = radius * torch.sigmoid(last)
         return h, h
     assert side is not None
     return _expmap(side, last)
+
+
+def xi_height(last: Tensor, dim: int) -> Tensor:
+    """exp(x_d / d), with the exponent kept within EXPONENT_LIMIT."""
+    return torch.exp(at_most(at_least(last / dim, -EXPONENT_LIMIT), EXPONENT_LIMIT))
 
 
 def _expmap(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +153,7 @@ def _expmap_factored(side: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     Where x_d is nearly s, 1 - t cancels and is taken as side / (s (s + x_d)).
     """
     norm = torch.sqrt(side + last.square())
-    s, t = norm.clamp_max(NORM_LIMIT), last / norm
+    s, t = at_most(norm, NORM_LIMIT), last / norm
     one_minus_t = torch.where(last > 0, side / (norm * (norm + last.abs())), 1 - t)
     bracket = one_minus_t + (1 + t) * torch.exp(-2 * s)
     return 2 * torch.exp(-s) / bracket, -torch.expm1(-2 * s) / (norm * bracket)

@@ -14,7 +14,7 @@ from ...engines.score import READERS, TERMS, Numbers, PairScore, Points, Reader,
 from ..base import Host
 from ..score_layer import ScoreLayer
 from .config import ConeConfig
-from .reference import CLAMP, EXPONENT_LIMIT, FLOOR, MAPPINGS, definition, horizontal, of_parts
+from .reference import CLAMP, FLOOR, MAPPINGS, definition, horizontal, of_parts, xi_height
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ class ConeVectors:
         for x, norm, is_key in ((query, norms[0], False), (key, norms[1], True)):
             last = x[..., -1].to(dtype)
             if space.mapping == "xi":
-                height = stretch = torch.exp((last / dim).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT))
+                height = stretch = xi_height(last, dim)
             elif space.mapping == "psi":
                 height = stretch = torch.sigmoid(last)
             else:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...geometry.scalars import at_least
+
 
 def head_weights(hidden: Tensor, query_map: Tensor, kappa: Tensor, bias: Tensor) -> Tensor:
     """beta, the share of every head at every token.
@@ -35,4 +37,4 @@ def head_weights(hidden: Tensor, query_map: Tensor, kappa: Tensor, bias: Tensor)
 def entropy(weights: Tensor) -> Tensor:
     """Entropy in nats of weights [..., M], as [...]: from 0, one head has everything, to log(M), all have the same."""
     # entr's derivative is infinite at 0, where a softmax may underflow
-    return -(weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log()).sum(-1)
+    return -(weights * at_least(weights, torch.finfo(weights.dtype).tiny).log()).sum(-1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...engines.graph_torch import refuse_in_operator
 from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
 from ...hierarchy import Hierarchy, Tree
@@ -189,6 +190,7 @@ def _pullback(ctx, *grads):
 
 
 hsa.register_autograd(_pullback, setup_context=_save)
+refuse_in_operator(backward, "hsa by its compiled kernel", "with tying='key' use backend='torch'")
 
 
 def _flops(shapes: Sequence, names: str, sizes: Sequence[int] | None, numbers: Sequence[int], backward: bool) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...engines import Options, repeat_heads
 from ...engines.options import position_mask
 from ...engines.reference import dropout, softmax
+from ...geometry.scalars import at_least
 from ...readable import is_exporting
 from ..places import text_starts
 from .config import Rule
@@ -112,7 +113,7 @@ def both_weights(query: Tensor, key: Tensor, blocks: list[Tensor], bias: Tensor 
         logits = logits if bias is None else logits + means @ bias @ means.mT
         logits = logits.masked_fill(~(parent & ~same)[:, None], -INF)
         every = torch.cat([logits, rho[..., None]], -1)
-        top = every.amax(-1, keepdim=True).clamp_min(torch.finfo(every.dtype).min)
+        top = at_least(every.amax(-1, keepdim=True), torch.finfo(every.dtype).min)
         log_z = (top + (every - top).exp().sum(-1, keepdim=True).log())[..., 0]
         alone = log_z == -INF  # nothing to attend to: padding, and a single child without its diagonal
         bottom = log_z.masked_fill(alone, 0.0)[..., None]

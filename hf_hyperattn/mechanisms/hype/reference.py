@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...geometry.scalars import at_least, at_most
+
 Form = Literal["sinh", "cosh"]
 FORMS = get_args(Form)
 
@@ -33,7 +35,7 @@ def definition(query_positions: Tensor, key_positions: Tensor, mu: Tensor, tau: 
     """
     mu, tau = mu[:, None, None], tau[:, None, None]
     x = mu * (key_positions[..., None, :] - query_positions[..., :, None])
-    x = x.clamp(-FARTHEST, FARTHEST)
+    x = at_most(at_least(x, -FARTHEST), FARTHEST)
     if form == "sinh":
         return tau * torch.sinh(x)
     return -2 * tau * torch.sinh(x / 2) ** 2  # cosh x - 1 without its cancellation near 0

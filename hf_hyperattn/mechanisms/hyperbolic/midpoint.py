@@ -18,6 +18,7 @@ from torch import Tensor
 from ...engines.cpu import norms
 from ...engines.options import Aggregation
 from ...engines.score import READERS, Reader, repeat_heads, working_dtype
+from ...geometry.scalars import at_least
 from ...readable import is_transformed
 from .reference import direction_and_norm, half_radius, shortest
 
@@ -53,7 +54,7 @@ def _columns_at_once(value: Tensor, curvature: Tensor, scale: float) -> Tensor:
     """The same in one reading and one writing of the values, as a generated token needs it: nothing of them is kept for
     a backward pass.
     """
-    norm = (scale * norms(value, curvature.dtype)).clamp_min(shortest(curvature.dtype))
+    norm = at_least(scale * norms(value, curvature.dtype), shortest(curvature.dtype))
     if curvature.shape[0] > 1:
         value, norm = (repeat_heads(x, curvature.shape[0]) for x in (value, norm))
     r = 2 * half_radius(norm, curvature[:, None])
@@ -79,11 +80,11 @@ def midpoint(sums: Tensor, curvature: Tensor, scale: float, sinks: bool = False)
     """
     x, sinh, decay, total = sums.split([sums.shape[-1] - EXTRA, 1, 1, 1], dim=-1)
     if sinks:
-        decay = decay + (1 - total).clamp_min(0)
+        decay = decay + at_least(1 - total, 0.0)
     size = x.detach().abs().amax(-1, keepdim=True).clamp_min(shortest(x.dtype))
-    length = size * torch.linalg.vector_norm(x / size, dim=-1, keepdim=True).clamp_min(1.0)
+    length = size * at_least(torch.linalg.vector_norm(x / size, dim=-1, keepdim=True), 1.0)
     rounding = SLACK * torch.finfo(x.dtype).eps * sinh
-    rest = decay + (sinh - length - rounding).clamp_min(0)  # T - |X|
+    rest = decay + at_least(sinh - length - rounding, 0.0)  # T - |X|
     rest = torch.where(total > 0, rest, torch.ones_like(rest))
     half = torch.log1p(2 * length / rest) / 4  # half of artanh(|X| / T)
     c = curvature.to(x.dtype)[:, None, None]
@@ -108,7 +109,7 @@ def einstein(curvature: Tensor | float, scale: float, gate: Tensor | None = None
 def lift(row, column, head):
     """See `Aggregation`: sinh(2a) and exp(-2a). Parameters: the curvature, and what values are scaled with."""
     (_, square), (curvature, scale) = column, head
-    norm = (scale * square.sqrt()).clamp_min(shortest(torch.float32))
+    norm = at_least(scale * square.sqrt(), shortest(torch.float32))
     r = 2 * half_radius(norm, curvature)
     sinh = torch.sinh(r)
     return scale * sinh / norm, (sinh, torch.exp(-r))
@@ -117,9 +118,9 @@ def lift(row, column, head):
 def land(row, column, head):
     """See `Aggregation` and `midpoint`."""
     (square, sinh, decay, total), (curvature, scale) = column, head
-    length = square.sqrt().clamp_min(shortest(torch.float32))
+    length = at_least(square.sqrt(), shortest(torch.float32))
     rounding = SLACK * torch.finfo(torch.float32).eps * sinh
-    rest = decay + (1 - total).clamp_min(0) + (sinh - length - rounding).clamp_min(0)
+    rest = decay + at_least(1 - total, 0.0) + at_least(sinh - length - rounding, 0.0)
     half = torch.log1p(2 * length / torch.where(total > 0, rest, 1.0)) / 4
     return half / length / (curvature.sqrt() * scale), ()
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ...engines.score import euclidean, repeat_heads, working_dtype
+from ...geometry.scalars import at_least, at_most
 
 #: |x|√c is kept at or below this, and with it a at or below artanh of it, about 6.1.
 CLIP = 1 - 1e-5
@@ -71,7 +72,7 @@ def direction_and_norm(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     u = scale * x
     size = u.detach().abs().amax(-1, keepdim=True).clamp_min(shortest(u.dtype))
     u = u / size
-    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min(1.0)
+    norm = at_least(torch.linalg.vector_norm(u, dim=-1, keepdim=True), 1.0)
     return u / norm, (norm * size).squeeze(-1)
 
 
@@ -82,4 +83,4 @@ def shortest(dtype: torch.dtype) -> float:
 
 def half_radius(norm: Tensor, curvature: Tensor) -> Tensor:
     """a = √c |u|, at most artanh(1 - 1e-5); curvature broadcasts against `norm`."""
-    return (curvature.sqrt() * norm).clamp_max(FARTHEST)
+    return at_most(curvature.sqrt() * norm, FARTHEST)

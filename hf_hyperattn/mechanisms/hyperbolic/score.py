@@ -23,6 +23,7 @@ from ...engines.score import (
     repeat_heads,
     working_dtype,
 )
+from ...geometry.scalars import at_least
 from ..base import Host, Plan
 from ..score_layer import ScoreLayer
 from .config import HyperbolicConfig
@@ -85,7 +86,7 @@ class HyperbolicSpace:
 def read(row, column, head):
     """See `Reader`. Parameters: the curvature, and what vectors are scaled with."""
     (_, square), (curvature, scale) = column, head
-    norm = (scale * square.sqrt()).clamp_min(shortest(torch.float32))
+    norm = at_least(scale * square.sqrt(), shortest(torch.float32))
     sine = torch.sinh(half_radius(norm, curvature))
     return scale / norm, (sine, (1 + sine * sine).sqrt())
 
@@ -112,7 +113,7 @@ class HyperbolicVectors:
         """Norms of scale · x, [B, H, N] and [B, Hkv, M], in the working dtype."""
         if self.lengths is None:
             dtype, scale = working_dtype(self.query, self.key), self.space.scale_of(self.query)
-            query, key = ((scale * norms(x, dtype)).clamp_min(shortest(dtype)) for x in (self.query, self.key))
+            query, key = (at_least(scale * norms(x, dtype), shortest(dtype)) for x in (self.query, self.key))
             self.lengths = query, key
         return self.lengths
 

@@ -213,7 +213,7 @@ def _(grad, out, lse, tensors, needs_grad, score_key, extras, *_):
     return [grad.new_empty(shape) for shape in blockwise.gradient_shapes(tensors, needs_grad, extras)]
 
 
-serialize.differentiable(forward, backward)
+serialize.differentiable(forward, backward, "blockwise")
 
 
 def backward_tile(talk: Talk, into: Talk, tile: Tile, grad: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...engines.options import Options
 from ...engines.reference import dropout, hide, softmax, total_logits
 from ...engines.score import PairScore, repeat_heads
+from ...geometry.scalars import at_least
 
 #: Logits below this are hidden in all but name; larger sizes would leave float32 when heads are mixed.
 LOWEST = -1e30
@@ -45,7 +46,7 @@ def attend(
     """
     logits = total_logits(score, options.softcap)
     if options.bias is not None:
-        logits = logits + options.bias.clamp_min(LOWEST)
+        logits = logits + at_least(options.bias, LOWEST)
     logits = hide(mix(before, logits), options)
     empty = (logits == float("-inf")).all(-1, keepdim=True)  # of finite numbers, so that gradients are finite
     weights = softmax(logits.masked_fill(empty, 0.0), options.sinks).masked_fill(empty, 0.0)

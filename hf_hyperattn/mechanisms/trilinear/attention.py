@@ -169,7 +169,7 @@ def _(grad, out, sums, tensors, needs_grad, extras, *_):
     return [out.new_empty(shape) for shape in gradient_shapes(tensors, needs_grad, extras)]
 
 
-differentiable(simplicial_forward, simplicial_backward, pairwise=False)
+differentiable(simplicial_forward, simplicial_backward, "blockwise", pairwise=False)
 
 
 def _flops(shapes: Sequence, ints: Sequence[int], backward: bool) -> int:

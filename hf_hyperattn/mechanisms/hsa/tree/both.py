@@ -96,6 +96,10 @@ def run(
     return layout.from_leaves(out).transpose(2, 3).flatten(1, 2), root.flatten(1)
 
 
+#: Who refuses second derivatives, and what has them.
+OWNER, INSTEAD = "hsa with tying='both'", "allowed: first derivatives, or tying='key' with backend='torch'"
+
+
 class _Both(torch.autograd.Function):
     """`UpDown` with its own backward: it needs O(nodes · d) memory however wide the families."""
 
@@ -112,7 +116,9 @@ class _Both(torch.autograd.Function):
     def backward(ctx, grad_out, grad_root):
         with torch.no_grad():
             query, key, value, terms = ctx.up_down.back(grad_out, grad_root)
-        gradients = refusing_second_derivatives([query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root)
+        gradients = refusing_second_derivatives(
+            [query, key, value, *terms], *ctx.saved_tensors, grad_out, grad_root, owner=OWNER, instead=INSTEAD
+        )
         return None, None, None, None, *gradients
 
 

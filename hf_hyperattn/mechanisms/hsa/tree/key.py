@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ....engines import Options, repeat_heads
 from ....engines.options import position_mask, read_visible
+from ....geometry.scalars import at_least
 from ....hierarchy import Hierarchy, Tree
 from ....hierarchy.windows import windows_tree
 
@@ -222,7 +223,7 @@ def _block(
         attended &= ~logits.detach().isneginf()  # a row of nothing else has no gradient, and not that of 0 · infinity
     logits = torch.where(attended, logits, -torch.inf)
     least = torch.finfo(logits.dtype).min
-    lse = logits.logsumexp(-1, keepdim=True).clamp_min(least)
+    lse = at_least(logits.logsumexp(-1, keepdim=True), least)
     if options.sinks is not None:
         lse = torch.logaddexp(lse, per_head(options.sinks))
     shares, lse = torch.exp(logits - lse), lse[..., 0].masked_fill(lse[..., 0] <= least, torch.inf)
