@@ -16,7 +16,7 @@ SMALLEST = 1.2e-38
 #: to less than int64 holds, in which kernels count.
 MOST_INTEGER = 10**18
 #: No extent of a weight that a config names is larger: so many numbers in a row are 8 GB.
-MOST_SIZE = 2**31 - 1
+MOST_SIZE = 2**24
 #: The largest seed that torch's generators take as it is.
 MOST_SEED = 2**63 - 1
 

@@ -117,6 +117,8 @@ def test_commands_exist():
     for command, in_a_script in words:
         if command[0] == "make":
             assert re.search(rf"^{command[1]}:", makefile, re.MULTILINE), command
+        elif command[0] == "hyperattn" and "--import" in command:
+            assert command[1] in commands, command  # Its options may name what the module brings.
         elif command[0] == "hyperattn" and in_a_script:
             build_parser().parse_args(command[1:])
         elif command[0] == "hyperattn":

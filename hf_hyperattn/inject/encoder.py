@@ -37,7 +37,7 @@ class EncoderInjection(Injection):
         return len(self.texts[0]) * (len(list(find_hosts(self.model))) * len(self.rules) + self.tries + 4)
 
     def measure(self) -> None:
-        plain, _ = self.read(self.texts[0])
+        plain = self.read(self.texts[0])
         for name in self.whole_layers(ids_of(next(iter(self.texts[0].values())))):
             self.progress.describe(f"measuring {name}")
             alone = (Allocation({name: (rule,)}, self.length) for rule in (*self.rules, *self.rivals))
@@ -73,7 +73,7 @@ class EncoderInjection(Injection):
         return [name for name, _ in find_hosts(self.model) if name in found]
 
     def search(self) -> Allocation | None:
-        before, _ = self.read(self.texts[1])
+        before = self.read(self.texts[1])
         for halvings in range(1 if self.pairs else self.tries):
             loss = None if self.pairs else MARGIN * self.budget / 2**halvings
             allocation = choose(self.rules, self.costs, self.length, pairs=self.pairs, loss=loss, cost=self.cost)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import HyperAttnConfig
 from ..mechanisms.base import Host, MechanismLayer
@@ -27,7 +28,7 @@ from .hierarchical import accept_hierarchy
 from .hosts import NUMBER, find_hosts, generating_config, host_facts, layer_indices
 from .hyper import Hyper
 from .modes import building_on
-from .stock import STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
+from .stock import HYPER_DOT, STOCK, check_beneath, find_eager, marked, run_beneath, stock_name
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -84,6 +85,7 @@ def resolve_stock(model: PreTrainedModel) -> None:
     """
     for config in filter(marked, all_configs(model)):
         check_beneath(vars(config)[STOCK], f"the checkpoint of {type(model).__name__}")
+        warn_of_missing_function(vars(config)[STOCK], type(model).__name__)
         run_beneath(config)
     for part in parts(model):
         if marked(part.config):
@@ -93,6 +95,20 @@ def resolve_stock(model: PreTrainedModel) -> None:
             except (ValueError, ImportError):
                 name = check(None)
             setattr(part.config, STOCK, name)
+
+
+def warn_of_missing_function(name: Any, model: str) -> None:
+    """Warn if a checkpoint was patched on top of an attention function that this process does not have.
+
+    Flash attention and other kernels of Transformers compute the same as "sdpa", which then takes their place.
+    """
+    plain = str(name).removeprefix("paged|")
+    same = name is None or plain in ("eager", "sdpa", HYPER_DOT) or "flash" in plain or "flex" in plain
+    if not same and plain not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        logger.warning(
+            f"hf_hyperattn: the checkpoint of {model} was patched on top of the attention function {plain[:80]!r}, which "
+            "is not registered here; 'sdpa' runs in its place"
+        )
 
 
 def match_names(names: list[str], recorded: Sequence[str], base: PreTrainedModel) -> dict[str, str]:

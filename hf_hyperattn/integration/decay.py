@@ -1,7 +1,7 @@
 """One warning where a script's own optimizer decays what a patch added; the Trainer and `parameter_groups` do not.
 
 Added parameters start at zero, so weight decay undoes what they learn. Torch calls a hook before the step of any
-optimizer. It is there from the first patch until an optimizer of added parameters was looked at.
+optimizer. It looks at optimizers until one of them has added parameters, and does nothing from then on.
 """
 
 from __future__ import annotations
@@ -24,34 +24,39 @@ class DecayWatch:
     """The hook before the first step of optimizers.
 
     Attributes:
-        handle: of the hook, while it waits.
+        handle: of the hook, while it is registered.
+        done: whether an optimizer of added parameters was looked at.
         warned: whether this process has been warned.
         seen: optimizers that have no added parameters.
     """
 
     def __init__(self) -> None:
         self.handle: Any = None
+        self.done = False
         self.warned = False
         self.seen: WeakSet[Optimizer] = WeakSet()
 
     def begin(self, model: PreTrainedModel) -> None:
         """Look at the optimizers that will train a model which is being patched."""
         MODELS.add(model)
+        if self.handle is not None and self.done:
+            self.handle.remove()
+            self.handle = None
         if self.handle is None and not self.warned:
+            self.done = False
             self.handle = register_optimizer_step_pre_hook(self.look)
 
     def look(self, optimizer: Optimizer, args: tuple, keywords: dict) -> None:
         """The hook: warn if an optimizer decays added parameters."""
-        if torch.compiler.is_compiling() or optimizer in self.seen:
+        # Torch is reading its hooks right now, so that none can be removed: this one does nothing any more.
+        if self.done or torch.compiler.is_compiling() or optimizer in self.seen:
             return
         names = added_names()
         ours = [(p, g) for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) in names]
         if not ours:
             self.seen.add(optimizer)
             return
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
+        self.done = True
         decayed = [(parameter, group) for parameter, group in ours if group.get("weight_decay")]
         if decayed and not self.warned:
             self.warned = True

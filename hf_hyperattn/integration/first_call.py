@@ -57,6 +57,8 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return  # The attention function is compiled too, and notes nothing: a note would be an effect of every call.
+    if WATCHED not in host.__dict__:
+        return  # Another thread has just ended the watch.
     forward = host.forward
     if not runs_mechanism(host) or (is_compiled(forward) and leads_to_interface(forward, type(host))):
         return stop_watching(host)

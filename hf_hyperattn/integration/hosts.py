@@ -72,7 +72,7 @@ def interface_callers(cls: type) -> tuple[FunctionType, ...]:
 
     A class is read again every time: libraries replace the methods of classes.
     """
-    return tuple(method for method in methods_of(cls) if calls_interface(method.__code__))
+    return tuple([method for method in methods_of(cls) if calls_interface(method.__code__)])
 
 
 @cache
@@ -244,14 +244,16 @@ def rotating_name(cls: type) -> str:
     return next(filter(ROTARY.search, names), "")
 
 
-def methods_of(cls: type) -> Iterator[FunctionType]:
+def methods_of(cls: type) -> list[FunctionType]:
     """The methods of a class and its parents, as they are written, but for those of every module or model."""
+    found = []
     for base in cls.__mro__:
         if base is not nn.Module and base.__module__ not in ("builtins", PreTrainedModel.__module__):
             for member in vars(base).values():
                 function = inspect.unwrap(getattr(member, "__func__", member))
                 if isinstance(function, FunctionType):
-                    yield function
+                    found.append(function)
+    return found
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -131,7 +131,11 @@ def test_every_help_has_an_example_that_parses(name, capsys):
 
 def test_every_command_has_its_part_of_the_page():
     page = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
-    assert {line[3:] for line in page.splitlines() if line.startswith("## ")} == {*COMMANDS, "What holds for all"}
+    assert {line[3:] for line in page.splitlines() if line.startswith("## ")} == {
+        *COMMANDS,
+        "What holds for all",
+        "A score or rule of your own",
+    }
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -63,7 +63,7 @@ def test_decay_is_said_once(name, caplog):
     groups = eval(call.removeprefix(type(optimizer).__name__), {"hf_hyperattn": ha, "model": model})
     assert {g["name"]: g["weight_decay"] for g in groups} == {"weights": decay, "undecayed": 0.0, "hyper": 0.0}
     assert not step(optimizer, model, caplog) and not step(torch.optim.AdamW(patched().parameters()), model, caplog)
-    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert WATCH.done
 
 
 QUIET = {
@@ -81,7 +81,7 @@ def test_nothing_is_said_without_decay(name, caplog):
     model = patched()
     assert not step(QUIET[name](model), model, caplog)
     waits = name in ("none of ours", "frozen")
-    assert bool(torch_optimizer._global_optimizer_pre_hooks) == waits
+    assert WATCH.done != waits
     if not waits:  # the next patch looks again
         other = patched()
         assert len(step(torch.optim.AdamW(other.parameters()), other, caplog)) == 1
@@ -127,3 +127,19 @@ def test_the_trainer_is_not_warned_of(tmp_path, caplog):
 
 def test_nothing_waits_before_a_patch():
     assert WATCH.handle is None and not torch_optimizer._global_optimizer_pre_hooks
+
+
+def test_other_hooks_of_optimizers_go_on():
+    """Torch reads its hooks while it calls ours, which therefore takes none away."""
+    seen, model = [], patched()
+    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append(1))
+    try:
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(2))
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == [1, 2, 1, 2]
+    ha.patch_model(llama(), ha.ConeConfig())
+    assert WATCH.handle is None

@@ -314,7 +314,7 @@ SOURCES = {
     ),
     "an index of lists": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["x"]}}'),
-        r"names \['x'\], which is not there",
+        r"model.safetensors.index.json has weight_map=\{'a': \['x'\]\}; allowed: an object of tensors",
     ),
     "an index that leads out of it": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),

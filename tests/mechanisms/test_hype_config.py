@@ -51,7 +51,7 @@ UNEQUAL = {"is_causal": False, "key": torch.zeros(1, 4, 11, 8), "value": torch.z
     "changes, message",
     [
         ({"keywords": {"indices": torch.zeros(1, 9, 2)}}, "in that.host, where an indexer chooses the keys"),
-        (UNEQUAL, "9 queries among 11 keys in that.host"),
+        (UNEQUAL, "which of 11 keys are those of the 9 queries in that.host"),
     ],
     ids=["indexer", "two lengths"],
 )

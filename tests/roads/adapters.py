@@ -257,7 +257,7 @@ def by_auto_class_saved(case, folder):
     yield logits(case.auto.from_pretrained(folder)), logits(model)
 
 
-@road("LoRA: Transformers' own add_adapter, save, load_adapter", GROUP)
+@road("LoRA: Transformers' own add_adapter, save, load_adapter", GROUP, native_adapters=True)
 def native(case, folder):
     model = case.model()
     model.add_adapter(LORA(case), "first")
@@ -269,7 +269,7 @@ def native(case, folder):
     yield logits(other), found
 
 
-@road("LoRA: disable_adapters, enable_adapters", GROUP)
+@road("LoRA: disable_adapters, enable_adapters", GROUP, native_adapters=True)
 def native_switch(case, folder):
     model = case.model()
     model.add_adapter(LORA(case), "first")
@@ -281,7 +281,14 @@ def native_switch(case, folder):
     yield logits(model), found
 
 
-@road("ha.lora_config: disable_adapters, enable_adapters", GROUP, applies=patched, control=False, fast=True)
+@road(
+    "ha.lora_config: disable_adapters, enable_adapters",
+    GROUP,
+    applies=patched,
+    control=False,
+    fast=True,
+    native_adapters=True,
+)
 def native_switch_ours(case, folder):
     model = case.model()
     model.add_adapter(ours(case), "first")
@@ -293,7 +300,13 @@ def native_switch_ours(case, folder):
     yield logits(model), found
 
 
-@road("ha.lora_config: Transformers' own add_adapter, save, load_adapter", GROUP, applies=patched, control=False)
+@road(
+    "ha.lora_config: Transformers' own add_adapter, save, load_adapter",
+    GROUP,
+    applies=patched,
+    control=False,
+    native_adapters=True,
+)
 def native_ours(case, folder):
     model = case.model()
     model.add_adapter(ours(case), "first")

@@ -6,6 +6,10 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import peft
+from packaging.version import Version
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
 from .cases import Case
 
 
@@ -23,6 +27,7 @@ class Road:
         control: whether the stock model takes it too; False where a stock model has nothing to lose on it.
         tolerance: of logits, as a share of the largest where that is above 1.
         ranks: how many processes take it together.
+        native_adapters: whether it needs Transformers' own adapters, `model.add_adapter`.
     """
 
     name: str
@@ -34,9 +39,12 @@ class Road:
     control: bool = True
     tolerance: float = 1e-5
     ranks: int = 1
+    native_adapters: bool = False
 
     def missing(self) -> str | None:
-        """The first module that is not installed."""
+        """The first module that is not installed, or a PEFT that Transformers takes for its native adapters."""
+        if self.native_adapters and Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+            return f"PEFT {MIN_PEFT_VERSION}"
         return next((m for m in self.needs if importlib.util.find_spec(m) is None), None)
 
     def open_to(self, case: Case) -> bool:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 import hf_hyperattn as ha
 from hf_hyperattn.integration.hsa_encoder import HsaEncoder, HsaEncoderConfig
-from hf_hyperattn.mechanisms.sparse import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
+from tests.registries import restored
 
 TEXT = dict(
     vocab_size=40,
@@ -69,7 +71,10 @@ AUTO: dict[str, Any] = {
 }
 
 
-@ha.score("saved_dot_and_cosine")
+#: The name of the score below, which stands for its config among the mechanisms of a case.
+SCORE = "saved_dot_and_cosine"
+
+
 def dot_and_cosine(dot, query_norm, key_norm, weight=0.5):
     """A score of a user's own: scale · q·k + weight · cos(q, k)."""
     return dot + weight * dot / (query_norm * key_norm)
@@ -108,7 +113,8 @@ class Saved:
         """The whole model, its added parameters moved away from where they start."""
         model = self.build_base(seed)
         if self.how == "patch":
-            ha.patch_model(model, *self.mechanisms, **self.options)
+            configs = [ha.ScoreConfig(SCORE) if config == SCORE else config for config in self.mechanisms]
+            ha.patch_model(model, *configs, **self.options)
         if self.how == "convert":
             model = ha.convert(model, *self.mechanisms)
         if self.how == "name":
@@ -123,6 +129,16 @@ class Saved:
         if self.how in ("patch", "adapter", "adapter of a patch"):
             move_added_parameters(model)
         return model.eval()
+
+    @contextlib.contextmanager
+    def registered(self):
+        """Have the score that the case uses, and forget it afterwards: other tests count what is registered."""
+        if SCORE not in self.mechanisms:
+            yield
+            return
+        with restored():
+            ha.score(SCORE)(dot_and_cosine)
+            yield
 
     @property
     def is_adapter(self) -> bool:
@@ -178,7 +194,7 @@ CASES: dict[str, Saved] = {
     "hyperbolic-mean": replace(ha.HyperbolicConfig(aggregation="mean", curvature=0.5, temperature=2.0)),
     "hyperbolic-lorentz": replace(ha.HyperbolicConfig(distance="squared_lorentz")),
     "hyperbolic-lorentz-mean": patch(ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")),
-    "score": patch(ha.ScoreConfig("saved_dot_and_cosine")),
+    "score": patch(SCORE),
     # Biases
     "hype": patch(ha.HypeConfig(max_length=64)),
     "hype-numbers": replace(ha.HypeConfig(mu=0.02, tau=(0.5, 1.0, 1.5, 2.0))),

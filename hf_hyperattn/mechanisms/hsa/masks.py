@@ -16,7 +16,7 @@ from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import window_ids, windows_tree
 from ..places import Texts, remembered
-from .tree.key import trees_of, windows_over
+from .tree.key import leave_out_whole_windows, trees_of, windows_over
 
 #: How many keys there are by masks that are alive: all layers of a model share one.
 _STOPS = WeakIdKeyDictionary()
@@ -99,7 +99,8 @@ def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierar
         made = replace(made, starts=made.starts.where(there[:, 0], hierarchy.length))
     if made.is_windows or not is_causal:
         return made
-    rows = (windows_over(tokens, hierarchy.sizes or (), hierarchy.length, True) for tokens in made.tokens)
+    sizes = leave_out_whole_windows(hierarchy.sizes or (), max(map(len, made.tokens)))
+    rows = (windows_over(tokens, sizes, hierarchy.length, True) for tokens in made.tokens)
     parts: Any = zip(*rows)
     return Hierarchy(hierarchy.length, *parts)
 
@@ -130,7 +131,8 @@ def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarc
 
 
 def _windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
-    number, place, sizes, length = texts.number.cpu(), texts.place.cpu(), hierarchy.sizes or (), hierarchy.length
+    number, place, length = texts.number.cpu(), texts.place.cpu(), hierarchy.length
+    sizes = leave_out_whole_windows(hierarchy.sizes or (), int(place.max()) + 1)
     if not is_causal:
         of_windows = [window_ids(place.masked_fill(number < 0, -1), sizes)] if sizes else []
         return Hierarchy.from_ids(torch.cat([number[..., None], *of_windows], -1))

@@ -34,16 +34,23 @@ def trees_of(hierarchy: Hierarchy, is_causal: bool) -> list[tuple[Tree, Tensor]]
     if not hierarchy.is_windows:
         return list(zip(hierarchy.trees, hierarchy.tokens, strict=True))
     rows = (torch.arange(start, max(start, stop)) for start, stop in map(hierarchy.span, range(hierarchy.rows)))
-    return [windows_over(tokens, hierarchy.sizes or (), hierarchy.length, is_causal) for tokens in rows]
+    made = []
+    for tokens in rows:
+        sizes = leave_out_whole_windows(hierarchy.sizes or (), len(tokens))
+        made.append(windows_over(tokens, sizes, hierarchy.length, is_causal))
+    return made
+
+
+def leave_out_whole_windows(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """Return the sizes below the length of a text: a larger window holds all of it, as the root does."""
+    return tuple(size for size in sizes if size < length)
 
 
 def windows_over(tokens: Tensor, sizes: tuple[int, ...], length: int, continued: bool) -> tuple[Tree, Tensor]:
     """The tree of windows over these tokens, and the token of every leaf.
 
-    A window that holds all of them is the root. Where the tree is continued until all windows are complete, leaves to
-    come have the token `length`: no query sees them.
+    If the tree is continued until all windows are complete, leaves to come have the token `length`: no query sees them.
     """
-    sizes = tuple(size for size in sizes if size < len(tokens))
     whole = sizes[-1] if sizes and continued else 1
     count = max(1, -(-len(tokens) // whole)) * whole
     return windows_tree(count, sizes), pad(tokens, (0, count - len(tokens)), value=length)
