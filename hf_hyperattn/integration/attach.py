@@ -106,8 +106,8 @@ def warn_of_missing_function(name: Any, model: str) -> None:
     same = name is None or plain in ("eager", "sdpa", HYPER_DOT) or "flash" in plain or "flex" in plain
     if not same and plain not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         logger.warning(
-            f"hf_hyperattn: the checkpoint of {model} was patched on top of the attention function {plain[:80]!r}, which "
-            "is not registered here; 'sdpa' runs in its place"
+            f"hf_hyperattn: the checkpoint of {model} was patched on top of the attention function {plain[:80]!r}, "
+            "which is not registered here; 'sdpa' runs in its place"
         )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from packaging.version import Version
 
 import hf_hyperattn as ha
 from tests.integration.models import llama
