@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .directory import card_for_directory, hub_id_or_none
 from .facts import SLUG
@@ -95,7 +96,7 @@ def parse_card(text: str):
     from huggingface_hub import ModelCard
 
     card = ModelCard(text)
-    tags = card.data.tags
+    tags: Any = getattr(card.data, "tags", None)
     if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
         raise UnreadableCard("its tags are not a list of strings")
     return card

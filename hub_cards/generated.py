@@ -51,5 +51,5 @@ def stub_texts() -> tuple[list[str], ...]:
         "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
         "This model card has been automatically generated."
     )
-    extras = ({"model_description": description}, {})
+    extras: tuple[dict[str, str], ...] = ({"model_description": description}, {})
     return tuple(ModelCard.from_template(ModelCardData(), **extra).text.split() for extra in extras)

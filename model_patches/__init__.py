@@ -88,7 +88,8 @@ def serve(model: nn.Module) -> bool:
     found = list(_served_modules(model))
     for module, mixin, _ in found:
         mixin.check(module)
-        routed_class(type(module), mixin)
+        stock: Any = type(module)
+        routed_class(stock, mixin)
     for module, mixin, config in found:
         route(module, mixin, config)
     for module in model.modules():

@@ -73,7 +73,7 @@ class NotesHidden:
 
 
 def _make_noting(make: Callable, arguments: tuple) -> nn.Module:
-    module = make(*arguments)
+    module: Any = make(*arguments)
     module.__class__ = noting_class(type(module))
     return module
 
@@ -137,7 +137,8 @@ def note_hidden(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
     for host, hyper in hosts:
         if readers := readers_of(hyper):
             setattr(host, HIDDEN, HiddenStates(readers))
-            swap_class(host, noting_class(type(host)))
+            stock: Any = type(host)
+            swap_class(host, noting_class(stock))
 
 
 def stop_noting(host: nn.Module) -> None:

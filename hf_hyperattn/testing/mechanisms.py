@@ -512,7 +512,7 @@ def _by_chunks(model: Any, inputs: dict[str, Tensor], past: hf.Cache) -> Tensor:
     """The logits of tokens that are read a few and one at a time, with a cache."""
     place, parts = 0, []
     for size in (5, 1, 1, 3, 1):
-        call = {n: t[:, place : place + size] for n, t in inputs.items()}
+        call: dict[str, Any] = {n: t[:, place : place + size] for n, t in inputs.items()}
         if "attention_mask" in inputs:
             call["attention_mask"] = inputs["attention_mask"][:, : place + size]
         call[STOCK_CACHE] = past

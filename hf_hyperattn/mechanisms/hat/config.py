@@ -41,8 +41,11 @@ LONGEST_LAYOUT = 10_000
 
 def check_layout(name: str, layout: object) -> None:
     """Raise for a layout that is neither a name nor a pattern; `name` is what the error calls it."""
-    fits = isinstance(layout, str) and len(layout) <= LONGEST_LAYOUT
-    if not fits or not (layout in PUBLISHED or PATTERN.fullmatch(layout)):
+    if (
+        not isinstance(layout, str)
+        or len(layout) > LONGEST_LAYOUT
+        or not (layout in PUBLISHED or PATTERN.fullmatch(layout))
+    ):
         patterns = "a pattern such as 'S S SC S S SC', one group for each segment-wise block"
         refuse(name, layout, f"{', '.join(LAYOUTS)}, or {patterns}")
 

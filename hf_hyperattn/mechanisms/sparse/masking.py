@@ -134,8 +134,7 @@ def check_unpacked(mask: Tensor | None, places: Places, queries: int, rules: ByL
     Raises:
         ValueError: a row holds several texts.
     """
-    whole = mask is not None and queries == mask.shape[-1] and can_read(mask)
-    if not whole or all(map(is_local, rules_in(rules))):
+    if mask is None or queries != mask.shape[-1] or not can_read(mask) or all(map(is_local, rules_in(rules))):
         return
     if read_texts(mask, places.key >= 0, queries, is_causal=True) is not None:
         raise several_texts("mask of several texts in a row")
