@@ -88,13 +88,15 @@ def test_a_pruned_cache_is_refused_by_name(name):
 
 
 def test_a_pruned_cache_is_refused_in_a_score_of_ones_own():
-    @ha.score("pruned_slope")
-    def pruned_slope(dot, query_position, key_position, slope=0.1):
-        return dot + slope * (key_position - query_position)
+    with restored():
 
-    model, ids = patched(ha.ScoreConfig("pruned_slope")), drawn(2, 20)
-    with pytest.raises(ValueError, match=f"pruned_slope {REFUSED}"):
-        logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(16, 17))
+        @ha.score("pruned_slope")
+        def pruned_slope(dot, query_position, key_position, slope=0.1):
+            return dot + slope * (key_position - query_position)
+
+        model, ids = patched(ha.ScoreConfig("pruned_slope")), drawn(2, 20)
+        with pytest.raises(ValueError, match=f"pruned_slope {REFUSED}"):
+            logits(model, ids[:, 16:17], past_key_values=pruned_cache(model, ids), position_ids=places(16, 17))
 
 
 @counting
