@@ -7,6 +7,7 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.test_families import model_of
+from tests.registries import restored
 
 from .test_sparse_models import drawn
 
