@@ -24,6 +24,7 @@ from transformers.utils.hub import PushToHubMixin
 import hf_hyperattn as ha
 from hf_hyperattn import cli
 from tests.cli import tiny
+from tests.oracles.marks import NO_NATIVE_ADAPTERS, has_native_adapters
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {ROOT / "docs" / "your_own_score.md"})]
@@ -120,6 +121,8 @@ def run_commands(block: Block) -> None:
 def test_page(blocks, tmp_path, monkeypatch):
     for package in (p for b in blocks for word, ps in EXTRAS.items() if word in b.source for p in ps):
         pytest.importorskip(package)
+    if any(".add_adapter(" in block.source for block in blocks) and not has_native_adapters():
+        pytest.skip(NO_NATIVE_ADAPTERS)
     save_hub_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     for cls in (PushToHubMixin, ha.HyperAttnConfig):

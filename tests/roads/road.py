@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import peft
-from packaging.version import Version
 from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from tests.oracles.marks import has_native_adapters
 
 from .cases import Case
 
@@ -43,7 +43,7 @@ class Road:
 
     def missing(self) -> str | None:
         """The first module that is not installed, or a PEFT that Transformers takes for its native adapters."""
-        if self.native_adapters and Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        if self.native_adapters and not has_native_adapters():
             return f"PEFT {MIN_PEFT_VERSION}"
         return next((m for m in self.needs if importlib.util.find_spec(m) is None), None)
 
