@@ -89,7 +89,8 @@ def serve(model: nn.Module) -> bool:
     for module, mixin, _ in found:
         mixin.check(module)
         stock: Any = type(module)
-        routed_class(stock, mixin)
+        kind: Any = mixin
+        routed_class(stock, kind)
     for module, mixin, config in found:
         route(module, mixin, config)
     for module in model.modules():

@@ -73,8 +73,9 @@ class NotesHidden:
 
 
 def _make_noting(make: Callable, arguments: tuple) -> nn.Module:
-    module: Any = make(*arguments)
-    module.__class__ = noting_class(type(module))
+    module = make(*arguments)
+    stock: Any = type(module)
+    module.__class__ = noting_class(stock)
     return module
 
 
