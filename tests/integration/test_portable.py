@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from transformers.utils.hub import PushToHubMixin
 
 import hf_hyperattn as ha
-from tests.integration.models import TEXT, bert, perturb, set_implementation
+from tests.integration.models import TEXT, bert, llama, perturb, set_implementation
 from tests.oracles.marks import first_always
 
 from .collaborative import shared
@@ -167,6 +168,8 @@ def onnx_runtime():
 def test_the_page(tmp_path, monkeypatch):
     onnx_runtime()
     make("llama", "cone").model.save_pretrained(tmp_path / "your-name/SmolLM2-135M-cone")
+    llama().save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
+    monkeypatch.setattr(PushToHubMixin, "push_to_hub", lambda self, repo_id, **settings: self.save_pretrained(repo_id))
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs/deploying.md").read_text()
     for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
