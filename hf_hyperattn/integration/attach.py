@@ -286,11 +286,17 @@ def mark_initialized(module: nn.Module) -> None:
         vars(part)["_is_hf_initialized"] = True
 
 
-def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selected], newly_routed: bool) -> list[Hyper]:
-    """A new `Hyper` for each host, where the host is, and none of them in place."""
+def build(
+    base: PreTrainedModel,
+    config: HyperAttnConfig,
+    selected: list[Selected],
+    newly_routed: bool,
+    may_be_empty: bool = False,
+) -> list[Hyper]:
+    """A new `Hyper` for each host, where the host is, and none of them in place; `may_be_empty` as in `building_on`."""
     check_ranks(base, selected)
     find_eager(set(map(type, map(itemgetter(1), find_hosts(base)))))
-    hypers = [new_hyper(config, host, base, module) for module, host in selected]
+    hypers = [new_hyper(config, host, base, module, may_be_empty) for module, host in selected]
     for (module, host), hyper in zip(selected, hypers, strict=True):
         check_forward(host.name, module, hyper)
     warned: set[str] = set()
@@ -302,19 +308,21 @@ def build(base: PreTrainedModel, config: HyperAttnConfig, selected: list[Selecte
     return hypers
 
 
-def new_hyper(config: HyperAttnConfig, host: Host, base: PreTrainedModel, module: nn.Module) -> Hyper:
+def new_hyper(
+    config: HyperAttnConfig, host: Host, base: PreTrainedModel, module: nn.Module, may_be_empty: bool = False
+) -> Hyper:
     """A new `Hyper` where its host is, or where offload runs it, in the dtype of the model.
 
     On the meta device, where a model is built to be loaded, it stays there.
     """
     device = device_of(module, base)
     dtype = base.dtype if base.dtype.is_floating_point else torch.float32
-    with building_on(device.type == "meta", host.name):
+    with building_on(device.type == "meta", host.name, may_be_empty=may_be_empty):
         hyper = Hyper(config, host)
         for part in hyper.modules():
             for name, p in part._parameters.items():  # `Module.to` fails under FakeTensorMode
                 if p is not None:
-                    moved = p.detach().to(dtype=dtype, device=device)
+                    moved = p.detach().to(dtype=dtype, device=p.device if p.is_meta else device)
                     part._parameters[name] = nn.Parameter(moved, p.requires_grad)
     return hyper.train(module.training)
 

@@ -144,7 +144,7 @@ class HyperLoraModel(LoraModel):
 
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
         base = base_model(model)
-        ordinary = building_on(without_weights([base]), type(base).__name__)
+        ordinary = building_on(without_weights([base]), type(base).__name__, may_be_empty=True)
         with ordinary, rollback_on_error(base), following_adapters(base):
             config = copy.copy(self.peft_config[adapter_name])  # so that the caller's can be put on another model
             check_ranks(base, config)
@@ -155,7 +155,7 @@ class HyperLoraModel(LoraModel):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             # after LoRA: were there a tuner layer before, PEFT would leave the base open to training
             trained = adapter_name in self.active_adapters and not config.inference_mode
-            hypers = build(base, config.hyperattn, selected, newly_routed)
+            hypers = build(base, config.hyperattn, selected, newly_routed, may_be_empty=True)
             for hyper, (module, _) in zip(hypers, selected, strict=True):
                 if (patched := base_hyper(module)) is not None:  # else it starts anew
                     hyper = copy.deepcopy(patched)

@@ -20,19 +20,21 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 @contextmanager
-def building_on(meta: bool, what: str) -> Iterator[None]:
+def building_on(meta: bool, what: str, may_be_empty: bool = False) -> Iterator[None]:
     """Let new tensors be ordinary ones on the CPU, whatever mode and default device the caller has set.
 
     Args:
         meta: whether they belong to something on the meta device. Then they are there too.
         what: what they are built for, for the message.
+        may_be_empty: whether the caller may put parameters on the meta device. PEFT does so for adapters that it loads
+            with low_cpu_mem_usage=True, and fills them afterwards.
 
     Raises:
         ValueError: every new parameter is put on the meta device, where `what` is not.
     """
     with outside_inference_mode(), torch.device("meta" if meta else "cpu"):
         probe = nn.ParameterList([torch.empty(1)])
-        if not meta and probe[0].is_meta:
+        if not meta and probe[0].is_meta and not may_be_empty:
             raise ValueError(
                 f"{what} has its weights in memory, and the context of this call puts every new parameter on the meta "
                 "device, as accelerate.init_empty_weights() does; call hf_hyperattn outside of it"

@@ -702,6 +702,7 @@ def test_trl_trains_saves_and_loads_it(kind, folders, tokenizer, tmp_path):
 
 
 @pytest.mark.extras
+@native_adapters
 def test_sentence_transformers_trains_saves_and_loads_it(folders, tokenizer, tmp_path):
     st = pytest.importorskip("sentence_transformers")
     import datasets
