@@ -50,7 +50,10 @@ def all_hosts(base: PreTrainedModel) -> list[tuple[str, nn.Module, Host]]:
         host = host_facts(name, module, index, known)
         # Layers without an index, such as Kosmos-2's projection of images, read no cache.
         has_cache = host.config is generating is not None and getattr(module, "layer_idx", None) is not None
-        grows = has_cache and not host.is_causal and not host.is_cross
+        # A language model inside a larger one whose masks show the prefix whole (PaliGemma). A causal model that was
+        # made bidirectional (`config.is_causal = False`) is an encoder, also under a head that could generate.
+        is_prefix = generating is not base.config and getattr(host.config, "use_bidirectional_attention", False)
+        grows = bool(has_cache and is_prefix and not host.is_causal and not host.is_cross)
         hosts.append((stack, module, replace(host, grows=True) if grows else host))
     return hosts
 

@@ -211,6 +211,17 @@ def first_key(module: nn.Module, mask: Tensor | None, window: int | None, querie
     return FirstKey(None if unclear else 0)
 
 
+def chunk_size_of(module: nn.Module) -> int | None:
+    """Return the tokens of a chunk if the layer attends within chunks, as some layers of Llama 4 do; else None."""
+    config = getattr(module, "config", None)
+    size = getattr(config, "attention_chunk_size", None)
+    if size is None:
+        return None
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    is_known = isinstance(types, list | tuple) and isinstance(index, int) and index < len(types)
+    return None if is_known and types[index] != "chunked_attention" else size
+
+
 def is_causal_host(module: nn.Module) -> bool:
     """Whether the module says that its queries see only earlier keys; where it says nothing, what SDPA would take."""
     return bool(getattr(module, "is_causal", position_hides(module)))

@@ -62,7 +62,9 @@ class DecayWatch:
             self.warned = True
             parameter, group = decayed[0]
             decay, optimizer_name = float(group["weight_decay"]), type(optimizer).__name__
-            rates = f"lr={float(group['lr']):g}, hyper_lr=1e-2, weight_decay={decay:g}"
+            rate = group.get("lr")  # Adafactor may choose the rate by itself.
+            learning_rate = "LR" if rate is None else f"{float(rate):g}"
+            rates = f"lr={learning_rate}, hyper_lr=1e-2, weight_decay={decay:g}"
             logger.warning(
                 f"hf_hyperattn: {optimizer_name} decays {len(decayed)} tensors that a patch added, such as "
                 f"{names[id(parameter)]}, by weight_decay={decay:g}. That pulls them back to zero, their start, and "

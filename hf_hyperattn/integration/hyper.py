@@ -35,6 +35,7 @@ from .call import (
     UNROUTED,
     before_indexer,
     check_onnx,
+    chunk_size_of,
     exporting_to_onnx,
     first_key,
     refuse_keywords,
@@ -269,7 +270,7 @@ def attention_function(named=None) -> Callable:
             hidden_states_of_call(module, n) if compiling or HIDDEN in attributes else None,
             heads_of_rank(module, heads) if dist.is_available() and dist.is_initialized() else None,
             getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
-            chunk=getattr(getattr(module, "config", None), "attention_chunk_size", None),
+            chunk=chunk_size_of(module),
             cache=cache_of_call(module) if CACHE in attributes and not compiling else None,
         )
         if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values

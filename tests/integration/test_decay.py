@@ -143,3 +143,13 @@ def test_other_hooks_of_optimizers_go_on():
     assert seen == [1, 2, 1, 2]
     ha.patch_model(llama(), ha.ConeConfig())
     assert WATCH.handle is None
+
+
+def test_an_optimizer_without_a_learning_rate_of_its_own_steps(caplog):
+    model = patched()
+    optimizer = hf.optimization.Adafactor(model.parameters(), weight_decay=0.01)
+    ids = text_inputs()["input_ids"]
+    model(ids, labels=ids).loss.backward()
+    with caplog.at_level(logging.WARNING, "hf_hyperattn"):
+        optimizer.step()
+    assert any("Adafactor(hf_hyperattn.parameter_groups(model, lr=LR" in r.getMessage() for r in caplog.records)

@@ -1,5 +1,7 @@
 """Mechanisms in models whose masks hide more than padding: packed texts, prefix language models, chunked attention."""
 
+import copy
+
 import pytest
 import torch
 import transformers as hf
@@ -238,3 +240,50 @@ def test_images_that_see_themselves_whole(mechanism):
     position_ids = (whole["attention_mask"].cumsum(1) - 1).clamp_min(0)
     full = model(**whole, position_ids=position_ids, use_cache=False).logits[:, 14:-1]
     assert_close(torch.stack(out.logits, 1), full, 1e-6, "generated against the full pass")
+
+
+@pytest.mark.parametrize(
+    "config", [ha.HsaConfig(windows=(4,)), ha.HsaConfig(windows=(4,), tying="both")], ids=["default", "both"]
+)
+def test_a_causal_model_that_was_made_bidirectional_is_an_encoder(config):
+    """With a head that could generate and without one, as LLM2Vec and masked diffusion have them."""
+    whole = llama()
+    whole.config.is_causal = False
+    for layer in whole.model.layers:
+        layer.self_attn.is_causal = False
+    bare = copy.deepcopy(whole.model)
+    for model in (whole, bare):
+        ha.patch_model(model, config, mode="replace")
+    ids = tokens(1, 24)
+    with torch.no_grad():
+        expected = bare(ids, use_cache=False).last_hidden_state
+        found = whole(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("start", [8, 9])
+def test_packed_texts_in_the_full_layers_of_a_model_with_chunks(start):
+    """A text may begin at a multiple of the chunk size, which only chunked layers know."""
+    sizes = {k: v for k, v in TEXT.items() if k != "num_hidden_layers"}
+    model = hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **sizes,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            attention_chunk_size=8,
+            layer_types=["full_attention"] * 2,
+            no_rope_layers=[0, 0],
+            attn_temperature_tuning=False,
+            num_local_experts=2,
+        )
+    ).eval()
+    ha.patch_model(model, ha.HsaConfig(windows=(3,), near=1, sinks=0, refine_top_k=0), mode="replace")
+    ids = tokens(1, 20)
+    number = torch.arange(20) >= start
+    seen = torch.ones(20, 20, dtype=torch.bool).tril() & (number[:, None] == number)
+    with torch.no_grad():
+        packed = model(ids, attention_mask=seen[None, None], use_cache=False).logits[:, start:]
+        alone = model(ids[:, start:], use_cache=False).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
