@@ -24,7 +24,7 @@ from ..mechanisms.hsa.certificate import loss_both, loss_key
 from ..mechanisms.hsa.config import HsaConfig, Rule
 from ..mechanisms.hsa.masks import hierarchy_for, restricted
 from ..mechanisms.hsa.request import Request, lay_under_mask, linear_features
-from ..mechanisms.places import padding_of, real_of, real_tokens
+from ..mechanisms.selection.places import real_tokens
 from ..selection import Choice
 from .cost import patched_layers
 from .perplexity import evaluation_mode
@@ -121,13 +121,13 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     hierarchy = hierarchy_for(config.windows if tree is None else tree, len(query), key.shape[2], call.is_causal)
     mask, place = options.mask, None
     if mask is not None:
-        real = padding_of(mask, query.shape[2], call.is_causal)
+        reading = call.read_mask()
+        real = reading.padding
         if real is not None:
             hierarchy, mask = restricted(hierarchy, real), None
         elif rule.tying == "key":
-            request = Request(hierarchy, rule, is_causal=False, first=call.first, chunk=call.chunk)
-            outside = real_of(call.first, key.shape[2])
-            hierarchy, place = lay_under_mask(hierarchy, mask, query.shape[2], outside, options, request)
+            request = Request(hierarchy, rule, is_causal=False, chunk=call.chunk)
+            hierarchy, place = lay_under_mask(hierarchy, reading, request)
     if rule.tying == "both":
         loss = _both(query, key, hierarchy, rule, call, mask)
     else:

@@ -16,7 +16,6 @@ from ..analysis.cost import patched_layers
 from ..integration import patch_model, unpatch_model
 from ..integration.hosts import find_hosts
 from ..mechanisms.base import HostCall
-from ..mechanisms.places import padding_of
 from .allocate import Allocation, choose
 from .gradients import to_model
 from .injection import MARGIN, Injection, Item, ids_of
@@ -102,7 +101,7 @@ def is_whole(call: HostCall, length: int) -> bool:
     options = call.options
     if call.query.shape[2] != length or call.key.shape[2] != length or (options.window or length) < length:
         return False
-    real = None if options.mask is None else padding_of(options.mask, length, False)
+    real = None if options.mask is None else call.read_mask().padding
     return options.mask is None or (real is not None and bool(real.all()))
 
 

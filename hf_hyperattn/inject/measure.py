@@ -26,7 +26,6 @@ from ..analysis.perplexity import one_text
 from ..fields import refuse
 from ..integration import patch_model, unpatch_model
 from ..mechanisms.base import HostCall
-from ..mechanisms.places import padding_of
 from .gradients import Spans, attention_gradients, loss_of, predicted_of
 from .kept import Kept, fingerprint
 from .rules import CHUNK, CandidateRule
@@ -210,12 +209,12 @@ def is_plain(call: HostCall, length: int) -> bool:
     windowed = options.window is not None and options.window < length
     plain = options.bias is None and options.softcap is None and not windowed
     plain = plain and call.is_causal and call.query.shape[2] == call.key.shape[2] == length
-    return plain and (options.mask is None or hides_nothing_before(options.mask, length))
+    return plain and (options.mask is None or hides_nothing_before(call))
 
 
-def hides_nothing_before(mask: Tensor, length: int) -> bool:
+def hides_nothing_before(call: HostCall) -> bool:
     """Whether a mask hides later tokens alone, as that of gpt-oss does, which has no call without one."""
-    real = padding_of(mask, length, False, True)
+    real = call.read_mask().padding
     return real is not None and bool(real.all())
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import Cache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from ..engines import check_backend
+from ..engines.attached import attached_to
 from ..engines.options import read_visible
-from ..mechanisms.base import FirstKey
+from ..mechanisms.selection.places import FirstKey, KnownOfMask
 from ..readable import is_exporting
 from .hosts import find_hosts
 
@@ -45,9 +45,6 @@ MASK_SAYS_ALL: set[type] = set()
 
 #: What raises the error for model types that are out of reach of our names; filled by names.py.
 UNROUTED: dict[str, Callable] = {}
-
-#: Of the masks that `hyper.family_mask` has made and that are in use, where the keys begin that they are about.
-FIRST_KEYS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def set_backend(model: nn.Module, backend: str) -> nn.Module:
@@ -202,10 +199,9 @@ def note_all(model: nn.Module) -> None:
 
 def first_key(module: nn.Module, mask: Tensor | None, window: int | None, queries: int, keys: int) -> FirstKey:
     """Where the keys of a call begin, by its mask; unknown where a mask of another make comes with a sliding window."""
-    compiling = torch.compiler.is_compiling()
-    known = None if compiling or mask is None else FIRST_KEYS.get(mask)
-    if known is not None:
-        return known
+    known, compiling = attached_to(mask, KnownOfMask), torch.compiler.is_compiling()
+    if known is not None and known.is_ours:
+        return known.first
     window = window or getattr(module, "sliding_window", None)
     unclear = isinstance(window, int) and queries < keys and keys >= window and (mask is not None or compiling)
     return FirstKey(None if unclear else 0)

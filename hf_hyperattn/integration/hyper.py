@@ -20,15 +20,16 @@ from transformers.utils import output_capturing
 
 from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
+from ..engines.attached import attach
 from ..engines.score import DOT, dot_logits
-from ..mechanisms.base import START, FirstKey, Host, HostCall, MechanismLayer, Plan
+from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
+from ..mechanisms.selection.places import START, FirstKey, KnownOfMask
 from ..readable import can_read
 from ..registry import get_mechanism
 from ..selection import head_numbers
 from .cache_of_call import CACHE, cache_of_call
 from .call import (
     BACKEND,
-    FIRST_KEYS,
     MASK_SAYS_ALL,
     RETURNING_WEIGHTS,
     UNHONOURED,
@@ -328,5 +329,5 @@ def family_mask(*args, config: Any = None, **kwargs):
     if mask is not None:
         says_stop = {"q_offset", "q_length"} <= {*kwargs}
         stop = kwargs["q_offset"] + kwargs["q_length"] - dropped if says_stop else None
-        FIRST_KEYS[mask] = FirstKey(dropped, padding, stop)
+        attach(mask, KnownOfMask(mask, FirstKey(dropped, padding, stop), is_ours=True))
     return mask

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..engines import Options, PairScore, attention, dot_score
 from ..engines.dispatch import average_columns
 from ..engines.options import full_precision
 from ..readable import can_read
+from .selection.places import FirstKey, Reading, read_mask
 
 logger = logging.getLogger("hf_hyperattn")
 
@@ -57,30 +58,6 @@ class Host:
     value_dim: int | None = None
     rotary: str = ""
     grows: bool = False
-
-
-@dataclass(frozen=True)
-class FirstKey:
-    """Which token of its row key 0 is: the cache of a sliding window drops those before.
-
-    Args:
-        index: tokens dropped; None where that cannot be told.
-        attention_mask: the model's padding mask [B, tokens so far], as far as it is known.
-        stop: how many keys there are so far, as far as it is known: behind them a static cache has empty slots.
-    """
-
-    index: int | None = 0
-    attention_mask: Tensor | None = None
-    stop: int | Tensor | None = None
-
-    @cached_property
-    def keys(self) -> int | None:
-        """`stop` as a number."""
-        return None if self.stop is None else int(self.stop)
-
-
-#: Nothing is dropped.
-START = FirstKey()
 
 
 @dataclass(frozen=True)
@@ -141,6 +118,35 @@ class HostCall:
     backend: str = "auto"
     chunk: int | None = None
     cache: Any = None
+
+    def read_mask(self, grows: bool = False) -> Reading:
+        """Return what the mask says, which all layers of the model share.
+
+        Args:
+            grows: Of the host, see `Host`.
+        """
+        return read_mask(self.query, self.key, self.options, self.is_causal, self.first, grows)
+
+    def first_query(self, mechanism: str, host: Host | None = None) -> int | Tensor:
+        """Return the key that is the first query's own, see `Places.start`.
+
+        Args:
+            mechanism: Its name, for the error.
+            host: Where the call is made; None where that is not known, as under a mechanism's name.
+
+        Raises:
+            ValueError: The call does not tell.
+        """
+        n, m = self.query.shape[2], self.key.shape[2]
+        grows = host is not None and host.grows
+        if n != m and not self.is_causal and not grows:
+            raise ValueError(
+                f"{mechanism} cannot tell which of {m} keys are those of the {n} queries in "
+                f"{'this layer' if host is None else host.name}, which is not causal; allowed: self-attention over one "
+                "sequence without a cache, choose such layers with layers=..., or for a prefix LM patch_model of the "
+                "whole model that generates"
+            )
+        return self.read_mask(grows).places.start
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,17 +6,29 @@ the call says which tokens the keys that are left belong to, so that distances, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
-from ..engines.options import read_visible
+from ..engines.attached import attach, attached_to
+from ..engines.selection import Places
 from ..readable import can_read
 from .base import HostCall
-from .places import first_query, real_of, remembered
 
-#: The answers for position ids that are alive: all layers of a model share one tensor.
-_DISAGREEING = WeakIdKeyDictionary()
+
+@dataclass(frozen=True)
+class CheckedIds:
+    """What was found in position ids, which all layers of a model share.
+
+    Args:
+        about: The slot of the first query, the number of queries, the version of the ids, and, if a mask says it,
+            where the tokens of the call stand.
+        found: See `find_disagreeing`.
+    """
+
+    about: tuple
+    found: tuple[int, int] | None
 
 
 def refuse_pruned(call: HostCall, mechanism: str) -> None:
@@ -38,13 +50,16 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
         return
     if ids.dim() != 2 or ids.shape[1] != queries or not can_read(ids, call.options.mask, call.first.attention_mask):
         return
-    # In a layer that lost more keys than the others, the mask says more than there are.
-    start = min(int(first_query(call, mechanism)), keys - queries) + call.first.index
-    padding = call.options.mask if call.first.attention_mask is None else call.first.attention_mask
-    about: tuple = (start, queries)
-    if padding is not None:
-        about += (WeakIdRef(padding), None if padding.is_inference() else padding._version)
-    found = remembered(_DISAGREEING, ids, about, lambda: find_disagreeing(call, ids, start))
+    places = call.read_mask().places
+    start = int(places.start) + places.dropped
+    # Ids made in inference mode have no version; the model makes new ones for every call.
+    version = None if ids.is_inference() else ids._version
+    about = start, queries, version, None if call.options.mask is None else places
+    checked = attached_to(ids, CheckedIds)
+    if checked is None or checked.about != about:
+        checked = CheckedIds(about, find_disagreeing(places, ids, start))
+        attach(ids, checked)
+    found = checked.found
     if found is not None:
         position, before = found
         raise ValueError(
@@ -55,30 +70,23 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
         )
 
 
-def find_disagreeing(call: HostCall, ids: Tensor, start: int) -> tuple[int, int] | None:
+def find_disagreeing(places: Places, ids: Tensor, start: int) -> tuple[int, int] | None:
     """Return the position of a query that stands elsewhere, and the tokens before it; None if there is none.
 
     Args:
-        call: The call of an attention layer.
+        places: Where the queries and keys of the call stand.
         ids: Its position ids, int64 [B or 1, N].
         start: The slot of the first query, counted from the beginning of the rows.
     """
     slots = torch.arange(start, start + ids.shape[1], device=ids.device)
-    real = real_of(call.first, start + ids.shape[1])
-    mask, dropped = call.options.mask, call.first.index or 0
-    if real is None and mask is not None:
-        seen = read_visible(mask).any(1).any(1)
-        seen = seen.expand(-1, call.key.shape[2])[:, : start + ids.shape[1] - dropped]
-        real = torch.nn.functional.pad(seen, (dropped, 0), value=True)
+    numbers = (places.count - 1)[:, start : start + ids.shape[1]].to(ids.device)
     wrong = ids != slots
-    if real is not None:
-        real = real.to(ids.device)
-        is_query, places = real[:, start:], (real.cumsum(1) - 1)[:, start:]
+    if places.real is not None:
+        is_query = places.real[:, start : start + ids.shape[1]].to(ids.device)
         by_slots = (wrong & is_query).any(1, keepdim=True)
-        by_tokens = ((ids != places) & is_query).any(1, keepdim=True)
+        by_tokens = ((ids != numbers) & is_query).any(1, keepdim=True)
         wrong = wrong & is_query & by_slots & by_tokens
     if not bool(wrong.any()):
         return None
     row, query = wrong.nonzero()[0].tolist()
-    place = start + query if real is None else int((real.cumsum(1) - 1).expand(len(wrong), -1)[row, start + query])
-    return int(ids.expand(len(wrong), -1)[row, query]), place
+    return int(ids.expand(len(wrong), -1)[row, query]), int(numbers.expand(len(wrong), -1)[row, query])

@@ -11,7 +11,7 @@ from hf_hyperattn.mechanisms.hsa.reference import definition_both, definition_ke
 from hf_hyperattn.mechanisms.hsa.tree import up_down
 from hf_hyperattn.mechanisms.hsa.tree.both import both, both_with_root
 from hf_hyperattn.mechanisms.hsa.tree.pair_terms import SiblingEmbeddings
-from hf_hyperattn.mechanisms.places import real_tokens
+from hf_hyperattn.mechanisms.selection.places import real_tokens
 from tests.oracles import hsa
 from tests.oracles.cases import assert_close, assert_gradients, qkv, tensor
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...engines import Options, PairScore, repeat_heads
 from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
-from ..places import first_query
 from ..pruned import refuse_pruned
+from ..selection.places import read_mask
 from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
@@ -80,7 +80,7 @@ class HsaLayer(MechanismLayer):
         refuse_pruned(call, "hsa")
         n, m = call.query.shape[2], call.key.shape[2]
         if not call.is_causal:
-            first_query(call, "hsa", self.host)  # raises where nobody says which of the keys the queries are
+            call.first_query("hsa", self.host)  # raises where nobody says which of the keys the queries are
         if self.grows and not call.is_causal and options.mask is None and n > 1:
             options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned, block_bias = parameters
@@ -95,7 +95,7 @@ class HsaLayer(MechanismLayer):
             call.is_causal or self.grows,
             weights=weights,
             cache=mean_cache_of(call),
-            first=call.first,
+            reading=read_mask(call.query, call.key, options, call.is_causal, call.first, self.grows),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
         tied = hierarchical(score, value, options, request)

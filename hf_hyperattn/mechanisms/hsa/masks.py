@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import Options
-from ...engines.options import read_visible
+from ...engines.selection import Texts
 from ...hierarchy import Hierarchy
 from ...hierarchy.batch import as_hierarchy
 from ...hierarchy.windows import window_ids, windows_tree
-from ..places import Texts, remembered
 from .tree.key import leave_out_whole_windows, trees_of, windows_over
-
-#: How many keys there are by masks that are alive: all layers of a model share one.
-_STOPS = WeakIdKeyDictionary()
 
 
 def hierarchy_for(
@@ -48,32 +43,13 @@ def windows(length: int, sizes: tuple[int, ...]) -> Hierarchy:
     return Hierarchy.windows(length, sizes)
 
 
-def last_seen(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> int:
-    """How many keys there are so far; behind them a static cache has slots that are not filled yet.
-
-    The last of the queries is the last key there is; where it is padding in every row, nobody sees it.
-    """
-    if mask is None or not is_causal or mask.shape[-1] != keys:
-        return keys
-
-    def read() -> int:
-        seen = read_visible(mask).flatten(0, 1).any(0).expand(queries, -1)
-        if bool(seen[:, -1].any()) or not bool(seen.any()):
-            return keys
-        ends = keys - seen.flip(-1).byte().argmax(-1)  # one past the last key that a query sees
-        ahead = ends.where(seen.any(-1), 0) - torch.arange(queries, device=mask.device)
-        return min(keys, int(ahead.max()) - 1 + queries)
-
-    return remembered(_STOPS, mask, (queries,), read)
-
-
 def mask_is_causal(options: Options, is_causal: bool) -> bool:
     """Whether the mask alone says what causal queries see, which then are the last tokens: so Transformers calls."""
     return is_causal and not options.is_causal
 
 
 def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> Hierarchy:
-    """The hierarchy over the real tokens alone; one that was made for this padding is kept as it is.
+    """The hierarchy over the real tokens alone.
 
     A row of padding alone, which fills up a batch, keeps its hierarchy: nobody reads what it gets.
 
@@ -82,12 +58,8 @@ def restricted(hierarchy: Hierarchy, real: Tensor, is_causal: bool = False) -> H
         real: bool [B, keys].
         is_causal: then rows may be padding so far, such as the first chunk of a prompt with more of it at its left.
     """
-    last = hierarchy.__dict__.get("_last_restricted")
-    if last is None or last[0] is not real:
-        plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
-        made = (_windows_over if plain else _trees_over)(hierarchy, real.cpu(), is_causal)
-        last = hierarchy.__dict__["_last_restricted"] = (real, made)
-    return last[1]
+    plain = hierarchy.is_windows and hierarchy.starts is None and hierarchy.stops is None
+    return (_windows_over if plain else _trees_over)(hierarchy, real.cpu(), is_causal)
 
 
 def _windows_over(hierarchy: Hierarchy, real: Tensor, is_causal: bool) -> Hierarchy:
@@ -123,14 +95,6 @@ def laid_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarc
         texts: of its rows.
         is_causal: then the windows of every text are continued until all are complete, see `trees_of`.
     """
-    last = hierarchy.__dict__.get("_last_laid")
-    if last is None or last[0] is not texts:
-        made = _windows_by_text(hierarchy, texts, is_causal)
-        last = hierarchy.__dict__["_last_laid"] = (texts, made)
-    return last[1]
-
-
-def _windows_by_text(hierarchy: Hierarchy, texts: Texts, is_causal: bool) -> Hierarchy:
     number, place, length = texts.number.cpu(), texts.place.cpu(), hierarchy.length
     sizes = leave_out_whole_windows(hierarchy.sizes or (), int(place.max()) + 1)
     if not is_causal:

@@ -17,7 +17,7 @@ from ...engines.options import position_mask
 from ...engines.reference import dropout, softmax
 from ...geometry.scalars import at_least
 from ...readable import is_exporting
-from ..places import text_starts
+from ..selection.places import text_starts
 from .config import Rule
 
 INF = float("inf")
@@ -71,7 +71,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, request:
 
 
 def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
-    """Bool [B, N, N]: which tokens are of one text, as `places.read_texts` has it.
+    """Bool [B, N, N]: which tokens are of one text, as `Reading.texts` has it.
 
     Args:
         visible: bool [B, N, N], which real tokens see each other.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
-from ..base import START, FirstKey
-from ..places import padding_of, read_texts, real_of, remembered, seen_by_queries
+from ..selection.places import Reading, read_mask
 from . import operator, portable
 from .cache.evicting import attend_evicted
 from .cache.mean_cache import MeanCache
@@ -22,7 +20,6 @@ from .masks import (
     cut,
     hierarchy_for,
     laid_by_text,
-    last_seen,
     mask_is_causal,
     restricted,
     without_first,
@@ -34,9 +31,6 @@ from .windowed.key import key_tied
 from .windowed.means import Levels
 
 Result = tuple[Tensor, Tensor | None]
-
-#: Which keys somebody sees, by masks that are alive: all layers of a model share one.
-_SEEN = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Request:
         backend: "auto", or with tying="key" one of `windowed.key.BACKENDS`.
         weights: also return the attention weights [B, H, N, M].
         cache: where keys and values come from one that keeps means; they are used where the call allows it.
-        first: which token key 0 is, where the cache of a sliding window has dropped some.
+        reading: what the mask of the call says; None: it is read here.
         evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
             placeholders.
         chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
@@ -63,7 +57,7 @@ class Request:
     backend: str = "auto"
     weights: bool = False
     cache: MeanCache | None = None
-    first: FirstKey = field(default_factory=lambda: START)
+    reading: Reading | None = None
     evicted: bool = False
     chunk: int | None = None
 
@@ -89,7 +83,7 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         raise ValueError(
             "hsa was called with a softcap, which is not linear in the keys; allowed: hosts without softcap"
         )
-    if request.first.index is None:
+    if request.reading is not None and request.reading.first.index is None:
         raise ValueError(
             "hsa was called with a sliding window and keys of which nobody says where they begin, so that windows "
             "cannot be laid; allowed: a mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
@@ -112,34 +106,28 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
 
 def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: Request) -> Result:
     """`hierarchical` for features whose plain product is the score."""
-    rule, n, is_causal, dropped = request.rule, query.shape[2], request.is_causal, request.first.index or 0
-    by_mask = mask_is_causal(options, is_causal)
-    stop = request.first.keys if by_mask else None
-    if stop is None:
-        stop = max(n, last_seen(options.mask, n, key.shape[2], is_causal))
-    stop, spare = min(stop, key.shape[2]), max(0, key.shape[2] - stop)
+    rule, is_causal = request.rule, request.is_causal
+    reading = read_mask(query, key, options, is_causal) if request.reading is None else request.reading
+    stop, dropped = reading.stop, reading.places.dropped
+    spare = key.shape[2] - stop
     key, value, mask = key[:, :, :stop], value[:, :, :stop], options.mask
-    mask = mask if mask is None or stop == mask.shape[-1] else mask[..., :stop]
+    mask = mask if mask is None or stop >= mask.shape[-1] else mask[..., :stop]
     hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
     real, place = None, None
     if mask is not None:
-        outside = real_of(request.first, dropped + stop)
-        if not dropped:
-            real = padding_of(mask, n, by_mask, options.is_causal and not options.offset)
-        if real is not None and n < stop and request.first.stop is not None and not _same(real, outside):
-            real = None  # hidden by a sliding window, or by an indexer
-        there = outside if real is None else real
+        real = reading.padding
         if real is None and rule.tying == "key":
-            hierarchy, place = lay_under_mask(hierarchy, mask, n, outside, options, request)
-        elif there is not None:
-            hierarchy = restricted(hierarchy, there, is_causal)
+            hierarchy, place = lay_under_mask(hierarchy, reading, request)
+        else:
+            there = reading.real_so_far if real is None else real
+            hierarchy = restrict_once(hierarchy, there, reading, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
     else:
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
-        out, weights = _tied_keys(query, key, value, options, hierarchy, request, by_mask, place)
+        out, weights = _tied_keys(query, key, value, options, hierarchy, request, reading, place)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 
@@ -150,11 +138,12 @@ def _tied_keys(
     options: Options,
     hierarchy: Hierarchy,
     request: Request,
-    by_mask: bool,
+    reading: Reading,
     place: Tensor | None = None,
 ) -> Result:
     """Key tying, by the means of the cache where they are what the call is about; padding is in no tree."""
-    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], request.first.index or 0
+    rule, mask, stop, dropped = request.rule, options.mask, key.shape[2], reading.places.dropped
+    by_mask = mask_is_causal(options, request.is_causal)
     if mask is not None and by_mask:
         most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
         hierarchy, without_sinks = without_first(hierarchy, dropped, most)
@@ -184,9 +173,15 @@ def _tied_keys(
     )  # fmt: skip
 
 
-def lay_under_mask(
-    hierarchy: Hierarchy, mask: Tensor, queries: int, outside: Tensor | None, options: Options, request: Request
-) -> tuple[Hierarchy, Tensor | None]:
+def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool) -> Hierarchy:
+    """The hierarchy over the real tokens, made once for all layers."""
+    if real is None:
+        return hierarchy
+    name = real is reading.padding, is_causal
+    return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
+
+
+def lay_under_mask(hierarchy: Hierarchy, reading: Reading, request: Request) -> tuple[Hierarchy, Tensor | None]:
     """The hierarchy under a mask that hides more than padding, and the number of each key in its text, int64 [B, M].
 
     Windows begin with every text, of which the mask may pack several into a row; other trees are what the caller says
@@ -194,31 +189,18 @@ def lay_under_mask(
 
     Args:
         hierarchy: of the keys that there are, and those that a cache has dropped.
-        mask: of the keys that there are.
-        queries: N.
-        outside: bool [B, dropped + M], the tokens that are no padding, where the model says it.
+        reading: of the mask.
     """
-    by_position, dropped = options.is_causal and not options.offset, request.first.index or 0
-    # Of a whole row, keys that nobody sees are padding; in a cache a sliding window may have passed them.
-    if outside is None and queries == mask.shape[-1] and request.first.stop is None:
-        outside = remembered(
-            _SEEN, mask, (queries, by_position), lambda: seen_by_queries(mask, queries, by_position).any(1)
-        )
-    keys = mask.new_ones(1, mask.shape[-1], dtype=torch.bool) if outside is None else outside[:, dropped:]
-    texts = read_texts(mask, keys.to(mask.device), queries, by_position, request.chunk)
+    texts = reading.texts(request.chunk)
     if texts is not None and hierarchy.is_windows:
-        return laid_by_text(hierarchy, texts, request.is_causal), texts.place
-    return hierarchy if outside is None else restricted(hierarchy, outside, request.is_causal), None
+        lay = lambda: laid_by_text(hierarchy, texts, request.is_causal)
+        return reading.remember_of(hierarchy, (request.chunk, request.is_causal), lay), texts.place
+    return restrict_once(hierarchy, reading.real_so_far, reading, request.is_causal), None
 
 
 def _learned(mask: Tensor | None) -> bool:
     """Whether a mask wants a gradient, also one that hides padding and no more."""
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
-
-
-def _same(real: Tensor, outside: Tensor | None) -> bool:
-    """Whether what a mask shows of the keys are all real tokens that there are."""
-    return bool(real.all()) if outside is None else torch.equal(real.expand_as(outside), outside.to(real.device))
 
 
 def cached_levels(cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:

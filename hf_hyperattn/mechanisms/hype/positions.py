@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.options import read_visible
 from ...readable import can_read
 from ..base import Host, HostCall
-from ..places import first_query
 from ..pruned import refuse_pruned
 
 
@@ -34,13 +32,10 @@ def of_call(call: HostCall, host: Host | None = None, mechanism: str = "hype") -
             "layers without an indexer, choose them with layers=..."
         )
     refuse_pruned(call, mechanism)
-    keys = torch.arange(m, device=call.query.device)[None, None]
-    if call.options.mask is not None:
-        keys = read_visible(call.options.mask).any(1).any(-2).expand(-1, m).cumsum(-1)[:, None]
-    if n == m:
-        return keys, keys
-    own = torch.arange(n, device=keys.device) + first_query(call, mechanism, host)
-    return own[None, None] if call.options.mask is None else keys[..., own.clamp(0, m - 1)], keys
+    call.first_query(mechanism, host)  # raises where the call does not tell
+    places = call.read_mask(host is not None and host.grows).places
+    keys = places.count[:, None, places.dropped :]
+    return (keys if n == m else keys.index_select(2, places.slot)), keys
 
 
 def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:

@@ -15,7 +15,6 @@ from ...engines.reference import total_logits
 from ...readable import is_recorded
 from .. import checks
 from ..base import Host, HostCall, MechanismLayer, Plan
-from ..places import first_query
 from ..talking_heads.operator import BACKENDS, talking_heads
 from .config import MklConfig
 from .reference import combined, head_weights, weighted
@@ -180,7 +179,7 @@ def weights_of(
             f"with {kv_heads} heads of {width}; allowed: hosts whose config says what they hand over, choose them with "
             "layers=..."
         )
-    start = first_query(call, "mkl", host)
+    start = call.first_query("mkl", host)
     by_kv_head = value_map.to(dtype).view(-1, kv_heads, width).transpose(0, 1)  # [Hkv, H, dv]
     keys = head_weights((by_kv_head @ value.to(dtype).mT).sum(1), heads)
     if isinstance(start, int):

@@ -15,9 +15,8 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
-from ...engines.options import read_visible
 from ...readable import is_recorded
-from ..places import padding_of
+from ..selection.places import Reading
 from .masking import ByLength, Text, masked
 from .page_cache import PAGE_CACHES
 from .pages import Pages
@@ -61,7 +60,7 @@ def attend(
     last, n = text.last, query.shape[2]
     if last is None or last > key.shape[2]:  # not known, or queries after the last key
         return None
-    spans = spans_of(options, text, len(query), n)
+    spans = text.reading.remember("spans", lambda: spans_of(text.reading))
     if spans is None or not text.reaches(n):
         return None
     # The kernel reads one dtype; under autocast rotated queries and keys are float32, and values are rounded.
@@ -77,21 +76,21 @@ def attend(
     out = selected.selected_attention(
         raw_query, raw_key, values, known, chosen, spans=spans, offset=last - n, scale=score.scale
     ).to(query.dtype)
-    out = zero_hidden_rows(out, options.mask, text)
+    out = zero_hidden_rows(out, text.reading)
     if not rest:
         return out
     others = by_masks(rest, query, key, score, value, options, rules, text)
     return out.index_copy(1, torch.tensor(rest), others.to(out.dtype))
 
 
-def zero_hidden_rows(out: Tensor, mask: Tensor | None, text: Text) -> Tensor:
+def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
     """The output [B, H, N, dv] with zeros at the queries from which the mask hides every key.
 
     The kernel knows where padding lies, and gives a query there what causality leaves it.
     """
-    if mask is None or text.is_whole or not bool((text.places.query < 0).any()):
+    if reading.mask is None or reading.places.is_whole or not reading.hides_rows:
         return out
-    return out.masked_fill(~read_visible(mask).any(-1, keepdim=True), 0.0)
+    return out.masked_fill(~reading.sees_something, 0.0)
 
 
 def chosen_pages(
@@ -160,22 +159,15 @@ def is_plain(score: PairScore, options: Options, window: int | None) -> bool:
     return dot and not options.dropout_p and all(x is None for x in more)
 
 
-def spans_of(options: Options, text: Text, batch: int, queries: int) -> Spans | None:
+def spans_of(reading: Reading) -> Spans | None:
     """Of each row its first key and the end of its keys; None where more is hidden than padding or dropped."""
-    mask, last = options.mask, text.last or 0
-    if text.is_whole:
-        return [0] * batch, [last] * batch
-    places = text.places
-    if mask is None or places.dropped:
+    places, real = reading.places, reading.places.real
+    if reading.mask is None and places.is_whole:
+        return places.spans
+    if reading.mask is None or places.dropped or reading.mask.dtype != torch.bool:
         return None
-    if mask.dtype != torch.bool:
+    padding, stop = reading.padding, reading.stop
+    if padding is None:
         return None
-    real = padding_of(mask, queries, not options.is_causal, options.is_causal and not options.offset)
-    there = places.key >= 0
-    if real is None or not torch.equal(real.expand_as(there), there):
-        return None
-    counts, starts = there.sum(1), there.int().argmax(1)
-    ends = there.shape[1] - there.flip(1).int().argmax(1)
-    if bool((ends - starts != counts).logical_and(counts > 0).any()):
-        return None
-    return starts.tolist(), (starts + counts).clamp_max(last).tolist()
+    same = bool(padding.all()) if real is None else torch.equal(padding, real[:, :stop].expand_as(padding))
+    return places.spans if same else None

@@ -12,6 +12,7 @@ from ...engines import Options, attention, dot_score
 from ...engines.options import check_broadcast
 from ...fields import refuse
 from ..checks import check_call
+from ..selection.places import read_mask
 from . import compiled
 from .config import SparseConfig
 from .masking import all_exact, check_unpacked, masked, text_of
@@ -69,8 +70,9 @@ def sparse_attention(
     plain = replace(options, dropout_p=dropout_p)
     if not math.prod(score.shape) or all_exact(by_length):  # nothing to select of
         return attention(score, value, plain, backend=backend)[0].to(query.dtype)
-    text, options = text_of(query, key, options, by_length), plain
-    check_unpacked(mask, text.places, n, by_length)
+    reading = read_mask(query, key, options, is_causal)
+    text, options = text_of(query, key, reading, by_length), plain
+    check_unpacked(reading, by_length)
     out = compiled.attend(query, key, score, value, options, by_length, text, backend=backend)
     if out is None:
         out, _ = attention(score, value, masked(query, key, scale, options, by_length, text), backend=backend)

@@ -14,9 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...engines import Options
 from ...readable import is_recorded
-from ..base import FirstKey, HostCall
+from ..base import HostCall
 from ..growing import TAKEN_BACK, GrowingTensor
-from .masking import ByLength, real_keys
+from ..selection.places import FirstKey
+from .masking import ByLength
 from .page_cache import PAGE_CACHES, PageCache
 
 #: The `HeadCache` that keys and values come from, while they live.
@@ -116,7 +117,6 @@ class HeadCache:
         Raises:
             ValueError: the call would read what is forgotten.
         """
-        length, n = call.key.shape[2], call.query.shape[2]
         for kept, asked in zip(self.reaches, reaches_of(rules, len(self.reaches)), strict=True):
             if kept is not None and (asked is None or asked[0] > kept[0] or asked[1] > kept[1]):
                 raise ValueError(
@@ -125,10 +125,8 @@ class HeadCache:
                 )
         if window is not None:
             raise ValueError(f"{EVICTING} cannot serve a layer with a sliding window; allowed: evict=False")
-        start = call.options.offset if call.options.is_causal else length - n
-        real = None
-        if call.options.mask is not None or call.first.attention_mask is not None:
-            real = real_keys(call.options.mask, len(call.query), length, call.key.device, call.first)
+        places = call.read_mask().places
+        start, real = places.start, places.real
         for part in self.parts:
             keys = part.tokens[0]
             if part.reach is None or not keys.gone:
@@ -155,7 +153,7 @@ class HeadCache:
         grown, heads, first = part.tokens[0], self.query_heads(part, call.query.shape[1]), call.first
         if part.reach is None:
             PAGE_CACHES[key] = self.pages
-        hides = real is not None or options.bias is not None
+        hides = any(given is not None for given in (options.mask, real, options.bias))
         places = grown.places() if grown.gone and hides else slice(None)
 
         def of(mask: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...engines import Options, PairScore, attention, dot_score
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
+from ..selection.places import read_mask
 from . import compiled
 from .config import SparseConfig
 from .head_cache import HeadCache, head_cache_of
@@ -88,7 +89,8 @@ class SparseLayer(MechanismLayer):
         options: Options, backend: str, weights: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """By the compiled kernel where it computes this call, else by a mask."""
-        text = text_of(call.query, call.key, options, rules, call.first, recent_queries(call.cache, self.asker))
+        reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
+        text = text_of(call.query, call.key, reading, rules, recent_queries(call.cache, self.asker))
         if whole is attention and not weights:
             out = compiled.attend(
                 call.query, call.key, score, value, options, rules, text, window, backend, self.asker
@@ -96,7 +98,7 @@ class SparseLayer(MechanismLayer):
             if out is not None:
                 return out, None
         if call.keywords.get("indices") is None:  # an indexer hides what it likes
-            check_one_text(options, text.places, rules, window)
+            check_one_text(reading, rules, window)
         hidden = masked(call.query, call.key, call.scale, options, rules, text, window)
         return whole(score, value, hidden, backend=backend, weights=weights)
 

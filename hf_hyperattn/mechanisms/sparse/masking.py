@@ -6,20 +6,18 @@ they say goes back to where the keys stand, beside the masks that the call has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...engines import Options, repeat_heads
-from ...engines.options import read_visible
 from ...engines.score import working_dtype
+from ...engines.selection import Places
 from ...readable import can_read, is_exporting, is_recorded
-from ..base import START, FirstKey
 from ..growing import TAKEN_BACK
-from ..places import read_texts, real_of
+from ..selection.places import Reading, read_mask
 from .recent import RecentQueries
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
@@ -31,112 +29,41 @@ ByLength = Sequence[tuple[int | None, Rules]]
 GONE = "cache that drops tokens, of whose sliding window nobody tells attention"
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Where queries and keys stand in their rows.
-
-    Args:
-        query, row: int64 [B, N] and [B, dropped + M], the number of each token in its row; -1 for padding and empty
-            slots.
-        last: how many of the keys there are so far; None where that cannot be read.
-        dropped: how many tokens a cache has dropped before key 0.
-    """
-
-    query: Tensor
-    row: Tensor
-    last: int | None
-    dropped: int = 0
-
-    @property
-    def key(self) -> Tensor:
-        """int64 [B, M], the numbers of the keys."""
-        return self.row[:, self.dropped :]
-
-    def slots(self, stop: int, count: int) -> int:
-        """How many slots before `stop` hold the last `count` tokens of every row, or all that a row has."""
-        if not stop:
-            return 0
-        row = self.row[:, :stop]
-        last = (row >= (row.amax(1, keepdim=True) + 1 - count).clamp_min(0)).int()
-        return int((last.amax(1) * (stop - last.argmax(1))).amax())
-
-
-def places_of(query: Tensor, key: Tensor, options: Options, first: FirstKey = START) -> Places:
-    """Where the tokens of a causal call stand.
-
-    The mask, where it is all that hides, says it: queries are then the last keys that anybody sees. Else position says
-    it: query 0 is key `options.offset`.
-
-    Raises:
-        ValueError: the call is exported or traced.
-    """
-    if is_exporting() or torch.jit.is_tracing():
-        raise ValueError(
-            "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
-            "allowed: unpatch_model, or layers whose rules are all Exact()"
-        )
-    n, m, dropped = query.shape[2], key.shape[2], first.index or 0
-    real, by_mask = real_keys(options.mask, len(query), m, key.device, first), not options.is_causal
-    start: Tensor | int = options.offset
-    if by_mask:
-        stop: Tensor | int = m
-        if n < m and options.mask is not None:
-            stop = last_seen(options.mask, m) if first.stop is None else first.stop
-        start = stop - n
-    place = (real.cumsum(1) - 1).masked_fill(~real, -1)
-    index = torch.arange(n, device=key.device) + start
-    own = place[:, dropped:].gather(1, index.clamp(0, m - 1).expand(len(place), -1))
-    last = int(start) + n if can_read(key, options.mask) else None
-    return Places(own, place, last, dropped)
-
-
-def real_keys(mask: Tensor | None, batch: int, keys: int, device: torch.device, first: FirstKey) -> Tensor:
-    """Bool [B, dropped + M], which tokens of the rows are no padding."""
-    dropped = first.index or 0
-    real = real_of(first, dropped + keys)
-    # Where Transformers made the mask (`stop` is known) of no padding, there is none: an indexer or a window hides too.
-    if real is None and mask is not None and first.stop is None:
-        real = torch.nn.functional.pad(read_visible(mask).any(1).any(1), (dropped, 0), value=True)
-    if real is None:
-        real = torch.ones(1, dropped + keys, dtype=torch.bool, device=device)
-    return real.to(device).expand(batch, dropped + keys)
-
-
-def check_one_text(options: Options, places: Places, rules: ByLength, window: int | None) -> None:
+def check_one_text(reading: Reading, rules: ByLength, window: int | None) -> None:
     """Refuse rows that hold several texts, or that are read in chunks, which rules would take for one whole text.
 
     Args:
-        options, window: of the call, as in `masked`.
-        places: where queries and keys stand.
+        reading: of the call's mask.
         rules: those that count from the query alone may see such rows.
+        window: as in `masked`.
 
     Raises:
         ValueError: a real query does not see the real token before it, or a cache drops tokens without a window.
     """
-    mask = options.mask
+    mask = reading.mask
     if mask is None or all(map(is_local, rules_in(rules))):
         return
     # of a dropped token windows need nothing: what they would see of it, the host hides
-    gone = places.dropped > 0 and window is None and not all(type(r) in (Exact, Window) for r in rules_in(rules))
-    if gone or ((window is None or window > 1) and can_read(mask) and hides_previous(mask, places)):
+    by_place = any(type(rule) not in (Exact, Window) for rule in rules_in(rules))
+    gone = reading.places.dropped > 0 and window is None and by_place
+    if gone or ((window is None or window > 1) and can_read(mask) and reading.hides_previous):
         raise several_texts(GONE if gone else "mask that hides the token before one")
 
 
-def check_unpacked(mask: Tensor | None, places: Places, queries: int, rules: ByLength) -> None:
+def check_unpacked(reading: Reading, rules: ByLength) -> None:
     """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
 
     Args:
-        mask: of a whole row: a call with fewer queries than keys is not looked at.
-        places: where queries and keys stand.
-        queries: N.
+        reading: of a mask of a whole row: a call with fewer queries than keys is not looked at.
         rules: those that count from the query alone may see such rows.
 
     Raises:
         ValueError: a row holds several texts.
     """
-    if mask is None or queries != mask.shape[-1] or not can_read(mask) or all(map(is_local, rules_in(rules))):
+    mask = reading.mask
+    if mask is None or reading.queries != reading.keys or not can_read(mask) or all(map(is_local, rules_in(rules))):
         return
-    if read_texts(mask, places.key >= 0, queries, is_causal=True) is not None:
+    if reading.texts() is not None:
         raise several_texts("mask of several texts in a row")
 
 
@@ -149,20 +76,6 @@ def several_texts(what: str) -> ValueError:
     )
 
 
-@torch.no_grad()
-def hides_previous(mask: Tensor, places: Places) -> bool:
-    """Whether a mask hides from a real query the real token before it; one row for several queries hides padding."""
-    if mask.shape[2] < places.query.shape[1]:
-        return False
-    key, before = places.key, places.query - 1
-    size = key.shape[1] + places.dropped
-    slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
-    slot.scatter_(1, key.where(key >= 0, size), torch.arange(key.shape[1], device=key.device).expand_as(key))
-    at = slot.gather(1, before.clamp(0, size))
-    seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
-    return bool(((before >= 0) & (at >= 0) & ~seen).any())
-
-
 def rules_in(rules: ByLength) -> set[SparseRule]:
     """All rules, of every head and length."""
     return {rule for _, heads in rules for rule in heads}
@@ -173,34 +86,26 @@ def is_local(rule: SparseRule) -> bool:
     return rule.is_exact or (type(rule) is Window and not rule.sinks)
 
 
-def last_seen(mask: Tensor, keys: int) -> Tensor:
-    """How many keys there are up to the last that some query sees."""
-    seen = read_visible(mask).flatten(0, 2).any(0)
-    return (seen.expand(keys) * torch.arange(1, keys + 1, device=mask.device)).amax()
-
-
 @dataclass(frozen=True, eq=False)
 class Text:
     """What is known of the texts that a call is of.
 
     Args:
+        reading: of the call's mask.
         last: how many keys there are so far; None where that cannot be read.
         before: queries [B, H, T, d] that stood before those of the call; None where they are not known.
         earlier: how many of those the rules read.
-        make: makes `places`, where queries and keys stand.
-        is_whole: whether there is no padding, and nothing that a cache has dropped.
     """
 
+    reading: Reading
     last: int | None
     before: Tensor | None
     earlier: int
-    make: Callable[[], Places]
-    is_whole: bool = False
 
     @property
     def places(self) -> Places:
         """Where queries and keys stand."""
-        return self.make()
+        return self.reading.places
 
     def reaches(self, queries: int) -> bool:
         """Whether all queries are known that the selections of these many queries may read."""
@@ -210,40 +115,35 @@ class Text:
 
 @torch.no_grad()
 def text_of(
-    query: Tensor,
-    key: Tensor,
-    options: Options,
-    rules: ByLength,
-    first: FirstKey = START,
-    recent: RecentQueries | None = None,
+    query: Tensor, key: Tensor, reading: Reading, rules: ByLength, recent: RecentQueries | None = None
 ) -> Text:
     """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
     Args:
-        query, key, options, rules: as in `masked`.
-        first: which token key 0 is.
+        query, key, rules: as in `masked`.
+        reading: of the call's mask.
         recent: the queries that calls with the same cache have left, None without a cache; this call leaves its own.
 
     Raises:
-        ValueError: a selection that is shared among queries, in a decoding step that is compiled.
+        ValueError: the call is exported or traced, or a selection is shared among queries in a decoding step that is
+            compiled.
     """
-    n, dropped = query.shape[2], first.index or 0
-    plain = options.mask is None and first.stop is None and first.attention_mask is None and can_read(key)
-    make: Callable[[], Places] = partial(places_of, query, key, options, first)
-    last: int | None = options.offset + n if options.is_causal else key.shape[2]
-    slots: Callable[[int, int], int] = min
-    if not plain:
-        places = make()
-        make, last, slots = lambda: places, places.last, places.slots
+    if is_exporting() or torch.jit.is_tracing():
+        raise ValueError(
+            "sparse rules cannot be exported or traced: pages and chunks are laid out for the lengths of a call; "
+            "allowed: unpatch_model, or layers whose rules are all Exact()"
+        )
+    n, places = query.shape[2], reading.places
+    last, dropped = places.stop if can_read(key, reading.mask) else None, places.dropped
     earlier = max(rule.earlier for _, rules_ in rules for rule in rules_)
     before = None
     if earlier and recent is not None and last is not None:
         start, stop = last - n, last + dropped
         # Some tokens may be taken back before the next call, as assisted decoding does.
         kept = earlier + 1 + TAKEN_BACK
-        least, most = (slots(stop - n, tokens) for tokens in (earlier, kept))
+        least, most = (places.slots(stop - n, tokens) for tokens in (earlier, kept))
         before = recent.find_before(query, key, start=start, least=least, most=most, dropped=dropped)
-        recent.keep(query, key, start=start, before=before, count=slots(stop, kept), dropped=dropped)
+        recent.keep(query, key, start=start, before=before, count=places.slots(stop, kept), dropped=dropped)
         if before is not None and before.shape[2] > least:
             before = before[:, :, before.shape[2] - least :]
     elif earlier and is_recorded() and n < key.shape[2]:
@@ -251,7 +151,7 @@ def text_of(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
             "allowed: query='own', or decoding that is not compiled"
         )
-    return Text(last, before, earlier, make, plain and not dropped)
+    return Text(reading, last, before, earlier)
 
 
 def masked(
@@ -282,9 +182,9 @@ def masked(
 @torch.no_grad()
 def _seen(query, key, scale, options: Options, rules: ByLength, text: Text | None, window: int | None) -> Tensor:
     """Bool [B, H, N, M], what the rules let be seen; arguments as in `masked`."""
-    text = text_of(query, key, options, rules) if text is None else text
+    text = text_of(query, key, read_mask(query, key, options, True), rules) if text is None else text
     places, heads = text.places, query.shape[1]
-    call = rule_call(query, repeat_heads(key, heads), scale, places, text.before, window)
+    call = rule_call(query, repeat_heads(key, heads), scale, text, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
     slots = places.key.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
     return seen.gather(3, slots) & (places.key >= 0)[:, None, None]
@@ -303,18 +203,16 @@ def hide(options: Options, seen: Tensor) -> Options:
     return replace(options, mask=torch.where(seen, mask, -torch.inf))
 
 
-def rule_call(
-    query: Tensor, key: Tensor, scale: float, places: Places, before: Tensor | None, window: int | None
-) -> RuleCall:
+def rule_call(query: Tensor, key: Tensor, scale: float, text: Text, window: int | None) -> RuleCall:
     """What rules are shown: keys laid by their places, and the queries with those before them."""
-    dtype = working_dtype(query, key)
+    dtype, places, before = working_dtype(query, key), text.places, text.before
     query, key = query.to(dtype), key.to(dtype)
-    slots, place, count = key.shape[2] + places.dropped, places.query, 0
-    if places.last is None or bool((places.key != torch.arange(key.shape[2], device=key.device)).any()):
+    slots, place, count = key.shape[2] + places.dropped, places.query.expand(len(query), -1), 0
+    if text.last is None or not places.is_whole:
         key = lay(key, places.key, slots)
     if before is not None:
-        count, stop = before.shape[2], (places.last or 0) + places.dropped - query.shape[2]
-        back = places.row[:, stop - count : stop]
+        count, stop = before.shape[2], (text.last or 0) + places.dropped - query.shape[2]
+        back = places.row[:, stop - count : stop].expand(len(query), -1)
         query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back, place], 1)
     return RuleCall(query, key, scale, place, window, count)
 

@@ -15,7 +15,6 @@ from ...engines.sdpa import dense
 from ...fields import refuse
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..checks import check_host
-from ..places import first_query, seen_ends
 from ..pruned import refuse_pruned
 from .attention import attend
 from .config import TrilinearConfig
@@ -151,7 +150,7 @@ class SimplicialLayer(MechanismLayer):
         simplicial_options = with_bias(score, options)
         if self.config.windows:
             refuse_pruned(call, "trilinear")
-        start = first_query(call, "trilinear", self.known) if self.config.windows else options.offset
+        start = call.first_query("trilinear", self.known) if self.config.windows else options.offset
         value, p = value.to(score.query.dtype), {n: t.to(score.query.dtype) for n, t in parameters.items()}
         self.check_shapes(score.key, value, p)
         # a step of decoding maps no keys and values that both windows have passed
@@ -232,7 +231,7 @@ def cut_rows(call: HostCall, start: int | Tensor, window: int) -> Tensor:
     n, m, options = call.query.shape[2], call.key.shape[2], call.options
     i = torch.arange(n, device=call.query.device) + start
     if options.mask is not None:
-        low, high, seen = seen_ends(options.mask, m)
+        low, high, seen = call.read_mask().ends
     else:
         low, high, seen = torch.zeros_like(i), torch.full_like(i, m - 1), torch.ones_like(i, dtype=torch.bool)
         if options.is_causal:

@@ -1,0 +1,1 @@
+"""Selection: which keys each query attends to, and what is known of the calls that ask."""

@@ -1,0 +1,387 @@
+"""The one reader of attention masks: where the queries of a call stand among its keys, and what is padding.
+
+What a mask says is read at most once for all layers of a model, and kept with the mask for as long as that lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...engines.attached import attach, attached_to
+from ...engines.options import HIDDEN, Options, read_visible
+from ...engines.selection import Places, Texts, computed_once
+from ...hierarchy import Hierarchy
+from ...readable import can_read
+
+
+@dataclass(frozen=True)
+class FirstKey:
+    """What the model says of the keys that a mask is about: the cache of a sliding window drops the first ones.
+
+    Args:
+        index: Tokens dropped before key 0; None where that cannot be told.
+        attention_mask: The model's padding mask [B, tokens so far], as far as it is known.
+        stop: How many keys there are so far, as far as it is known: behind them a static cache has empty slots.
+    """
+
+    index: int | None = 0
+    attention_mask: Tensor | None = None
+    stop: int | Tensor | None = None
+
+    @computed_once
+    def keys(self) -> int | None:
+        """`stop` as a number."""
+        return None if self.stop is None else int(self.stop)
+
+    def real(self, tokens: int) -> Tensor | None:
+        """Return bool [B, tokens], the first tokens of the rows that are no padding; None if nothing is known."""
+        mask = self.attention_mask
+        if mask is None:
+            return None
+        return pad(mask[:, :tokens].bool(), (0, max(0, tokens - mask.shape[1])), value=True)
+
+
+#: Nothing is dropped.
+START = FirstKey()
+
+
+class KnownOfMask:
+    """What was read from a mask so far, and what the model said of it when it made it.
+
+    Args:
+        mask: The mask; it is not kept.
+        first: What the model said.
+        is_ours: Whether `family_mask` made it for a call of a model. Nobody changes such a mask.
+    """
+
+    def __init__(self, mask: Tensor, first: FirstKey = START, is_ours: bool = False):
+        self.first, self.is_ours = first, is_ours
+        self.version = None if mask.is_inference() else mask._version
+        self.readings: dict[tuple, dict[Any, Any]] = {}
+
+    def fits(self, mask: Tensor) -> bool:
+        """Whether the mask is as it was. Tensors of inference mode do not tell."""
+        return self.is_ours if mask.is_inference() else self.version == mask._version
+
+
+def known_facts(mask: Tensor | None, about: tuple) -> dict[Any, Any]:
+    """Return the facts of a mask that were read for a call of this kind, to which more can be added.
+
+    Args:
+        mask: The mask of a call, or None, of which nothing needs to be read.
+        about: All else that the facts depend on.
+    """
+    if mask is None or not can_read(mask):
+        return {}
+    known = attached_to(mask, KnownOfMask)
+    if known is None or not known.fits(mask):
+        known = KnownOfMask(mask, START if known is None else known.first)
+        attach(mask, known)
+    # What was made in inference mode cannot be used for gradients later.
+    return known.readings.setdefault((*about, torch.is_inference_mode_enabled()), {})
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What the mask of a call says, and what its position says where there is no mask.
+
+    Args:
+        mask: Bool (True = take part) or additive, [B|1, H|1, N|1, M]; None where nothing is hidden by it.
+        batch, queries, keys: B, N, M.
+        device: Of the keys.
+        is_causal: Whether queries see only earlier keys.
+        by_position: Whether causality is not in the mask: query i sees no key after `offset` + i.
+        offset: See `by_position`.
+        grows: Whether the call is of a prefix LM: not causal, and queries are the last keys that anybody sees.
+        first: What the model says of the keys.
+        facts: What was read already, for all layers.
+    """
+
+    mask: Tensor | None
+    batch: int
+    queries: int
+    keys: int
+    device: torch.device
+    is_causal: bool
+    by_position: bool = False
+    offset: int = 0
+    grows: bool = False
+    first: FirstKey = START
+    facts: dict[Any, Any] = field(default_factory=dict)
+
+    def remember(self, name: Any, read: Callable) -> Any:
+        """Return `read()`, which is called once for all layers."""
+        if name not in self.facts:
+            self.facts[name] = read()
+        return self.facts[name]
+
+    def remember_of(self, hierarchy: Hierarchy, name: Any, make: Callable) -> Hierarchy:
+        """Return `make()`, which is called once for all layers that have this hierarchy.
+
+        Args:
+            hierarchy: What it is made from.
+            name: What is made.
+            make: Makes it.
+        """
+        made = self.remember("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
+        if name not in made:
+            made[name] = make()
+        return made[name]
+
+    @property
+    def places(self) -> Places:
+        """Where queries and keys stand."""
+        return self.remember("places", self._find_places)
+
+    @property
+    def stop(self) -> int:
+        """How many of the keys are looked at: those up to the last query's own, or all without causality."""
+        if not (self.is_causal or self.grows) or self.places.stop is None:
+            return self.keys
+        return self.places.stop
+
+    def _find_places(self) -> Places:
+        start, dropped = self._find_start(), self.first.index or 0
+        return Places(self.batch, self.queries, self.keys, self.device, start, dropped, self._find_real(start))
+
+    def _find_start(self) -> int | Tensor:
+        n, m = self.queries, self.keys
+        if n == m:
+            return 0
+        if self.by_position:
+            return self.offset
+        if self.first.keys is not None:
+            return min(max(0, self.first.keys - n), max(0, m - n))
+        if self.mask is None:
+            return m - n
+        # A causal query's own key is the last one that it sees.
+        _, last, any_seen = self.ends
+        if self.is_causal:
+            start = (torch.where(any_seen, last, 0) - torch.arange(n, device=self.mask.device)).amax()
+        else:
+            start = last.where(any_seen, -1).amax() + 1 - n
+        start = start.clamp(0, m - n)
+        return int(start) if can_read(self.mask) else start
+
+    def _find_real(self, start: int | Tensor) -> Tensor | None:
+        dropped, first = self.first.index or 0, self.first
+        real = first.real(dropped + self.keys)
+        # A mask that Transformers made of no padding hides no padding: a window or an indexer hides too.
+        if real is None and self.mask is not None and first.stop is None:
+            real = pad(self._seen_by_some(start), (dropped, 0), value=True)
+        if real is None:
+            return None
+        real = real.to(self.device)
+        if first.keys is not None and first.keys < self.keys:
+            real = real & (torch.arange(dropped + self.keys, device=self.device) < dropped + first.keys)
+        return None if can_read(real) and bool(real.all()) else real
+
+    def _seen_by_some(self, start: int | Tensor) -> Tensor:
+        """Bool [B|1, M], the keys that some query sees."""
+        return self.seen(start).any(1).expand(-1, self.keys)
+
+    def seen(self, start: int | Tensor) -> Tensor:
+        """Return bool [B|1, N|1, M|1], the keys that each query sees in some head.
+
+        Args:
+            start: The key that is query 0's own.
+        """
+        seen = read_visible(self.mask).any(1)
+        if not self.by_position or seen.shape[1] == 1:
+            return seen
+        key = torch.arange(self.keys, device=seen.device)
+        return seen & (key <= torch.arange(self.queries, device=seen.device)[:, None] + start)
+
+    @property
+    def real_so_far(self) -> Tensor | None:
+        """Bool [B|1, dropped + stop], the tokens that are no padding; None where all are, or nothing says it.
+
+        A mask of a part of the row does not: a sliding window may have passed what it hides from these queries.
+        """
+        places, first = self.places, self.first
+        is_part = first.attention_mask is None and first.stop is None and self.queries < self.keys
+        return None if is_part or places.real is None else places.real[:, : places.dropped + self.stop]
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first and the last key that the mask shows, and whether there is one, each [B|1, H|1, N|1]."""
+        return self.remember("ends", lambda: seen_ends(self.mask, self.keys))
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Bool [B, stop], the keys that are no padding, if the mask hides nothing else; None if it does."""
+        return self.remember("padding", self._find_padding)
+
+    def _find_padding(self) -> Tensor | None:
+        mask, stop, first = self.mask, self.stop, self.first
+        if mask is None or first.index:
+            return None
+        mask = mask if mask.shape[-1] == stop else mask[..., :stop].expand(*mask.shape[:-1], stop)
+        by_mask = (self.is_causal or self.grows) and not self.by_position
+        try:
+            if self.by_position and not self.offset and mask.shape[2] > 1:
+                # What it says of the tokens after a query does not count.
+                later = torch.ones(self.queries, stop, dtype=torch.bool, device=mask.device).triu(1)
+                mask = mask.masked_fill(later, False if mask.dtype == torch.bool else -torch.inf)
+                real = real_tokens(mask, self.queries, is_causal=True)
+            elif by_mask or self.queries == stop:
+                real = real_tokens(mask, self.queries, is_causal=by_mask)
+            elif mask.shape[2] == 1:
+                real = real_tokens(mask, stop)
+            else:
+                return None
+        except ValueError:
+            return None
+        if self.queries < stop and first.stop is not None:  # what is hidden may be hidden by a window, or an indexer
+            known = first.real(stop)
+            if not bool(real.all() if known is None else torch.equal(real, known.to(real.device).expand_as(real))):
+                return None
+        return real.expand(self.batch, stop)
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether some query is padding."""
+        return self.remember("hides rows", lambda: bool((self.places.query < 0).any()))
+
+    @property
+    def sees_something(self) -> Tensor:
+        """Bool [B|1, H|1, N|1, 1], the queries from which the mask does not hide every key."""
+        return self.remember("sees something", lambda: read_visible(self.mask).any(-1, keepdim=True))
+
+    @property
+    def hides_previous(self) -> bool:
+        """Whether the mask hides from a real query the real token before it."""
+        return self.remember("hides previous", lambda: find_hidden_previous(self.mask, self.places))
+
+    def texts(self, chunk: int | None = None) -> Texts | None:
+        """Return the texts of rows that hold several; None where no row does.
+
+        A text begins where no query sees tokens on both sides: neither itself nor through another token.
+
+        Args:
+            chunk: After every so many tokens of a row the host's own attention begins again; no text begins there.
+
+        Raises:
+            ValueError: A text begins among the queries, and keys before them come from a cache.
+        """
+        stop = self.stop
+        if chunk is not None and self.queries < stop:  # where chunks begin among cached keys is not known
+            return None
+        return self.remember(("texts", chunk), lambda: self._find_texts(chunk, stop))
+
+    def _find_texts(self, chunk: int | None, keys: int) -> Texts | None:
+        real = self.real_so_far
+        if real is None:
+            real = torch.ones(1, keys, dtype=torch.bool, device=self.mask.device)
+        real = real[:, real.shape[1] - keys :].to(self.mask.device)
+        start = keys - self.queries
+        seen = self.seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
+        bits, sees = seen.to(torch.uint8), seen.any(-1)
+        first = bits.argmax(-1).where(sees, keys)
+        last = (keys - 1 - bits.flip(-1).argmax(-1)).where(sees, -1)
+        own, place = real[:, start:], real.cumsum(1) - 1
+        starts = text_starts(first, last, keys) & own & (place[:, start:] > 0)
+        if chunk is not None:
+            starts &= place[:, start:] % chunk != 0
+        if not bool(starts.any()):
+            return None
+        if start:
+            raise ValueError(
+                "a mask packs several texts into one row, whose earlier keys come from a cache; allowed: packed texts "
+                "in one call with use_cache=False, or one text a row"
+            )
+        number = starts.cumsum(1).masked_fill(~real, -1)
+        return Texts(number, place - (place * starts).cummax(1).values)
+
+
+def read_mask(
+    query: Tensor, key: Tensor, options: Options, is_causal: bool, first: FirstKey = START, grows: bool = False
+) -> Reading:
+    """Return the reading of a call's mask, which shares what other layers have read.
+
+    Args:
+        query, key: [B, H, N, d] and [B, Hkv, M, d].
+        options: With the mask, and whether position hides later keys.
+        is_causal, first, grows: As in `Reading`.
+    """
+    about = (len(query), query.shape[2], key.shape[2], key.device, is_causal, options.is_causal, options.offset, grows)
+    return Reading(options.mask, *about, first, known_facts(options.mask, about))
+
+
+def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First and last key that a mask [B|1, H|1, N|1, M|1] shows, and whether there is one, each [B|1, H|1, N|1]."""
+    seen = read_visible(mask)
+    seen = seen.expand(*seen.shape[:3], keys)
+    ones = seen.to(torch.uint8)
+    return ones.argmax(-1), keys - 1 - ones.flip(-1).argmax(-1), seen.any(-1)
+
+
+def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
+    """Bool [B, M]: the keys that are no padding. The rows of padded queries are not looked at.
+
+    Args:
+        mask: bool (True = take part) or additive (0, or what `read_visible` takes for hidden),
+            [B, 1 or H, 1 or N, M]. With fewer queries than keys, queries are the last ones.
+        queries: N.
+        is_causal: whether the mask hides from a query the tokens after it.
+
+    Raises:
+        ValueError: the mask hides a real token from a real query, or adds other numbers.
+    """
+    seen, keys = read_visible(mask), mask.shape[-1]
+    odd = mask[seen & (mask != 0)] if mask.dtype != torch.bool else mask[:0]
+    if odd.numel():
+        raise ValueError(
+            f"the attention mask adds {float(odd[0]):g} to a logit; allowed: 0 where visible and "
+            f"{HIDDEN:,.0f} or less elsewhere; terms of the logits come as position_bias"
+        )
+    real = seen.any(1).any(1)
+    place = torch.arange(keys, device=mask.device)
+    expected = real[:, None, None, :]
+    if is_causal:
+        expected = expected & (place <= place[keys - queries :, None])
+    wrong = ((seen != expected) & real[:, None, keys - queries :, None]).nonzero()[:1].tolist()
+    if wrong:
+        b, h, i, j = wrong[0]
+        shown = bool(seen.expand(-1, -1, queries, -1)[b, h, i, j])
+        raise ValueError(
+            f"the attention mask {'shows' if shown else 'hides'} token {j} {'to' if shown else 'from'} query {i} of "
+            f"row {b}; allowed: masks that hide padding{', and the tokens after a query,' if is_causal else ''} and "
+            "nothing else"
+        )
+    return real
+
+
+def text_starts(first: Tensor, last: Tensor, keys: int) -> Tensor:
+    """Bool [B, N]: at which of the last N tokens no query sees from one side to the other.
+
+    Args:
+        first, last: int64 [B, N], the first and the last key that each query sees; `keys` and -1 where it sees none.
+        keys: M.
+    """
+    token = torch.arange(keys - first.shape[1], keys, device=first.device)
+    query = token[:, None]
+    back = (first[..., None] < token) & (token <= query)
+    ahead = (query < token) & (token <= last[..., None])
+    return ~(back | ahead).any(1)
+
+
+@torch.no_grad()
+def find_hidden_previous(mask: Tensor, places: Places) -> bool:
+    """Whether a mask hides from a real query the real token before it; one row for several queries hides padding."""
+    if mask.shape[2] < places.queries:
+        return False
+    key, before = (numbers.expand(places.batch, -1) for numbers in (places.key, places.query - 1))
+    size = places.keys + places.dropped
+    slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
+    slot.scatter_(1, key.where(key >= 0, size), torch.arange(places.keys, device=key.device).expand_as(key))
+    at = slot.gather(1, before.clamp(0, size))
+    seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
+    return bool(((before >= 0) & (at >= 0) & ~seen).any())
