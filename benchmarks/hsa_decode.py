@@ -20,8 +20,9 @@ from common import environment, interleaved, write_json
 from merged import merged
 
 from hf_hyperattn.integration.hierarchical_cache import HierarchicalLayer
-from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep
+from hf_hyperattn.mechanisms.hsa.means_kept import levels_of
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.mechanisms.selection.cache import KeepWindows
 
 SDPA = "sdpa"
 
@@ -48,30 +49,30 @@ class Step:
     def __init__(self, key, value, query, setting: dict, args):
         self.args, self.sizes = args, setting["sizes"]
         self.top_k, self.evict = setting.get("top_k", 0), setting.get("evict", False)
-        self.layer = HierarchicalLayer(Keep(self.sizes, args.near, args.sinks) if self.evict else None)
+        self.layer = HierarchicalLayer(KeepWindows(self.sizes, args.near, args.sinks) if self.evict else None)
         for part in range(0, key.shape[2], 1024):
             self.layer.update(key[:, :, part : part + 1024], value[:, :, part : part + 1024])
-            self.layer.store.levels(self.sizes, None)
+            levels_of(self.layer.store, self.sizes, None)
         self.query, self.key, self.value = query, key[:, :, -1:], value[:, :, -1:]
 
     def __call__(self) -> torch.Tensor:
         self.layer.update(self.key, self.value)
         store = self.layer.store
-        levels = store.levels(self.sizes, None)
+        levels = levels_of(store, self.sizes, None)
         rule = {"near": self.args.near, "sinks": self.args.sinks, "block_bias": None}
-        asked = {"offset": store.exact[0].length - 1, "scale": self.args.dim**-0.5, **rule}
+        asked = {"offset": store.length - 1, "scale": self.args.dim**-0.5, **rule}
         keys = (self.layer.keys, self.layer.values) if levels.held else (levels.keys[0], levels.values[0])
         how = {"levels": levels, "is_causal": True, "refine_top_k": self.top_k}
         return key_tied(self.query, *keys, self.sizes, **how, **asked)[0]
 
     def held(self) -> float:
         """MiB of keys, values and means."""
-        pairs = [self.layer.store.tokens, *self.layer.store.means]
+        pairs = [self.layer.store.tokens, *self.layer.store.beside["means"].means]
         return sum(t.room.nbytes for pair in pairs for t in pair) / 2**20
 
     def error(self, key, value) -> float:
         """Of the next step, against the definition; `key` and `value` are what the cache was made of."""
-        out, more = self(), self.layer.store.exact[0].length - key.shape[2]
+        out, more = self(), self.layer.store.length - key.shape[2]
         key, value = (torch.cat([t, t[:, :, -1:].expand(-1, -1, more, -1)], 2).double() for t in (key, value))
         exact, _ = key_tied(
             self.query.double(), key, value, self.sizes, near=self.args.near, sinks=self.args.sinks,

@@ -356,7 +356,7 @@ class PairScore:
     def _scaled(self) -> tuple[Tensor, Tensor]:
         dtype = self.dtype
         query = self.raw_query.to(dtype)
-        return query if self.scale == 1 else query * self.scale, working_copy(self.raw_key, dtype)
+        return query if self.scale == 1 else query * self.scale, self.raw_key.to(dtype)
 
     @property
     def query(self) -> Tensor:
@@ -552,18 +552,6 @@ UPCAST: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def is_upcast(x: Tensor) -> bool:
     """Whether these are bfloat16 numbers whose gradients are wanted in float32 (`upcast_for_grad`)."""
     return not torch.compiler.is_compiling() and x in UPCAST  # compiled calls enter nothing there
-
-
-#: Keys that a cache keeps in a working dtype too, and that copy.
-WORKING_COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def working_copy(key: Tensor, dtype: torch.dtype) -> Tensor:
-    """The keys in another dtype, without a copy where a cache keeps them in that one too."""
-    if key.dtype == dtype or torch.compiler.is_compiling():
-        return key.to(dtype)
-    kept = WORKING_COPIES.get(key)
-    return kept if kept is not None and kept.dtype == dtype else key.to(dtype)
 
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:

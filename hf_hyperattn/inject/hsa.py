@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.base import HostCall
-from ..mechanisms.growing import TAKEN_BACK
 from ..mechanisms.hsa.config import HsaConfig
 from ..mechanisms.hsa.layer import EVERYTHING
 from ..mechanisms.hsa.pairs import pairs, sibling_pairs
 from ..mechanisms.hsa.windowed.key import attend_levels, pool
+from ..mechanisms.selection.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
 #: What a head may be given: small windows at the bottom, so that refinement opens few tokens that do not matter, and

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..mechanisms import sparse
 from ..mechanisms.base import HostCall
-from ..mechanisms.growing import TAKEN_BACK
+from ..mechanisms.selection.growing import TAKEN_BACK
 from .rules import CHUNK, CandidateRule
 
 #: Up to so many tokens a rule selects for the whole text at once; beyond, chunk by chunk, which needs less memory.

@@ -10,43 +10,34 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..engines.score import WORKING_COPIES
-from ..mechanisms.hsa.cache.mean_cache import MEAN_CACHES, Keep, MeanCache
 from ..mechanisms.hsa.layer import HsaLayer
-from ..mechanisms.sparse.head_cache import HEAD_CACHES, HeadCache, Reach, reaches_of
+from ..mechanisms.selection.cache import Keep, KeepWindows, LayerCache
+from ..mechanisms.sparse.evicted import reaches_of
 from ..mechanisms.sparse.layer import SparseLayer
-from ..mechanisms.sparse.page_cache import PAGE_CACHES, PageCache
 from ..readable import is_recorded
 from .checkpoint_config import inner, patched_hosts
 from .hosts import host_facts
 
 logger = logging.getLogger("hf_hyperattn")
-#: What a layer may have to keep: of HSA; of sparse rules, by key head.
-Kept = Keep | tuple[Reach, ...]
 
 
 class HierarchicalLayer(DynamicLayer):
-    """The cache of one layer: a `MeanCache` and a `PageCache`, or a `HeadCache`; attention knows them by what `update`
-    returns.
+    """The cache of one layer, as Transformers calls it; attention finds its `LayerCache` by what `update` returns.
 
     Args:
         keep: what to keep; None: everything. Where something may be forgotten, the keys and values that `update`
             returns are placeholders, NaN, of the length that masks are made for.
     """
 
-    def __init__(self, keep: Kept | None = None):
+    def __init__(self, keep: Keep = None):
         super().__init__()
         self.keep = keep
         self.store: Any = None
-        self.pages = PageCache()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values of this shape, dtype and device, [B, Hkv, n, d]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        if isinstance(self.keep, tuple):
-            self.store = HeadCache(key_states, value_states, self.keep)
-        else:
-            self.store = MeanCache(key_states, value_states, self.keep)
+        self.store = LayerCache(key_states, value_states, self.keep)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -64,15 +55,8 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys, self.values = self.store.shown()
-        by_heads = isinstance(self.store, HeadCache)
-        for shown in (keys, values):
-            (HEAD_CACHES if by_heads else MEAN_CACHES)[shown] = self.store
-        if not by_heads and self.store.exact is not self.store.tokens:
-            WORKING_COPIES[keys] = self.store.exact[0].view()
-        if self.keep is None:
-            PAGE_CACHES[keys] = self.pages
-        return keys, values
+        self.keys, self.values = self.store.show()
+        return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""
@@ -81,15 +65,12 @@ class HierarchicalLayer(DynamicLayer):
                 f"crop({tokens_to_remove}) is not allowed; allowed: 0 or minus the number of tokens to remove"
             )
         if tokens_to_remove and self.is_initialized:
-            length = max(0, self.get_seq_length() + tokens_to_remove)
-            self.store.crop(length)
-            self.pages.crop(length)
+            self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
             self._show()
 
     def _pick(self, rows: Tensor) -> None:
         if self.get_seq_length() > 0:
             self.store.pick(rows)
-            self.pages.pick(rows)
             self._show()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -108,7 +89,6 @@ class HierarchicalLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens, and free what held them."""
         self.keys = self.values = self.store = None
-        self.pages = PageCache()
         self.is_initialized = False
 
     def offload(self) -> None:
@@ -153,7 +133,7 @@ class HierarchicalCache(DynamicCache):
             self.layer_class_to_replicate = HierarchicalLayer
 
 
-def what_to_keep(model, layers: list[int]) -> dict[int, Kept | None]:
+def what_to_keep(model, layers: list[int]) -> dict[int, Keep]:
     """What each of these layers of a patched model has to keep; None: everything. Warns where all keep that."""
     hosts = patched_hosts(model) if isinstance(model, nn.Module) else ()
     by_layer = {getattr(host, "layer_idx", None): (name, host) for name, host in hosts}
@@ -167,7 +147,7 @@ def what_to_keep(model, layers: list[int]) -> dict[int, Kept | None]:
     return {i: None if isinstance(keep, str) else keep for i, keep in found.items()}
 
 
-def _keep(name: str, host) -> Kept | str:
+def _keep(name: str, host) -> KeepWindows | tuple | str:
     """What a host needs, or why that is everything."""
     hyper = inner(host.hyper)
     layers = hyper.layers()
@@ -182,4 +162,4 @@ def _keep(name: str, host) -> Kept | str:
     most = lambda x: max(x) if isinstance(x, tuple) else x
     if layer.config.tying == "both" or layer.heads is not None or not layer.config.windows or most(rule.refine_top_k):
         return "has heads that HSA lets look at any key"
-    return Keep(layer.config.windows, most(rule.near), most(rule.sinks))
+    return KeepWindows(layer.config.windows, most(rule.near), most(rule.sinks))

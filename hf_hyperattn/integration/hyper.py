@@ -235,7 +235,8 @@ def attention_function(named=None) -> Callable:
             mask = within_indices(mask, keywords["indices"], m)
         if mask is not None and mask.shape[-1] > m:
             mask = mask[..., :m]
-        hides = type(getattr(module, "config", None)) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
+        config = getattr(module, "config", None)
+        hides = type(config) not in MASK_SAYS_ALL or hasattr(type(module), "stock_class")
         causal = get("is_causal")
         causal = bool(getattr(module, "is_causal", hides) if causal is None else causal)
         # Layers take the query as projected and the factor apart; some families have multiplied one by the other.
@@ -264,14 +265,14 @@ def attention_function(named=None) -> Callable:
                 get("softcap"),
                 None if sinks is None else sinks.reshape(-1),
                 float(get("dropout") or 0.0),
-                any_rounding=getattr(getattr(module, "config", None), STOCK, None) == HYPER_DOT,
+                any_rounding=getattr(config, STOCK, None) == HYPER_DOT,
             ),
             {**keywords, "hierarchy": hierarchy},
             first,
             hidden_states_of_call(module, n) if compiling or HIDDEN in attributes else None,
             heads_of_rank(module, heads) if dist.is_available() and dist.is_initialized() else None,
             getattr(module, BACKEND, "auto") if compiling else attributes.get(BACKEND, "auto"),
-            chunk=chunk_size_of(module),
+            chunk=chunk_size_of(module) if hasattr(config, "attention_chunk_size") else None,
             cache=cache_of_call(module) if CACHE in attributes and not compiling else None,
         )
         if key.shape[1] != value.shape[1]:  # Nemotron 3's encoders share keys among more heads than values

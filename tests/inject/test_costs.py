@@ -12,8 +12,8 @@ from hf_hyperattn import HierarchicalCache
 from hf_hyperattn.inject import OutOfReach, choose, costs, hsa
 from hf_hyperattn.inject.hsa import HsaHeadRule
 from hf_hyperattn.inject.sparse import SparseHeadRule
-from hf_hyperattn.mechanisms.growing import TAKEN_BACK
 from hf_hyperattn.mechanisms.hsa.layer import EVERYTHING
+from hf_hyperattn.mechanisms.selection.growing import TAKEN_BACK
 from hf_hyperattn.mechanisms.sparse import Exact, Pages, Window
 from tests.mechanisms.test_sparse_models import drawn, in_steps, llama
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.hsa.cache.mean_cache import GrowingTensor
+from hf_hyperattn.mechanisms.selection.growing import GrowingTensor
 from tests.oracles import hsa
 from tests.oracles.cases import DTYPES, TOLERANCE, assert_close, qkv, tensor
 from tests.oracles.marks import first_always

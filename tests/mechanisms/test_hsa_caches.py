@@ -10,13 +10,12 @@ import transformers as hf
 
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
 from hf_hyperattn.cli import smollm2
-from hf_hyperattn.engines import Options
 from hf_hyperattn.hierarchy import Hierarchy
-from hf_hyperattn.mechanisms.base import HostCall, Plan
-from hf_hyperattn.mechanisms.hsa.cache.evicting import attend_evicted
-from hf_hyperattn.mechanisms.hsa.cache.mean_cache import Keep, MeanCache
+from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
+from hf_hyperattn.mechanisms.hsa.means_kept import levels_of
 from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied
+from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from tests.integration.models import perturb
 from tests.integration.test_families import generate, logits, model_of
 from tests.oracles.cases import assert_close, qkv
@@ -50,7 +49,7 @@ def test_chunks_and_steps_with_any_cache_equal_the_full_pass(family, pads):
 @every_cached
 @pytest.mark.parametrize("pads", [0, 5])
 def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 4)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 4)
     config = HsaConfig((2, 4), near=(3, 0, 5, 1), sinks=(1, 2, 0, 1), refine_top_k=0, block_bias=(0, 0.5, -1, 0))
     model = patched(family, config, sharp=2.0)
     inputs = padded(ids_of(model, 70), pads)
@@ -60,7 +59,7 @@ def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), "padded row")
     if family != "mistral":  # its layers slide, and forget by themselves
         store = cache.layers[0].store
-        assert store.has_evicted and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
+        assert store.has_forgotten and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
         with pytest.raises(ValueError, match="cannot go back to 10 tokens"):
             cache.crop(-60)
 
@@ -133,13 +132,13 @@ def test_prompts_in_chunks_copies_and_longer_chats(evict):
 
 
 def test_beams_with_a_cache_that_forgets(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = {"input_ids": ids_of(model, length=20)}
     plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
     cache = HierarchicalCache(model, evict=True)
     assert torch.equal(generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain)
-    assert cache.layers[0].store.has_evicted
+    assert cache.layers[0].store.has_forgotten
 
 
 def test_blends_and_decoders_of_pairs_use_the_cache():
@@ -161,14 +160,12 @@ def test_the_cache_computes_no_mean_twice(monkeypatch):
     ids, cache = ids_of(model, length=33), HierarchicalCache(model)
     logits(model, input_ids=ids[:, :32], past_key_values=cache)
     store = cache.layers[0].store
-    before = [mean.room.clone() for pair in store.means for mean in pair]
+    before = [mean.room.clone() for pair in store.beside["means"].means for mean in pair]
     monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.windowed.key.pool", None)  # nothing is pooled anew
     logits(model, input_ids=ids[:, 32:], past_key_values=cache)
-    after = [mean.room for pair in store.means for mean in pair]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and store.counts == [
-        [16] * 2,
-        [8] * 2,
-    ]
+    after = [mean.room for pair in store.beside["means"].means for mean in pair]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert [blocks.counts for blocks in store.beside["means"].blocks] == [[16] * 2, [8] * 2]
 
 
 def test_half_precision_caches():
@@ -180,14 +177,20 @@ def test_half_precision_caches():
 
 
 def test_keys_in_half_precision_are_converted_once():
-    """A step reads the float32 copies that the cache keeps, and converts only the new key."""
-    cache = HierarchicalCache(None)
+    """The cache keeps bfloat16, and beside it a float32 copy for the kernel, which grows with the tokens."""
     key, value = qkv(batch=1, heads=2, lq=6, d=4, dtype=torch.bfloat16)[1:]
-    cache.update(key[:, :, :5], value[:, :, :5], 0)
-    keys, values = cache.update(key[:, :, 5:], value[:, :, 5:], 0)
-    score = Plan.of(HostCall(key[:, :, 5:], keys, values, 1.0, True, Options())).score
-    assert torch.equal(keys, key) and torch.equal(score.key, key.float())
-    assert score.key.data_ptr() == cache.layers[0].store.exact[0].room.data_ptr()
+    cache = LayerCache(key, value)
+    cache.append(key[:, :, :5], value[:, :, :5])
+    with torch.no_grad():
+        levels_of(cache, (2,), None)
+        cache.append(key[:, :, 5:], value[:, :, 5:])
+        cache.beside["working copy"].copies[0].room[:, :, :5] += 1  # what was converted is not converted again
+        levels = levels_of(cache, (2,), None)
+    assert cache.show()[0].dtype == torch.bfloat16
+    assert torch.equal(levels.keys[0][:, :, :5], key[:, :, :5].float() + 1)
+    assert torch.equal(levels.keys[0][:, :, 5:], key[:, :, 5:].float()) and torch.equal(
+        levels.values[0], value.float()
+    )
 
 
 def test_a_host_that_changes_its_values_does_not_get_those_of_the_cache():
@@ -221,7 +224,7 @@ def test_what_the_cache_refuses():
 
 def test_a_cache_that_forgets_wants_the_same_padding(monkeypatch):
     """Rows that are left when others go keep theirs."""
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, refine_top_k=0))
     inputs = padded(ids_of(model), 5)
     part = lambda a, b, rows: {"input_ids": inputs["input_ids"][rows, a:b], "attention_mask": inputs["attention_mask"][
@@ -308,12 +311,12 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
     def new(heads, n):
         return torch.randn(2, heads, n, 8, generator=generator)
 
-    cache, every = MeanCache(new(2, 1), new(2, 1), Keep((4, 16), 12, 9)), [new(2, 150), new(2, 150)]
+    cache, every = LayerCache(new(2, 1), new(2, 1), KeepWindows((4, 16), 12, 9)), [new(2, 150), new(2, 150)]
     cache.append(*every)
-    cache.levels((4, 16), None)
+    levels_of(cache, (4, 16), None)
     for step in range(140):
         if step in (90, 115):
-            cache.crop(cache.exact[0].length - 3)
+            cache.crop(cache.length - 3)
             every = [t[:, :, :-3] for t in every]
         if step == 100:
             cache.pick(torch.tensor([1, 0]))
@@ -323,14 +326,14 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         more = new(2, 1), new(2, 1)
         cache.append(*more)
         every = [torch.cat([t, m], 2) for t, m in zip(every, more, strict=True)]
-        levels = cache.levels((4, 16), None)
-        query, offset = new(4, 1), cache.exact[0].length - 1
+        levels = levels_of(cache, (4, 16), None)
+        query, offset = new(4, 1), cache.length - 1
         asked = rule | {"offset": offset, "scale": 0.3}
         if ways == "torch":
-            out = attend_evicted(query, cache, **asked)
+            out = attend_evicted(query, levels, **asked)
         else:
             gone = [torch.full_like(t, math.nan) for t in every]
             out, _ = key_tied(query, *gone, (4, 16), levels=levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked)
         assert_close(out.double(), exact, 1e-5, f"{step}")
-    assert cache.has_evicted
+    assert levels.held is not None

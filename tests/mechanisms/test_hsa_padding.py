@@ -66,14 +66,14 @@ def test_more_padding_than_the_first_chunk_has_tokens(family):
 
 
 def test_a_cache_that_forgets_waits_for_the_first_token_of_every_row(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.cache.mean_cache.TAKEN_BACK", 2)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.hsa.means_kept.TAKEN_BACK", 2)
     model = patched("llama", HsaConfig((2, 4), near=1, sinks=2, refine_top_k=0), sharp=2.0)
     inputs = padded(ids_of(model, 70), 25)
     expected, cache = logits(model, **inputs, use_cache=False), HierarchicalCache(model, evict=True)
     got = stepwise(model, inputs, cache, parts=(0, 7, 14, 21, 28))
     assert_close(got[0], expected[0], 1e-5 * expected.abs().max(), "row 0")
     assert_close(got[1, 25:], expected[1, 25:], 1e-5 * expected.abs().max(), "padded row")
-    assert cache.layers[0].store.has_evicted
+    assert cache.layers[0].store.has_forgotten
 
 
 @first_always("pads", [12, 0])

@@ -12,6 +12,7 @@ import hf_hyperattn as ha
 from hf_hyperattn import HierarchicalCache, HsaConfig, SparseConfig
 from hf_hyperattn.engines import Options
 from hf_hyperattn.mechanisms.base import HostCall, Plan
+from hf_hyperattn.mechanisms.selection.cache import LayerCache
 from hf_hyperattn.mechanisms.sparse import (
     RULES,
     Exact,
@@ -22,7 +23,7 @@ from hf_hyperattn.mechanisms.sparse import (
     reference,
     sparse_rule,
 )
-from hf_hyperattn.mechanisms.sparse.head_cache import HEAD_CACHES, HeadCache, reaches_of
+from hf_hyperattn.mechanisms.sparse.evicted import reaches_of
 from hf_hyperattn.mechanisms.sparse.layer import SparseLayer
 from tests.zoo.tiny import tiny_config
 
@@ -36,7 +37,7 @@ HOW = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_toke
 
 @pytest.fixture(autouse=True)
 def few_taken_back(monkeypatch):
-    monkeypatch.setattr("hf_hyperattn.mechanisms.sparse.head_cache.TAKEN_BACK", 3)
+    monkeypatch.setattr("hf_hyperattn.mechanisms.selection.cache.TAKEN_BACK", 3)
 
 
 def made(rules=SPLIT, **changes):
@@ -87,7 +88,7 @@ def test_what_is_kept_gives_what_the_definition_gives():
     """The last token's output from a cache that has forgotten, against reference.py on all tokens."""
     torch.manual_seed(0)
     (query, key, value), rule = torch.randn(3, 1, 1, 60, 8, dtype=torch.float64), Window(6, 3)
-    cache = HeadCache(key, value, (rule.reach,))
+    cache = LayerCache(key, value, (rule.reach,))
     for i in range(60):
         cache.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
         kept, values = (t.view()[0, 0] for t in cache.parts[0].tokens)
@@ -95,7 +96,7 @@ def test_what_is_kept_gives_what_the_definition_gives():
         weights = torch.softmax((0.4 * kept @ query[0, 0, i]).masked_fill(~shown, -torch.inf), 0)
         expected = reference.attention(rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4)[i]
         assert_same(weights @ values, expected)
-        cache.forget(None)
+        cache.forget_unreachable(None)
     assert held_of(cache) <= 20
 
 
@@ -175,12 +176,11 @@ def test_biases_sinks_and_softcaps_are_those_of_the_heads():
     torch.manual_seed(0)
     query, bias = torch.randn(1, 4, 50, 8, dtype=torch.float64), torch.randn(1, 4, 50, 50, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, 50, 8, dtype=torch.float64)
-    cache = HeadCache(key, value, reaches_of(layer.of_heads(range(4), 4), 2))
+    cache = LayerCache(key, value, reaches_of(layer.of_heads(range(4), 4), 2))
     for i in range(50):
         row, so_far = slice(i, i + 1), slice(0, i + 1)
         cache.append(key[:, :, row], value[:, :, row])
-        shown = cache.shown()
-        HEAD_CACHES[shown[0]] = HEAD_CACHES[shown[1]] = cache
+        shown = cache.show()
         options = Options(bias=bias[:, :, row, so_far], sinks=bias[0, :, 0, 0], softcap=5.0)
         pairs = shown, (key[:, :, so_far], value[:, :, so_far])
         plans = (Plan.of(HostCall(query[:, :, row], *pair, 0.4, True, options)) for pair in pairs)
@@ -276,7 +276,7 @@ def test_what_would_read_forgotten_keys_is_refused():
     with pytest.raises(ValueError, match="changes keys or values|heads of keys"):
         logits(changing, ids, past_key_values=HierarchicalCache(changing, evict=True))
     with pytest.raises(ValueError, match="made for 2; allowed"):
-        HeadCache(torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2), ((5, 1), None))
+        LayerCache(torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2), ((5, 1), None))
 
 
 def test_a_rule_of_ones_own_may_be_forgotten():

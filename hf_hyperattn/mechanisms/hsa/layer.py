@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...engines import Options, PairScore, repeat_heads
-from ...readable import is_recorded
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
+from ..selection.cache import KeepWindows, layer_cache_of
 from ..selection.places import read_mask
-from .cache.mean_cache import MEAN_CACHES, MeanCache
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
 from .tree.key import weighted_sum
@@ -94,7 +92,7 @@ class HsaLayer(MechanismLayer):
             rule,
             call.is_causal or self.grows,
             weights=weights,
-            cache=mean_cache_of(call),
+            cache=layer_cache_of(call.key, call.value, "hsa", KeepWindows),
             reading=read_mask(call.query, call.key, options, call.is_causal, call.first, self.grows),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
@@ -152,23 +150,3 @@ def differentiable(
     if shares is None or not shares.requires_grad or options.dropout_p:
         return out, shares
     return weighted_sum(shares, repeat_heads(value, shares.shape[1]).to(shares.dtype)).to(out.dtype), shares
-
-
-def mean_cache_of(call: HostCall) -> MeanCache | None:
-    """The cache that keys and values come from; None where there is none, or the host has changed them.
-
-    Raises:
-        ValueError: changed values, of which the cache has not kept all.
-    """
-    if is_recorded():
-        return None
-    cache, other = MEAN_CACHES.get(call.key), MEAN_CACHES.get(call.value)
-    if cache is other:
-        return cache
-    either: Any = cache or other
-    if either.keep is not None:
-        raise ValueError(
-            "HierarchicalCache(evict=True) cannot serve a host that changes keys or values after they were cached; "
-            "allowed: evict=False"
-        )
-    return None

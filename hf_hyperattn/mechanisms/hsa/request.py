@@ -11,11 +11,11 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
+from ..selection.cache import KeepWindows, LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable
-from .cache.evicting import attend_evicted
-from .cache.mean_cache import MeanCache
 from .config import Rule
+from .evicted import attend_evicted
 from .masks import (
     cut,
     hierarchy_for,
@@ -24,6 +24,7 @@ from .masks import (
     restricted,
     without_first,
 )
+from .means_kept import levels_of
 from .pairs import sibling_pairs
 from .tree.both import both
 from .windowed import native
@@ -56,7 +57,7 @@ class Request:
     is_causal: bool
     backend: str = "auto"
     weights: bool = False
-    cache: MeanCache | None = None
+    cache: LayerCache | None = None
     reading: Reading | None = None
     evicted: bool = False
     chunk: int | None = None
@@ -77,7 +78,12 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
     Raises:
         ValueError: a score, softcap, mask, dropout or cache that the tying does not allow.
     """
-    query, key = linear_features(score)
+    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
+    if plain and request.cache is not None and score.is_product:
+        # The cache has what stands for these keys: they need no other dtype.
+        query, key = score.raw_query.to(score.dtype) * score.scale, score.raw_key
+    else:
+        query, key = linear_features(score)
     value = repeat_heads(value, key.shape[1])  # a term may have keys of its own for every query head
     if options.softcap is not None:
         raise ValueError(
@@ -98,7 +104,6 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         )
     if not can_read(query, options.mask) and _needs_operator(options, request):
         return compiled(query, key, value, options, request)
-    plain = len(score.terms) == 1 and score.terms[0].term is DOT and score.terms[0].gate is None
     if request.cache is not None and not plain:  # its means are those of the host's keys
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
     return tied(query, key, value, options, request)
@@ -123,6 +128,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
             hierarchy = restrict_once(hierarchy, there, reading, is_causal)
     hierarchy = cut(hierarchy, dropped + stop)
     if rule.tying == "both":
+        key = key.to(query.dtype)
         out, weights = tied_both(query, key, value, replace(options, mask=mask), hierarchy, request, real)
     else:
         if options.mask is not None:
@@ -157,7 +163,7 @@ def _tied_keys(
     if request.cache is not None and plain:
         levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
         if levels is not None and levels.held is not None and not native.serves(query):
-            return attend_evicted(query, request.cache, **ask), None
+            return attend_evicted(query, levels, **ask), None
     if levels is None and (request.evicted or (request.cache is not None and request.cache.keep is not None)):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
@@ -203,25 +209,25 @@ def _learned(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
-def cached_levels(cache: MeanCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
+def cached_levels(cache: LayerCache, options: Options, hierarchy: Hierarchy, key: Tensor, end: int) -> Levels | None:
     """The means that a cache keeps, where they are what this call is about: None for other trees than windows, and
     everything that windows do not know.
 
     Args:
         end: one past the last query's token.
     """
-    length = cache.exact[0].length
+    length = cache.length
     windowed = options.window is not None and options.window < length
     if windowed or options.bias is not None or options.dropout_p or not hierarchy.is_windows:
         return None
     if key.shape[2] != length or end != length or torch.is_grad_enabled():
         return None
-    if cache.keep is not None and cache.keep.sizes != hierarchy.sizes:
+    if isinstance(cache.keep, KeepWindows) and cache.keep.sizes != hierarchy.sizes:
         return None
     starts, stops = hierarchy.starts, hierarchy.stops
     if stops is not None and bool((stops != length).any()):
         return None
-    return cache.levels(hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0]))
+    return levels_of(cache, hierarchy.sizes or (), starts if starts is None else starts.expand(key.shape[0]))
 
 
 def tied_both(query, key, value, options: Options, hierarchy: Hierarchy, request: Request, real) -> Result:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
+from ...engines.attached import attached_to
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
-from ...readable import is_recorded
+from ..selection.cache import LayerCache
 from ..selection.places import Reading
 from .masking import ByLength, Text, masked
-from .page_cache import PAGE_CACHES
 from .pages import Pages
+from .pages_kept import LastChoice, summaries_of
 from .rules import Exact, SparseRule, Window
 
 #: More tokens than any text has.
@@ -101,18 +102,20 @@ def chosen_pages(
     Args:
         query: those before them, too. last: the place after the last one.
     """
-    cache = None if is_recorded() or last != key.shape[2] else PAGE_CACHES.get(key)
+    cache = attached_to(key, LayerCache) if last == key.shape[2] else None
     earlier, offset, nothing = query.shape[2] - queries, last - query.shape[2], torch.empty(0)
     summaries: list[Tensor] = []
     if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
-        summaries = [cache.summaries(key, r.page, r.bounds, spans[0]) if r.page > 1 else nothing for r in rules]
+        summaries = [summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 else nothing for r in rules]
 
     def choose(rules: Sequence[HeadRule], kept: Tensor | None) -> Tensor:
         return selected.chosen_pages(
             query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept
         )
 
-    return choose(rules, None) if cache is None or queries > 1 else cache.choose(asker, rules, spans, last, choose)
+    if cache is None or queries > 1:
+        return choose(rules, None)
+    return cache.kept(("choice", asker), LastChoice).choose(rules, spans, last, choose)
 
 
 def by_masks(

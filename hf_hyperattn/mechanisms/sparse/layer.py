@@ -10,12 +10,13 @@ from torch import Tensor
 from ...engines import Options, PairScore, attention, dot_score
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
+from ..selection.cache import LayerCache, layer_cache_of
 from ..selection.places import read_mask
+from ..selection.recent import recent_queries
 from . import compiled
 from .config import SparseConfig
-from .head_cache import HeadCache, head_cache_of
+from .evicted import call_of_part, check_reach, query_heads_of
 from .masking import ByLength, all_exact, check_one_text, masked, rules_in, text_of
-from .recent import recent_queries
 from .rules import Exact
 
 
@@ -68,10 +69,10 @@ class SparseLayer(MechanismLayer):
                 "mask that Transformers makes (a 2D attention_mask or none), or use_cache=False"
             )
         window = options.window or call.keywords.get("sliding_window")
-        rules, kept = self.rules(call), head_cache_of(call)
+        rules, kept = self.rules(call), layer_cache_of(call.key, call.value, "sparse", tuple)
         if not all_exact(rules):
             refuse_pruned(call, "sparse")
-        if kept is not None:
+        if kept is not None and kept.keep is not None:
             return self.of_parts(kept, call, rules, window, options, backend, weights)
         if all_exact(rules):
             out, shares = whole(score, value, options, backend=backend, weights=weights)
@@ -103,16 +104,16 @@ class SparseLayer(MechanismLayer):
         return whole(score, value, hidden, backend=backend, weights=weights)
 
     def of_parts(
-        self, cache: HeadCache, call: HostCall, rules: ByLength, window: int | None, options: Options, backend: str,
+        self, cache: LayerCache, call: HostCall, rules: ByLength, window: int | None, options: Options, backend: str,
         weights: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """With a cache that forgets: heads that keep the same keys together, of these keys."""
-        real, (batch, heads, n, _) = cache.checked(call, rules, window), call.query.shape
+        real, (batch, heads, n, _) = check_reach(cache, call, rules, window), call.query.shape
         out = call.query.new_empty(batch, heads, n, call.value.shape[3])
         shown = call.query.new_zeros(batch, heads, n, call.key.shape[2]) if weights else None
         for part in cache.parts:
-            own = cache.part_of_call(part, call, options, real)
-            chosen, gone = cache.query_heads(part, heads), part.tokens[0].gone
+            own = call_of_part(cache, part, call, options, real)
+            chosen, gone = query_heads_of(cache, part, heads), part.tokens[0].gone
             of_part = tuple(  # what is left of a text begins `gone` tokens later
                 (None if length is None else length - gone, tuple(each[h] for h in chosen)) for length, each in rules
             )
@@ -124,7 +125,7 @@ class SparseLayer(MechanismLayer):
             if shown is not None and shares is not None:
                 at = torch.tensor(chosen, device=out.device)[:, None], part.tokens[0].places()
                 shown[:, at[0], :, at[1]] = shares.to(shown.dtype).permute(1, 3, 0, 2)
-        cache.forget(real)
+        cache.forget_unreachable(real)
         return out, shown
 
     def rules(self, call: HostCall) -> ByLength:

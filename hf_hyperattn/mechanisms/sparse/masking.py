@@ -16,9 +16,9 @@ from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Places
 from ...readable import can_read, is_exporting, is_recorded
-from ..growing import TAKEN_BACK
+from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask
-from .recent import RecentQueries
+from ..selection.recent import RecentQueries
 from .rules import Exact, RuleCall, SparseRule, Window
 from .selection import lay
 

@@ -29,7 +29,7 @@ from ...engines import repeat_heads
 from ...engines.score import working_dtype
 from ...fields import KnownFields, check_field, option, short
 from ...readable import can_read
-from ..growing import TAKEN_BACK
+from ..selection.growing import TAKEN_BACK
 
 #: Every rule's class, by the name in configs.
 RULES: dict[str, type[SparseRule]] = {}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .mean_cache import MeanCache
+from .windowed.means import Levels
 
 
 def attend_evicted(
     query: Tensor,
-    cache: MeanCache,
+    levels: Levels,
     *,
     near,
     sinks,
@@ -26,7 +26,7 @@ def attend_evicted(
     scale: float,
     sink_logit: Tensor | None,
 ) -> Tensor:
-    """As `key_tied` with what `cache.levels` gives, causal and without refinement, which needs what is gone.
+    """As `key_tied` with these levels, causal and without refinement, which needs what is gone.
 
     Args:
         query: [B, H, N, d]; query i is token `offset + i` of the row. Other arguments as in `key_tied`.
@@ -34,23 +34,25 @@ def attend_evicted(
     Returns:
         [B, H, N, dv].
     """
-    like, queries = cache.exact[0].room, query.shape[2]
-    starts = torch.zeros(1).long() if cache.starts is None else cache.starts
+    like, queries = levels.keys[0], query.shape[2]
+    starts = torch.zeros(1).long() if levels.starts is None else levels.starts
+    _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
     starts = starts.to(like.device).view(-1, 1, 1, 1)
     of_heads = lambda x, dtype: torch.as_tensor(x, dtype=dtype, device=like.device).reshape(1, -1, 1, 1)
     place = torch.arange(offset, offset + queries, device=like.device).view(1, 1, -1, 1) - starts
     near, sinks = (of_heads(x, torch.long) for x in (near, sinks))
     added = of_heads(0.0 if block_bias is None else block_bias, like.dtype)
     parts = []
-    for level, (key, value) in enumerate((cache.exact, *cache.means)):
-        index = key.places() - (0 if level else starts)
-        seen = is_seen(cache.sizes, level, index, place, near, sinks)
-        bias = added + math.log(cache.sizes[level - 1]) if level else torch.zeros_like(added)
+    for level, (key, value, (head, gone)) in enumerate(zip(levels.keys, levels.values, held, strict=True)):
+        row = torch.arange(key.shape[2], device=like.device)
+        index = torch.where(row < head, row, row + gone) - (0 if level else starts)
+        seen = is_seen(levels.sizes, level, index, place, near, sinks)
+        bias = added + math.log(levels.sizes[level - 1]) if level else torch.zeros_like(added)
         shown = seen.flatten(0, 2).any(0)
         seen = seen[..., shown]
         # what no query of a row sees may hold anything, also no number
         hidden = ~seen.flatten(1, 2).any(1)[:, None, :, None]
-        tables = (t.view()[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
+        tables = (t[:, :, shown].masked_fill(hidden, 0.0) for t in (key, value))
         parts.append((*tables, torch.where(seen, bias, -math.inf)))
     if sink_logit is not None:
         nothing = (torch.zeros_like(t[:, :, :1]) for t in parts[0][:2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..readable import is_recorded
+from ...readable import is_recorded
 
 #: How many tokens can be taken back from what is kept in part, as assisted decoding does: the keys of a cache that
 #: evicts, and the queries that selections share.
