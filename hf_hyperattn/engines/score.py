@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ..attached import attach, attached_to
 from ..readable import is_exporting, is_forward_mode, is_transformed
 from .graph_torch import graph_of, vjp
 from .options import Options
@@ -541,17 +541,17 @@ def upcast_for_grad(x: Tensor) -> Tensor:
         return x
     whole = x.float()
     if x.dtype == torch.bfloat16 and not torch.compiler.is_compiling():
-        UPCAST[whole] = True
+        attach(whole, HoldsBfloat16())
     return whole
 
 
-#: Float32 tensors of `upcast_for_grad` that hold bfloat16 numbers.
-UPCAST: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class HoldsBfloat16:
+    """Said of float32 tensors of `upcast_for_grad` that hold bfloat16 numbers."""
 
 
 def is_upcast(x: Tensor) -> bool:
     """Whether these are bfloat16 numbers whose gradients are wanted in float32 (`upcast_for_grad`)."""
-    return not torch.compiler.is_compiling() and x in UPCAST  # compiled calls enter nothing there
+    return attached_to(x, HoldsBfloat16) is not None
 
 
 def dot_score(query: Tensor, key: Tensor, scale: float | None = None) -> PairScore:

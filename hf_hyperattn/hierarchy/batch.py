@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ..attached import attach, attached_to
 from .ids import checked_ids, checked_mask, extended_ids, ids_of_tree, levels_of, tree_of_ids
 from .shapes import around, joined_ids, quadtree_ids, span_parents
 from .text import Level, checked_levels, outlined
@@ -325,10 +325,23 @@ def as_hierarchy(value: Hierarchy | Tensor) -> Hierarchy:
         )
     # Tensors made in inference mode count no versions: those are compared with what was read.
     content: Any = value.clone() if value.is_inference() else value._version
-    known = _READ.get(value)
-    if known is None or not (torch.equal(known[0], content) if value.is_inference() else known[0] == content):
-        known = _READ[value] = (content, Hierarchy.from_ids(value))
-    return known[1]
+    known = attached_to(value, ReadIds)
+    if known is None or not (
+        torch.equal(known.content, content) if value.is_inference() else known.content == content
+    ):
+        known = ReadIds(content, Hierarchy.from_ids(value))
+        attach(value, known)
+    return known.hierarchy
 
 
-_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class ReadIds:
+    """What group ids were read as.
+
+    Args:
+        content: The ids, or the version of their tensor.
+        hierarchy: What they mean.
+    """
+
+    content: Any
+    hierarchy: Hierarchy

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.utils import output_capturing
 
+from ..attached import attached_to
 from ..engines import check_backend
-from ..engines.attached import attached_to
 from ..engines.options import read_visible
 from ..mechanisms.selection.places import FirstKey, KnownOfMask
 from ..readable import is_exporting

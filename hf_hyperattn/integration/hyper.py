@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
+from ..attached import attach
 from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
-from ..engines.attached import attach
 from ..engines.score import DOT, dot_logits
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
 from ..mechanisms.selection.places import START, FirstKey, KnownOfMask

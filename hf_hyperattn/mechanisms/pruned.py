@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engines.attached import attach, attached_to
+from ..attached import attach, attached_to
 from ..engines.selection import Places
 from ..readable import can_read
 from .base import HostCall

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...engines.attached import attach, attached_to
+from ...attached import attach, attached_to
 from ...readable import is_recorded
 from .growing import TAKEN_BACK, GrowingTensor
 

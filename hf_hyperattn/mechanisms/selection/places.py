@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...engines.attached import attach, attached_to
+from ...attached import attach, attached_to
 from ...engines.options import HIDDEN, Options, read_visible
 from ...engines.selection import Places, Texts, computed_once
 from ...hierarchy import Hierarchy

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...attached import attached_to
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
-from ...engines.attached import attached_to
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
 from ..selection.cache import LayerCache

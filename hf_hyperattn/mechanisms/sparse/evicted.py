@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ...attached import attach
 from ...engines import Options
-from ...engines.attached import attach
 from ..base import HostCall
 from ..selection.cache import EVICTING, LayerCache, Part, Reach, of_heads
 from ..selection.places import FirstKey

@@ -2,8 +2,8 @@
 
 Transformers hands an attention function tensors and nothing else: not the cache that gave the keys, and not what a mask
 was made of. So what belongs to such a tensor stands in this one table, by the identity of the tensor, for as long as
-the tensor lives. A tensor that was copied or cast on its way has no entry: then its numbers are read, and what a cache
-keeps beside its keys is not used.
+the tensor lives; of one tensor one thing is known. A tensor that was copied or cast on its way has no entry: then its
+numbers are read, and what a cache keeps beside its keys is not used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ What = TypeVar("What")
 
 
 def attach(tensor: Tensor, what: object) -> None:
-    """Remember `what` of a tensor. It must not hold the tensor itself, which would then live for ever."""
-    _ATTACHED[tensor] = what
+    """Remember `what` of a tensor, but in compiled calls. It must not hold the tensor, which would live for ever."""
+    if not torch.compiler.is_compiling():
+        _ATTACHED[tensor] = what
 
 
 def attached_to(tensor: Tensor | None, kind: type[What]) -> What | None:
