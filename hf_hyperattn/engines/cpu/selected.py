@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...readable import can_read, is_transformed
+from ...readable import can_read, is_recorded, is_transformed
 from ..graph_torch import refuse_in_operator
 from . import library
 from .kernels import chunks_of
@@ -115,8 +115,7 @@ def pack(
     return call, [arrays, tensors, chosen]
 
 
-@torch.library.custom_op("hf_hyperattn::selected", mutates_args=())
-def forward(
+def compute(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, rules: Sequence[int], spans: Sequence[int],
     offset: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -128,6 +127,9 @@ def forward(
     library.core().hyper_selected_forward(call)
     del alive
     return out, lse
+
+
+forward = torch.library.custom_op("hf_hyperattn::selected", compute, mutates_args=())
 
 
 @forward.register_fake
@@ -177,8 +179,7 @@ forward.register_autograd(_pullback, setup_context=_save)
 refuse_in_operator(gradients, "backend='cpu'")
 
 
-@torch.library.custom_op("hf_hyperattn::selected_choice", mutates_args=())
-def choice(
+def compute_choice(
     query: Tensor, key: Tensor, rules: Sequence[int], spans: Sequence[int], offset: int, earlier: int,
     summaries: Sequence[Tensor], kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -195,6 +196,18 @@ def choice(
     library.core().hyper_selected_choice(call, slots)
     del alive, matrices
     return chosen
+
+
+choice = torch.library.custom_op("hf_hyperattn::selected_choice", compute_choice, mutates_args=())
+
+
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether torch needs to know nothing of a call: it wants no gradients, and nobody counts or records operators.
+
+    An operator costs a generated token twice as much as what it computes.
+    """
+    learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return not (learned or is_recorded() or torch._C._len_torch_dispatch_stack())
 
 
 def _choice_shape(query: Tensor, keys: int, rules: Sequence[int], earlier: int) -> tuple[int, int]:
@@ -237,7 +250,9 @@ def chosen_pages(
         _check_choice(kept, _choice_shape(query, key.shape[2], _flat(rules), earlier))
     elif any(rule.by == KEPT for rule in rules):
         raise ValueError("selected attention: a head's choice is said to be kept; give kept")
-    return choice(query.detach(), key.detach(), _flat(rules), [*starts, *stops], offset, earlier, summaries, kept)
+    query, key = query.detach(), key.detach()
+    run = compute_choice if is_direct() else choice
+    return run(query, key, _flat(rules), [*starts, *stops], offset, earlier, summaries, kept)
 
 
 @torch.no_grad()
@@ -315,5 +330,6 @@ def selected_attention(
     _check_spans(starts, stops, key.shape[2])
     _check_choice(chosen, (batch, places))
     scale = d**-0.5 if scale is None else scale
-    out, _ = forward(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
+    run = compute if is_direct(query, key, value) else forward
+    out, _ = run(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
     return out.to(query.dtype)

@@ -112,6 +112,36 @@ class WorkingCopy(KeptWithKeys):
             copies.pick(rows)
 
 
+class QueriesKept(KeptWithKeys):
+    """The last queries of a layer: a cache keeps keys, and a rule may select by queries before those of a call."""
+
+    def __init__(self):
+        self.queries: GrowingTensor | None = None
+        self.first = 0  # the token of the first of these queries
+
+    def go_on(
+        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
+    ) -> Tensor | None:
+        """See `recent.RecentQueries.go_on`. The cache says itself what is taken back: no keys are compared."""
+        if self.queries is None or self.first + self.queries.length != start:
+            self.queries, self.first = GrowingTensor(query), start
+        held = self.queries.view()
+        before = held[:, :, held.shape[2] - least :] if held.shape[2] >= least > 0 else None
+        self.queries.append(query.detach())
+        self.queries.evict(self.queries.length - count, 0)
+        return before
+
+    def crop(self, length: int) -> None:
+        """See `KeptWithKeys`."""
+        if self.queries is not None:
+            self.queries.length = max(self.queries.base, min(self.queries.length, length - self.first))
+
+    def pick(self, rows: Tensor) -> None:
+        """See `KeptWithKeys`."""
+        if self.queries is not None:
+            self.queries.pick(rows)
+
+
 @dataclass(eq=False)
 class Part:
     """Key heads that keep the same tokens, and their keys and values."""

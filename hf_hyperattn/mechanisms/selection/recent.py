@@ -61,18 +61,30 @@ class RecentQueries:
     def __init__(self):
         self.tails: list[Tail] = []
 
-    def find_before(
-        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, dropped: int
+    def go_on(
+        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
     ) -> Tensor | None:
-        """Return the queries [B, H, T, d] that stand before those of a call; None if some row is not known.
+        """Return the queries [B, H, T, d] that stand before those of a call, and remember the call's own.
 
         Args:
             query, key: The call's. Keys begin `dropped` tokens after the rows do.
             start: The key that belongs to query 0.
-            least: Queries that are needed, if the rows have as many.
+            least: Queries that are needed, if the rows have as many; no more are returned.
             most: Queries that are of use.
+            count: Queries to remember.
             dropped: Tokens that the cache has dropped from the beginning of the rows.
+
+        Returns:
+            The queries; None if those of some row are not known.
         """
+        before = self.find_before(query, key, start=start, least=least, most=most, dropped=dropped)
+        self.keep(query, key, start=start, before=before, count=count, dropped=dropped)
+        return before if before is None else before[:, :, max(0, before.shape[2] - least) :]
+
+    def find_before(
+        self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, dropped: int
+    ) -> Tensor | None:
+        """Return up to `most` queries that stand before those of a call; arguments as in `go_on`."""
         held, stop = key[:, :, max(0, start - most) : start], start + dropped
         rows, parts = torch.full((len(key),), -1, device=key.device), []
         for tail in reversed(self.tails):
@@ -99,9 +111,8 @@ class RecentQueries:
         """Remember the last `count` queries of a call, and the keys that there are of the same tokens.
 
         Args:
-            query, key, start, dropped: As in `find_before`.
+            query, key, start, count, dropped: As in `go_on`.
             before: The result of `find_before` for the call.
-            count: Queries to keep.
         """
         end = start + query.shape[2]
         queries = query if before is None else torch.cat([before, query], 2)
@@ -124,4 +135,7 @@ def recent_queries(cache: Any, layer: str) -> RecentQueries | None:
     if cache is None:
         return None
     owner = getattr(cache, "self_attention_cache", cache)
-    return vars(owner).setdefault(RECENT, {}).setdefault(layer, RecentQueries())
+    attributes = getattr(owner, "__dict__", None)
+    if attributes is None:  # a class with slots has no room: rules say themselves what is not known
+        return None
+    return attributes.setdefault(RECENT, {}).setdefault(layer, RecentQueries())

@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...attached import attached_to
 from ...engines import Options, PairScore, attention, dot_score
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
-from ..selection.cache import LayerCache, layer_cache_of
+from ..selection.cache import LayerCache, QueriesKept, layer_cache_of
 from ..selection.places import read_mask
 from ..selection.recent import recent_queries
 from . import compiled
@@ -91,7 +92,12 @@ class SparseLayer(MechanismLayer):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """By the compiled kernel where it computes this call, else by a mask."""
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
-        text = text_of(call.query, call.key, reading, rules, recent_queries(call.cache, self.asker))
+        cache: LayerCache | None = attached_to(call.key, LayerCache) if self.reads_cache else None
+        if cache is None:
+            recent = recent_queries(call.cache, self.asker)
+        else:
+            recent = cache.kept(("queries", self.asker), QueriesKept)
+        text = text_of(call.query, call.key, reading, rules, recent)
         if whole is attention and not weights:
             out = compiled.attend(
                 call.query, call.key, score, value, options, rules, text, window, backend, self.asker

@@ -16,6 +16,7 @@ from ...engines import Options, repeat_heads
 from ...engines.score import working_dtype
 from ...engines.selection import Places
 from ...readable import can_read, is_exporting, is_recorded
+from ..selection.cache import QueriesKept
 from ..selection.growing import TAKEN_BACK
 from ..selection.places import Reading, read_mask
 from ..selection.recent import RecentQueries
@@ -115,7 +116,7 @@ class Text:
 
 @torch.no_grad()
 def text_of(
-    query: Tensor, key: Tensor, reading: Reading, rules: ByLength, recent: RecentQueries | None = None
+    query: Tensor, key: Tensor, reading: Reading, rules: ByLength, recent: RecentQueries | QueriesKept | None = None
 ) -> Text:
     """What is known of a call's texts; to be called once a call, for it may change `recent`.
 
@@ -142,10 +143,8 @@ def text_of(
         # Some tokens may be taken back before the next call, as assisted decoding does.
         kept = earlier + 1 + TAKEN_BACK
         least, most = (places.slots(stop - n, tokens) for tokens in (earlier, kept))
-        before = recent.find_before(query, key, start=start, least=least, most=most, dropped=dropped)
-        recent.keep(query, key, start=start, before=before, count=places.slots(stop, kept), dropped=dropped)
-        if before is not None and before.shape[2] > least:
-            before = before[:, :, before.shape[2] - least :]
+        count = places.slots(stop, kept)
+        before = recent.go_on(query, key, start=start, least=least, most=most, count=count, dropped=dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
             "a sparse rule that shares a selection among queries cannot decode in a compiled or exported call; "
