@@ -21,7 +21,7 @@ from merged import merged
 
 from hf_hyperattn.analysis.cost import PeakMemory
 from hf_hyperattn.mechanisms.hsa.pairs import pairs
-from hf_hyperattn.mechanisms.hsa.windowed.key import key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied, pool
 
 SDPA = "sdpa"
 
@@ -98,9 +98,9 @@ def decode(length: int, args) -> list[dict]:
     calls[SDPA] = lambda: torch.nn.functional.scaled_dot_product_attention(one, k, v)
     for name, setting in asked.items():
         levels = pool(k, v, setting["hierarchy"])
-        calls[name] = lambda levels=levels, setting=setting: key_tied(
-            one, k, v, **setting, levels=levels, is_causal=True, offset=length - 1, backend=args.backend
-        )
+        counts = [setting.get(count, 0) for count in ("near", "sinks", "refine_top_k")]
+        rule = (*counts, None, None, True, length - 1, args.dim**-0.5, args.backend)
+        calls[name] = lambda levels=levels, rule=rule: attend_levels(one, levels, *rule)
     seconds = interleaved(calls, max(args.rounds, 20))
     return [row(length, "decode", name, seconds, None) for name in calls]
 

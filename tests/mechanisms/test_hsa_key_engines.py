@@ -130,8 +130,8 @@ def test_chunks_and_single_steps_equal_the_full_pass(backend, top_k, sizes):
         whole = [(a + 1) // w for w in sizes]  # incomplete blocks are not needed
         kept = [(t[0], *(m[:, :, :n] for m, n in zip(t[1:], whole))) for t in (fresh.keys, fresh.values)]
         levels = Levels(sizes, *kept, **where)
-        one = (q[:, :, a : a + 1], k[:, :, : a + 1], v[:, :, : a + 1])
-        parts.append(tied(*one, sizes, offset=a, levels=levels, **where, **rule)[0])
+        counts = rule["near"], rule["sinks"], top_k
+        parts.append(attend_levels(q[:, :, a : a + 1], levels, *counts, BIAS, None, True, a, 16**-0.5, backend)[0])
     assert_close(torch.cat(parts, 2), full, 1e-12 if dtype == torch.float64 else 2e-6, "in parts")
 
 

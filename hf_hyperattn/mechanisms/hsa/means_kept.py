@@ -43,10 +43,12 @@ class WindowMeans(KeptWithKeys):
 
     def levels(self) -> Levels:
         """Return the tokens, and the means of all windows that are complete."""
-        below, width = self.cache.tokens, 1
-        for level, size in enumerate(self.sizes):
-            self._complete(level, below, width)
-            below, width = self.means[level], size
+        # Windows of all levels end where one of the lowest ends.
+        if self.blocks and self.blocks[0].complete(self.cache.length) != self.blocks[0].counts:
+            below, width = self.cache.tokens, 1
+            for level, size in enumerate(self.sizes):
+                self._complete(level, below, width)
+                below, width = self.means[level], size
         exact = self._tokens()
         keys, values = ((exact[i], *(m[i].view() for m in self.means)) for i in range(2))
         held = None

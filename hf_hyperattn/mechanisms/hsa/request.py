@@ -28,7 +28,7 @@ from .means_kept import levels_of
 from .pairs import sibling_pairs
 from .tree.both import both
 from .windowed import native
-from .windowed.key import key_tied
+from .windowed.key import attend_levels, key_tied
 from .windowed.means import Levels
 
 Result = tuple[Tensor, Tensor | None]
@@ -156,27 +156,40 @@ def _tied_keys(
         rule = replace(rule, sinks=0) if without_sinks else rule
     ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
                offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
-    levels, plain = (
-        None,
-        mask is None and not dropped and not request.weights and request.backend in ("auto", "native"),
-    )
-    if request.cache is not None and plain:
-        levels = cached_levels(request.cache, options, hierarchy, key, ask["offset"] + query.shape[2])
-        if levels is not None and levels.held is not None and not native.serves(query):
-            return attend_evicted(query, levels, **ask), None
-    if levels is None and (request.evicted or (request.cache is not None and request.cache.keep is not None)):
+    plain = mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
+    cache = request.cache
+    if cache is not None and plain:
+        out = attend_cached(query, key, cache, hierarchy, options, rule, ask)
+        if out is not None:
+            return out, None
+    if request.evicted or (cache is not None and cache.keep is not None):
         raise ValueError(
             "HierarchicalCache(evict=True) keeps too little for this call; allowed: windows, left padding and no other "
             "mask, no gradients, no attention weights; or evict=False"
         )
-    if levels is not None and levels.held is None:
-        key, value = levels.keys[0], levels.values[0]
     return key_tied(
         query, key, value, hierarchy, is_causal=request.is_causal and (mask is None or options.is_causal),
         window=options.window, mask=mask, dropout_p=options.dropout_p, weights=request.weights, **ask,
         bias=None if options.bias is None or options.bias.shape[-1] == 1 else options.bias[..., :stop],
-        refine_top_k=rule.refine_top_k, backend=request.backend, levels=levels, place=place,
+        refine_top_k=rule.refine_top_k, backend=request.backend, place=place,
     )  # fmt: skip
+
+
+def attend_cached(
+    query: Tensor, key: Tensor, cache: LayerCache, hierarchy: Hierarchy, options: Options, rule: Rule, ask: dict
+) -> Tensor | None:
+    """The output by the means that a cache keeps; None where they are not what this call is about.
+
+    Args:
+        ask: near, sinks, block_bias, scale, sink_logit and offset of the call.
+    """
+    levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
+    # FLOP counters see operators alone.
+    if levels is None or (cache.keep is None and torch._C._len_torch_dispatch_stack()):
+        return None
+    if levels.held is not None and not native.serves(query):
+        return attend_evicted(query, levels, **ask)
+    return attend_levels(query, levels, top_k=rule.refine_top_k, is_causal=True, **ask)[0]
 
 
 def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool) -> Hierarchy:

@@ -107,7 +107,9 @@ def chunks_of(call: RuleCall, size: int, by: Selector | Literal["tail"], tail: i
         query, known = laid[:, :, :, size - tail :], there[:, 0, :, size - tail :, 0].amin(2) > 0
     else:
         held = there.sum(3)
-        query, known = laid.sum(3) / held.clamp_min(1), held[:, 0, :, 0] >= (size if by == "previous" else 1)
+        query = laid.sum(3) / held.clamp_min(1)
+        # A chunk may end after the call. Its queries before the call must be there.
+        known = held[:, 0, :, 0] >= size if by == "previous" else there[:, 0, :, 0, 0] > 0
     if by in ("previous", "tail"):
         query, known = query.roll(1, 2), known.roll(1, 1)
         known = known & (torch.arange(count, device=place.device) > 0)

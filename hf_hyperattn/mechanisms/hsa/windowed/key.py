@@ -50,7 +50,6 @@ def key_tied(
     dropout_p: float = 0.0,
     weights: bool = False,
     backend: str = "auto",
-    levels: Levels | None = None,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(S')·V with tied keys; S = scale · q·k + bias.
@@ -64,8 +63,6 @@ def key_tied(
         sink_logit: one extra logit per head [H] that takes part in the softmax and has no value.
         weights: also return the attention weights [B, H, N, M].
         backend: "auto", "native" (the compiled kernel), or "torch".
-        levels: keys, values and their means where they are there already, of windows alone; None: pooled here. A
-            single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of them.
         place: int64 [B, M], the number of each key in its text, which `sinks` counts by, where a mask packs several
             texts into a row; None: in its row.
 
@@ -104,13 +101,7 @@ def key_tied(
     readable = can_read(query)
     serves = readable and _serves(query, backend)
     if obstacle is None and (serves or not readable):
-        tensors = (t for t in (query, key, value, block_bias, sink_logit) if t is not None)
-        learned = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        rule = (block_bias, sink_logit, is_causal, offset, scale)
-        counted = levels is not None and levels.held is None and torch._C._len_torch_dispatch_stack()
-        if serves and levels is not None and not learned and not counted:  # FLOP counters see the operator
-            return native.forward(query, *_kernel_call(levels, counts, *rule))[0], None
-        rest: Any = (*counts, *rule, backend)
+        rest: Any = (*counts, block_bias, sink_logit, is_causal, offset, scale, backend)
         return _operator(query, key, value, hierarchy, *rest), None
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
@@ -152,16 +143,19 @@ def has_chains(hierarchy: Hierarchy) -> bool:
 
 
 def attend_levels(
-    query: Tensor, levels: Levels, near: list[int], sinks: list[int], top_k: list[int], block_bias: Tensor | None,
+    query: Tensor, levels: Levels, near: PerHead, sinks: PerHead, top_k: PerHead, block_bias: float | Tensor | None,
     sink_logit: Tensor | None, is_causal: bool, offset: int, scale: float, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
+    A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of the levels.
+
     Args:
-        query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
+        query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k, block_bias: see `key_tied`. sink_logit: [H].
         is_causal, offset, scale, backend: as in `key_tied`.
     """
-    counts, key, value = (near, sinks, top_k), levels.keys[0], levels.values[0]
+    counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, top_k)]
+    block_bias, key, value = per_head_tensor(block_bias, query), levels.keys[0], levels.values[0]
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
         return native.forward(query, *arguments)
