@@ -15,6 +15,7 @@ from ..attached import attach, attached_to
 from ..engines.selection import Places
 from ..readable import can_read
 from .base import HostCall
+from .selection.places import KnownOfMask
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class CheckedIds:
     """What was found in position ids, which all layers of a model share.
 
     Args:
-        about: The slot of the first query, the number of queries, the version of the ids, and, if a mask says it,
-            where the tokens of the call stand.
+        about: The numbers of queries, of keys and of dropped keys, the version of the ids, and what is known of the
+            mask.
         found: See `find_disagreeing`.
     """
 
@@ -45,23 +46,24 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
         ValueError: A real query stands at neither place.
     """
     ids, keys = call.keywords.get("position_ids"), call.key.shape[2]
-    queries = call.query.shape[2]
+    queries, mask = call.query.shape[2], call.options.mask
     if ids is None or queries == keys or not call.is_causal or call.first.index is None:
         return
-    if ids.dim() != 2 or ids.shape[1] != queries or not can_read(ids, call.options.mask, call.first.attention_mask):
+    if ids.dim() != 2 or ids.shape[1] != queries:
         return
-    places = call.read_mask().places
-    start = int(places.start) + places.dropped
     # Ids made in inference mode have no version; the model makes new ones for every call.
     version = None if ids.is_inference() else ids._version
-    about = start, queries, version, None if call.options.mask is None else places
+    about = queries, keys, call.first.index, version, attached_to(mask, KnownOfMask)
     checked = attached_to(ids, CheckedIds)
     if checked is None or checked.about != about:
-        checked = CheckedIds(about, find_disagreeing(places, ids, start))
+        if not can_read(ids, mask, call.first.attention_mask):
+            return
+        places = call.read_mask().places
+        about = *about[:4], attached_to(mask, KnownOfMask)  # which the reading may have made
+        checked = CheckedIds(about, find_disagreeing(places, ids, int(places.start) + places.dropped))
         attach(ids, checked)
-    found = checked.found
-    if found is not None:
-        position, before = found
+    if checked.found is not None:
+        position, before = checked.found
         raise ValueError(
             f"{mechanism} counts the keys of the cache, and position_ids={position} disagrees with the {before} that "
             "stand before this query: the cache was pruned in the middle, or filled with other position_ids; allowed: "

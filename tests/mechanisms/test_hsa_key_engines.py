@@ -12,7 +12,7 @@ from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
 from hf_hyperattn.mechanisms.hsa.windowed import native
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, key_tied, pool
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(

@@ -82,7 +82,7 @@ class HsaLayer(MechanismLayer):
         if self.grows and not call.is_causal and options.mask is None and n > 1:
             options = replace(options, mask=call.query.new_ones(1, 1, n, m, dtype=torch.bool))
         learned, block_bias = parameters
-        gate, rule = self.weight(learned, call), self.rule(call, score.query, block_bias)
+        gate, rule = self.weight(learned, call), self.rule(call, score, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call)
         hierarchy = call.keywords.get("hierarchy")
@@ -112,7 +112,7 @@ class HsaLayer(MechanismLayer):
         heads = self.head_mask(call)
         return heads if gate is None else gate if heads is None else gate * heads
 
-    def rule(self, call: HostCall, features: Tensor, block_bias: Tensor | None) -> Rule:
+    def rule(self, call: HostCall, score: PairScore, block_bias: Tensor | None) -> Rule:
         """The config for this call, with the learned part of the block bias."""
         rank = call.heads
         rule = self.config.rule(
@@ -123,8 +123,8 @@ class HsaLayer(MechanismLayer):
             rule = replace(rule, **{name: x[rank.first : rank.first + rank.count] for name, x in by_head.items()})
         if block_bias is None:
             return rule
-        start = torch.as_tensor(rule.block_bias, dtype=features.dtype, device=features.device)
-        return replace(rule, block_bias=start + block_bias.to(features.dtype))
+        start = torch.as_tensor(rule.block_bias, dtype=score.dtype, device=score.device)
+        return replace(rule, block_bias=start + block_bias.to(score.dtype))
 
     def exact_elsewhere(self, rule: Rule, call: HostCall) -> Rule:
         """The rule for the chosen heads, and for the others one under which nothing is tied."""

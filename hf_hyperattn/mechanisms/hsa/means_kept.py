@@ -31,6 +31,7 @@ class WindowMeans(KeptWithKeys):
         first = self.first_tokens()
         self.means: list[Pair] = [(GrowingTensor(rooms[0], dtype), GrowingTensor(rooms[1], dtype)) for _ in sizes]
         self.blocks = [Blocks(first, size) for size in sizes]
+        self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # all means, until more are complete
 
     @property
     def has_evicted(self) -> bool:
@@ -49,8 +50,11 @@ class WindowMeans(KeptWithKeys):
             for level, size in enumerate(self.sizes):
                 self._complete(level, below, width)
                 below, width = self.means[level], size
+            self.shown = None
+        if self.shown is None:
+            self.shown = tuple(k.view() for k, _ in self.means), tuple(v.view() for _, v in self.means)
         exact = self._tokens()
-        keys, values = ((exact[i], *(m[i].view() for m in self.means)) for i in range(2))
+        keys, values = (exact[0], *self.shown[0]), (exact[1], *self.shown[1])
         held = None
         if self.has_evicted:
             held = self.cache.length, tuple((k.head, k.gone) for k, _ in (self.cache.tokens, *self.means))
@@ -92,7 +96,7 @@ class WindowMeans(KeptWithKeys):
             return
         if safe <= max(starts) or safe < self.cache.least + self.sizes[0]:  # a window more, or nothing can go
             return
-        self.cache.least = max(self.cache.least, safe)
+        self.cache.least, self.shown = max(self.cache.least, safe), None
         for pair, width, parent in zip((self.cache.tokens, *self.means), (1, *self.sizes), self.sizes):
             first, head = [], []
             for start in starts:
@@ -106,6 +110,7 @@ class WindowMeans(KeptWithKeys):
 
     def crop(self, length: int) -> None:
         """See `KeptWithKeys`."""
+        self.shown = None
         for blocks, pair in zip(self.blocks, self.means, strict=True):
             blocks.crop(length)
             for mean in pair:
@@ -113,6 +118,7 @@ class WindowMeans(KeptWithKeys):
 
     def pick(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
+        self.shown = None
         for blocks, pair in zip(self.blocks, self.means, strict=True):
             blocks.pick(rows)
             for mean in pair:
