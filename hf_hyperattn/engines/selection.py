@@ -1,12 +1,18 @@
 """The selection contract: where the tokens of a call stand, and which keys each query attends to.
 
-A rule never sees masks, caches or kernels. It is given `Places`, which say for every query and every key which token of
-its row it is. Only the reader of masks makes them (mechanisms/selection/places.py), once for all layers of a model.
+A `Rule` never sees masks, caches or kernels. It is about rows of whole texts:
+
+- `Places` say for every query and every key which token of its row it is. Only the reader of masks makes them
+  (mechanisms/selection/places.py), once for all layers of a model.
+- `Summaries` stand for blocks of keys, such as the mean of a page. A cache keeps them (mechanisms/selection/cache.py).
+- `Lists` say which blocks of keys each chunk of queries attends to. A kernel makes them from queries and summaries, and
+  attends to the keys that they list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +142,77 @@ class Texts:
 
     number: Tensor
     place: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Summaries:
+    """What stands for blocks of keys, a row for each block that is complete.
+
+    Args:
+        rows: float32 [B, Hkv, P, w]: the mean of the keys of a block, or the largest of them and then the least, by
+            channel.
+        starts: The first key of each row of the batch that is no padding; blocks begin there.
+        size: Keys of a block.
+    """
+
+    rows: Tensor
+    starts: Sequence[int]
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The blocks of keys that chunks of queries attend to, beside what they see by place.
+
+    Args:
+        rows: int32 [B, places], one head after the other, of each [chunks, most]: numbers of blocks, in any order, each
+            once; -1 for none. The first chunk is that of the first query that is no padding.
+        shapes: Of each head, how many chunks there are and how many blocks a chunk attends to at most.
+    """
+
+    rows: Tensor
+    shapes: Sequence[tuple[int, int]]
+
+    def of_heads(self) -> list[Tensor]:
+        """Return the lists of each head, views [B, chunks, most]."""
+        parts = self.rows.split([chunks * most for chunks, most in self.shapes], 1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class Rule(ABC):
+    """Which keys a query of one head attends to, in a causal text without padding."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every query sees every key before it."""
+        return False
+
+    @property
+    def earlier(self) -> int:
+        """How many queries before a query its selection reads; 0: it depends on the query and the keys alone."""
+        return 0
+
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """(near, sinks): queries see of their last `near` tokens and the first `sinks` alone, by how far these are.
+
+        All others may be forgotten, and `visible` is then called with what is left of the text. None: any token may be
+        seen by a later query.
+        """
+        return None
+
+    @abstractmethod
+    def share(self, length: int) -> float:
+        """Logits that a causal head computes over a text of `length` tokens, in proportion to length·(length+1)/2.
+
+        One logit is counted for every key that a query sees, and for every summary (of a page, of a cluster) that its
+        selection scores. Where a chunk of C queries shares a selection, a scored summary counts 1/C for each of them.
+        """
+
+    @abstractmethod
+    def visible(self, call: Any) -> Tensor:
+        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What comes after it may be anything.
+
+        Args:
+            call: The queries, the keys and where they stand: a `RuleCall` (mechanisms/sparse/rules.py).
+        """

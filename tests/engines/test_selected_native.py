@@ -14,12 +14,12 @@ from hf_hyperattn.engines.cpu.selected import (
     BY,
     KEPT,
     HeadRule,
-    choice_of_heads,
     chosen_pages,
     forward,
     selected_attention,
     shapes_of_choice,
 )
+from hf_hyperattn.engines.selection import Lists
 from tests.engines.test_native import needs_compiler
 
 pytestmark = needs_compiler
@@ -71,7 +71,7 @@ def defined(q, k, v, rules, chosen, offset, spans):
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     lengths = q.shape[2], k.shape[2], offset
-    pages = choice_of_heads(chosen, rules, *lengths[:2])
+    pages = chosen.of_heads()
     spans = enumerate(zip(*spans, strict=True))
     mask = torch.stack([visible(rules, [of[b] for of in pages], *lengths, *span) for b, span in spans])
     logits = (q.double() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
@@ -89,16 +89,17 @@ def inputs(name, rules=RULES, kv_heads=2, round_numbers=False, alike=False):
 
 
 def some_pages(rules, queries, keys, offset, spans, alike=False):
-    """[B, places]: pages before each chunk's opening, drawn at random and in any order, each once.
+    """Pages before each chunk's opening, drawn at random and in any order, each once.
 
     Args:
         alike: all chunks of a head take the first pages of one order that they may, but for every third, so that
             neighbours share most of them.
     """
     starts, stops = spans
-    places = sum(chunks * most for chunks, most in shapes_of_choice(rules, queries, keys))
-    chosen = torch.full((len(starts), places), -1, dtype=torch.int32)
-    for rule, of_head in zip(rules, choice_of_heads(chosen, rules, queries, keys), strict=True):
+    shapes = shapes_of_choice(rules, queries, keys)
+    places = sum(chunks * most for chunks, most in shapes)
+    chosen = Lists(torch.full((len(starts), places), -1, dtype=torch.int32), shapes)
+    for rule, of_head in zip(rules, chosen.of_heads(), strict=True):
         for b, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             first, order = max(0, offset - start) // rule.chunk, torch.randperm(keys // (rule.page or keys))
             for i, to in enumerate(of_head[b]):
@@ -158,7 +159,7 @@ def test_choice_is_that_of_the_definition(name):
     k[:, :, 20:40] = k[:, :, :20]
     spans = spans or ([0] * 2, [keys] * 2)
     given = chosen_pages(q, k, CHOOSING, spans=spans, offset=offset - earlier, earlier=earlier)
-    given = choice_of_heads(given, CHOOSING, queries, keys)
+    given = given.of_heads()
     for b, span in enumerate(zip(*spans, strict=True)):
         for h, chunk, pages in choices(q[b], k[b], CHOOSING, offset - earlier, earlier, *span):
             assert {p for p in given[h][b, chunk].tolist() if p >= 0} == pages, (h, chunk)
@@ -185,7 +186,7 @@ def test_the_largest_scores_are_found_and_of_equal_ones_the_first(kind):
         order = sorted(range(n), key=lambda i: (-float(score[i]), i))
         key = torch.cat([score, torch.zeros(1)])[None, None, :, None]  # the last one is the query's own
         for top in {1, 2, n // 50 + 1, n // 8 + 1, n // 2, n - 1, n, n + 1}:
-            chosen = chosen_pages(torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n).flatten()
+            chosen = chosen_pages(torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n).rows.flatten()
             found = [place for place in chosen.tolist() if place >= 0]
             assert len(found) == min(top, n) and set(found) == set(order[:top]), (n, top)
 
@@ -241,8 +242,9 @@ def test_any_rules_at_any_place(pick):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
     row = pick.randrange(queries)
-    alone = some_pages(rules, 1, keys, offset + row, spans).fill_(-1)
-    of_all, of_one = (choice_of_heads(c, rules, n, keys) for c, n in ((chosen, queries), (alone, 1)))
+    alone = some_pages(rules, 1, keys, offset + row, spans)
+    alone.rows.fill_(-1)
+    of_all, of_one = (lists.of_heads() for lists in (chosen, alone))
     for rule, pages, to in zip(rules, of_all, of_one, strict=True):
         for b, start in enumerate(spans[0]):
             if rule.page and (place := row + offset - start) >= 0:
@@ -262,8 +264,9 @@ def test_a_few_last_queries_whose_pages_are_cut(clipped):
     rule, stop = HeadRule(1, 4 if clipped == "sinks" else 0, page=16, chunk=1, top=2), 116 - 9 * (clipped == "padding")
     q, k, v = (torch.randn(1, 1, n, 64) for n in (20, 116, 116))
     last = [[0, 2]] * 19 + [[0, -1]] if clipped == "sinks" else [[0, 5]] * 17 + [[0, 2], [5, 2], [2, -1]]
-    chosen = some_pages([rule], 20, 116, 96, ([0], [stop])).fill_(-1)
-    chosen[:, :40] = torch.tensor(last).flatten()
+    chosen = some_pages([rule], 20, 116, 96, ([0], [stop]))
+    chosen.rows.fill_(-1)
+    chosen.rows[:, :40] = torch.tensor(last).flatten()
     out = selected_attention(q, k, v, [rule], chosen, spans=([0], [stop]), offset=96)
     expected = defined(q, k, v, [rule], chosen, 96, ([0], [stop]))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -324,7 +327,8 @@ def test_as_many_rules_as_heads():
 
 def test_what_does_not_fit_is_refused():
     q, k, v, rules, chosen, offset, spans = inputs("square")
-    for wrong in (chosen[:, :3], chosen[:1], chosen.long()):
+    for rows in (chosen.rows[:, :3], chosen.rows[:1], chosen.rows.long()):
+        wrong = Lists(rows, chosen.shapes)
         with pytest.raises(ValueError, match="where these queries and rules have int32"):
             selected_attention(q, k, v, rules, wrong)
         with pytest.raises(ValueError, match="where these queries and rules have int32"):
@@ -337,7 +341,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_is_registered_as_one():
     q, k, v, rules, chosen, offset, spans = inputs("later")
-    arguments = q, k, v, chosen, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1
+    arguments = q, k, v, chosen.rows, [n for rule in rules for n in rule], [*spans[0], *spans[1]], offset, 0.1
     torch.library.opcheck(forward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...readable import can_read, is_recorded, is_transformed
 from ..graph_torch import refuse_in_operator
+from ..selection import Lists, Summaries
 from . import library
 from .kernels import chunks_of
 
@@ -77,13 +78,6 @@ def _rules_of(numbers: Sequence[int]) -> list[HeadRule]:
 def shapes_of_choice(rules: Sequence[HeadRule], queries: int, keys: int) -> list[tuple[int, int]]:
     """Of each head, how many chunks `queries` lie in at most, and how many pages a chunk chooses at most."""
     return [(queries // r.chunk + 2, min(r.top, keys // r.page)) if r.page else (0, 0) for r in rules]
-
-
-def choice_of_heads(chosen: Tensor, rules: Sequence[HeadRule], queries: int, keys: int) -> list[Tensor]:
-    """What `chosen_pages` returns, of each head: views [B, chunks, most]."""
-    shapes = shapes_of_choice(rules, queries, keys)
-    parts = chosen.split([chunks * most for chunks, most in shapes], 1)
-    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -228,9 +222,9 @@ def chosen_pages(
     spans: tuple[Sequence[int], Sequence[int]] | None = None,
     offset: int = 0,
     earlier: int = 0,
-    summaries: Sequence[Tensor] = (),
-    kept: Tensor | None = None,
-) -> Tensor:
+    summaries: Sequence[Summaries | None] = (),
+    kept: Lists | None = None,
+) -> Lists:
     """The pages that chunks of queries choose: of equal scores the first pages; arithmetic is float32.
 
     Args:
@@ -238,21 +232,24 @@ def chosen_pages(
         offset: where query 0 stands.
         earlier: so many of the first queries are there for the choice alone.
         summaries: of each head the pages' summaries as `page_summaries` makes them, of all pages that are complete, or
-            an empty tensor; none: they are made from the keys.
+            None; none: they are made from the keys.
         kept: what this returned for an earlier query of the same chunks: heads whose rule is by `KEPT` have that.
 
     Returns:
-        int32 [B, places], as `selected_attention` takes it; `choice_of_heads` tells heads and chunks apart.
+        The pages, as `selected_attention` takes them.
     """
     starts, stops = spans or ([0] * len(query), [key.shape[2]] * len(query))
     _check_spans(starts, stops, key.shape[2])
+    shapes = shapes_of_choice(rules, query.shape[2] - earlier, key.shape[2])
     if kept is not None:
-        _check_choice(kept, _choice_shape(query, key.shape[2], _flat(rules), earlier))
+        _check_choice(kept.rows, len(query), shapes)
     elif any(rule.by == KEPT for rule in rules):
         raise ValueError("selected attention: a head's choice is said to be kept; give kept")
     query, key = query.detach(), key.detach()
     run = compute_choice if is_direct() else choice
-    return run(query, key, _flat(rules), [*starts, *stops], offset, earlier, summaries, kept)
+    rows = [query.new_empty(0) if of_head is None else of_head.rows for of_head in summaries]
+    known = None if kept is None else kept.rows
+    return Lists(run(query, key, _flat(rules), [*starts, *stops], offset, earlier, rows, known), shapes)
 
 
 @torch.no_grad()
@@ -276,7 +273,8 @@ def page_summaries(
     library.core().hyper_page_summaries(call)
 
 
-def _check_choice(chosen: Tensor, shape: tuple[int, int]) -> None:
+def _check_choice(chosen: Tensor, batch: int, shapes: Sequence[tuple[int, int]]) -> None:
+    shape = batch, sum(chunks * most for chunks, most in shapes)
     if chosen.shape != shape or chosen.dtype != torch.int32:
         raise ValueError(
             f"selected attention: chosen is {chosen.dtype} {list(chosen.shape)} where these queries and rules have"
@@ -295,7 +293,7 @@ def selected_attention(
     key: Tensor,
     value: Tensor,
     rules: Sequence[HeadRule],
-    chosen: Tensor | None = None,
+    chosen: Lists | None = None,
     *,
     spans: tuple[Sequence[int], Sequence[int]] | None = None,
     offset: int = 0,
@@ -307,9 +305,7 @@ def selected_attention(
         query: [B, H, N, d], float32 or bfloat16; query i stands at key i + offset.
         key, value: [B, Hkv, M, d] and [B, Hkv, M, dv].
         rules: one for each query head.
-        chosen: [B, places], int32, of one head after the other [chunks, most] by `shapes_of_choice`: the pages of each
-            chunk, all before its opening, in any order, each once, -1 for none; the first chunk is that of the first
-            query that is no padding. None: no head has pages.
+        chosen: the pages of each chunk, all before its opening. None: no head has pages.
         spans: of each batch element the first key that is no padding, and the end of those; positions, chunks and pages
             count from the first. None: all are keys.
         scale: of the logits; None: 1 / sqrt(d).
@@ -323,13 +319,14 @@ def selected_attention(
     batch, heads, n, d = query.shape
     if len(rules) != heads:
         raise ValueError(f"selected attention: {len(rules)} rules for {heads} heads; give one HeadRule a head")
-    places = sum(chunks * most for chunks, most in shapes_of_choice(rules, n, key.shape[2]))
+    shapes = shapes_of_choice(rules, n, key.shape[2])
     if chosen is None:
-        chosen = query.new_full((batch, places), -1, dtype=torch.int32)
+        places = sum(chunks * most for chunks, most in shapes)
+        chosen = Lists(query.new_full((batch, places), -1, dtype=torch.int32), shapes)
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
     _check_spans(starts, stops, key.shape[2])
-    _check_choice(chosen, (batch, places))
+    _check_choice(chosen.rows, batch, shapes)
     scale = d**-0.5 if scale is None else scale
     run = compute if is_direct(query, key, value) else forward
-    out, _ = run(query, key, value, chosen, _flat(rules), [*starts, *stops], offset, scale)
+    out, _ = run(query, key, value, chosen.rows, _flat(rules), [*starts, *stops], offset, scale)
     return out.to(query.dtype)

@@ -16,6 +16,7 @@ from ...attached import attached_to
 from ...engines import DOT, Options, PairScore, attention, dot_score, repeat_heads
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, HeadRule
+from ...engines.selection import Lists, Summaries
 from ..selection.cache import LayerCache
 from ..selection.places import Reading
 from .masking import ByLength, Text, masked
@@ -96,19 +97,19 @@ def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
 
 def chosen_pages(
     query: Tensor, key: Tensor, rules: Sequence[HeadRule], spans: Spans, last: int, queries: int, asker: str
-) -> Tensor:
+) -> Lists:
     """What the last `queries` choose, with what the cache that gave the keys keeps; as `selected.chosen_pages`.
 
     Args:
         query: those before them, too. last: the place after the last one.
     """
     cache = attached_to(key, LayerCache) if last == key.shape[2] else None
-    earlier, offset, nothing = query.shape[2] - queries, last - query.shape[2], torch.empty(0)
-    summaries: list[Tensor] = []
+    earlier, offset = query.shape[2] - queries, last - query.shape[2]
+    summaries: list[Summaries | None] = []
     if cache is not None:  # the summary of a page of one key is that key, which nobody keeps twice
-        summaries = [summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 else nothing for r in rules]
+        summaries = [summaries_of(cache, key, r.page, r.bounds, spans[0]) if r.page > 1 else None for r in rules]
 
-    def choose(rules: Sequence[HeadRule], kept: Tensor | None) -> Tensor:
+    def choose(rules: Sequence[HeadRule], kept: Lists | None) -> Lists:
         return selected.chosen_pages(
             query, key, rules, spans=spans, offset=offset, earlier=earlier, summaries=summaries, kept=kept
         )

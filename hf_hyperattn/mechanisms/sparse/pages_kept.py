@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...engines.cpu import selected
 from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
+from ...engines.selection import Lists, Summaries
 from ..selection.cache import Blocks, KeptWithKeys, LayerCache
 
 #: By these a chunk chooses before its last queries are there, so that the choice is the same for all of them.
@@ -33,7 +34,7 @@ class Choice(NamedTuple):
     stops: list[int | None]
     chunks: list[list[int]]
     least: int
-    pages: Tensor
+    pages: Lists
 
 
 class LastChoice(KeptWithKeys):
@@ -47,8 +48,8 @@ class LastChoice(KeptWithKeys):
         rules: Sequence[HeadRule],
         spans: tuple[list[int], list[int]],
         length: int,
-        choose: Callable[[Sequence[HeadRule], Tensor | None], Tensor],
-    ) -> Tensor:
+        choose: Callable[[Sequence[HeadRule], Lists | None], Lists],
+    ) -> Lists:
         """The pages for one query, the last of `length` keys; heads whose chunk has chosen already have that choice.
 
         Args:
@@ -60,10 +61,9 @@ class LastChoice(KeptWithKeys):
             return choose(rules, None)
         starts, stops = spans[0], [stop if stop < length else None for stop in spans[1]]
         chunks = [[(length - 1 - start) // rule.chunk for start in starts] for rule in rules]
-        places = sum(many * most for many, most in shapes_of_choice(rules, 1, length))
         last, wanted, kept = self.last, list(rules), None
         same = last and (last.rules, last.starts, last.stops) == (wanted, starts, stops)
-        if last and same and last.pages.shape[1] == places:
+        if last and same and last.pages.shapes == shapes_of_choice(rules, 1, length):
             kept, holds = last.pages, [then == now for then, now in zip(last.chunks, chunks, strict=True)]
             wanted = [r._replace(by=KEPT) if e and h else r for r, e, h in zip(rules, early, holds, strict=True)]
         pages = choose(wanted, kept)
@@ -98,8 +98,8 @@ class PageSummaries(Blocks):
         self.bounds = bounds
         self.room: Tensor | None = None
 
-    def updated(self, key: Tensor) -> Tensor:
-        """[B, Hkv, P, w] float32, of the P pages that are complete in some row; see `selected.page_summaries`.
+    def updated(self, key: Tensor) -> Summaries:
+        """Return those of all pages that are complete in some row.
 
         Args:
             key: [B, Hkv, M, d], all keys so far.
@@ -115,7 +115,7 @@ class PageSummaries(Blocks):
         if counts != self.counts:
             selected.page_summaries(key, self.room, self.size, self.bounds, self.starts, self.counts, counts)
             self.counts = counts
-        return self.room[:, :, :most]
+        return Summaries(self.room[:, :, :most], self.starts, self.size)
 
     def pick(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
@@ -124,7 +124,7 @@ class PageSummaries(Blocks):
             self.room = self.room[rows.to(self.room.device)]
 
 
-def summaries_of(cache: LayerCache, key: Tensor, page: int, bounds: int, starts: list[int]) -> Tensor:
+def summaries_of(cache: LayerCache, key: Tensor, page: int, bounds: int, starts: list[int]) -> Summaries:
     """Return the summaries of the pages of a cache, see `PageSummaries`."""
     name = "summaries", page, bounds
     kept = cache.kept(name, lambda: PageSummaries(starts, page, bounds))

@@ -16,7 +16,7 @@ A rule is a frozen dataclass, registered under a name by which configs keep it:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...engines import repeat_heads
 from ...engines.score import working_dtype
+from ...engines.selection import Rule
 from ...fields import KnownFields, check_field, option, short
 from ...readable import can_read
 from ..selection.growing import TAKEN_BACK
@@ -40,7 +41,7 @@ MASK_RULES = {
     "nested_windows": ("nested", "NestedWindows"),
     "vertical_slash": ("vertical_slash", "VerticalSlash"),
 }
-Rule = TypeVar("Rule", bound="type[SparseRule]")
+RuleClass = TypeVar("RuleClass", bound="type[SparseRule]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,7 @@ class RuleCall:
             )
 
 
-class SparseRule(KnownFields, ABC):
+class SparseRule(KnownFields, Rule):
     """Which keys a query of one head looks at. Subclasses are frozen dataclasses under `sparse_rule`."""
 
     name: ClassVar[str] = ""
@@ -101,33 +102,6 @@ class SparseRule(KnownFields, ABC):
         for f in fields(self):  # type: ignore[arg-type]
             if f.metadata:
                 check_field(type(self).__name__, f.name, getattr(self, f.name), f.metadata)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every query sees every key before it."""
-        return False
-
-    @property
-    def earlier(self) -> int:
-        """How many queries before a query its selection reads; 0: it depends on the query and the keys alone."""
-        return 0
-
-    @property
-    def reach(self) -> tuple[int, int] | None:
-        """(near, sinks): queries see of their last `near` tokens and the first `sinks` alone, by how far these are.
-
-        All others may be forgotten, and `visible` is then called with what is left of the text. None: any token may be
-        seen by a later query.
-        """
-        return None
-
-    @abstractmethod
-    def share(self, length: int) -> float:
-        """Logits that a causal head computes over a text of `length` tokens, in proportion to length·(length+1)/2.
-
-        One logit is counted for every key that a query sees, and for every summary (of a page, of a cluster) that its
-        selection scores. Where a chunk of C queries shares a selection, a scored summary counts 1/C for each of them.
-        """
 
     @abstractmethod
     def visible(self, call: RuleCall) -> Tensor:
@@ -230,14 +204,14 @@ def check_rule(rule: SparseRule) -> None:
         ) from error
 
 
-def sparse_rule(name: str) -> Callable[[Rule], Rule]:
+def sparse_rule(name: str) -> Callable[[RuleClass], RuleClass]:
     """A class decorator that makes a rule known, so that configs with it are saved and loaded.
 
     Args:
         name: what the rule is called in JSON; a second rule of the same name is refused.
     """
 
-    def registered(cls: Rule) -> Rule:
+    def registered(cls: RuleClass) -> RuleClass:
         # A module of `mask_rules` registers its rule when it is imported; nobody else may take that name.
         is_own = name in MASK_RULES and cls.__module__.startswith(f"{__package__}.mask_rules.")
         if name in RULES or (name in MASK_RULES and not is_own):
