@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,21 +72,31 @@ class KnownOfMask:
         return self.is_ours if mask.is_inference() else self.version == mask._version
 
 
-def known_facts(mask: Tensor | None, about: tuple) -> dict[Any, Any]:
-    """Return the facts of a mask that were read for a call of this kind, to which more can be added.
+@lru_cache(maxsize=8)
+def facts_without_mask(about: tuple) -> dict[Any, Any]:
+    """Return the facts of calls of this kind that have no mask: position says all."""
+    return {}
+
+
+def known_facts(mask: Tensor | None, key: Tensor, first: FirstKey, about: tuple) -> dict[Any, Any]:
+    """Return the facts that were read for calls of this kind with this mask, to which more can be added.
 
     Args:
-        mask: The mask of a call, or None, of which nothing needs to be read.
+        mask: The mask of a call, or None.
+        key: Of the call.
+        first: What the model says of the keys.
         about: All else that the facts depend on.
     """
-    if mask is None or not can_read(mask):
+    if not can_read(key, mask):
         return {}
+    about = *about, torch.is_inference_mode_enabled()  # what was made in it cannot be used for gradients later
+    if mask is None:
+        return facts_without_mask(about) if first is START else {}
     known = attached_to(mask, KnownOfMask)
     if known is None or not known.fits(mask):
         known = KnownOfMask(mask, START if known is None else known.first)
         attach(mask, known)
-    # What was made in inference mode cannot be used for gradients later.
-    return known.readings.setdefault((*about, torch.is_inference_mode_enabled()), {})
+    return known.readings.setdefault(about, {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +323,7 @@ def read_mask(
         is_causal, first, grows: As in `Reading`.
     """
     about = (len(query), query.shape[2], key.shape[2], key.device, is_causal, options.is_causal, options.offset, grows)
-    return Reading(options.mask, *about, first, known_facts(options.mask, about))
+    return Reading(options.mask, *about, first, known_facts(options.mask, key, first, about))
 
 
 def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
