@@ -23,15 +23,27 @@ from .masks_and_calls.functions import (
     is_clear,
 )
 from .masks_and_calls.models import (
+    CHOOSING,
+    COUNTING,
     ENGINES,
     HOSTS,
     MECHANISMS,
+    assert_refusal,
     check_against_alone,
+    draw_packed_talks,
     draw_talks,
     hold_talk,
+    is_known_fault,
+    kinds_of,
+    make_exact,
     make_model,
+    prune,
 )
 from .masks_and_calls.texts import DTYPES, assert_near, examples
+
+
+#: How far logits in half precision may be off, as a share of the largest one.
+HALF = {torch.bfloat16: 0.15, torch.float16: 2e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +96,65 @@ def test_calls_give_what_the_text_alone_gives(mechanism, data):
     host = data.draw(st.sampled_from(HOSTS), "host")
     talks = data.draw(st.lists(draw_talks(host, mechanism), min_size=1, max_size=2), "talks")
     engine = data.draw(st.sampled_from(ENGINES), "engine")
-    model = ha.set_backend(make_model(host, mechanism), engine)
-    case = (mechanism, host, engine)
-    check = check_against_alone(host, mechanism, torch.float32, 1e-3, case)
-    for step in zip_longest(*(hold_talk(model, talk, check) for talk in talks)):
-        pass
+    hold_in_turn(host, mechanism, engine, talks, torch.float32, 1e-3)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@examples(15)
+@given(data=st.data())
+def test_packed_texts_give_what_each_alone_gives(mechanism, data):
+    talk = data.draw(draw_packed_talks(mechanism), "talk")
+    engine = data.draw(st.sampled_from(ENGINES), "engine")
+    hold_in_turn("llama", mechanism, engine, [talk], torch.float32, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@examples(40)
+@given(data=st.data())
+def test_calls_in_half_precision(dtype, data):
+    """Mechanisms that choose keys by their scores are left out: rounding may choose others."""
+    mechanism = data.draw(st.sampled_from([name for name in MECHANISMS if name not in CHOOSING]), "mechanism")
+    talks = data.draw(st.lists(draw_talks("llama", mechanism), min_size=1, max_size=2), "talks")
+    engine = data.draw(st.sampled_from(ENGINES), "engine")
+    hold_in_turn("llama", mechanism, engine, talks, dtype, HALF[dtype])
+
+
+def hold_in_turn(host, mechanism, engine, talks, dtype, share):
+    """Hold talks on one model, a call of each in turn, and compare with each text alone."""
+    if any(is_known_fault(mechanism, talk) for talk in talks):
+        event("known fault")
+        return
+    model = ha.set_backend(make_model(host, mechanism, dtype), engine)
+    check = check_against_alone(host, mechanism, dtype, share, (mechanism, host, engine, str(dtype)))
+    kinds = set().union(*(kinds_of(host, engine, talk) for talk in talks))
+    try:
+        for _ in zip_longest(*(hold_talk(model, talk, check) for talk in talks)):
+            pass
+    except ValueError as error:
+        event("refused")
+        assert_refusal(error, mechanism, kinds)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@examples(8)
+@given(data=st.data())
+def test_pruned_caches_are_refused_or_keys_that_are_hidden(mechanism, data):
+    """Mechanisms that count keys cannot know which ones a pruned cache still has."""
+    prompt, steps = data.draw(st.integers(2, 10), "prompt"), data.draw(st.integers(1, 3), "steps")
+    gone = data.draw(st.sets(st.integers(0, prompt - 1), min_size=1, max_size=prompt - 1), "gone")
+    engine = data.draw(st.sampled_from(("auto", "reference")), "engine")
+    model, exact = make_model("llama", mechanism), make_exact("llama", mechanism, torch.float32)
+    ids = torch.randint(1, 99, (2, prompt + steps), generator=torch.Generator().manual_seed(prompt))
+    ha.set_backend(model, engine)
+    places = torch.arange(prompt, prompt + steps).expand(2, -1)
+    with torch.no_grad():
+        past = prune(model, ids[:, :prompt], gone)
+        try:
+            found = model(ids[:, prompt:], past_key_values=past, position_ids=places).logits
+        except ValueError as error:
+            return assert_refusal(error, mechanism, {"pruned"})
+        assert mechanism not in COUNTING, f"not refused: {sorted(gone)} of {prompt}"
+        seen = torch.ones(prompt + steps, prompt + steps, dtype=torch.bool).tril()
+        seen[prompt:, sorted(gone)] = False
+        expected = exact(ids, attention_mask=seen[None, None], use_cache=False).logits[:, prompt:]
+    assert_near(found, expected, 1e-3, (mechanism, engine))

@@ -217,7 +217,7 @@ def trilinear_function(windows: tuple[int, int] | None, causal: bool | None) -> 
 
 def key_tied_function(**rule) -> Function:
     call = partial(F.hierarchical_attention, hierarchy=SIZES, tying="key", **rule)
-    return Function(call, partial(key_tied_of, **rule), ("torch",), chooses="refine_top_k" in rule, fewer="first")
+    return Function(call, partial(key_tied_of, **rule), ("torch",), chooses="refine_top_k" in rule, fewer=None)
 
 
 def sparse_function(rule: SparseRule, rows: tuple[Callable, ...]) -> Function:
@@ -268,10 +268,6 @@ FUNCTIONS = {
 REFUSALS = {
     "sparse, sinks": ("several texts", "its rules know rows of one whole text"),
     "sparse, pages": ("several texts", "its rules know rows of one whole text"),
-    **dict.fromkeys(
-        ("hsa", "hsa, near", "hsa, sinks", "hsa, refined"),
-        ("several texts, fewer queries", "a mask packs several texts into one row, whose earlier keys come from"),
-    ),
 }
 
 
@@ -318,10 +314,7 @@ class Case:
     @property
     def facts(self) -> set[str]:
         """Names of what a function may refuse."""
-        if max(len(row.of_texts()) for row in self.rows) < 2:
-            return set()
-        fewer = self.queries != (0, self.length)
-        return {"several texts"} | ({"several texts, fewer queries"} if fewer else set())
+        return {"several texts"} if max(len(row.of_texts()) for row in self.rows) > 1 else set()
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
@@ -355,8 +348,6 @@ def draw_cases(draw, function: Function) -> Case:
     causal = (kind is draw_prefix or draw(st.booleans())) if causal is None else causal
     count = draw(st.integers(1, length)) if function.fewer and draw(st.booleans()) else length
     queries = (length - count, length) if function.fewer == "last" else (0, count)
-    if function.fewer == "first" and not causal and not all(bool(row.real[:count].any()) for row in rows):
-        queries = (0, length)  # see KNOWN in test_masks_and_calls.py
     flag = causal and kind is not draw_prefix and not queries[0] and draw(st.booleans())
     return Case(
         rows,

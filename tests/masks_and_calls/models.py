@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hf_hyperattn as ha
 from hf_hyperattn.rules import Clusters, Exact, NestedWindows, Pages, VerticalSlash, Window
 
-from .texts import FORMS, Form, Row, assert_near, draw_padded
+from .texts import FORMS, Form, Row, assert_near, draw_packed, draw_padded
 
 VOCABULARY = 99
 MECHANISMS = {
@@ -57,14 +57,46 @@ CHOOSING = frozenset(
     + ["nested windows"]
 )
 #: Mechanisms whose results change where all rotary positions are shifted: position_ids must count the tokens.
-TURNING = frozenset(["cone", "cone, penumbral", "cone and talking heads", "trilinear", "trilinear, no windows", "bidaf"])
+TURNING = frozenset(
+    ["cone", "cone, penumbral", "cone and talking heads", "trilinear", "trilinear, no windows", "bidaf"]
+    + ["rules by head", "pages", "pages by the chunk before"]  # bounds of pages are of single channels
+)
+#: Mechanisms whose windows count slots, padding among them, as a model's own sliding window does.
+SLOTS = frozenset(["trilinear"])
+SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
 #: Sparse rules that know rows of one whole text.
 ONE_TEXT = frozenset(
-    ["sinks", "rules by head", "pages", "pages by the chunk before", "clusters", "vertical and slash", "nested windows"]
+    [
+        "sinks",
+        "rules by head",
+        "pages",
+        "pages by the chunk before",
+        "clusters",
+        "vertical and slash",
+        "nested windows",
+    ]
 )
 ENGINES = ("auto", "reference", "blockwise", "cpu")
-#: Engines that mechanisms cannot run on; the sentence says so.
-NOT_ON: dict[str, tuple[str, ...]] = {}
+NO_KERNEL = frozenset(["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"])
+#: For each kind of call the mechanisms that may refuse it, and what their sentence says. Nothing else is refused.
+REFUSALS = {
+    "cpu": (NO_KERNEL, "backend='cpu' is unknown"),
+    "sliding window": (frozenset(["vertical and slash"]), "whose cache drops the columns that it measures"),
+    "packed": (ONE_TEXT, "its rules know rows of one whole text"),
+    "packed, with a cache": (COUNTING, "allowed:"),
+    "forgotten, padding inside": (frozenset(["hsa"]), "keeps too little for this call"),
+    "pruned": (COUNTING, "counts the keys of the cache, and position_ids="),
+}
+
+
+def assert_refusal(error: ValueError, mechanism: str, kinds: set[str]) -> None:
+    """Raise where nothing in a call may be refused, or where a refusal is not one line that says what is allowed."""
+    said = str(error)
+    parts = [part for kind, (those, part) in REFUSALS.items() if kind in kinds and mechanism in those]
+    assert "\n" not in said and "allowed:" in said, said
+    assert any(part in said for part in parts), f"{mechanism} refuses {sorted(kinds)}: {said}"
+
+
 SLIDING = 5
 HOSTS = ("llama", "sliding", "mixed")
 
@@ -156,10 +188,25 @@ class Talk:
 
 
 @st.composite
+def draw_packed_talks(draw, mechanism: str) -> Talk:
+    """Draw several texts in a row, in one call or in several."""
+    length = draw(st.integers(2, 12))
+    padded = mechanism not in SLOTS
+    rows = tuple(draw_packed(draw, length, padded) for _ in range(draw(st.integers(1, 2))))
+    cache = draw(st.sampled_from((None, None, "dynamic", "static", "hierarchical")))
+    sizes = draw_sizes(draw, length) if cache else (length,)
+    by_places = cache is None and all(bool(row.real.all()) for row in rows)
+    form = draw(st.sampled_from([None, None]) | FORMS) if by_places else draw(FORMS)
+    plain = dict(chosen=((),) * len(sizes), room=draw(st.integers(0, 3)), blind=True)
+    return Talk(rows, sizes, cache, form, places=True, seed=draw(st.integers(0, 10**6)), **plain)
+
+
+@st.composite
 def draw_talks(draw, host: str, mechanism: str) -> Talk:
     length = draw(st.integers(1, 14))
-    # A sliding window counts slots, so that padding inside a row would change what the model itself means.
-    kinds = [draw_whole, draw_padded if host == "llama" else draw_left]
+    # A window of slots would change what the model itself means where padding stands inside a row.
+    counts_slots = host != "llama" or mechanism in SLOTS
+    kinds = [draw_whole, draw_left if counts_slots else draw_padded]
     kind = draw(st.sampled_from(kinds))
     rows = tuple(kind(draw, length) for _ in range(draw(st.integers(1, 3))))
     cache = draw(st.sampled_from((None, *CACHES)))
@@ -169,7 +216,7 @@ def draw_talks(draw, host: str, mechanism: str) -> Talk:
     form = draw(st.sampled_from(forms) if host != "llama" else st.sampled_from(forms) | FORMS)
     count, one_shape = len(rows), len({row.texts for row in rows}) == 1
     orders = st.just(()) | st.tuples(*[st.integers(0, count - 1)] * count)
-    beams = (host == "llama" or one_shape) and draw(st.booleans())
+    beams = (one_shape or not counts_slots) and draw(st.booleans())
     chosen = ((), *(draw(orders) for _ in sizes[1:])) if beams else ((),) * len(sizes)
     counted_alike = all(is_whole(row) if mechanism not in TURNING else starts_at_once(row) for row in rows)
     return Talk(
@@ -216,6 +263,31 @@ def is_whole(row: Row) -> bool:
 def starts_at_once(row: Row) -> bool:
     """Whether a row is one text without padding before its end."""
     return is_whole(row) and row.texts[0] == 0
+
+
+def has_padding_inside(talk: Talk) -> bool:
+    """Whether a row has padding behind its first token, or may get it from another row."""
+    return any(talk.chosen) or not all(is_whole(row) and row.texts[-1] >= 0 for row in talk.rows)
+
+
+def is_known_fault(mechanism: str, talk: Talk) -> bool:
+    """Whether a talk may meet a fault that is known, and is not checked until it is mended.
+
+    Where the last query of a call is padding in every row, a 4D mask of a static cache shows no last key, and
+    `mechanisms/sparse/masking.py` takes all queries for tokens before their own.
+    """
+    inside = any(row.real.int().diff().min() < 0 for row in talk.rows if len(row.texts) > 1) or any(talk.chosen)
+    return mechanism in SPARSE and talk.cache == "static" and isinstance(talk.form, Form) and inside
+
+
+def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
+    """Return the kinds of REFUSALS that a talk is of."""
+    kinds = {engine} | ({"sliding window"} if host != "llama" else set())
+    if max(max(row.texts) for row in talk.rows) > 0:
+        kinds.add("packed, with a cache" if talk.cache else "packed")
+    if talk.cache == "forgetful" and has_padding_inside(talk):
+        kinds.add("forgotten, padding inside")
+    return kinds
 
 
 @torch.no_grad()
@@ -281,3 +353,14 @@ def check_against_alone(host: str, mechanism: str, dtype: torch.dtype, share: fl
                 assert_near(found[at[here] - slots.start], expected[here], share, case)
 
     return check
+
+
+@torch.no_grad()
+def prune(model: nn.Module, tokens: Tensor, gone: set[int], **call) -> hf.DynamicCache:
+    """Return the cache of a prompt without the keys of some of its tokens."""
+    past = hf.DynamicCache()
+    model(tokens, past_key_values=past, **call)
+    left = torch.tensor([place for place in range(tokens.shape[1]) if place not in gone])
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[:, :, left], layer.values[:, :, left]
+    return past

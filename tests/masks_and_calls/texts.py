@@ -85,11 +85,11 @@ def draw_padded(draw, length: int) -> Row:
     return Row(tuple(0 if r else -1 for r in real))
 
 
-def draw_packed(draw, length: int) -> Row:
+def draw_packed(draw, length: int, padded: bool = True) -> Row:
     """Draw up to three texts one after the other, with padding before the first, behind the last, and between."""
     cuts = draw(st.lists(st.integers(1, length - 1), max_size=2, unique=True)) if length > 1 else []
     texts = [sum(i >= cut for cut in cuts) for i in range(length)]
-    padding = draw(st.lists(st.integers(0, length - 1), max_size=2, unique=True))
+    padding = draw(st.lists(st.integers(0, length - 1), max_size=2, unique=True)) if padded else []
     texts = [-1 if i in padding else text for i, text in enumerate(texts)]
     return Row(tuple(texts)) if max(texts) >= 0 else Row((0,) * length)
 
