@@ -40,42 +40,32 @@ MECHANISMS = {
     "rules by head": [ha.SparseConfig([Window(3, 1), Window(4, 2), Exact(), Pages(2, 1, 2, 1)])],
     "pages": [ha.SparseConfig(Pages(2, 1, 2, 1))],
     "pages by the chunk before": [ha.SparseConfig(Pages(2, 1, 2, 1, query="previous", chunk=2))],
+    "pages by the first query": [ha.SparseConfig(Pages(2, 1, 2, 1, "mean", "first", 3))],
     "clusters": [ha.SparseConfig(Clusters(2, 1, 4, 2, 1))],
+    "clusters by the chunk before": [ha.SparseConfig(Clusters(2, 1, 4, 2, 1, query="previous", chunk=2))],
     "vertical and slash": [ha.SparseConfig(VerticalSlash(2, 1, 2, 1, 4, 2))],
     "nested windows": [ha.SparseConfig(NestedWindows((2, 4), 2, 1, 1))],
+    "nested windows, bounds": [
+        ha.SparseConfig(NestedWindows((2, 4), 2, 0, 1, summary="bounds", query="previous", chunk=2))
+    ],
     "hype and hsa": [ha.HypeConfig(mu=0.15, tau=3.0), ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0)],
     "cone and talking heads": [ha.ConeConfig(), ha.TalkingHeadsConfig()],
 }
+SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
+#: Sparse rules that know rows of one whole text.
+ONE_TEXT = SPARSE - {"exact", "window"}
 #: Mechanisms whose results depend on where keys stand in their row.
-COUNTING = frozenset(
-    ["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa", "window", "sinks", "rules by head", "pages"]
-    + ["pages by the chunk before", "clusters", "vertical and slash", "nested windows"]
-)
+COUNTING = frozenset(["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa"]) | SPARSE - {"exact"}
 #: Mechanisms that choose keys by their scores, so that rounding may decide.
-CHOOSING = frozenset(
-    ["hsa, refined", "rules by head", "pages", "pages by the chunk before", "clusters", "vertical and slash"]
-    + ["nested windows"]
-)
+CHOOSING = frozenset(["hsa, refined"]) | ONE_TEXT - {"sinks"}
 #: Mechanisms whose results change where all rotary positions are shifted: position_ids must count the tokens.
 TURNING = frozenset(
     ["cone", "cone, penumbral", "cone and talking heads", "trilinear", "trilinear, no windows", "bidaf"]
-    + ["rules by head", "pages", "pages by the chunk before"]  # bounds of pages are of single channels
+    # Bounds of pages are of single channels.
+    + ["rules by head", "pages", "pages by the chunk before", "nested windows, bounds"]
 )
 #: Mechanisms whose windows count slots, padding among them, as a model's own sliding window does.
 SLOTS = frozenset(["trilinear"])
-SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
-#: Sparse rules that know rows of one whole text.
-ONE_TEXT = frozenset(
-    [
-        "sinks",
-        "rules by head",
-        "pages",
-        "pages by the chunk before",
-        "clusters",
-        "vertical and slash",
-        "nested windows",
-    ]
-)
 ENGINES = ("auto", "reference", "blockwise", "cpu")
 NO_KERNEL = frozenset(["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"])
 #: For each kind of call the mechanisms that may refuse it, and what their sentence says. Nothing else is refused.
@@ -273,11 +263,11 @@ def has_padding_inside(talk: Talk) -> bool:
 def is_known_fault(mechanism: str, talk: Talk) -> bool:
     """Whether a talk may meet a fault that is known, and is not checked until it is mended.
 
-    Where the last query of a call is padding in every row, a 4D mask of a static cache shows no last key, and
+    Where the last query of a call is padding in every row, a 4D mask shows no last key, and
     `mechanisms/sparse/masking.py` takes all queries for tokens before their own.
     """
     inside = any(row.real.int().diff().min() < 0 for row in talk.rows if len(row.texts) > 1) or any(talk.chosen)
-    return mechanism in SPARSE and talk.cache == "static" and isinstance(talk.form, Form) and inside
+    return mechanism in SPARSE and bool(talk.cache) and isinstance(talk.form, Form) and inside
 
 
 def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
