@@ -22,7 +22,7 @@ MECHANISMS = {
     "cone": [ha.ConeConfig()],
     "cone, penumbral": [ha.ConeConfig(variant="penumbral", clamp_heights=True)],
     "hyperbolic": [ha.HyperbolicConfig()],
-    "hyperbolic, squared": [ha.HyperbolicConfig(distance="squared_lorentz", aggregation="mean")],
+    "hyperbolic, squared": [ha.HyperbolicConfig(temperature=8.0, distance="squared_lorentz", aggregation="mean")],
     "hype": [ha.HypeConfig(mu=0.15, tau=3.0)],
     "hsa": [ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0, block_bias=0.3)],
     "hsa, refined": [ha.HsaConfig((2, 4), near=1, sinks=0, refine_top_k=1)],
@@ -260,7 +260,7 @@ def has_padding_inside(talk: Talk) -> bool:
     return any(talk.chosen) or not all(is_whole(row) and row.texts[-1] >= 0 for row in talk.rows)
 
 
-def is_known_fault(mechanism: str, talk: Talk) -> bool:
+def meets_known_fault(mechanism: str, talk: Talk) -> bool:
     """Whether a talk may meet a fault that is known, and is not checked until it is mended.
 
     Where the last query of a call is padding in every row, a 4D mask shows no last key, and
