@@ -32,7 +32,7 @@ def leaves(*tensors):
 
 
 @every_backend
-@every_pairing
+@core_pairing
 @causal_or_not
 def test_gradcheck(backend, pairing, causal):
     """query, key, value, gamma, radius and an additive per-head mask, with grouped heads."""
@@ -117,7 +117,7 @@ def test_one_parameter_for_all_heads_gets_the_summed_gradient(backend, shape):
 
 
 @every_backend
-@every_pairing
+@core_pairing
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("radius", [1e-4, 100.0])
 def test_gradients_at_extreme_radii_stay_finite(backend, pairing, dtype, radius):

@@ -25,7 +25,7 @@ from tests.oracles.cases import (
     qkv,
     tensor,
 )
-from tests.oracles.marks import both_dtypes, every_backend, every_pairing
+from tests.oracles.marks import both_dtypes, every_backend
 
 
 def space_of(q, pairing, gamma=1.0, radius=1.0):
@@ -46,7 +46,7 @@ def blend_logits(q, k, pairing, gate, gamma, radius, scale):
 
 
 @every_backend
-@every_pairing
+@pytest.mark.parametrize("pairing", CORE)
 @both_dtypes
 @pytest.mark.parametrize(
     "asked", [{"sinks": [-1.0, 0.5]}, {"softcap": 0.7}, {"sinks": [0.0, 2.0], "softcap": 0.4}], ids=str
@@ -77,7 +77,7 @@ def test_gradients_beside_sinks_and_a_cap(backend, pairing):
 
 
 @every_backend
-@every_pairing
+@pytest.mark.parametrize("pairing", CORE)
 @both_dtypes
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_a_blend_is_dot_product_plus_gated_cone(backend, pairing, dtype, scale):
