@@ -23,7 +23,7 @@ def test_gradcheck(backend, form, lq):
     def run(q, k, v, mu, tau):
         return hype_attention(q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
 
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @every_form
