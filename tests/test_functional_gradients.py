@@ -87,7 +87,9 @@ def test_gradient_of_a_broadcast_mask(backend, shape):
     """A bias that serves many heads or rows gets the sum of their gradients."""
     q, k, v = qkv(batch=2, heads=2, lq=3, lk=4, seed=47)
     (mask,) = leaves(tensor(*shape, seed=48))
-    assert torch.autograd.gradcheck(lambda m: attend(q, k, v, "umbral-xi", backend, attn_mask=m), (mask,), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda m: attend(q, k, v, "umbral-xi", backend, attn_mask=m), (mask,), fast_mode=True
+    )
 
 
 @every_backend

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from itertools import accumulate
 
 import torch
 import transformers as hf
@@ -266,8 +267,11 @@ def meets_known_fault(mechanism: str, talk: Talk) -> bool:
     Where the last query of a call is padding in every row, a 4D mask shows no last key, and
     `mechanisms/sparse/masking.py` takes all queries for tokens before their own.
     """
-    inside = any(row.real.int().diff().min() < 0 for row in talk.rows if len(row.texts) > 1) or any(talk.chosen)
-    return mechanism in SPARSE and bool(talk.cache) and isinstance(talk.form, Form) and inside
+    if mechanism not in SPARSE or not talk.cache or not isinstance(talk.form, Form):
+        return False
+    if any(talk.chosen):  # rows change on the way
+        return any(-1 in row.texts for row in talk.rows)
+    return any(all(row.texts[stop - 1] < 0 for row in talk.rows) for stop in accumulate(talk.sizes))
 
 
 def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
@@ -319,7 +323,7 @@ def write_mask(talk: Talk, rows: list[Row], start: int, stop: int, slots: int) -
     if talk.form == "2D":
         return torch.stack([row.real for row in rows])[:, :stop].long()
     seen = torch.stack([row.sees(True) for row in rows])
-    if not talk.blind:  # of their own texts these see nothing that their keys could be mistaken for
+    if not talk.blind:
         real = torch.stack([row.real for row in rows])
         seen = seen | (~real[:, :, None] & real[:, None]).tril()
     seen = seen[:, None, start:stop, :stop]
