@@ -44,7 +44,7 @@ from .masks_and_calls.models import (
 from .masks_and_calls.texts import DTYPES, assert_near, examples
 
 #: How far logits in half precision may be off, as a share of the largest one.
-HALF = {torch.bfloat16: 0.3, torch.float16: 5e-2}
+HALF = {torch.bfloat16: 0.3, torch.float16: 0.15}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def small_and_quiet(caplog, monkeypatch):
 
 
 @given(draw_cases(FUNCTIONS["hsa"]))
-@examples(30)
+@examples(20)
 def test_tying_of_both_sides_refuses_masks_that_hide_more_than_padding(case):
     case = replace(case, flag=False)
     real = torch.stack([row.real for row in case.rows])
@@ -81,7 +81,7 @@ def test_minus_ten_thousand_hides_in_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@examples(45)
+@examples(36)
 @given(data=st.data())
 def test_functions_give_what_their_definition_gives(name, data):
     case = data.draw(draw_cases(FUNCTIONS[name]), "case")
@@ -106,7 +106,7 @@ def test_functions_give_what_their_definition_gives(name, data):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@examples(30)
+@examples(20)
 @given(data=st.data())
 def test_calls_give_what_the_text_alone_gives(mechanism, data):
     """Padding, masks, chunks, caches, beams and a second conversation in turn change nothing."""
@@ -117,7 +117,7 @@ def test_calls_give_what_the_text_alone_gives(mechanism, data):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@examples(12)
+@examples(10)
 @given(data=st.data())
 def test_packed_texts_give_what_each_alone_gives(mechanism, data):
     talk = data.draw(draw_packed_talks(mechanism), "talk")
@@ -126,7 +126,7 @@ def test_packed_texts_give_what_each_alone_gives(mechanism, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@examples(30)
+@examples(20)
 @given(data=st.data())
 def test_calls_in_half_precision(dtype, data):
     """Mechanisms that choose keys by their scores are left out: rounding may choose others."""

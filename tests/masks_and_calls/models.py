@@ -75,7 +75,7 @@ REFUSALS = {
     "sliding window": (frozenset(["vertical and slash"]), "whose cache drops the columns that it measures"),
     "packed": (ONE_TEXT, "its rules know rows of one whole text"),
     "packed, with a cache": (COUNTING, "allowed:"),
-    "forgotten, padding inside": (frozenset(["hsa"]), "keeps too little for this call"),
+    "forgotten, padding inside": (frozenset(["hsa"]), "HierarchicalCache(evict=True)"),
     "pruned": (COUNTING, "counts the keys of the cache, and position_ids="),
 }
 
@@ -194,13 +194,13 @@ def draw_packed_talks(draw, mechanism: str) -> Talk:
 
 @st.composite
 def draw_talks(draw, host: str, mechanism: str) -> Talk:
-    length = draw(st.integers(1, 14))
+    length = draw(st.integers(7, 14) | st.integers(1, 14))
     # A window of slots would change what the model itself means where padding stands inside a row.
     counts_slots = host != "llama" or mechanism in SLOTS
     kinds = [draw_whole, draw_left if counts_slots else draw_padded]
     kind = draw(st.sampled_from(kinds))
     rows = tuple(kind(draw, length) for _ in range(draw(st.integers(1, 3))))
-    cache = draw(st.sampled_from((None, *CACHES)))
+    cache = draw(st.sampled_from((None, "hierarchical", *CACHES)))
     sizes = draw_sizes(draw, length) if cache else (length,)
     forms = [None, "2D"] if all(bool(row.real.all()) for row in rows) else ["2D"]
     # With a sliding window, caches of layers differ in length, and no 4D mask fits all of them.
