@@ -58,6 +58,8 @@ MODELESS = ("mixing", "fusion")
 
 def is_quick(check) -> bool:
     """Whether every run does it; the rest, and what takes long, is with the slow tests."""
+    if check.contract in ("cached", "padding") and check.family == "llama":
+        return False  # tests/test_masks_and_calls.py draws these
     is_first = (check.mode, check.config) == ("blend", CONFIGS[check.config.mechanism][0])
     if check.contract == "compiled":
         return is_first and check.family == "llama" and check.config.mechanism == "cone"

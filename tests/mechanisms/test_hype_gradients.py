@@ -23,13 +23,12 @@ def test_gradcheck(backend, form, lq):
     def run(q, k, v, mu, tau):
         return hype_attention(q, k, v, is_causal=True, enable_gqa=True, mu=mu, tau=tau, form=form, backend=backend)
 
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @every_form
 @pytest.mark.parametrize("backend", [*BACKENDS[1:], "sdpa", "auto"])
-@pytest.mark.parametrize("dtype, rtol", [("float64", 1e-9), ("float32", 2e-3)])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, rtol, causal", [("float64", 1e-9, False), ("float32", 2e-3, True)])
 def test_gradients_over_many_blocks(backend, form, dtype, rtol, causal):
     """Against the reference in float64, at the bend that a long model would have."""
     q, k, v = qkv(1, 4, 2, 701, 703, d=4, seed=44)

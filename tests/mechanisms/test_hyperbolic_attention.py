@@ -57,13 +57,12 @@ def test_output_in_every_dtype(backend, setting, dtype):
 @every_fast_engine
 @every_setting
 @causal_or_not
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("batch, heads, kv_heads, lq, lk", MANY_BLOCKS[:2], ids=str)
-def test_output_over_many_blocks(backend, setting, causal, dtype, batch, heads, kv_heads, lq, lk):
-    q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=6, dtype=DTYPES[dtype])
+def test_output_over_many_blocks(backend, setting, causal, batch, heads, kv_heads, lq, lk):
+    q, k, v = qkv(batch, heads, kv_heads, lq, lk, d=4, seed=6, dtype=torch.float32)
     got = attend(q, k, v, setting, backend, is_causal=causal, enable_gqa=True)
     want = dense(*(t.double() for t in (q, k, v)), setting, causal=causal)
-    assert_close(got, want, TOLERANCE[DTYPES[dtype]], "output")
+    assert_close(got, want, TOLERANCE[torch.float32], "output")
 
 
 @every_setting

@@ -22,8 +22,6 @@ MECHANISMS = {
     "window": ha.SparseConfig(Window(near=3, sinks=0)),
     "sinks": ha.SparseConfig(Window(near=3, sinks=1)),
 }
-#: What sees one whole text a row, and refuses others.
-ONE_TEXT = ("sinks",)
 every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS)
 LENGTHS = (7, 1, 6)
 
@@ -67,21 +65,6 @@ FORMS = {
     "bool": lambda: {"attention_mask": block_diagonal(LENGTHS), "position_ids": positions(LENGTHS)},
     "-1e4": lambda: {"attention_mask": additive(block_diagonal(LENGTHS), -1e4), "position_ids": positions(LENGTHS)},
 }
-
-
-@every_mechanism
-@pytest.mark.parametrize("form", FORMS)
-@torch.no_grad()
-def test_packed_texts(mechanism, form):
-    torch.manual_seed(0)
-    model, ids = patched(llama(num_hidden_layers=2), mechanism), tokens(1, sum(LENGTHS))
-    alone = torch.cat([model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
-    if mechanism in ONE_TEXT:
-        with pytest.raises(ValueError, match="packed texts") as caught:
-            model(ids, **FORMS[form]())
-        assert "\n" not in str(caught.value)
-        return
-    assert_close(model(ids, **FORMS[form]()).logits, alone, 1e-6, "packed against alone")
 
 
 @pytest.mark.parametrize("name", ["cone", "hype", "hsa"])

@@ -67,24 +67,6 @@ def test_steps_give_what_a_prompt_gives(sizes):
     torch.testing.assert_close(in_steps(model, ids, sizes)[0], logits(model, ids), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("cache", [hf.DynamicCache, ha.HierarchicalCache])
-@pytest.mark.parametrize("hidden", [[(16, 21)], [(18, 19), (24, 30)], [(0, 9), (13, 33)]], ids=str)
-def test_steps_know_the_padding_that_texts_have_inside(hidden, cache):
-    """Selections are shared among queries that padding keeps apart, in a prompt and between steps."""
-    ids, mask = drawn(), torch.ones(2, LENGTH, dtype=torch.long)
-    for row, slots in zip((0, 1) if len(hidden) > 1 else (1,), hidden, strict=True):
-        mask[row, slice(*slots)] = 0
-    for rule in (*RULES, Pages(2, 0, 2, 1, query="first", chunk=4)):
-        model, past, place = sparse([rule]), cache(), 0
-        expected = logits(model, ids, attention_mask=mask)
-        for size in (14, *[1] * 20, 3, *[1] * 8):
-            until = place + size
-            found = logits(model, ids[:, place:until], attention_mask=mask[:, :until], past_key_values=past)
-            apart = (found - expected[:, place:until]).abs().amax(-1) * mask[:, place:until]
-            assert apart.max() < 1e-10, (rule, place)
-            place = until
-
-
 def test_rows_of_a_cache_may_change():
     """Beams, copies and cuts of a cache: the queries of a step's chunk are found by the keys before it."""
     model, ids = sparse(), drawn(3)

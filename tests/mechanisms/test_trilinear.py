@@ -118,7 +118,7 @@ def test_gradcheck(backend, windows, causal, tiles):
     def run(*inputs):
         return trilinear_attention(*inputs, is_causal=causal, enable_gqa=True, windows=windows, backend=backend)
 
-    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
