@@ -66,9 +66,9 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
         position, before = checked.found
         raise ValueError(
             f"{mechanism} counts the keys of the cache, and position_ids={position} disagrees with the {before} that "
-            "stand before this query: the cache was pruned in the middle, or filled with other position_ids; allowed: "
-            "caches that drop keys at their ends alone, position_ids that count the keys, or a model without "
-            f"{mechanism}"
+            "stand before this query: the cache was pruned in the middle, filled with other position_ids, or holds "
+            "packed texts; allowed: caches that drop keys at their ends alone, position_ids that count the keys, or a "
+            f"model without {mechanism}"
         )
 
 

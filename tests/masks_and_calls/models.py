@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from itertools import accumulate
 
 import torch
 import transformers as hf
@@ -259,19 +258,6 @@ def starts_at_once(row: Row) -> bool:
 def has_padding_inside(talk: Talk) -> bool:
     """Whether a row has padding behind its first token, or may get it from another row."""
     return any(talk.chosen) or not all(is_whole(row) and row.texts[-1] >= 0 for row in talk.rows)
-
-
-def meets_known_fault(mechanism: str, talk: Talk) -> bool:
-    """Whether a talk may meet a fault that is known, and is not checked until it is mended.
-
-    Where the last query of a call is padding in every row, a 4D mask shows no last key, and
-    `mechanisms/sparse/masking.py` takes all queries for tokens before their own.
-    """
-    if mechanism not in SPARSE or not talk.cache or not isinstance(talk.form, Form):
-        return False
-    if any(talk.chosen):  # rows change on the way
-        return any(-1 in row.texts for row in talk.rows)
-    return any(all(row.texts[stop - 1] < 0 for row in talk.rows) for stop in accumulate(talk.sizes))
 
 
 def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:

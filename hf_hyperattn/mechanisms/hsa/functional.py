@@ -73,8 +73,8 @@ def hierarchical_attention(
         hides from all.
 
     Raises:
-        ValueError: an argument out of its range or without meaning for the tying; a row of nothing but padding where
-            attention is not causal; packed texts with fewer queries than keys. The message says what is allowed.
+        ValueError: an argument out of its range or without meaning for the tying, or packed texts with fewer queries
+            than keys. The message says what is allowed.
     """
     flags = dict(is_causal=is_causal, keep_diagonal=keep_diagonal)
     check_call(query, key, value, attn_mask, dropout_p, scale, enable_gqa, **flags)

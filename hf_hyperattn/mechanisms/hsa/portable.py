@@ -82,7 +82,7 @@ def in_same_text(visible: Tensor, place: Tensor, chunk: int | None) -> Tensor:
     token = torch.arange(n, device=visible.device)
     first = torch.where(visible, token, n).amin(-1)
     last = torch.where(visible, token, -1).amax(-1)
-    starts = text_starts(first, last, n) & (place >= 0)
+    starts = text_starts(first, last) & (place >= 0)
     if chunk is not None:
         starts = starts & (place % chunk != 0)
     number = starts.to(torch.int64).cumsum(1)

@@ -193,7 +193,7 @@ def cover(
         node = parents[node]
     for depth in range(1, max(level) + 1):
         closed = [B for B in standing if B >= tree.leaves and level[B] == depth]
-        for B in sorted(closed, key=score, reverse=True)[:refine_top_k]:  # of equal ones the first
+        for B in sorted(closed, key=lambda B: (-score(B), min(leaves[B])))[:refine_top_k]:  # of equal ones the first
             standing.remove(B)
             standing += children[B]
     return [x for x in standing if x < tree.leaves], [x for x in standing if x >= tree.leaves]

@@ -134,6 +134,10 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
         out, weights = _tied_keys(query, key, value, options, hierarchy, request, reading, place)
+    if real is not None and not is_causal and not bool((there := real.any(1)).all()):
+        # A row of padding alone has the tree of a whole row.
+        nothing = ~there[:, None, None, None]
+        out, weights = (t if t is None else t.masked_fill(nothing, 0.0) for t in (out, weights))
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 

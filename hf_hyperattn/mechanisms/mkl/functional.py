@@ -32,7 +32,8 @@ def mkl_attention(
         S^m_ij = (M·β_{i,m}) · (M·β_{j,m}) · scale · q_i·k_j   beta [B, H, N], key_beta [B, H, M]
 
     Args:
-        query: [B, H, N, d], any floating dtype. Arithmetic is float32, float64 for float64 inputs.
+        query: [B, H, N, d], any floating dtype. Arithmetic is float32, float64 for float64 inputs; in half precision
+            the weighted queries are rounded as the query is.
         key: [B, H, M, d]; with `enable_gqa` [B, Hkv, M, d], Hkv dividing H.
         value: [B, H or Hkv, M, dv].
         attn_mask: bool (True = take part) or additive, broadcastable to [B, H, N, M]; not weighted. A query that sees

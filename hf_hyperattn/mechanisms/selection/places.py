@@ -218,7 +218,9 @@ class Reading:
         """
         places, first = self.places, self.first
         is_part = first.attention_mask is None and first.stop is None and self.queries < self.keys
-        return None if is_part or places.real is None else places.real[:, : places.dropped + self.stop]
+        if places.real is None or (is_part and not self.by_position):
+            return None
+        return places.real[:, : places.dropped + self.stop]
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,34 +284,52 @@ class Reading:
         Raises:
             ValueError: A text begins among the queries, and keys before them come from a cache.
         """
-        stop = self.stop
-        if chunk is not None and self.queries < stop:  # where chunks begin among cached keys is not known
+        starts = self.find_text_starts(chunk)
+        if starts is None:
             return None
-        return self.remember(("texts", chunk), lambda: self._find_texts(chunk, stop))
-
-    def _find_texts(self, chunk: int | None, keys: int) -> Texts | None:
-        real = self.real_so_far
-        if real is None:
-            real = torch.ones(1, keys, dtype=torch.bool, device=self.mask.device)
-        real = real[:, real.shape[1] - keys :].to(self.mask.device)
-        start = keys - self.queries
-        seen = self.seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
-        bits, sees = seen.to(torch.uint8), seen.any(-1)
-        first = bits.argmax(-1).where(sees, keys)
-        last = (keys - 1 - bits.flip(-1).argmax(-1)).where(sees, -1)
-        own, place = real[:, start:], real.cumsum(1) - 1
-        starts = text_starts(first, last, keys) & own & (place[:, start:] > 0)
-        if chunk is not None:
-            starts &= place[:, start:] % chunk != 0
-        if not bool(starts.any()):
-            return None
-        if start:
+        if self.queries < self.stop:
             raise ValueError(
                 "a mask packs several texts into one row, whose earlier keys come from a cache; allowed: packed texts "
                 "in one call with use_cache=False, or one text a row"
             )
-        number = starts.cumsum(1).masked_fill(~real, -1)
-        return Texts(number, place - (place * starts).cummax(1).values)
+        return self.remember(("texts", chunk), lambda: self._number_texts(starts))
+
+    def find_text_starts(self, chunk: int | None = None) -> Tensor | None:
+        """Return bool [B, N], the queries at which a text begins in a row that has begun; None if there are none.
+
+        Args:
+            chunk: See `texts`.
+        """
+        if chunk is not None and self.queries < self.stop:  # where chunks begin among cached keys is not known
+            return None
+        return self.remember(("text starts", chunk), lambda: self._find_text_starts(chunk))
+
+    def _real_keys(self) -> Tensor:
+        """Bool [B|1, stop], the keys that are no padding."""
+        real = self.real_so_far
+        if real is None:
+            return torch.ones(1, self.stop, dtype=torch.bool, device=self.mask.device)
+        return real[:, real.shape[1] - self.stop :].to(self.mask.device)
+
+    def _find_text_starts(self, chunk: int | None) -> Tensor | None:
+        keys, real = self.stop, self._real_keys()
+        # Queries are the last keys; where nothing says so, the first.
+        start = keys - self.queries if self.is_causal or self.grows else self.offset
+        seen = self.seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
+        bits, sees = seen.to(torch.uint8), seen.any(-1)
+        first = bits.argmax(-1).where(sees, keys)
+        last = (keys - 1 - bits.flip(-1).argmax(-1)).where(sees, -1)
+        own = slice(start, start + self.queries)
+        place = real.cumsum(1)[:, own] - 1
+        starts = text_starts(first, last, start) & real[:, own] & (place > 0)
+        if chunk is not None:
+            starts &= place % chunk != 0
+        return starts if bool(starts.any()) else None
+
+    def _number_texts(self, starts: Tensor) -> Texts:
+        real = self._real_keys()
+        place = real.cumsum(1) - 1
+        return Texts(starts.cumsum(1).masked_fill(~real, -1), place - (place * starts).cummax(1).values)
 
 
 def read_mask(
@@ -370,14 +390,14 @@ def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
     return real
 
 
-def text_starts(first: Tensor, last: Tensor, keys: int) -> Tensor:
-    """Bool [B, N]: at which of the last N tokens no query sees from one side to the other.
+def text_starts(first: Tensor, last: Tensor, start: int = 0) -> Tensor:
+    """Bool [B, N]: at which of the N tokens from `start` on no query sees from one side to the other.
 
     Args:
-        first, last: int64 [B, N], the first and the last key that each query sees; `keys` and -1 where it sees none.
-        keys: M.
+        first, last: int64 [B, N], the first and the last key that each query sees; M and -1 where it sees none.
+        start: the key that is query 0's own.
     """
-    token = torch.arange(keys - first.shape[1], keys, device=first.device)
+    token = torch.arange(start, start + first.shape[1], device=first.device)
     query = token[:, None]
     back = (first[..., None] < token) & (token <= query)
     ahead = (query < token) & (token <= last[..., None])

@@ -55,16 +55,16 @@ def check_unpacked(reading: Reading, rules: ByLength) -> None:
     """Refuse a mask of a caller's own that packs several texts into a row; it may hide anything else.
 
     Args:
-        reading: of a mask of a whole row: a call with fewer queries than keys is not looked at.
+        reading: of the mask.
         rules: those that count from the query alone may see such rows.
 
     Raises:
         ValueError: a row holds several texts.
     """
     mask = reading.mask
-    if mask is None or reading.queries != reading.keys or not can_read(mask) or all(map(is_local, rules_in(rules))):
+    if mask is None or not can_read(mask) or all(map(is_local, rules_in(rules))):
         return
-    if reading.texts() is not None:
+    if reading.find_text_starts() is not None:
         raise several_texts("mask of several texts in a row")
 
 
