@@ -378,9 +378,9 @@ def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
     expected = real[:, None, None, :]
     if is_causal:
         expected = expected & (place <= place[keys - queries :, None])
-    wrong = ((seen != expected) & real[:, None, keys - queries :, None]).nonzero()[:1].tolist()
-    if wrong:
-        b, h, i, j = wrong[0]
+    wrong = (seen != expected) & real[:, None, keys - queries :, None]
+    if bool(wrong.any()):
+        b, h, i, j = wrong.nonzero()[0].tolist()
         shown = bool(seen.expand(-1, -1, queries, -1)[b, h, i, j])
         raise ValueError(
             f"the attention mask {'shows' if shown else 'hides'} token {j} {'to' if shown else 'from'} query {i} of "

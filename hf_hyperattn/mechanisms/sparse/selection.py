@@ -16,8 +16,8 @@ SELECTORS = get_args(Selector)
 #: What `query=` means, for the help of rules.
 QUERY_HELP = (
     "own: each query selects for itself; first: the first query of a chunk selects for all of it; previous: the mean "
-    "query of the chunk before; chunk: the mean of the chunk's own queries, so far as they are known: a prompt's then "
-    "depend on up to chunk - 1 tokens after them"
+    "query of the chunk before; chunk: the mean of the chunk's own queries up to the end of the call: those of a "
+    "prompt then depend on up to chunk - 1 tokens after them, and those before the call must be known"
 )
 #: Sizes up to this are not compared with a text: a traced program would hold for texts on one side of it alone.
 SMALL = 4096
