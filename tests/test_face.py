@@ -17,7 +17,8 @@ from hf_hyperattn import functional, mechanisms
 from hf_hyperattn.config import MODES, HyperAttnConfig
 from hf_hyperattn.registry import MECHANISMS
 
-ROOMS = [room.name for room in pkgutil.iter_modules(mechanisms.__path__) if room.ispkg]
+#: `selection` is no mechanism: what mechanisms that select keys have in common.
+ROOMS = [room.name for room in pkgutil.iter_modules(mechanisms.__path__) if room.ispkg and room.name != "selection"]
 SCRIPT = Path(__file__).parent / "typing_script.py"
 
 

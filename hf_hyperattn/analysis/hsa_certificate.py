@@ -122,7 +122,7 @@ def call_loss(call: HostCall, config: HsaConfig, name: str) -> tuple[Tensor, int
     mask, place = options.mask, None
     if mask is not None:
         reading = call.read_mask()
-        real = reading.padding
+        real = reading.real_if_only_padding
         if real is not None:
             hierarchy, mask = restricted(hierarchy, real), None
         elif rule.tying == "key":

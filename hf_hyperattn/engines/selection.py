@@ -4,7 +4,8 @@ A `Rule` never sees masks, caches or kernels. It is about rows of whole texts:
 
 - `Places` say for every query and every key which token of its row it is. Only the reader of masks makes them
   (mechanisms/selection/places.py), once for all layers of a model.
-- `Summaries` stand for blocks of keys, such as the mean of a page. A cache keeps them (mechanisms/selection/cache.py).
+- `Summaries` stand for blocks of keys, such as the mean of a page. They are kept beside the keys of
+  a cache (mechanisms/sparse/pages_kept.py).
 - `Lists` say which blocks of keys each chunk of queries attends to. A kernel makes them from queries and summaries, and
   attends to the keys that they list.
 """
@@ -21,9 +22,9 @@ from torch import Tensor
 
 
 def computed_once(method: Callable) -> Any:
-    """Return a property that keeps its value with the object, but in compiled calls.
+    """Return a property that is computed once and stored with the object; compiled calls compute it each time.
 
-    The compiler cannot enter the lock that `functools.cached_property` has before Python 3.12.
+    `functools.cached_property` will not do: before Python 3.12 it has a lock, which the compiler cannot enter.
     """
     name = "_" + method.__name__
 
@@ -41,16 +42,16 @@ def computed_once(method: Callable) -> Any:
 class Places:
     """Where the queries and the keys of a call stand in their rows.
 
-    A row has `dropped` tokens that a cache keeps no more, then the keys of the call. Padding is not counted: the
-    number of a token is how many tokens of its row stand before it.
+    A row has `dropped` tokens that a cache keeps no more, then the keys of the call. A token is *real* if it is neither
+    padding nor an empty slot of a cache. The number of a real token is how many real tokens of its row stand before it.
 
     Args:
         batch, queries, keys: B, N, M.
-        device: where the tensors below are.
+        device: Where the tensors below are.
         start: The key that is query 0's own; the next query's is the next key. A tensor of no axes where it cannot be
             read, as in compiled calls.
-        dropped: The tokens before key 0.
-        real: Bool [B|1, dropped + M], the tokens that are no padding and no empty slot of a cache; None if all are.
+        dropped: How many tokens stand before key 0.
+        real: Bool [B|1, dropped + M], the real tokens; None if all are.
     """
 
     batch: int
@@ -63,7 +64,7 @@ class Places:
 
     @property
     def stop(self) -> int | None:
-        """How many keys there are up to the last query's own; None where that cannot be read."""
+        """How many keys there are up to the last query's own, also where these are more than M; None if unreadable."""
         return self.start + self.queries if isinstance(self.start, int) else None
 
     @property
@@ -73,36 +74,36 @@ class Places:
 
     @computed_once
     def count(self) -> Tensor:
-        """int64 [B|1, dropped + M], how many tokens of the row there are up to each, and with it."""
+        """int64 [B|1, dropped + M], how many real tokens of the row there are up to each token, itself included."""
         if self.real is None:
             return torch.arange(1, self.dropped + self.keys + 1, device=self.device)[None]
         return self.real.cumsum(1)
 
     @computed_once
-    def row(self) -> Tensor:
-        """int64 [B|1, dropped + M], the number of each token in its row; -1 for padding and empty slots."""
+    def numbers(self) -> Tensor:
+        """int64 [B|1, dropped + M], the number of each real token in its row; -1 for the others."""
         number = self.count - 1
         return number if self.real is None else number.masked_fill(~self.real, -1)
 
     @property
-    def key(self) -> Tensor:
-        """int64 [B|1, M], the numbers of the keys."""
-        return self.row[:, self.dropped :]
+    def key_numbers(self) -> Tensor:
+        """int64 [B|1, M], the numbers of the keys; -1 for those that are not real."""
+        return self.numbers[:, self.dropped :]
 
     @computed_once
-    def slot(self) -> Tensor:
-        """int64 [N], the key that is each query's own."""
-        slot = torch.arange(self.queries, device=self.device) + self.start
-        return slot.clamp(0, max(0, self.keys - 1))
+    def own_keys(self) -> Tensor:
+        """int64 [N], the key that is each query's own; the last key for queries that stand after all keys."""
+        own = torch.arange(self.queries, device=self.device) + self.start
+        return own.clamp(0, max(0, self.keys - 1))
 
     @computed_once
-    def query(self) -> Tensor:
-        """int64 [B|1, N], the numbers of the queries."""
-        return self.key.index_select(1, self.slot)
+    def query_numbers(self) -> Tensor:
+        """int64 [B|1, N], the numbers of the queries; -1 for those that are not real."""
+        return self.key_numbers.index_select(1, self.own_keys)
 
     @computed_once
     def spans(self) -> tuple[list[int], list[int]] | None:
-        """The first key of each row and the end of its keys, before `stop`; None if padding stands between tokens.
+        """The first real key of each row, and the end of its real keys; None if padding stands between them.
 
         To be asked only where `stop` is known.
         """
@@ -117,17 +118,19 @@ class Places:
         repeats = self.batch // len(counts)
         return starts.tolist() * repeats, (starts + counts).clamp_max(stop).tolist() * repeats
 
-    def slots(self, stop: int, count: int) -> int:
-        """Return how many slots before `stop` hold the last `count` tokens of every row, or all that a row has.
+    def count_slots(self, stop: int, count: int) -> int:
+        """Return how many tokens before `stop` one must take for the last `count` real ones of every row.
+
+        Where a row has fewer real ones, for all of them.
 
         Args:
-            stop: Counted from the beginning of the rows.
-            count: Tokens.
+            stop: Counted from the beginning of the rows, dropped tokens included.
+            count: Real tokens.
         """
         if not stop or self.real is None:
             return min(stop, count)
-        row = self.row[:, :stop]
-        last = (row >= (row.amax(1, keepdim=True) + 1 - count).clamp_min(0)).int()
+        numbers = self.numbers[:, :stop]
+        last = (numbers >= (numbers.amax(1, keepdim=True) + 1 - count).clamp_min(0)).int()
         return int((last.amax(1) * (stop - last.argmax(1))).amax())
 
 
@@ -136,8 +139,8 @@ class Texts:
     """Which tokens of a row belong together, where a mask packs several texts into one.
 
     Args:
-        number: int64 [B, M], the text that each key is of; -1 for padding.
-        place: int64 [B, M], the number of each key in its text.
+        number: int64 [B|1, M], the text that each key is of, from 0; -1 for padding.
+        place: int64 [B|1, M], the number of each real key in its text; of padding it says nothing.
     """
 
     number: Tensor
@@ -146,12 +149,13 @@ class Texts:
 
 @dataclass(frozen=True, eq=False)
 class Summaries:
-    """What stands for blocks of keys, a row for each block that is complete.
+    """What stands for blocks of keys, a row for each block that is complete in some row of the batch.
 
     Args:
         rows: float32 [B, Hkv, P, w]: the mean of the keys of a block, or the largest of them and then the least, by
             channel.
-        starts: The first key of each row of the batch that is no padding; blocks begin there.
+        starts: The first real key of each row of the batch; blocks begin there. What a row of the batch has not
+            completed may hold anything.
         size: Keys of a block.
     """
 
@@ -165,9 +169,10 @@ class Lists:
     """The blocks of keys that chunks of queries attend to, beside what they see by place.
 
     Args:
-        rows: int32 [B, places], one head after the other, of each [chunks, most]: numbers of blocks, in any order, each
-            once; -1 for none. The first chunk is that of the first query that is no padding.
-        shapes: Of each head, how many chunks there are and how many blocks a chunk attends to at most.
+        rows: int32 [B, sum of chunks · most over the heads]: for each head its table [chunks, most], flattened. An
+            entry is the number of a block, or -1 for none; a chunk has each block once, in any order. Chunk 0 is the
+            chunk of the first real query.
+        shapes: (chunks, most) of each head: how many chunks there are, and how many blocks one attends to at most.
     """
 
     rows: Tensor
@@ -194,16 +199,16 @@ class Rule(ABC):
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """(near, sinks): queries see of their last `near` tokens and the first `sinks` alone, by how far these are.
+        """(near, sinks): a query sees none but its last `near` tokens and the first `sinks` tokens of the text.
 
-        All others may be forgotten, and `visible` is then called with what is left of the text. None: any token may be
-        seen by a later query.
+        Whether it sees one of these depends on nothing but where they stand. All others may be forgotten; `visible` is
+        then called with what is left of the text. None: any token may be seen by a later query.
         """
         return None
 
     @abstractmethod
     def share(self, length: int) -> float:
-        """Logits that a causal head computes over a text of `length` tokens, in proportion to length·(length+1)/2.
+        """The fraction of all causal logits, length·(length+1)/2, that a head computes over a text of `length` tokens.
 
         One logit is counted for every key that a query sees, and for every summary (of a page, of a cluster) that its
         selection scores. Where a chunk of C queries shares a selection, a scored summary counts 1/C for each of them.
@@ -211,7 +216,8 @@ class Rule(ABC):
 
     @abstractmethod
     def visible(self, call: Any) -> Tensor:
-        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What comes after it may be anything.
+        """Bool, broadcastable to [B, H, N, M]: the keys that each query sees. What it says of keys after a query
+        is ignored.
 
         Args:
             call: The queries, the keys and where they stand: a `RuleCall` (mechanisms/sparse/rules.py).

@@ -101,7 +101,7 @@ def is_whole(call: HostCall, length: int) -> bool:
     options = call.options
     if call.query.shape[2] != length or call.key.shape[2] != length or (options.window or length) < length:
         return False
-    real = None if options.mask is None else call.read_mask().padding
+    real = None if options.mask is None else call.read_mask().real_if_only_padding
     return options.mask is None or (real is not None and bool(real.all()))
 
 

@@ -214,7 +214,7 @@ def is_plain(call: HostCall, length: int) -> bool:
 
 def hides_nothing_before(call: HostCall) -> bool:
     """Whether a mask hides later tokens alone, as that of gpt-oss does, which has no call without one."""
-    real = call.read_mask().padding
+    real = call.read_mask().real_if_only_padding
     return real is not None and bool(real.all())
 
 

@@ -59,7 +59,7 @@ def test_a_cache_that_forgets_equals_the_full_pass(family, pads, monkeypatch):
     assert_close(got[1, pads:], expected[1, pads:], 1e-5 * expected.abs().max(), "padded row")
     if family != "mistral":  # its layers slide, and forget by themselves
         store = cache.layers[0].store
-        assert store.has_forgotten and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
+        assert store.has_evicted and store.tokens[0].room.shape[2] < 40 and cache.get_seq_length() == 70
         with pytest.raises(ValueError, match="cannot go back to 10 tokens"):
             cache.crop(-60)
 
@@ -138,7 +138,7 @@ def test_beams_with_a_cache_that_forgets(monkeypatch):
     plain = generate(model, inputs, num_beams=3, use_cache=False, pad_token_id=0)
     cache = HierarchicalCache(model, evict=True)
     assert torch.equal(generate(model, inputs, num_beams=3, past_key_values=cache, pad_token_id=0), plain)
-    assert cache.layers[0].store.has_forgotten
+    assert cache.layers[0].store.has_evicted
 
 
 def test_blends_and_decoders_of_pairs_use_the_cache():

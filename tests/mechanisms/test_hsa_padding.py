@@ -73,7 +73,7 @@ def test_a_cache_that_forgets_waits_for_the_first_token_of_every_row(monkeypatch
     got = stepwise(model, inputs, cache, parts=(0, 7, 14, 21, 28))
     assert_close(got[0], expected[0], 1e-5 * expected.abs().max(), "row 0")
     assert_close(got[1, 25:], expected[1, 25:], 1e-5 * expected.abs().max(), "padded row")
-    assert cache.layers[0].store.has_forgotten
+    assert cache.layers[0].store.has_evicted
 
 
 @first_always("pads", [12, 0])

@@ -46,10 +46,10 @@ def test_places_are_found_once_a_model_call(monkeypatch, mechanism, padding, inf
 def test_numbers_count_real_tokens():
     real = torch.tensor([[0, 1, 1, 0, 1, 0]], dtype=torch.bool)
     here = Places(1, 2, 5, torch.device("cpu"), start=2, dropped=1, real=real)
-    assert here.row.tolist() == [[-1, 0, 1, -1, 2, -1]]
-    assert here.key.tolist() == [[0, 1, -1, 2, -1]] and here.query.tolist() == [[-1, 2]]
+    assert here.numbers.tolist() == [[-1, 0, 1, -1, 2, -1]]
+    assert here.key_numbers.tolist() == [[0, 1, -1, 2, -1]] and here.query_numbers.tolist() == [[-1, 2]]
     assert here.stop == 4 and here.spans is None
-    assert here.slots(5, 1) == 1 and here.slots(5, 2) == 3 and here.slots(5, 9) == 4
+    assert here.count_slots(5, 1) == 1 and here.count_slots(5, 2) == 3 and here.count_slots(5, 9) == 4
     assert Places(2, 1, 4, torch.device("cpu"), start=3).spans == ([0, 0], [4, 4])
 
 

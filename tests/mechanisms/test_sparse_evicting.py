@@ -96,7 +96,7 @@ def test_what_is_kept_gives_what_the_definition_gives():
         weights = torch.softmax((0.4 * kept @ query[0, 0, i]).masked_fill(~shown, -torch.inf), 0)
         expected = reference.attention(rule, *(t[0, 0, : i + 1] for t in (query, key, value)), 0.4)[i]
         assert_same(weights @ values, expected)
-        cache.forget_unreachable(None)
+        cache.evict_unreachable(None)
     assert held_of(cache) <= 20
 
 

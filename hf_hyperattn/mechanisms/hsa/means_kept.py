@@ -94,9 +94,9 @@ class WindowMeans(KeptWithKeys):
         safe = self.cache.length - TAKEN_BACK
         if not isinstance(keep, KeepWindows):
             return
-        if safe <= max(starts) or safe < self.cache.least + self.sizes[0]:  # a window more, or nothing can go
+        if safe <= max(starts) or safe < self.cache.shortest + self.sizes[0]:  # a window more, or nothing can go
             return
-        self.cache.least, self.shown = max(self.cache.least, safe), None
+        self.cache.shortest, self.shown = max(self.cache.shortest, safe), None
         for pair, width, parent in zip((self.cache.tokens, *self.means), (1, *self.sizes), self.sizes):
             first, head = [], []
             for start in starts:

@@ -120,7 +120,7 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     hierarchy = hierarchy_for(request.hierarchy, len(query), dropped + stop, is_causal)
     real, place = None, None
     if mask is not None:
-        real = reading.padding
+        real = reading.real_if_only_padding
         if real is None and rule.tying == "key":
             hierarchy, place = lay_under_mask(hierarchy, reading, request)
         else:
@@ -200,7 +200,7 @@ def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, i
     """The hierarchy over the real tokens, made once for all layers."""
     if real is None:
         return hierarchy
-    name = real is reading.padding, is_causal
+    name = real is reading.real_if_only_padding, is_causal
     return reading.remember_of(hierarchy, name, lambda: restricted(hierarchy, real, is_causal))
 
 

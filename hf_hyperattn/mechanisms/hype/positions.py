@@ -35,7 +35,7 @@ def of_call(call: HostCall, host: Host | None = None, mechanism: str = "hype") -
     call.first_query(mechanism, host)  # raises where the call does not tell
     places = call.read_mask(host is not None and host.grows).places
     keys = places.count[:, None, places.dropped :]
-    return (keys if n == m else keys.index_select(2, places.slot)), keys
+    return (keys if n == m else keys.index_select(2, places.own_keys)), keys
 
 
 def checked_positions(name: str, positions: Tensor | None, length: int, batch: int, device) -> Tensor:

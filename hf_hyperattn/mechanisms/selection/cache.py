@@ -18,16 +18,17 @@ from ...attached import attach, attached_to
 from ...readable import is_recorded
 from .growing import TAKEN_BACK, GrowingTensor
 
-#: The nearest tokens and the first tokens that a head looks at, (near, sinks); None: it may look at any.
+#: (near, sinks): a head looks at its last `near` tokens and the first `sinks` tokens alone; None: it may look at any.
 Reach = tuple[int, int] | None
 #: Keys and values.
 Pair = tuple[GrowingTensor, GrowingTensor]
+#: How errors name a cache that forgets tokens.
 EVICTING = "HierarchicalCache(evict=True)"
 
 
 @dataclass(frozen=True)
 class KeepWindows:
-    """What HSA has to keep of a layer whose heads refine nothing.
+    """What has to be kept of a layer with Hierarchical Self-Attention that opens no blocks by their scores.
 
     Args:
         sizes: Windows, bottom first, at least one.
@@ -39,28 +40,29 @@ class KeepWindows:
     sinks: int
 
 
-#: What a layer may have to keep: of HSA; of sparse rules, by key head. None: everything.
+#: Which tokens must stay: `KeepWindows` under Hierarchical Self-Attention, a `Reach` for each key head under sparse
+#: rules, None for all tokens.
 Keep = KeepWindows | tuple[Reach, ...] | None
 
 
 class KeptWithKeys:
-    """What a mechanism keeps beside the keys of a cache, until these change in another way than by growing."""
+    """What a mechanism keeps beside the keys of a cache, which calls these methods to keep it in step with the keys."""
 
     def before_append(self) -> None:
         """Called before tokens are added."""
 
     def crop(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
+        """Take back all tokens but the first `length`."""
 
     def pick(self, rows: Tensor) -> None:
         """Take these rows of the batch, in this order: beams, or several answers to a prompt."""
 
 
 class Blocks(KeptWithKeys):
-    """Blocks of one size, of which each row of the batch has so many that are complete.
+    """Counts the complete blocks of each row of the batch.
 
     Args:
-        starts: The first token of each row that is no padding; blocks begin there.
+        starts: The first real token of each row; blocks begin there.
         size: Tokens of a block.
     """
 
@@ -83,7 +85,7 @@ class Blocks(KeptWithKeys):
 
 
 class WorkingCopy(KeptWithKeys):
-    """The tokens in a wider dtype, each converted once.
+    """The tokens in a wider dtype, each converted once; of a cache that forgets none.
 
     Args:
         tokens: What is copied.
@@ -117,12 +119,16 @@ class QueriesKept(KeptWithKeys):
 
     def __init__(self):
         self.queries: GrowingTensor | None = None
-        self.first = 0  # the token of the first of these queries
+        self.first = 0  # the token of the first query that was ever added
 
     def go_on(
         self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
     ) -> Tensor | None:
-        """See `recent.RecentQueries.go_on`. The cache says itself what is taken back: no keys are compared."""
+        """Return the `least` queries before a call, None if they are not held, and remember the call's own.
+
+        As `recent.RecentQueries.go_on`, whose arguments it takes. The cache says itself what is taken back, so that no
+        keys need to be compared.
+        """
         if self.queries is None or self.first + self.queries.length != start:
             self.queries, self.first = GrowingTensor(query), start
         held = self.queries.view()
@@ -158,20 +164,19 @@ class LayerCache:
     """The keys and values of one layer, and what mechanisms keep beside them.
 
     Args:
-        key: [B, Hkv, n, d] and
-        value: [B, Hkv, n, dv]: what the first tokens look like; nothing is added yet.
+        key, value: [B, Hkv, n, d] and [B, Hkv, n, dv], for their shapes, dtypes and device; no token is added yet.
         keep: What has to be kept, where the rest may be forgotten.
     """
 
     def __init__(self, key: Tensor, value: Tensor, keep: Keep = None):
         self.keep = keep
         self.reaches = keep if isinstance(keep, tuple) else (None,) * key.shape[1]
-        if key.shape[1] != len(self.reaches) or value.shape[1] != len(self.reaches):
+        if keep is not None and not (key.shape[1] == value.shape[1] == len(self.reaches)):
             raise ValueError(
                 f"{EVICTING} was given {key.shape[1]} heads of keys and {value.shape[1]} of values, and the model was "
                 f"made for {len(self.reaches)}; allowed: evict=False"
             )
-        self.least = 0  # tokens that must be left when some are taken back
+        self.shortest = 0  # tokens that must be left when some are taken back
         self.beside: dict[Any, KeptWithKeys] = {}
         self.parts = []
         for reach in dict.fromkeys(self.reaches):
@@ -186,12 +191,12 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """How many tokens were added, forgotten ones too."""
+        """Tokens of the rows: those that were added and not taken back, forgotten ones included."""
         return self.tokens[0].length
 
     @property
-    def has_forgotten(self) -> bool:
-        """Whether some tokens are gone."""
+    def has_evicted(self) -> bool:
+        """Whether some tokens were forgotten."""
         return any(tensor.gone for part in self.parts for tensor in part.tokens)
 
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -203,9 +208,10 @@ class LayerCache:
                 tensor.append(of_heads(new, part.heads))
 
     def show(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values, by which attention finds this cache.
+        """Return keys and values for Transformers to pass on; attention finds this cache by them.
 
-        Where some may be forgotten, they are placeholders, NaN, of the length that masks are made for.
+        Where some may be forgotten, they are NaN of the full length, for which masks are made: one number, expanded.
+        Attention then reads what is kept from the cache.
         """
         heads, tokens = len(self.reaches), self.tokens
         key, value = (t.view() if self.keep is None else t.placeholder(heads) for t in tokens)
@@ -221,14 +227,14 @@ class LayerCache:
         return found
 
     def crop(self, length: int) -> None:
-        """Forget all tokens but the first `length`.
+        """Take back all tokens but the first `length`.
 
         Raises:
             ValueError: More is to be taken back than can be.
         """
-        if length < self.least:
+        if length < self.shortest:
             raise ValueError(
-                f"{EVICTING} cannot go back to {length} tokens, only to {self.least}; allowed: at most {TAKEN_BACK} "
+                f"{EVICTING} cannot go back to {length} tokens, only to {self.shortest}; allowed: at most {TAKEN_BACK} "
                 "tokens at once, reset(), or evict=False"
             )
         for part in self.parts:
@@ -245,27 +251,27 @@ class LayerCache:
         for kept in self.beside.values():
             kept.pick(rows)
 
-    def forget_unreachable(self, real: Tensor | None) -> None:
-        """Forget what no query reaches from here on, nor from `TAKEN_BACK` tokens before.
+    def evict_unreachable(self, real: Tensor | None) -> None:
+        """Forget what no query looks at from here on, nor from `TAKEN_BACK` tokens before.
 
         Args:
-            real: Bool [B|1, M], which tokens are no padding; None: all.
+            real: Bool [B|1, M], the real tokens; None: all.
         """
         for part in self.parts:
             if part.reach is None:
                 continue
             near, sinks = part.reach
-            first, head = self.length + 1 - near - TAKEN_BACK, sinks
-            if real is not None:
+            keep_from, keep_first = self.length + 1 - near - TAKEN_BACK, sinks
+            if real is not None:  # rows share one tensor: what any of them needs is kept
                 count = real.cumsum(1)
-                first = int((count <= count[:, -1:] + 1 - near - TAKEN_BACK).sum(1).min())
-                head = int((count <= sinks).sum(1).max())
+                keep_from = int((count <= count[:, -1:] + 1 - near - TAKEN_BACK).sum(1).min())
+                keep_first = int((count <= sinks).sum(1).max())
             gone = part.tokens[0].gone
-            for tensor in part.tokens:
-                if first > head:
-                    tensor.evict(first, head)
+            if keep_from > keep_first:
+                for tensor in part.tokens:
+                    tensor.evict(keep_from, keep_first)
             if part.tokens[0].gone > gone:
-                self.least = self.length - TAKEN_BACK
+                self.shortest = self.length - TAKEN_BACK
 
 
 def of_heads(tensor: Tensor, heads: list[int]) -> Tensor:
@@ -275,7 +281,7 @@ def of_heads(tensor: Tensor, heads: list[int]) -> Tensor:
 
 
 def layer_cache_of(key: Tensor, value: Tensor, mechanism: str, kind: type) -> LayerCache | None:
-    """Return the cache that keys and values come from; None where there is none, or it has nothing to do with them.
+    """Return the cache that keys and values come from; None if they do not both come from one, and in recorded calls.
 
     Args:
         key, value: Of an attention call.

@@ -24,17 +24,23 @@ from ...readable import can_read
 
 @dataclass(frozen=True)
 class FirstKey:
-    """What the model says of the keys that a mask is about: the cache of a sliding window drops the first ones.
+    """What the model says of the keys of a call, where it made the mask itself.
 
     Args:
-        index: Tokens dropped before key 0; None where that cannot be told.
-        attention_mask: The model's padding mask [B, tokens so far], as far as it is known.
-        stop: How many keys there are so far, as far as it is known: behind them a static cache has empty slots.
+        index: Tokens that the cache of a sliding window has dropped before key 0; None where that cannot be told.
+        attention_mask: The model's padding mask [B, dropped + M], or its beginning; None where there is none.
+        stop: How many of the keys of the call are there so far: behind them a static cache has empty slots. None: the
+            mask is of another make.
     """
 
     index: int | None = 0
     attention_mask: Tensor | None = None
     stop: int | Tensor | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the model has made the mask, so that its padding mask says all about padding."""
+        return self.stop is not None
 
     @computed_once
     def keys(self) -> int | None:
@@ -42,7 +48,7 @@ class FirstKey:
         return None if self.stop is None else int(self.stop)
 
     def real(self, tokens: int) -> Tensor | None:
-        """Return bool [B, tokens], the first tokens of the rows that are no padding; None if nothing is known."""
+        """Return bool [B, tokens], which of the first tokens of the rows are real; None without a padding mask."""
         mask = self.attention_mask
         if mask is None:
             return None
@@ -68,13 +74,16 @@ class KnownOfMask:
         self.readings: dict[tuple, dict[Any, Any]] = {}
 
     def fits(self, mask: Tensor) -> bool:
-        """Whether the mask is as it was. Tensors of inference mode do not tell."""
+        """Whether the mask is as it was. In inference mode tensors count no versions: only our own are trusted."""
         return self.is_ours if mask.is_inference() else self.version == mask._version
 
 
 @lru_cache(maxsize=8)
 def facts_without_mask(about: tuple) -> dict[Any, Any]:
-    """Return the facts of calls of this kind that have no mask: position says all."""
+    """Return the facts of calls of this kind that have no mask, whose position says all.
+
+    `lru_cache` returns the same dict for the same kind, and callers add to it: a table of the last 8 kinds of calls.
+    """
     return {}
 
 
@@ -110,7 +119,7 @@ class Reading:
         is_causal: Whether queries see only earlier keys.
         by_position: Whether causality is not in the mask: query i sees no key after `offset` + i.
         offset: See `by_position`.
-        grows: Whether the call is of a prefix LM: not causal, and queries are the last keys that anybody sees.
+        grows: Whether this is a prefix LM, which is not causal, and whose queries are the newest keys all the same.
         first: What the model says of the keys.
         facts: What was read already, for all layers.
     """
@@ -137,9 +146,9 @@ class Reading:
         """Return `make()`, which is called once for all layers that have this hierarchy.
 
         Args:
-            hierarchy: What it is made from.
-            name: What is made.
-            make: Makes it.
+            hierarchy: What the result is made from.
+            name: Tells results of one hierarchy apart.
+            make: Makes the result.
         """
         made = self.remember("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
         if name not in made:
@@ -184,8 +193,8 @@ class Reading:
     def _find_real(self, start: int | Tensor) -> Tensor | None:
         dropped, first = self.first.index or 0, self.first
         real = first.real(dropped + self.keys)
-        # A mask that Transformers made of no padding hides no padding: a window or an indexer hides too.
-        if real is None and self.mask is not None and first.stop is None:
+        # Where the model made the mask and gave no padding mask, what is hidden is hidden by a window or an indexer.
+        if real is None and self.mask is not None and not first.is_known:
             real = pad(self._seen_by_some(start), (dropped, 0), value=True)
         if real is None:
             return None
@@ -201,6 +210,8 @@ class Reading:
     def seen(self, start: int | Tensor) -> Tensor:
         """Return bool [B|1, N|1, M|1], the keys that each query sees in some head.
 
+        A mask with one row for all queries is returned without causality by position.
+
         Args:
             start: The key that is query 0's own.
         """
@@ -212,13 +223,14 @@ class Reading:
 
     @property
     def real_so_far(self) -> Tensor | None:
-        """Bool [B|1, dropped + stop], the tokens that are no padding; None where all are, or nothing says it.
+        """Bool [B|1, dropped + stop], the real tokens; None where all are real, or where nothing says it.
 
-        A mask of a part of the row does not: a sliding window may have passed what it hides from these queries.
+        Nothing says it where the last queries of a row come with a mask of another make than the model's: a key that it
+        hides from all of them may be a real token that a sliding window has left behind.
         """
         places, first = self.places, self.first
-        is_part = first.attention_mask is None and first.stop is None and self.queries < self.keys
-        if places.real is None or (is_part and not self.by_position):
+        says_model = first.is_known or first.attention_mask is not None
+        if places.real is None or not (says_model or self.by_position or self.queries == self.keys):
             return None
         return places.real[:, : places.dropped + self.stop]
 
@@ -228,11 +240,14 @@ class Reading:
         return self.remember("ends", lambda: seen_ends(self.mask, self.keys))
 
     @property
-    def padding(self) -> Tensor | None:
-        """Bool [B, stop], the keys that are no padding, if the mask hides nothing else; None if it does."""
-        return self.remember("padding", self._find_padding)
+    def real_if_only_padding(self) -> Tensor | None:
+        """Bool [B, stop], the real keys, if the mask hides padding and, in a causal call, later tokens, and no more.
 
-    def _find_padding(self) -> Tensor | None:
+        None without a mask, where it hides more, and where that cannot be told.
+        """
+        return self.remember("real if only padding", self._find_real_if_only_padding)
+
+    def _find_real_if_only_padding(self) -> Tensor | None:
         mask, stop, first = self.mask, self.stop, self.first
         if mask is None or first.index:
             return None
@@ -240,7 +255,7 @@ class Reading:
         by_mask = (self.is_causal or self.grows) and not self.by_position
         try:
             if self.by_position and not self.offset and mask.shape[2] > 1:
-                # What it says of the tokens after a query does not count.
+                # Position hides the tokens after a query anyway, whatever the mask says of them.
                 later = torch.ones(self.queries, stop, dtype=torch.bool, device=mask.device).triu(1)
                 mask = mask.masked_fill(later, False if mask.dtype == torch.bool else -torch.inf)
                 real = real_tokens(mask, self.queries, is_causal=True)
@@ -252,16 +267,17 @@ class Reading:
                 return None
         except ValueError:
             return None
-        if self.queries < stop and first.stop is not None:  # what is hidden may be hidden by a window, or an indexer
+        if self.queries < stop and first.is_known:  # what is hidden may be hidden by a window, or an indexer
             known = first.real(stop)
-            if not bool(real.all() if known is None else torch.equal(real, known.to(real.device).expand_as(real))):
+            known = torch.ones_like(real) if known is None else known.to(real.device).expand_as(real)
+            if not torch.equal(real, known):
                 return None
         return real.expand(self.batch, stop)
 
     @property
-    def hides_rows(self) -> bool:
+    def has_padded_queries(self) -> bool:
         """Whether some query is padding."""
-        return self.remember("hides rows", lambda: bool((self.places.query < 0).any()))
+        return self.remember("has padded queries", lambda: bool((self.places.query_numbers < 0).any()))
 
     @property
     def sees_something(self) -> Tensor:
@@ -276,10 +292,11 @@ class Reading:
     def texts(self, chunk: int | None = None) -> Texts | None:
         """Return the texts of rows that hold several; None where no row does.
 
-        A text begins where no query sees tokens on both sides: neither itself nor through another token.
+        A text begins at a token if no query from there on sees a token before it, and no earlier query sees it or a
+        later one. All keys between the first and the last that a query sees count as seen.
 
         Args:
-            chunk: After every so many tokens of a row the host's own attention begins again; no text begins there.
+            chunk: The host's own attention begins again after every so many tokens, which begins no text.
 
         Raises:
             ValueError: A text begins among the queries, and keys before them come from a cache.
@@ -295,7 +312,7 @@ class Reading:
         return self.remember(("texts", chunk), lambda: self._number_texts(starts))
 
     def find_text_starts(self, chunk: int | None = None) -> Tensor | None:
-        """Return bool [B, N], the queries at which a text begins in a row that has begun; None if there are none.
+        """Return bool [B|1, N], the queries at which a text begins after another; None if there are none.
 
         Args:
             chunk: See `texts`.
@@ -313,7 +330,7 @@ class Reading:
 
     def _find_text_starts(self, chunk: int | None) -> Tensor | None:
         keys, real = self.stop, self._real_keys()
-        # Queries are the last keys; where nothing says so, the first.
+        # Queries are the last of the keys that are looked at. In a call that is not causal, query 0 is key `offset`.
         start = keys - self.queries if self.is_causal or self.grows else self.offset
         seen = self.seen(start)[..., :keys].expand(-1, self.queries, keys) & real[:, None]
         bits, sees = seen.to(torch.uint8), seen.any(-1)
@@ -342,8 +359,18 @@ def read_mask(
         options: With the mask, and whether position hides later keys.
         is_causal, first, grows: As in `Reading`.
     """
-    about = (len(query), query.shape[2], key.shape[2], key.device, is_causal, options.is_causal, options.offset, grows)
-    return Reading(options.mask, *about, first, known_facts(options.mask, key, first, about))
+    call: dict[str, Any] = dict(
+        batch=query.shape[0],
+        queries=query.shape[2],
+        keys=key.shape[2],
+        device=key.device,
+        is_causal=is_causal,
+        by_position=options.is_causal,
+        offset=options.offset,
+        grows=grows,
+    )
+    facts = known_facts(options.mask, key, first, tuple(call.values()))
+    return Reading(options.mask, first=first, facts=facts, **call)
 
 
 def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,7 +382,7 @@ def seen_ends(mask: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
-    """Bool [B, M]: the keys that are no padding. The rows of padded queries are not looked at.
+    """Return bool [B|1, M], the keys that some query sees, if the mask hides nothing from a real query but the others.
 
     Args:
         mask: bool (True = take part) or additive (0, or what `read_visible` takes for hidden),
@@ -391,10 +418,10 @@ def real_tokens(mask: Tensor, queries: int, is_causal: bool = False) -> Tensor:
 
 
 def text_starts(first: Tensor, last: Tensor, start: int = 0) -> Tensor:
-    """Bool [B, N]: at which of the N tokens from `start` on no query sees from one side to the other.
+    """Return bool [B|1, N]: whether a text begins at the token of each query, see `Reading.texts`.
 
     Args:
-        first, last: int64 [B, N], the first and the last key that each query sees; M and -1 where it sees none.
+        first, last: int64 [B|1, N], the first and the last key that each query sees; M and -1 where it sees none.
         start: the key that is query 0's own.
     """
     token = torch.arange(start, start + first.shape[1], device=first.device)
@@ -406,13 +433,15 @@ def text_starts(first: Tensor, last: Tensor, start: int = 0) -> Tensor:
 
 @torch.no_grad()
 def find_hidden_previous(mask: Tensor, places: Places) -> bool:
-    """Whether a mask hides from a real query the real token before it; one row for several queries hides padding."""
+    """Whether a mask hides from a real query the real token before it; one row for all queries hides padding."""
     if mask.shape[2] < places.queries:
         return False
-    key, before = (numbers.expand(places.batch, -1) for numbers in (places.key, places.query - 1))
+    mask = mask.expand(*mask.shape[:3], places.keys)
+    key, before = (numbers.expand(places.batch, -1) for numbers in (places.key_numbers, places.query_numbers - 1))
     size = places.keys + places.dropped
-    slot = key.new_full((len(key), size + 1), -1)  # where the tokens stand; those that are no keys are written last
-    slot.scatter_(1, key.where(key >= 0, size), torch.arange(places.keys, device=key.device).expand_as(key))
-    at = slot.gather(1, before.clamp(0, size))
+    # The key that holds each token of a row, -1 for none. Padding is written to one more column.
+    key_of_token = key.new_full((len(key), size + 1), -1)
+    key_of_token.scatter_(1, key.where(key >= 0, size), torch.arange(places.keys, device=key.device).expand_as(key))
+    at = key_of_token.gather(1, before.clamp(0, size))
     seen = read_visible(mask).any(1).expand(len(at), -1, -1).gather(2, at.clamp_min(0)[..., None])[..., 0]
     return bool(((before >= 0) & (at >= 0) & ~seen).any())

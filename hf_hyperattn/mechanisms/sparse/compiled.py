@@ -90,7 +90,7 @@ def zero_hidden_rows(out: Tensor, reading: Reading) -> Tensor:
 
     The kernel knows where padding lies, and gives a query there what causality leaves it.
     """
-    if reading.mask is None or reading.places.is_whole or not reading.hides_rows:
+    if reading.mask is None or reading.places.is_whole or not reading.has_padded_queries:
         return out
     return out.masked_fill(~reading.sees_something, 0.0)
 
@@ -170,7 +170,7 @@ def spans_of(reading: Reading) -> Spans | None:
         return places.spans
     if reading.mask is None or places.dropped or reading.mask.dtype != torch.bool:
         return None
-    padding, stop = reading.padding, reading.stop
+    padding, stop = reading.real_if_only_padding, reading.stop
     if padding is None:
         return None
     same = bool(padding.all()) if real is None else torch.equal(padding, real[:, :stop].expand_as(padding))

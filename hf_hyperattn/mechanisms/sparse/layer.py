@@ -131,7 +131,7 @@ class SparseLayer(MechanismLayer):
             if shown is not None and shares is not None:
                 at = torch.tensor(chosen, device=out.device)[:, None], part.tokens[0].places()
                 shown[:, at[0], :, at[1]] = shares.to(shown.dtype).permute(1, 3, 0, 2)
-        cache.forget_unreachable(real)
+        cache.evict_unreachable(real)
         return out, shown
 
     def rules(self, call: HostCall) -> ByLength:

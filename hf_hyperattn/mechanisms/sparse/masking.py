@@ -142,8 +142,8 @@ def text_of(
         start, stop = last - n, last + dropped
         # Some tokens may be taken back before the next call, as assisted decoding does.
         kept = earlier + 1 + TAKEN_BACK
-        least, most = (places.slots(stop - n, tokens) for tokens in (earlier, kept))
-        count = places.slots(stop, kept)
+        least, most = (places.count_slots(stop - n, tokens) for tokens in (earlier, kept))
+        count = places.count_slots(stop, kept)
         before = recent.go_on(query, key, start=start, least=least, most=most, count=count, dropped=dropped)
     elif earlier and is_recorded() and n < key.shape[2]:
         raise ValueError(
@@ -185,8 +185,8 @@ def _seen(query, key, scale, options: Options, rules: ByLength, text: Text | Non
     places, heads = text.places, query.shape[1]
     call = rule_call(query, repeat_heads(key, heads), scale, text, window)
     seen = visible_of(rules, call)[:, :, call.earlier :]
-    slots = places.key.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
-    return seen.gather(3, slots) & (places.key >= 0)[:, None, None]
+    slots = places.key_numbers.clamp_min(0)[:, None, None].expand(*seen.shape[:3], -1)
+    return seen.gather(3, slots) & (places.key_numbers >= 0)[:, None, None]
 
 
 def all_exact(rules: ByLength) -> bool:
@@ -206,12 +206,12 @@ def rule_call(query: Tensor, key: Tensor, scale: float, text: Text, window: int 
     """What rules are shown: keys laid by their places, and the queries with those before them."""
     dtype, places, before = working_dtype(query, key), text.places, text.before
     query, key = query.to(dtype), key.to(dtype)
-    slots, place, count = key.shape[2] + places.dropped, places.query.expand(len(query), -1), 0
+    slots, place, count = key.shape[2] + places.dropped, places.query_numbers.expand(len(query), -1), 0
     if text.last is None or not places.is_whole:
-        key = lay(key, places.key, slots)
+        key = lay(key, places.key_numbers, slots)
     if before is not None:
         count, stop = before.shape[2], (text.last or 0) + places.dropped - query.shape[2]
-        back = places.row[:, stop - count : stop].expand(len(query), -1)
+        back = places.numbers[:, stop - count : stop].expand(len(query), -1)
         query, place = torch.cat([before.to(dtype), query], 2), torch.cat([back, place], 1)
     return RuleCall(query, key, scale, place, window, count)
 

@@ -13,7 +13,7 @@ from ...engines.cpu.selected import BY, KEPT, HeadRule, shapes_of_choice
 from ...engines.selection import Lists, Summaries
 from ..selection.cache import Blocks, KeptWithKeys, LayerCache
 
-#: By these a chunk chooses before its last queries are there, so that the choice is the same for all of them.
+#: Ways of choosing that need no later query of the chunk: what was chosen holds until the chunk ends.
 EARLY = (BY.index("first"), BY.index("previous"))
 
 
@@ -22,10 +22,10 @@ class Choice(NamedTuple):
 
     Args:
         rules: of the heads.
-        starts: of each row its first key that is no padding.
-        stops: of each row the end of those, None where it is the end of all keys.
-        chunks: of each head that of the query, in every row.
-        least: keys that must be left for the choice to hold.
+        starts: the first real key of each row.
+        stops: the end of the real keys of each row; None if it is the end of all keys, which grow.
+        chunks: chunks[head][row] is the number of the chunk that the query is in.
+        needed: keys that must be left for the choice to hold.
         pages: as `selected.chosen_pages` returns them.
     """
 
@@ -33,12 +33,17 @@ class Choice(NamedTuple):
     starts: list[int]
     stops: list[int | None]
     chunks: list[list[int]]
-    least: int
+    needed: int
     pages: Lists
+
+    def holds_for(self, rules: list[HeadRule], starts: list[int], stops: list[int | None], length: int) -> bool:
+        """Whether it can hold for a query of these rows, by these rules, as the last of `length` keys."""
+        same = (self.rules, self.starts, self.stops) == (rules, starts, stops)
+        return same and self.pages.shapes == shapes_of_choice(rules, 1, length)
 
 
 class LastChoice(KeptWithKeys):
-    """The pages that a layer has chosen last: they hold until its chunk of queries ends."""
+    """The pages that a layer has chosen last."""
 
     def __init__(self):
         self.last: Choice | None = None
@@ -48,35 +53,41 @@ class LastChoice(KeptWithKeys):
         rules: Sequence[HeadRule],
         spans: tuple[list[int], list[int]],
         length: int,
-        choose: Callable[[Sequence[HeadRule], Lists | None], Lists],
+        find: Callable[[Sequence[HeadRule], Lists | None], Lists],
     ) -> Lists:
         """The pages for one query, the last of `length` keys; heads whose chunk has chosen already have that choice.
 
         Args:
-            spans: of each row its first key that is no padding, and the end of those.
-            choose: finds the pages by the rules that it is given, with what is kept.
+            rules: of the heads.
+            spans: the first real key of each row, and the end of its real keys.
+            length: keys so far.
+            find: finds the pages by the rules that it is given; heads by `KEPT` have the pages that it is given.
         """
         early = [rule.by in EARLY and rule.page > 0 and rule.chunk > 1 for rule in rules]
         if not any(early):
-            return choose(rules, None)
-        starts, stops = spans[0], [stop if stop < length else None for stop in spans[1]]
-        chunks = [[(length - 1 - start) // rule.chunk for start in starts] for rule in rules]
-        last, wanted, kept = self.last, list(rules), None
-        same = last and (last.rules, last.starts, last.stops) == (wanted, starts, stops)
-        if last and same and last.pages.shapes == shapes_of_choice(rules, 1, length):
-            kept, holds = last.pages, [then == now for then, now in zip(last.chunks, chunks, strict=True)]
-            wanted = [r._replace(by=KEPT) if e and h else r for r, e, h in zip(rules, early, holds, strict=True)]
-        pages = choose(wanted, kept)
-        of_early = [(rule.chunk, row) for rule, row, e in zip(rules, chunks, early, strict=True) if e]
-        least = max(
-            start + chunk * size + 1 for size, row in of_early for start, chunk in zip(starts, row, strict=True)
-        )
-        self.last = Choice(list(rules), starts, stops, chunks, least, pages)
+            return find(rules, None)
+        wanted, (starts, ends) = list(rules), spans
+        stops = [end if end < length else None for end in ends]
+        chunks = [[(length - 1 - start) // rule.chunk for start in starts] for rule in wanted]
+        last, asked, kept = self.last, wanted, None
+        if last is not None and last.holds_for(wanted, starts, stops, length):
+            going_on = [e and then == now for e, then, now in zip(early, last.chunks, chunks, strict=True)]
+            asked = [rule._replace(by=KEPT) if on else rule for rule, on in zip(wanted, going_on, strict=True)]
+            kept = last.pages
+        pages = find(asked, kept)
+        # The first token of every chunk must stay. It is the last one that the choice of the chunk depends on.
+        needed = [
+            start + chunk * rule.chunk + 1
+            for rule, of_rows, e in zip(wanted, chunks, early, strict=True)
+            for start, chunk in zip(starts, of_rows, strict=True)
+            if e
+        ]
+        self.last = Choice(wanted, starts, stops, chunks, max(needed), pages)
         return pages
 
     def crop(self, length: int) -> None:
         """See `KeptWithKeys`."""
-        if self.last is not None and length < self.last.least:
+        if self.last is not None and length < self.last.needed:
             self.last = None
 
     def pick(self, rows: Tensor) -> None:
@@ -85,12 +96,12 @@ class LastChoice(KeptWithKeys):
 
 
 class PageSummaries(Blocks):
-    """The summaries of complete pages, of one size and kind. Room doubles, so that a page costs O(1).
+    """The summaries of complete pages, of one size and kind. Full storage doubles, so that a page costs O(1).
 
     Args:
-        starts: of each row its first key that is no padding, from which its pages count.
+        starts: the first real key of each row, at which its pages begin.
         page: keys of a page.
-        bounds: by the least and the largest of its keys, not by their mean.
+        bounds: 1 for the largest and the least of its keys, by channel, which takes twice the width; 0 for their mean.
     """
 
     def __init__(self, starts: list[int], page: int, bounds: int):
@@ -99,7 +110,7 @@ class PageSummaries(Blocks):
         self.room: Tensor | None = None
 
     def updated(self, key: Tensor) -> Summaries:
-        """Return those of all pages that are complete in some row.
+        """Return the summaries of all pages that are complete in some row.
 
         Args:
             key: [B, Hkv, M, d], all keys so far.
@@ -125,7 +136,7 @@ class PageSummaries(Blocks):
 
 
 def summaries_of(cache: LayerCache, key: Tensor, page: int, bounds: int, starts: list[int]) -> Summaries:
-    """Return the summaries of the pages of a cache, see `PageSummaries`."""
+    """Return the summaries of the pages of a cache, see `PageSummaries`; made anew if its padding has moved."""
     name = "summaries", page, bounds
     kept = cache.kept(name, lambda: PageSummaries(starts, page, bounds))
     if kept.starts != starts:
