@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .class_swap import unwrap_forward
 from .hosts import INTERFACE, find_hosts, interface_callers, names_in
 from .stock import OURS, PATCHED, RUNNING
 
@@ -82,14 +83,6 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
         f"({describe_forward(host)}) did not call Transformers' attention interface; allowed: a forward that calls "
         f"ALL_ATTENTION_FUNCTIONS.get_interface(...), as the class in Transformers does, or {without}"
     )
-
-
-def unwrap_forward(forward: Any) -> Iterator[Any]:
-    """Yield a forward and all that it wraps: as Accelerate, `functools.wraps` and the compiler do."""
-    while forward is not None:
-        yield forward
-        inside = (getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "__func__"))
-        forward = next((part for part in inside if part is not None), getattr(forward, "func", None))
 
 
 def code_of_forward(host: nn.Module) -> frozenset:
