@@ -8,32 +8,46 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from .class_swap import unwrap_forward
 from .hosts import INTERFACE, find_hosts, interface_callers, names_in
 from .stock import OURS, PATCHED, RUNNING
 
 #: Where a watched attention layer keeps its name in the model.
 WATCHED = "_hyperattn_watched"
+#: The code of the forward with which each layer has reached a mechanism. Not on the layer: code cannot be pickled.
+REACHED: WeakKeyDictionary[nn.Module, frozenset] = WeakKeyDictionary()
 
 
 def watch_first_calls(model: nn.Module) -> None:
-    """Watch every attention layer that runs a mechanism, by a patch or by name, and no other one."""
+    """Watch every attention layer that runs a mechanism, by a patch or by name, and no other one.
+
+    A layer that has reached a mechanism with the forward that it has now is not watched again: it may be running, past
+    the place where it calls attention, in this thread or in another one.
+    """
     for module in model.modules():
         stop_watching(module)
     for name, host in find_hosts(model):
-        if runs_mechanism(host):
+        if runs_mechanism(host) and REACHED.get(host) != code_of_forward(host):
             host.__dict__[WATCHED] = name
             host.register_forward_hook(check_reached)
 
 
+def note_reached(host: nn.Module) -> None:
+    """End the watch of an attention layer whose call has reached a mechanism; `hyper.py` calls this."""
+    REACHED[host] = code_of_forward(host)
+    stop_watching(host)
+
+
 def stop_watching(host: nn.Module) -> None:
-    """Undo the watch of one attention layer; `hyper.py` calls this when a call has reached it."""
+    """Undo the watch of one attention layer."""
     if host.__dict__.pop(WATCHED, None) is None:
         return
     for key, hook in tuple(host._forward_hooks.items()):
@@ -71,12 +85,14 @@ def check_reached(host: Any, args: tuple, output: Any) -> None:
     )
 
 
-def unwrap_forward(forward: Any) -> Iterator[Any]:
-    """Yield a forward and all that it wraps: as Accelerate, `functools.wraps` and the compiler do."""
-    while forward is not None:
-        yield forward
-        inside = (getattr(forward, name, None) for name in ("_torchdynamo_orig_callable", "__wrapped__", "__func__"))
-        forward = next((part for part in inside if part is not None), getattr(forward, "func", None))
+def code_of_forward(host: nn.Module) -> frozenset:
+    """Return the code of a layer's forward and of all that it wraps, without the wrapper of `hidden.py`.
+
+    That wrapper comes and goes as adapters are switched, also while the layer runs.
+    """
+    cls: Any = type(host)
+    forward = host.__dict__.get("forward", vars(cls).get("class_before", cls).forward)
+    return frozenset(getattr(part, "__code__", type(part)) for part in unwrap_forward(forward))
 
 
 def is_compiled(forward: Callable) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .class_swap import swap_class
+from .class_swap import swap_class, wraps_forward
 
 #: Where a host keeps its `HiddenStates`.
 HIDDEN = "_hyperattn_hidden"
@@ -116,6 +116,8 @@ def form_of_hidden(host: nn.Module) -> str | None:
 def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
     """Raise if the `forward` of a host was replaced on the instance, so that `note_hidden` would not reach it.
 
+    A function that wraps the forward of the class, and says so, is followed: see `swap_class`.
+
     Args:
         name: of the host.
         hyper: the `Hyper` that the host is to get.
@@ -124,12 +126,14 @@ def check_forward(name: str, host: nn.Module, hyper: nn.Module) -> None:
     if not readers or HIDDEN in host.__dict__:
         return
     place = "_old_forward" if "_hf_hook" in host.__dict__ else "forward"  # Accelerate keeps there what it wraps
-    replaced = host.__dict__.get(place)
-    if replaced is not None and getattr(replaced, "__func__", None) is not type(host).forward:
+    replaced, own = host.__dict__.get(place), type(host).forward
+    is_own = replaced is None or getattr(replaced, "__func__", None) is own or wraps_forward(replaced, own)
+    if not is_own:
         raise ValueError(
             f"{name}.forward was replaced on the instance, and {readers} reads the hidden states that "
-            f"{type(host).__name__}.forward gets; allowed: patch_model first, and then a function that calls the "
-            "forward that the patched layer has"
+            f"{type(host).__name__}.forward gets; allowed: a wrapper of that forward by functools.wraps or "
+            "torch.compile, or patch_model first, and then a function that calls the forward that the patched layer "
+            "has"
         )
 
 

@@ -45,7 +45,7 @@ from .call import (
     wants_weights,
     within_indices,
 )
-from .first_call import WATCHED, stop_watching
+from .first_call import WATCHED, note_reached
 from .hidden import HIDDEN, hidden_states_of_call
 from .hierarchy_context import CONTEXT, hierarchy_of_call
 from .stock import HYPER_DOT, STOCK, stock_forward
@@ -204,7 +204,7 @@ def attention_function(named=None) -> Callable:
             keywords |= name_positional(positional)
         get, compiling, attributes = keywords.get, torch.compiler.is_compiling(), module.__dict__
         if not compiling and WATCHED in attributes:
-            stop_watching(module)
+            note_reached(module)
         if get("cache") is not None:
             key, value = update_paged(module, key, value, attention_mask, keywords)
         # Weights are read by whom asks for them, by families that always return them, and by Transformers' collector.

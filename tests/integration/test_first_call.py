@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import types
 
 import accelerate
@@ -275,6 +276,46 @@ def test_big_bird_on_an_encoder_s_states_is_an_error(use):
     with pytest.raises(ValueError, match="attention.self ran without the mechanism"):
         model(input_ids=ids, encoder_hidden_states=torch.randn(2, 3, 32))
     model(input_ids=ids)
+
+
+def set_name_again(model):
+    model.set_attn_implementation("cone")
+
+
+def set_name_in_a_thread(model):
+    thread = threading.Thread(target=set_name_again, args=(model,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("switch", [set_name_again, set_name_in_a_thread])
+def test_a_name_that_is_set_while_a_layer_runs_is_no_error(switch):
+    model = llama()
+    model.set_attn_implementation("cone")
+    layer = attention(model)
+    handle = layer.o_proj.register_forward_hook(lambda *_: switch(model))
+    model(**text_inputs())
+    handle.remove()
+    model.set_attn_implementation("cone")
+    assert not watched(model)
+    replace_on_instance(layer)
+    model.set_attn_implementation("cone")
+    assert watched(model) == [layer]
+    with pytest.raises(ValueError, match=ERROR):
+        model(**text_inputs())
+
+
+@pytest.mark.parametrize("mechanism", ["cone", "head_fusion"])
+def test_an_adapter_that_is_switched_while_a_layer_runs_is_no_error(mechanism):
+    """Adapters of head_fusion also change the class of the layer."""
+    model, target = llama(), dict(r=2, target_modules=["v_proj"])
+    adapted = peft.get_peft_model(model, ha.HyperLoraConfig(mechanisms=[PATCHES[mechanism]], **target), "one")
+    adapted.add_adapter("two", ha.HyperLoraConfig(mechanisms=[PATCHES["hyperbolic"]], **target))
+    handle = attention(model).o_proj.register_forward_hook(lambda *_: adapted.set_adapter("two"))
+    adapted(**text_inputs())
+    handle.remove()
+    adapted(**text_inputs())
+    assert not watched(model)
 
 
 def test_what_the_stock_model_runs_is_not_watched():

@@ -1,6 +1,7 @@
 """Widths of hosts, and the hidden states that reach layers which read them."""
 
 import copy
+import functools
 import io
 import threading
 from dataclasses import dataclass
@@ -218,6 +219,83 @@ def test_a_forward_replaced_before_the_patch_is_refused(reader):
     host.forward = partial(LlamaAttention.forward, host)
     with pytest.raises(ValueError, match="came past it"):
         run(model, text_inputs())
+
+
+def shift_input(forward):
+    @functools.wraps(forward)
+    def shifted(hidden_states, *args, **keywords):
+        return forward(hidden_states + SHIFT, *args, **keywords)
+
+    return shifted
+
+
+def call_elsewhere(forward):
+    """It says that it wraps the forward of the layer, and calls another one."""
+
+    @functools.wraps(forward)
+    def elsewhere(*args, **keywords):
+        return torch.zeros(2, 7, 32), None
+
+    return elsewhere
+
+
+def compile_eagerly(forward):
+    return torch.compile(forward, backend="eager")
+
+
+#: Wrappers that name the forward which they call.
+WRAPPERS = {
+    "wraps": [shift_input],
+    "wraps, twice": [shift_input, shift_input],
+    "compiled": [compile_eagerly],
+    "compiled wrapper": [shift_input, compile_eagerly],
+}
+
+
+@pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_forward_wrapped_before_the_patch_is_served(wrappers):
+    """As it is if it is wrapped after the patch, and the wrapper itself comes back."""
+    found = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = llama()
+        host = model.model.layers[2].self_attn
+        if not before:
+            ha.patch_model(model, ha.HeadFusionConfig())
+        for wrap in wrappers:
+            host.forward = wrap(host.forward)
+        wrapper, state = host.forward, State(model)
+        if before:
+            ha.patch_model(model, ha.HeadFusionConfig())
+        torch.manual_seed(1)
+        perturb(model, 1.0)
+        found.append(run(model, text_inputs()))
+        if before:
+            assert host.forward is not wrapper
+            ha.unpatch_model(model)
+            assert host.forward is wrapper and not State(model).differences(state)
+            run(model, text_inputs())
+    assert all(torch.allclose(found[0][n], found[1][n], atol=1e-5) for n in found[0])
+
+
+def test_a_wrapper_of_a_wrapped_forward_outlives_the_patch():
+    model = llama()
+    host = model.model.layers[2].self_attn
+    host.forward = shift_input(host.forward)
+    ha.patch_model(model, ha.HeadFusionConfig())
+    host.forward = later = shift_input(host.forward)
+    run(model, text_inputs())
+    ha.unpatch_model(model)
+    assert host.forward is later
+    run(model, text_inputs())
+
+
+def test_a_forward_that_wraps_and_calls_another_is_refused(reader):
+    model = llama()
+    host = model.model.layers[2].self_attn
+    host.forward = call_elsewhere(host.forward)
+    with pytest.raises(ValueError, match=r"layers.2.self_attn.forward was replaced on the instance.*functools.wraps"):
+        ha.patch_model(model, reader)
 
 
 def row_of(value, outputs):
