@@ -13,6 +13,7 @@ from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
 from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, key_tied, pool
+from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(
@@ -144,6 +145,37 @@ def test_ties_go_to_the_first_block(backend):
     last = out[0, 0, -1]
     assert_close(last[:8], last[20].expand(8), 1e-7, "tokens")
     assert_close(last[8:20] / last[0], torch.full((12,), 1 / torch.e), 1e-6, "blocks")
+
+
+#: Keys [M] of one channel, whose means over windows of powers of 2 are exact: what is equal is so in every dtype.
+EQUAL_SCORES = {
+    "copies": lambda n: torch.randint(-2, 3, (5,))[torch.randint(5, (n,))],
+    "runs of copies": lambda n: torch.randint(-2, 3, (n,)).repeat_interleave(8)[:n],
+    "all alike": lambda n: torch.ones(n),
+    "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
+    "best at the end": lambda n: torch.arange(n) // 8,
+    "alike but for one": lambda n: torch.arange(n) == n // 3,
+}
+
+
+@every_way
+@pytest.mark.parametrize("kind", EQUAL_SCORES)
+@pytest.mark.parametrize("sizes", [(2,), (2, 4, 8), (4, 32)])
+def test_of_equal_scores_the_first_blocks_are_opened(backend, sizes, kind):
+    """With more blocks than the kernel compares with each other, in segments between which others were laid open."""
+    torch.manual_seed(len(kind))
+    length = 100 if len(sizes) == 1 else 72
+    key = EQUAL_SCORES[kind](length).float().view(1, 1, length, 1)
+    query, value = torch.ones(1, 1, length, 1), torch.randn(1, 1, length, 4)
+    query[..., ::2, :] = -1
+    starts, stops = torch.tensor([3]), torch.tensor([length])
+    for near, sinks, top_k in ((0, 0, 1), (6, 5, 2), (0, 3, 7), (0, 0, 33), (5, 0, 60)):
+        rule = {"near": near, "sinks": sinks, "refine_top_k": top_k}
+        rows = [t[0].double() for t in (query, key, value)]
+        expected = brute(*rows, sizes, 3, length, True, near, sinks, top_k, bias=torch.tensor([-1.0]))
+        rule |= {"starts": starts, "stops": stops, "block_bias": -1.0, "is_causal": True, "backend": backend}
+        out, _ = tied(query, key, value, sizes, **rule)
+        assert_close(out[0], expected, 1e-5, f"{near}, {sinks}, {top_k}")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

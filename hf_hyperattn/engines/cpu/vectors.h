@@ -35,6 +35,9 @@ typedef uint32_t LooseWords __attribute__((vector_size(4 * kLanes), aligned(2), 
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
+// The next multiple of `to`, by default of whole registers.
+inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to * to; }
+
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Ints load(const int32_t* p) { return *reinterpret_cast<const LooseInts*>(p); }

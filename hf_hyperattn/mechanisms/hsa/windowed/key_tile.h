@@ -12,7 +12,7 @@
 #include <numeric>
 #include <vector>
 
-#include "key_choice.h"
+#include "engines/cpu/largest.h"
 #include "key_products.h"
 
 namespace {
@@ -54,6 +54,41 @@ struct Segment {
   int64_t level, first, last;
 };
 
+// Closed blocks of one level, or tokens, with their scores for one query; ids rise, so that of equal ones the first stands
+// first.
+struct Candidates {
+  std::vector<int32_t> ids;
+  std::vector<float> scores;
+  std::vector<int32_t> standing;  // the row of the tile's blocks, where it is one of these, else kLaid
+  int32_t count = 0;
+
+  static constexpr int32_t kLaid = -1;
+
+  void reserve(size_t most) {
+    if (ids.size() >= most) return;
+    ids.resize(most);
+    scores.resize(most);
+    standing.resize(most);
+  }
+  // Adds places [first, last) of what the level above laid open.
+  void add_laid(const Candidates& laid, int32_t first, int32_t last) {
+    std::copy(laid.ids.data() + first, laid.ids.data() + last, ids.data() + count);
+    std::copy(laid.scores.data() + first, laid.scores.data() + last, scores.data() + count);
+    std::fill_n(standing.data() + count, last - first, kLaid);
+    count += last - first;
+  }
+
+  // Adds blocks [first, last), whose scores are `kLanes` apart and begin with those of row `row`.
+  void add_standing(int64_t first, int64_t last, int32_t row, const float* from) {
+    const int32_t more = static_cast<int32_t>(last - first);
+    std::iota(ids.data() + count, ids.data() + count + more, static_cast<int32_t>(first));
+    std::iota(standing.data() + count, standing.data() + count + more, row);
+    float* to = scores.data() + count;
+    for (int32_t i = 0; i < more; ++i) to[i] = from[i * kLanes];
+    count += more;
+  }
+};
+
 // What refinement laid open to one query: rows of several levels, one after the other, and their logits.
 struct Opened {
   std::vector<int32_t> ids;
@@ -72,7 +107,9 @@ struct Opened {
 struct Buffers {
   std::vector<float> blocks, tokens, queries, grads, weights;
   std::vector<Opened> opened = std::vector<Opened>(kLanes);
-  Candidates here, next;
+  Candidates here, laid;
+  Largest largest;
+  std::vector<int32_t> chosen;  // places among the candidates
   std::vector<Segment> closed, plain;
 };
 
@@ -197,7 +234,7 @@ class Tile {
   void refine(int q) {
     const int32_t k = static_cast<int32_t>(std::min(c_.top_k[head_], blocks(1) + 1));
     Opened& opened = b_.opened[q];
-    Candidates &here = b_.here, &next = b_.next;
+    Candidates &here = b_.here, &laid = b_.laid;
     size_t most = b_.blocks.size() / kLanes + kLanes, all = kLanes;
     for (int64_t level = c_.levels; level > 0; --level) {
       const size_t children = k * (c_.widths[level] / c_.widths[level - 1]) + kLanes;
@@ -205,68 +242,79 @@ class Tile {
       all += children;
     }
     here.reserve(most);
-    next.reserve(most);
+    laid.reserve(most);
+    b_.chosen.resize(k);
     opened.reserve(all);
     opened.ends.clear();
     opened.count = 0;
-    next.count = 0;
-    float* block = b_.blocks.data();
+    laid.count = 0;
+    int32_t row = 0;
     auto segment = b_.closed.begin();
     for (int64_t level = c_.levels; level > 0; --level) {
-      std::swap(here, next);  // what the level above laid open, then what stands
-      const int32_t laid = here.count;
-      float* standing = block;
-      for (; segment != b_.closed.end() && segment->level == level; ++segment)
-        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes, ++here.count) {
-          here.ids[here.count] = static_cast<int32_t>(id);
-          here.scores[here.count] = block[q];
-        }
-      here.choose(k);
-      const uint32_t* chosen = here.order.data();
-      for (int32_t i = laid; i < here.count; ++i)
-        if (chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
-      for (int32_t i = 0; i < laid; ++i) {  // what stays closed; an entry that does not stay is written over
-        opened.ids[opened.count] = here.ids[i];
-        opened.logits[opened.count] = here.scores[i] + bias_;  // never a single token: the caller sees to it
-        opened.count += !chosen[i];
+      // Those that the level above laid open lie between the segments that stand, whose parents were never closed.
+      here.count = 0;
+      int32_t next = 0;
+      for (; segment != b_.closed.end() && segment->level == level; ++segment) {
+        int32_t end = next;
+        while (end < laid.count && laid.ids[end] < segment->first) ++end;
+        here.add_laid(laid, next, end);
+        here.add_standing(segment->first, segment->last, row, &b_.blocks[row * kLanes + q]);
+        next = end;
+        row += static_cast<int32_t>(segment->last - segment->first);
       }
+      here.add_laid(laid, next, laid.count);
+      const int32_t* chosen = b_.chosen.data();
+      const int64_t count = b_.largest.find(here.scores.data(), 0, here.count, k, b_.chosen.data());
+      for (int64_t i = 0; i < count; ++i) {
+        int32_t& standing = here.standing[chosen[i]];
+        if (standing != Candidates::kLaid) b_.blocks[standing * kLanes + q] = -kInf;
+        standing = 0;  // no longer closed
+      }
+      const int32_t *ids = here.ids.data(), *standing = here.standing.data();
+      const float* scores = here.scores.data();
+      int32_t* closed = opened.ids.data();
+      float* logits = opened.logits.data();
+      int64_t held = opened.count;
+      const int32_t places = laid.count ? here.count : 0;
+      for (int32_t i = 0; i < places; ++i) {  // what was laid open and stays closed; any other is written over
+        closed[held] = ids[i];
+        logits[held] = scores[i] + bias_;  // never a single token: the caller sees to it
+        held += standing[i] == Candidates::kLaid;
+      }
+      opened.count = held;
       opened.ends.push_back(opened.count);
-      open(level, q);
+      open(level, q, count);
     }
-    std::copy_n(next.ids.begin(), next.count, opened.ids.begin() + opened.count);
-    std::copy_n(next.scores.begin(), next.count, opened.logits.begin() + opened.count);
-    opened.count += next.count;
+    std::copy_n(laid.ids.begin(), laid.count, opened.ids.begin() + opened.count);
+    std::copy_n(laid.scores.begin(), laid.count, opened.logits.begin() + opened.count);
+    opened.count += laid.count;
     opened.ends.push_back(opened.count);
   }
 
-  // Lists the children of the chosen blocks of `level` in `next`, their logits with log|B|.
-  void open(int64_t level, int q) {
-    Candidates &here = b_.here, &next = b_.next;
+  // Lists the children of the `count` chosen blocks of `level` in `laid`, their logits with log|B|.
+  void open(int64_t level, int q, int64_t count) {
+    const Candidates& here = b_.here;
+    Candidates& laid = b_.laid;
     const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
     const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
     const Table& table = tables_[level - 1];
-    int32_t chosen = 0;
-    for (int32_t i = 0; i < here.count; ++i) {
-      here.ids[chosen] = here.ids[i];
-      chosen += here.order[i];
+    laid.count = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t first = here.ids[b_.chosen[i]] * children;
+      const int32_t there = std::min(children, limit - first);
+      std::iota(laid.ids.data() + laid.count, laid.ids.data() + laid.count + there, first);
+      laid.count += there;
     }
-    next.count = 0;
-    for (int32_t i = 0; i < chosen; ++i) {
-      const int32_t first = here.ids[i] * children;
-      const int32_t count = std::min(children, limit - first);
-      std::iota(next.ids.data() + next.count, next.ids.data() + next.count + count, first);
-      next.count += count;
-    }
-    if (!next.count) return;
-    std::fill_n(next.ids.data() + next.count, kLanes, next.ids[next.count - 1]);  // `dots` reads whole vectors
-    dots(along_ + q * c_.dim, table.key, table.key_step, next.ids.data(), next.count, c_.dim, next.scores.data());
+    if (!laid.count) return;
+    std::fill_n(laid.ids.data() + laid.count, kLanes, laid.ids[laid.count - 1]);  // `dots` reads whole vectors
+    dots(along_ + q * c_.dim, table.key, table.key_step, laid.ids.data(), laid.count, c_.dim, laid.scores.data());
     if (level == 1) return;
     const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
-    for (int32_t i = 0; i < next.count; ++i) next.scores[i] += whole;
+    for (int32_t i = 0; i < laid.count; ++i) laid.scores[i] += whole;
     const int64_t rest = tokens_ % c_.widths[level - 1];
     if (!c_.is_causal && rest)
-      for (int32_t i = 0; i < next.count; ++i)
-        if (next.ids[i] == limit - 1) next.scores[i] += std::log(static_cast<float>(rest)) - whole;
+      for (int32_t i = 0; i < laid.count; ++i)
+        if (laid.ids[i] == limit - 1) laid.scores[i] += std::log(static_cast<float>(rest)) - whole;
   }
 
   // Takes `count` more rows of logits into the running softmax; they become weights.

@@ -18,8 +18,8 @@ LANES = 16
 
 #: What the kernel is built from.
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_products.h")]
-SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("product.h", "vectors.h")]
+SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_products.h")]
+SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("largest.h", "product.h", "vectors.h")]
 
 
 def _fields(kind, names: str) -> list:
