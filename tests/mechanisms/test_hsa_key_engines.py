@@ -233,6 +233,40 @@ def test_half_precision_is_computed_in_float32(backend):
     assert out.dtype == torch.float32 and torch.equal(out, same)
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@HALVES
+@pytest.mark.parametrize("both", [False, True], ids=["values", "keys and values"])
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype):
+    """With means in float32, as a cache has them: to the bit what float32 tokens of the same numbers give."""
+    q, k, v, sizes, rule = some_call(seed)
+    low = k.to(dtype) if both else k, v.to(dtype)
+    where = {"starts": rule.pop("starts"), "stops": rule.pop("stops", None)}
+    if not rule["is_causal"]:
+        rule["refine_top_k"] = 0
+    wide = pool(*low, sizes, **where)
+    kept = Levels(sizes, (low[0], *wide.keys[1:]), (low[1], *wide.values[1:]), **where)
+    found = [
+        tied(q, *low, sizes, levels=levels, **where, **rule, backend="native")[0].nan_to_num(7.0)
+        for levels in (wide, kept)
+    ]
+    assert torch.equal(*found), (sizes, rule)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@HALVES
+def test_every_number_in_half_precision_is_widened_exactly(dtype):
+    """A single token is the output: also numbers below the smallest normal one, infinity, and NaN."""
+    value = torch.arange(2**16).to(torch.uint16).view(dtype).view(-1, 1, 1, 16)
+    query = key = torch.zeros(len(value), 1, 1, 16)
+    levels = Levels((), (key,), (value,))
+    out, _ = key_tied(query, key, value, (), is_causal=True, levels=levels, backend="native")
+    torch.testing.assert_close(out, value.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @every_way
 def test_one_operator_for_the_compiler(backend):
     q, k, v = (tensor(1, 2, 40, 16, seed=i, dtype=torch.float32) for i in range(3))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engines import working_dtype
-from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair, WorkingCopy
+from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
 from .windowed.means import Levels
 
@@ -42,24 +42,17 @@ class WindowMeans(KeptWithKeys):
         return [0] * len(self.cache.tokens[0].room) if self.starts is None else self.starts.tolist()
 
     def levels(self) -> Levels:
-        """Return the tokens, and the means of all windows that are complete."""
+        """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
         below, width = self.cache.tokens, 1
         for level, size in enumerate(self.sizes):
             self._complete(level, below, width)
             below, width = self.means[level], size
-        exact = self._tokens()
-        keys, values = ((exact[i], *(m[i].view() for m in self.means)) for i in range(2))
+        tables = (self.cache.tokens, *self.means)
+        keys, values = (tuple(pair[i].view() for pair in tables) for i in range(2))
         held = None
         if self.has_evicted:
-            held = self.cache.length, tuple((k.head, k.gone) for k, _ in (self.cache.tokens, *self.means))
+            held = self.cache.length, tuple((k.head, k.gone) for k, _ in tables)
         return Levels(self.sizes, keys, values, self.starts, held=held)
-
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the dtype of the means."""
-        tokens, dtype = self.cache.tokens, working_dtype(self.cache.tokens[0].room)
-        if tokens[0].room.dtype != dtype and self.cache.keep is None:
-            tokens = self.cache.kept("working copy", lambda: WorkingCopy(self.cache.tokens, dtype)).updated()
-        return tokens[0].view().to(dtype), tokens[1].view().to(dtype)
 
     def _complete(self, level: int, below: Pair, width: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""

@@ -83,7 +83,7 @@ def key_tied(
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
     hierarchy, dtype, heads = _fitting(hierarchy, key), working_dtype(query), query.shape[1]
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query = query.to(dtype)
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
     counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
     block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
@@ -110,8 +110,10 @@ def key_tied(
         counted = levels is not None and levels.held is None and torch._C._len_torch_dispatch_stack()
         if serves and levels is not None and not learned and not counted:  # FLOP counters see the operator
             return native.forward(query, *_kernel_call(levels, counts, *rule))[0], None
+        key, value = key.to(dtype), value.to(dtype)
         rest: Any = (*counts, *rule, backend)
         return _operator(query, key, value, hierarchy, *rest), None
+    key, value = key.to(dtype), value.to(dtype)
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
     out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights, place)
@@ -158,7 +160,7 @@ def attend_levels(
     """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
     Args:
-        query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
+        query: [B, H, N, d] of the dtype of the means. near, sinks, top_k: one a head. block_bias, sink_logit: [H].
         is_causal, offset, scale, backend: as in `key_tied`.
     """
     counts, key, value = (near, sinks, top_k), levels.keys[0], levels.values[0]

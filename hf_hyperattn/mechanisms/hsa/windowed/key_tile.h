@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "engines/cpu/largest.h"
-#include "key_products.h"
+#include "key_rows.h"
 
 namespace {
 
@@ -21,12 +21,9 @@ constexpr int64_t kChunk = 512;  // token rows between two corrections of the ru
 
 // Rows of one level for one (batch row, key head); of those from `head` on, `gone` are not there and never read.
 struct Table {
-  const float* key;
-  const float* value;
-  int64_t key_step, value_step, head, gone;
+  Side key, value;
+  int64_t head, gone;
   int64_t at(int64_t row) const { return row < head ? row : row - gone; }
-  const float* k(int64_t row) const { return key + at(row) * key_step; }
-  const float* v(int64_t row) const { return value + at(row) * value_step; }
 };
 
 // The call, as its caller lays it out.
@@ -35,12 +32,13 @@ struct Call {
   const float* query;
   int64_t query_steps[3];
   int64_t levels;              // above the tokens
-  const float* const* keys;    // levels + 1 tables
-  const float* const* values;
+  const void* const* keys;     // levels + 1 tables; means are float
+  const void* const* values;
   const int64_t* key_steps;    // 3 for each table: batch, head, row
   const int64_t* value_steps;
   const int64_t* widths;       // levels + 1: 1, then the sizes
   const int64_t* held;         // 2 for each table: rows at its front, and how many after those are gone
+  int64_t key_kind, value_kind;  // of the tokens, see Kind
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
   const int64_t *near, *sinks, *top_k;  // per head
   const float *block_bias, *sink_logit;  // per head, or null
@@ -105,7 +103,7 @@ struct Opened {
 
 // What one thread keeps between tiles.
 struct Buffers {
-  std::vector<float> blocks, tokens, queries, grads, weights;
+  std::vector<float> blocks, tokens, queries, grads, weights, widened;
   std::vector<Opened> opened = std::vector<Opened>(kLanes);
   Candidates here, laid;
   Largest largest;
@@ -123,8 +121,10 @@ class Tile {
     for (int64_t l = 0; l <= c_.levels; ++l) {
       const int64_t skip = l ? 0 : c_.starts[row];
       const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
-      tables_.push_back({c_.keys[l] + row * ks[0] + kv * ks[1] + skip * ks[2],
-                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2],
+      const int64_t key_first = row * ks[0] + kv * ks[1] + skip * ks[2];
+      const int64_t value_first = row * vs[0] + kv * vs[1] + skip * vs[2];
+      tables_.push_back({Side(c_.keys[l], key_first, ks[2], l ? kFloat : c_.key_kind),
+                         Side(c_.values[l], value_first, vs[2], l ? kFloat : c_.value_kind),
                          c_.held[2 * l] - skip, c_.held[2 * l + 1]});
     }
     size_ = c_.levels ? c_.widths[1] : kLanes;
@@ -154,6 +154,14 @@ class Tile {
     if (refined())
       for (int q = 0; q < lanes_; ++q) refine(q);
     bias_blocks();
+  }
+
+  // Keys and values of rows [first, first + count) of a level, either until rows are asked for again.
+  Run keys(int64_t level, int64_t first, int64_t count) {
+    return tables_[level].key.run(tables_[level].at(first), count, c_.dim, b_.widened);
+  }
+  Run values(int64_t level, int64_t first, int64_t count) {
+    return tables_[level].value.run(tables_[level].at(first), count, c_.value_dim, b_.widened);
   }
 
   bool refined() const { return c_.top_k[head_] > 0 && c_.levels; }
@@ -220,8 +228,8 @@ class Tile {
     b_.blocks.resize(count * kLanes);
     float* to = b_.blocks.data();
     for (const Segment& s : b_.closed) {
-      const Table& t = tables_[s.level];
-      logits_of(t.k(s.first), t.key_step, s.last - s.first, across_, c_.dim, to);
+      const Run rows = keys(s.level, s.first, s.last - s.first);
+      logits_of(rows.at, rows.step, s.last - s.first, across_, c_.dim, to);
       const float whole = std::log(static_cast<float>(c_.widths[s.level]));
       for (int64_t block = s.first; block < s.last; ++block, to += kLanes) {
         const int64_t size = members(s.level, block);
@@ -297,7 +305,6 @@ class Tile {
     Candidates& laid = b_.laid;
     const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
     const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
-    const Table& table = tables_[level - 1];
     laid.count = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t first = here.ids[b_.chosen[i]] * children;
@@ -307,7 +314,8 @@ class Tile {
     }
     if (!laid.count) return;
     std::fill_n(laid.ids.data() + laid.count, kLanes, laid.ids[laid.count - 1]);  // `dots` reads whole vectors
-    dots(along_ + q * c_.dim, table.key, table.key_step, laid.ids.data(), laid.count, c_.dim, laid.scores.data());
+    const Side& below = tables_[level - 1].key;
+    below.dots_with(along_ + q * c_.dim, laid.ids.data(), laid.count, c_.dim, laid.scores.data());
     if (level == 1) return;
     const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
     for (int32_t i = 0; i < laid.count; ++i) laid.scores[i] += whole;
@@ -351,14 +359,13 @@ class Tile {
     float* at = b_.blocks.data();
     take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
     for (const Segment& s : b_.closed) {
-      const Table& t = tables_[s.level];
-      add_values(at, t.v(s.first), t.value_step, s.last - s.first, lanes_, out_, c_.value_dim);
+      const Run rows = values(s.level, s.first, s.last - s.first);
+      add_values(at, rows.at, rows.step, s.last - s.first, lanes_, out_, c_.value_dim);
       at += (s.last - s.first) * kLanes;
     }
   }
 
   void attend_tokens() {
-    const Table& t = tables_[0];
     b_.tokens.resize(kChunk * kLanes);
     for (const Segment& s : b_.plain) {
       const int64_t end = c_.is_causal ? std::min(s.last, first_ + lanes_) : s.last;
@@ -367,30 +374,29 @@ class Tile {
         float* logits = b_.tokens.data();
         read_tokens(from, count, logits);
         take(logits, count);
-        add_tokens(logits, t.v(from), t.value_step, from, count, out_, c_.value_dim);
+        add_tokens(logits, values(0, from, count), from, count, out_, c_.value_dim);
       }
     }
   }
 
   // `add_values` for tokens [from, from + count): what a query does not see reaches it neither by 0 · NaN.
-  void add_tokens(const float* weights, const float* rows, int64_t step, int64_t from, int64_t count, float* to,
-                  int64_t width) const {
+  void add_tokens(const float* weights, Run rows, int64_t from, int64_t count, float* to, int64_t width) const {
     const int64_t all = c_.is_causal ? std::clamp<int64_t>(first_ + 1 - from, 0, count) : count;  // see these
-    if (finite(rows + all * step, step, count - all, width)) {
-      add_values(weights, rows, step, count, lanes_, to, width);
+    if (finite(rows.at + all * rows.step, rows.step, count - all, width)) {
+      add_values(weights, rows.at, rows.step, count, lanes_, to, width);
       return;
     }
-    add_values(weights, rows, step, all, lanes_, to, width);
+    add_values(weights, rows.at, rows.step, all, lanes_, to, width);
     for (int64_t r = all; r < count; ++r) {
       const int64_t q = from + r - first_;  // the first that sees the row
-      add_values(weights + r * kLanes + q, rows + r * step, step, 1, lanes_ - q, to + q * width, width);
+      add_values(weights + r * kLanes + q, rows.at + r * rows.step, rows.step, 1, lanes_ - q, to + q * width, width);
     }
   }
 
   // Logits of tokens [from, from + count), hidden ones at -inf.
-  void read_tokens(int64_t from, int64_t count, float* logits) const {
-    const Table& t = tables_[0];
-    logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
+  void read_tokens(int64_t from, int64_t count, float* logits) {
+    const Run rows = keys(0, from, count);
+    logits_of(rows.at, rows.step, count, across_, c_.dim, logits);
     if (!c_.is_causal) return;
     for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
       for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
@@ -419,9 +425,8 @@ class Tile {
     int64_t from = 0;
     for (int64_t level = c_.levels; level >= 0; --level) {
       const int64_t to = opened.ends[c_.levels - level];
-      const Table& t = tables_[level];
-      add_rows(logits + from, t.value, t.value_step, opened.ids.data() + from, to - from, out_ + q * c_.value_dim,
-               c_.value_dim);
+      const int32_t* ids = opened.ids.data() + from;
+      tables_[level].value.add_to(out_ + q * c_.value_dim, logits + from, ids, to - from, c_.value_dim);
       from = to;
     }
   }
