@@ -176,14 +176,18 @@ SCORES = {
     "rising": lambda n: torch.arange(n).float(),
     "infinite": lambda n: torch.where(torch.rand(n) < 0.2, -torch.inf, torch.randn(n)),
     "one apart": lambda n: torch.cat([torch.full((n - 1,), -3.0), torch.tensor([3e38])]),
+    "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
+    "equal but for a few": lambda n: torch.where(torch.rand(n) < 3 / n, torch.randn(n), 2.0),
+    "no numbers": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.randint(-2, 3, (n,)).float()),
 }
 
 
 @pytest.mark.parametrize("kind", SCORES)
 def test_the_largest_scores_are_found_and_of_equal_ones_the_first(kind):
-    for n in (2, 17, 40, 300, 1025, 5000):
+    """NaN counts as the largest."""
+    for n in (2, 17, 31, 32, 33, 40, 300, 1025, 5000):
         score = SCORES[kind](n)
-        order = sorted(range(n), key=lambda i: (-float(score[i]), i))
+        order = sorted(range(n), key=lambda i: (not score[i].isnan(), -float(score[i].nan_to_num()), i))
         key = torch.cat([score, torch.zeros(1)])[None, None, :, None]  # the last one is the query's own
         for top in {1, 2, n // 50 + 1, n // 8 + 1, n // 2, n - 1, n, n + 1}:
             chosen = chosen_pages(torch.ones(1, 1, 1, 1), key, [HeadRule(1, page=1, top=top)], offset=n).rows.flatten()

@@ -16,6 +16,7 @@ from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
 from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, pool
 from tests.engines.sweep import Call
 
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
@@ -136,7 +137,25 @@ def over_windows(pick: random.Random, seed: int) -> str:
     )
     assert not out.isnan().any()
     torch.autograd.grad(out.sum(), leaves, allow_unused=True)
-    return f"{shapes} causal={causal} mask={mask is not None} {settings}"
+    dtype = pick.choice((torch.float32, torch.bfloat16, torch.float16))
+    if batch and causal and mask is None:
+        over_kept_windows(pick, [t.detach() for t in leaves], dtype, settings)
+    return f"{shapes} causal={causal} mask={mask is not None} kept={dtype} {settings}"
+
+
+def over_kept_windows(pick: random.Random, inputs: list[Tensor], dtype: torch.dtype, settings: dict) -> None:
+    """The forward pass as a cache calls it: tokens in a dtype of their own, means in float32."""
+    query, *tokens = inputs
+    sizes = settings["hierarchy"]
+    wide = pool(*(t.to(dtype) for t in tokens), sizes)
+    keys, values = (
+        (laid_out(t.to(dtype), pick), *means[1:]) for t, means in zip(tokens, (wide.keys, wide.values), strict=True)
+    )
+    rule = {name: value for name, value in settings.items() if name != "hierarchy"}
+    how = {"is_causal": True, "offset": tokens[0].shape[2] - query.shape[2], "backend": "native"}
+    with torch.no_grad():
+        out, _ = attend_levels(query, Levels(sizes, keys, values), **rule, **how)
+    assert not out.isnan().any()
 
 
 def of_rows(pick: random.Random, seed: int) -> str:

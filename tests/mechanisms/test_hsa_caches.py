@@ -176,21 +176,19 @@ def test_half_precision_caches():
         assert_close(stepwise(model, inputs, cache).float(), expected, 0.03 * expected.abs().max(), name)
 
 
-def test_keys_in_half_precision_are_converted_once():
-    """The cache keeps bfloat16, and beside it a float32 copy for the kernel, which grows with the tokens."""
+def test_a_cache_keeps_half_precision_once():
+    """The kernel reads tokens as they are kept; nothing converts all of them."""
     key, value = qkv(batch=1, heads=2, lq=6, d=4, dtype=torch.bfloat16)[1:]
     cache = LayerCache(key, value)
-    cache.append(key[:, :, :5], value[:, :, :5])
+    cache.append(key, value)
     with torch.no_grad():
-        levels_of(cache, (2,), None)
-        cache.append(key[:, :, 5:], value[:, :, 5:])
-        cache.beside["working copy"].copies[0].room[:, :, :5] += 1  # what was converted is not converted again
         levels = levels_of(cache, (2,), None)
-    assert cache.show()[0].dtype == torch.bfloat16
-    assert torch.equal(levels.keys[0][:, :, :5], key[:, :, :5].float() + 1)
-    assert torch.equal(levels.keys[0][:, :, 5:], key[:, :, 5:].float()) and torch.equal(
-        levels.values[0], value.float()
-    )
+    kept = [tensor.room for tensor in (*cache.tokens, *cache.beside["means"].means[0])]
+    assert [levels.keys[0].dtype, levels.keys[1].dtype] == [torch.bfloat16, torch.float32]
+    assert list(cache.beside) == ["means"]
+    tables = (levels.keys[0], levels.values[0], levels.keys[1], levels.values[1])
+    assert all(t.data_ptr() == room.data_ptr() for t, room in zip(tables, kept, strict=True))
+    assert_close(levels.keys[1], key.float().unflatten(2, (3, 2)).mean(3), 1e-7, "means")
 
 
 def test_a_host_that_changes_its_values_does_not_get_those_of_the_cache():
@@ -332,7 +330,7 @@ def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways)
         if ways == "torch":
             out = attend_evicted(query, levels, **asked)
         else:
-            out, _ = attend_levels(query, levels, top_k=0, is_causal=True, backend="native", **asked)
+            out, _ = attend_levels(query, levels, is_causal=True, backend="native", **asked)
         exact, _ = key_tied(query.double(), *(t.double() for t in every), (4, 16), is_causal=True, **asked)
         assert_close(out.double(), exact, 1e-5, f"{step}")
     assert levels.held is not None

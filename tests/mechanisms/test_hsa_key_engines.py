@@ -13,6 +13,7 @@ from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
 from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool
+from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(
@@ -146,6 +147,37 @@ def test_ties_go_to_the_first_block(backend):
     assert_close(last[8:20] / last[0], torch.full((12,), 1 / torch.e), 1e-6, "blocks")
 
 
+#: Keys [M] of one channel, whose means over windows of powers of 2 are exact: what is equal is so in every dtype.
+EQUAL_SCORES = {
+    "copies": lambda n: torch.randint(-2, 3, (5,))[torch.randint(5, (n,))],
+    "runs of copies": lambda n: torch.randint(-2, 3, (n,)).repeat_interleave(8)[:n],
+    "all alike": lambda n: torch.ones(n),
+    "zeros of both signs": lambda n: torch.where(torch.rand(n) < 0.5, 0.0, -0.0),
+    "best at the end": lambda n: torch.arange(n) // 8,
+    "alike but for one": lambda n: torch.arange(n) == n // 3,
+}
+
+
+@every_way
+@pytest.mark.parametrize("kind", EQUAL_SCORES)
+@pytest.mark.parametrize("sizes", [(2,), (2, 4, 8), (4, 32)])
+def test_of_equal_scores_the_first_blocks_are_opened(backend, sizes, kind):
+    """With more blocks than the kernel compares with each other, in segments between which others were laid open."""
+    torch.manual_seed(len(kind))
+    length = 100 if len(sizes) == 1 else 72
+    key = EQUAL_SCORES[kind](length).float().view(1, 1, length, 1)
+    query, value = torch.ones(1, 1, length, 1), torch.randn(1, 1, length, 4)
+    query[..., ::2, :] = -1
+    starts, stops = torch.tensor([3]), torch.tensor([length])
+    for near, sinks, top_k in ((0, 0, 1), (6, 5, 2), (0, 3, 7), (0, 0, 33), (5, 0, 60)):
+        rule = {"near": near, "sinks": sinks, "refine_top_k": top_k}
+        rows = [t[0].double() for t in (query, key, value)]
+        expected = brute(*rows, sizes, 3, length, True, near, sinks, top_k, bias=torch.tensor([-1.0]))
+        rule |= {"starts": starts, "stops": stops, "block_bias": -1.0, "is_causal": True, "backend": backend}
+        out, _ = tied(query, key, value, sizes, **rule)
+        assert_close(out[0], expected, 1e-5, f"{near}, {sinks}, {top_k}")
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_blocks_of_rows_change_nothing(monkeypatch, causal, top_k):
@@ -199,6 +231,36 @@ def test_half_precision_is_computed_in_float32(backend):
     out, _ = key_tied(*low, (8, 32), **rule, offset=k.shape[2] - q.shape[2])
     same, _ = key_tied(*(t.float() for t in low), (8, 32), **rule, offset=k.shape[2] - q.shape[2])
     assert out.dtype == torch.float32 and torch.equal(out, same)
+
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@HALVES
+@pytest.mark.parametrize("both", [False, True], ids=["values", "keys and values"])
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype):
+    """With means in float32, as a cache has them: to the bit what float32 tokens of the same numbers give."""
+    q, k, v, sizes, rule = some_call(seed)
+    low = k.to(dtype) if both else k, v.to(dtype)
+    where = {"starts": rule.pop("starts"), "stops": rule.pop("stops", None)}
+    if not rule["is_causal"]:
+        rule["refine_top_k"] = 0
+    wide = pool(*low, sizes, **where)
+    kept = Levels(sizes, (low[0], *wide.keys[1:]), (low[1], *wide.values[1:]), **where)
+    found = [attend_levels(q, levels, **rule, backend="native")[0].nan_to_num(7.0) for levels in (wide, kept)]
+    assert torch.equal(*found), (sizes, rule)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@HALVES
+def test_every_number_in_half_precision_is_widened_exactly(dtype):
+    """A single token is the output: also numbers below the smallest normal one, infinity, and NaN."""
+    value = torch.arange(2**16).to(torch.uint16).view(dtype).view(-1, 1, 1, 16)
+    query = key = torch.zeros(len(value), 1, 1, 16)
+    out, _ = attend_levels(query, Levels((), (key,), (value,)), is_causal=True, backend="native")
+    torch.testing.assert_close(out, value.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @every_way

@@ -91,8 +91,6 @@ Rows<T> values_of(const Call& c, int64_t b, int64_t h, int64_t r) {
   return {at<T>(c.value, b, h, r), c.value.row, nullptr, 0, 1.0f};
 }
 
-inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to * to; }
-
 // Memory of one thread, handed out in pieces; each starts on a line of the cache.
 class Scratch {
  public:

@@ -35,6 +35,9 @@ typedef uint32_t LooseWords __attribute__((vector_size(4 * kLanes), aligned(2), 
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
+// The next multiple of `to`, by default of whole registers.
+inline int64_t padded(int64_t n, int64_t to = kLanes) { return (n + to - 1) / to * to; }
+
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 inline Ints load(const int32_t* p) { return *reinterpret_cast<const LooseInts*>(p); }
@@ -251,6 +254,19 @@ inline Vec load_numbers(const float* p) { return load(p); }
 inline Vec load_numbers(const Bfloat* p) {
   const Halves half = *reinterpret_cast<const Halves*>(p);
   return reinterpret_cast<Vec>(__builtin_convertvector(half, Words) << 16);
+}
+// The same of IEEE half precision, without the instructions for it, which not every CPU has.
+struct [[gnu::may_alias]] Half {
+  uint16_t bits;
+};
+inline Vec load_numbers(const Half* p) {
+  const Words bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words);
+  const Words size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16, exponent = size & 0x0f800000u;
+  // exponents move by 112; of infinity and NaN to the largest, and numbers below 2^-14 get the digit that others imply
+  const Words whole = size + (112u << 23), endless = size + (224u << 23);
+  const Vec small = reinterpret_cast<Vec>(size + (113u << 23)) - 6.103515625e-05f;
+  const Words found = exponent == 0 ? reinterpret_cast<Words>(small) : exponent == 0x0f800000u ? endless : whole;
+  return reinterpret_cast<Vec>(found | sign);
 }
 // Register e / kLanes of a row, for sums in which order does not matter: of bfloat16 every second one of kTogether numbers,
 // then the others, each by one operation where widening in order takes two.

@@ -34,7 +34,7 @@ def attend_evicted(
     Returns:
         [B, H, N, dv].
     """
-    like, queries = levels.keys[0], query.shape[2]
+    like, queries = levels.keys[-1], query.shape[2]  # means: tokens may be in half precision
     starts = torch.zeros(1).long() if levels.starts is None else levels.starts
     _, held = levels.held or (0, ((0, 0),) * len(levels.keys))
     starts = starts.to(like.device).view(-1, 1, 1, 1)

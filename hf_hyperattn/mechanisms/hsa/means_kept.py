@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...engines import working_dtype
-from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair, WorkingCopy
+from ..selection.cache import Blocks, KeepWindows, KeptWithKeys, LayerCache, Pair
 from ..selection.growing import TAKEN_BACK, GrowingTensor
 from .windowed.means import Levels
 
@@ -43,7 +43,7 @@ class WindowMeans(KeptWithKeys):
         return [0] * len(self.cache.tokens[0].room) if self.starts is None else self.starts.tolist()
 
     def levels(self) -> Levels:
-        """Return the tokens, and the means of all windows that are complete."""
+        """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
         # Windows of all levels end where one of the lowest ends.
         if self.blocks and self.blocks[0].complete(self.cache.length) != self.blocks[0].counts:
             below, width = self.cache.tokens, 1
@@ -53,19 +53,12 @@ class WindowMeans(KeptWithKeys):
             self.shown = None
         if self.shown is None:
             self.shown = tuple(k.view() for k, _ in self.means), tuple(v.view() for _, v in self.means)
-        exact = self._tokens()
-        keys, values = (exact[0], *self.shown[0]), (exact[1], *self.shown[1])
+        tables = (self.cache.tokens, *self.means)
+        keys, values = ((tokens.view(), *shown) for tokens, shown in zip(self.cache.tokens, self.shown, strict=True))
         held = None
         if self.has_evicted:
-            held = self.cache.length, tuple((k.head, k.gone) for k, _ in (self.cache.tokens, *self.means))
+            held = self.cache.length, tuple((k.head, k.gone) for k, _ in tables)
         return Levels(self.sizes, keys, values, self.starts, held=held)
-
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the dtype of the means."""
-        tokens, dtype = self.cache.tokens, working_dtype(self.cache.tokens[0].room)
-        if tokens[0].room.dtype != dtype and self.cache.keep is None:
-            tokens = self.cache.kept("working copy", lambda: WorkingCopy(self.cache.tokens, dtype)).updated()
-        return tokens[0].view().to(dtype), tokens[1].view().to(dtype)
 
     def _complete(self, level: int, below: Pair, width: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""

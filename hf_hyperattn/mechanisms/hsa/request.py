@@ -193,7 +193,7 @@ def attend_cached(
         return None
     if levels.held is not None and not native.serves(query):
         return attend_evicted(query, levels, **ask)
-    return attend_levels(query, levels, top_k=rule.refine_top_k, is_causal=True, **ask)[0]
+    return attend_levels(query, levels, refine_top_k=rule.refine_top_k, is_causal=True, **ask)[0]
 
 
 def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool) -> Hierarchy:

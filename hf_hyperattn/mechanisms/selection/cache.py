@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...attached import attach, attached_to
@@ -82,36 +81,6 @@ class Blocks(KeptWithKeys):
         """See `KeptWithKeys`."""
         chosen = rows.tolist()
         self.starts, self.counts = ([of[r] for r in chosen] for of in (self.starts, self.counts))
-
-
-class WorkingCopy(KeptWithKeys):
-    """The tokens in a wider dtype, each converted once; of a cache that forgets none.
-
-    Args:
-        tokens: What is copied.
-        dtype: The dtype of the copies.
-    """
-
-    def __init__(self, tokens: Pair, dtype: torch.dtype):
-        self.tokens = tokens
-        self.copies = GrowingTensor(tokens[0].room, dtype), GrowingTensor(tokens[1].room, dtype)
-
-    def updated(self) -> Pair:
-        """Return the copies, those of new tokens among them."""
-        for tokens, copies in zip(self.tokens, self.copies, strict=True):
-            if tokens.length > copies.length:
-                copies.append(tokens.view()[:, :, copies.length :])
-        return self.copies
-
-    def crop(self, length: int) -> None:
-        """See `KeptWithKeys`."""
-        for copies in self.copies:
-            copies.length = min(copies.length, length)
-
-    def pick(self, rows: Tensor) -> None:
-        """See `KeptWithKeys`."""
-        for copies in self.copies:
-            copies.pick(rows)
 
 
 class QueriesKept(KeptWithKeys):

@@ -1,6 +1,6 @@
-// Key-tied attention over windows on the CPU, float32, forward and backward (arXiv 2509.15448), and the means that it
-// reads. Agrees with ../tree/key.py; ../reference.py says in words what is open and what is closed. Work goes tile by
-// tile (key_tile.h, key_backward.h).
+// Key-tied attention over windows on the CPU, in float32, forward and backward (arXiv 2509.15448), and the means that it
+// reads. Tokens of a forward pass may be in half precision (key_rows.h). Agrees with ../tree/key.py; ../reference.py says
+// in words what is open and what is closed. Work goes tile by tile (key_tile.h, key_backward.h).
 
 #include <omp.h>
 

@@ -143,18 +143,29 @@ def has_chains(hierarchy: Hierarchy) -> bool:
 
 
 def attend_levels(
-    query: Tensor, levels: Levels, near: PerHead, sinks: PerHead, top_k: PerHead, block_bias: float | Tensor | None,
-    sink_logit: Tensor | None, is_causal: bool, offset: int, scale: float, backend: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    levels: Levels,
+    near: PerHead = 0,
+    sinks: PerHead = 0,
+    refine_top_k: PerHead = 0,
+    block_bias: float | Tensor | None = None,
+    sink_logit: Tensor | None = None,
+    is_causal: bool = False,
+    offset: int = 0,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """Output [B, H, N, dv] and log-sum-exp [B, H, N] (+inf where a query sees nothing), without gradients.
 
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of the levels.
 
     Args:
-        query: [B, H, N, d] of the dtype of `levels`. near, sinks, top_k, block_bias: see `key_tied`. sink_logit: [H].
-        is_causal, offset, scale, backend: as in `key_tied`.
+        query: [B, H, N, d] of the dtype of the means.
+        levels: what there is to attend to. Where some tokens are forgotten, refine_top_k must be 0.
+        near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: as in `key_tied`.
     """
-    counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, top_k)]
+    counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, refine_top_k)]
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     block_bias, key, value = per_head_tensor(block_bias, query), levels.keys[0], levels.values[0]
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)

@@ -86,10 +86,10 @@ class BackwardTile : Tile {
 
   // Gradients through `count` rows of a level; `logits` holds their logits, and then the gradients of these.
   void turn_back(int64_t level, int64_t first, int64_t count, float* logits) {
-    const Table& t = tables_[level];
     if (static_cast<int64_t>(b_.weights.size()) < count * kLanes) b_.weights.resize(count * kLanes);
     float* products = b_.weights.data();
-    logits_of(t.v(first), t.value_step, count, b_.grads.data(), c_.value_dim, products);
+    const Run value_rows = values(level, first, count);
+    logits_of(value_rows.at, value_rows.step, count, b_.grads.data(), c_.value_dim, products);
     for (int64_t r = 0; r < count * kLanes; r += kLanes) {
       const Vec weight = exponential<true>(load(logits + r) - lse_);
       store(logits + r, weight == 0 ? Vec{} : weight * (load(products + r) - delta_));  // hidden values may be NaN
@@ -97,10 +97,11 @@ class BackwardTile : Tile {
     }
     spread(products, grad_, c_.value_dim, lanes_, count, value_gradients(level, first));
     spread(logits, along_, c_.dim, lanes_, count, key_gradients(level, first));
+    const Run key_rows = keys(level, first, count);
     if (level)
-      add_values(logits, t.k(first), t.key_step, count, lanes_, query_, c_.dim);
+      add_values(logits, key_rows.at, key_rows.step, count, lanes_, query_, c_.dim);
     else
-      add_tokens(logits, t.k(first), t.key_step, first, count, query_, c_.dim);
+      add_tokens(logits, key_rows, first, count, query_, c_.dim);
   }
 
   // The same for what refinement opened to one query.
@@ -116,7 +117,7 @@ class BackwardTile : Tile {
       int32_t* ids = b_.here.ids.data();
       std::copy_n(opened.ids.begin() + from, count, ids);
       std::fill_n(ids + count, kLanes, count ? ids[0] : 0);  // `dots` reads whole vectors
-      dots(grad_ + q * c_.value_dim, t.value, t.value_step, ids, count, c_.value_dim, products);
+      t.value.dots_with(grad_ + q * c_.value_dim, ids, count, c_.value_dim, products);
       for (int64_t i = 0; i < count; ++i) {
         const float weight = std::exp(logits[from + i] - lse_[q]), g_logit = weight * (products[i] - delta_[q]);
         add_scaled(grad_ + q * c_.value_dim, weight, c_.value_dim, value_gradients(level, ids[i]));
@@ -124,7 +125,7 @@ class BackwardTile : Tile {
         products[i] = g_logit;
         if (level) *block_bias_ += g_logit;
       }
-      add_rows(products, t.key, t.key_step, ids, count, query_ + q * c_.dim, c_.dim);
+      t.key.add_to(query_ + q * c_.dim, products, ids, count, c_.dim);
       from += count;
     }
   }

@@ -41,21 +41,22 @@ bool finite(const float* rows, int64_t step, int64_t count, int64_t width) {
 
 // The products of one query with the rows `ids` of a table, a register of them at a time; `ids` and `out` have room for
 // whole registers.
-void dots(const float* query, const float* table, int64_t step, const int32_t* ids, int64_t count, int64_t dim,
+template <typename T>
+void dots(const float* query, const T* table, int64_t step, const int32_t* ids, int64_t count, int64_t dim,
           float* out) {
   constexpr int kAtOnce = kLanes < 8 ? kLanes : 8;
   for (int64_t c = 0; c < count; c += kLanes) {
     Vec sums[kLanes];
 #pragma GCC unroll 2
     for (int start = 0; start < kLanes; start += kAtOnce) {
-      const float* row[kAtOnce];
+      const T* row[kAtOnce];
       Vec part[kAtOnce] = {};
 #pragma GCC unroll 8
       for (int i = 0; i < kAtOnce; ++i) row[i] = table + ids[c + start + i] * step;
       for (int64_t e = 0; e < dim; e += kLanes) {
         const Vec q = load(query + e);
 #pragma GCC unroll 8
-        for (int i = 0; i < kAtOnce; ++i) part[i] += q * load(row[i] + e);
+        for (int i = 0; i < kAtOnce; ++i) part[i] += q * load_numbers(row[i] + e);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kAtOnce; ++i) sums[start + i] = part[i];
@@ -65,8 +66,8 @@ void dots(const float* query, const float* table, int64_t step, const int32_t* i
 }
 
 // out += sum over c of weights[c] times row ids[c] of a table, for one query and `Wide` registers of columns.
-template <int Wide>
-inline void add_columns(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count,
+template <int Wide, typename T>
+inline void add_columns(const float* weights, const T* table, int64_t step, const int32_t* ids, int64_t count,
                         float* out) {
   Vec sum[2][Wide] = {};
   int64_t c = 0;
@@ -74,12 +75,13 @@ inline void add_columns(const float* weights, const float* table, int64_t step, 
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i)
 #pragma GCC unroll 4
-      for (int w = 0; w < Wide; ++w) sum[i][w] += weights[c + i] * load(table + ids[c + i] * step + w * kLanes);
-  for (int w = 0; c < count && w < Wide; ++w) sum[0][w] += weights[c] * load(table + ids[c] * step + w * kLanes);
+      for (int w = 0; w < Wide; ++w) sum[i][w] += weights[c + i] * load_numbers(table + ids[c + i] * step + w * kLanes);
+  for (int w = 0; c < count && w < Wide; ++w) sum[0][w] += weights[c] * load_numbers(table + ids[c] * step + w * kLanes);
   for (int w = 0; w < Wide; ++w) store(out + w * kLanes, load(out + w * kLanes) + (sum[0][w] + sum[1][w]));
 }
 
-void add_rows(const float* weights, const float* table, int64_t step, const int32_t* ids, int64_t count, float* out,
+template <typename T>
+void add_rows(const float* weights, const T* table, int64_t step, const int32_t* ids, int64_t count, float* out,
               int64_t width) {
   int64_t w = 0;
   for (; w + 4 * kLanes <= width; w += 4 * kLanes) add_columns<4>(weights, table + w, step, ids, count, out + w);

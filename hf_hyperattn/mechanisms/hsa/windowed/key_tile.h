@@ -12,8 +12,8 @@
 #include <numeric>
 #include <vector>
 
-#include "key_choice.h"
-#include "key_products.h"
+#include "engines/cpu/largest.h"
+#include "key_rows.h"
 
 namespace {
 
@@ -21,12 +21,9 @@ constexpr int64_t kChunk = 512;  // token rows between two corrections of the ru
 
 // Rows of one level for one (batch row, key head); of those from `head` on, `gone` are not there and never read.
 struct Table {
-  const float* key;
-  const float* value;
-  int64_t key_step, value_step, head, gone;
+  Side key, value;
+  int64_t head, gone;
   int64_t at(int64_t row) const { return row < head ? row : row - gone; }
-  const float* k(int64_t row) const { return key + at(row) * key_step; }
-  const float* v(int64_t row) const { return value + at(row) * value_step; }
 };
 
 // The call, as its caller lays it out.
@@ -35,12 +32,13 @@ struct Call {
   const float* query;
   int64_t query_steps[3];
   int64_t levels;              // above the tokens
-  const float* const* keys;    // levels + 1 tables
-  const float* const* values;
+  const void* const* keys;     // levels + 1 tables; means are float
+  const void* const* values;
   const int64_t* key_steps;    // 3 for each table: batch, head, row
   const int64_t* value_steps;
   const int64_t* widths;       // levels + 1: 1, then the sizes
   const int64_t* held;         // 2 for each table: rows at its front, and how many after those are gone
+  int64_t key_kind, value_kind;  // of the tokens, see Kind
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
   const int64_t *near, *sinks, *top_k;  // per head
   const float *block_bias, *sink_logit;  // per head, or null
@@ -52,6 +50,41 @@ struct Call {
 // Some rows of one level, all attended to.
 struct Segment {
   int64_t level, first, last;
+};
+
+// Closed blocks of one level, or tokens, with their scores for one query; ids rise, so that of equal ones the first stands
+// first.
+struct Candidates {
+  std::vector<int32_t> ids;
+  std::vector<float> scores;
+  std::vector<int32_t> standing;  // the row of the tile's blocks, where it is one of these, else kLaid
+  int32_t count = 0;
+
+  static constexpr int32_t kLaid = -1;
+
+  void reserve(size_t most) {
+    if (ids.size() >= most) return;
+    ids.resize(most);
+    scores.resize(most);
+    standing.resize(most);
+  }
+  // Adds places [first, last) of what the level above laid open.
+  void add_laid(const Candidates& laid, int32_t first, int32_t last) {
+    std::copy(laid.ids.data() + first, laid.ids.data() + last, ids.data() + count);
+    std::copy(laid.scores.data() + first, laid.scores.data() + last, scores.data() + count);
+    std::fill_n(standing.data() + count, last - first, kLaid);
+    count += last - first;
+  }
+
+  // Adds blocks [first, last), whose scores are `kLanes` apart and begin with those of row `row`.
+  void add_standing(int64_t first, int64_t last, int32_t row, const float* from) {
+    const int32_t more = static_cast<int32_t>(last - first);
+    std::iota(ids.data() + count, ids.data() + count + more, static_cast<int32_t>(first));
+    std::iota(standing.data() + count, standing.data() + count + more, row);
+    float* to = scores.data() + count;
+    for (int32_t i = 0; i < more; ++i) to[i] = from[i * kLanes];
+    count += more;
+  }
 };
 
 // What refinement laid open to one query: rows of several levels, one after the other, and their logits.
@@ -70,9 +103,11 @@ struct Opened {
 
 // What one thread keeps between tiles.
 struct Buffers {
-  std::vector<float> blocks, tokens, queries, grads, weights;
+  std::vector<float> blocks, tokens, queries, grads, weights, widened;
   std::vector<Opened> opened = std::vector<Opened>(kLanes);
-  Candidates here, next;
+  Candidates here, laid;
+  Largest largest;
+  std::vector<int32_t> chosen;  // places among the candidates
   std::vector<Segment> closed, plain;
 };
 
@@ -86,8 +121,10 @@ class Tile {
     for (int64_t l = 0; l <= c_.levels; ++l) {
       const int64_t skip = l ? 0 : c_.starts[row];
       const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
-      tables_.push_back({c_.keys[l] + row * ks[0] + kv * ks[1] + skip * ks[2],
-                         c_.values[l] + row * vs[0] + kv * vs[1] + skip * vs[2], ks[2], vs[2],
+      const int64_t key_first = row * ks[0] + kv * ks[1] + skip * ks[2];
+      const int64_t value_first = row * vs[0] + kv * vs[1] + skip * vs[2];
+      tables_.push_back({Side(c_.keys[l], key_first, ks[2], l ? kFloat : c_.key_kind),
+                         Side(c_.values[l], value_first, vs[2], l ? kFloat : c_.value_kind),
                          c_.held[2 * l] - skip, c_.held[2 * l + 1]});
     }
     size_ = c_.levels ? c_.widths[1] : kLanes;
@@ -117,6 +154,14 @@ class Tile {
     if (refined())
       for (int q = 0; q < lanes_; ++q) refine(q);
     bias_blocks();
+  }
+
+  // Keys and values of rows [first, first + count) of a level, either until rows are asked for again.
+  Run keys(int64_t level, int64_t first, int64_t count) {
+    return tables_[level].key.run(tables_[level].at(first), count, c_.dim, b_.widened);
+  }
+  Run values(int64_t level, int64_t first, int64_t count) {
+    return tables_[level].value.run(tables_[level].at(first), count, c_.value_dim, b_.widened);
   }
 
   bool refined() const { return c_.top_k[head_] > 0 && c_.levels; }
@@ -183,8 +228,8 @@ class Tile {
     b_.blocks.resize(count * kLanes);
     float* to = b_.blocks.data();
     for (const Segment& s : b_.closed) {
-      const Table& t = tables_[s.level];
-      logits_of(t.k(s.first), t.key_step, s.last - s.first, across_, c_.dim, to);
+      const Run rows = keys(s.level, s.first, s.last - s.first);
+      logits_of(rows.at, rows.step, s.last - s.first, across_, c_.dim, to);
       const float whole = std::log(static_cast<float>(c_.widths[s.level]));
       for (int64_t block = s.first; block < s.last; ++block, to += kLanes) {
         const int64_t size = members(s.level, block);
@@ -197,7 +242,7 @@ class Tile {
   void refine(int q) {
     const int32_t k = static_cast<int32_t>(std::min(c_.top_k[head_], blocks(1) + 1));
     Opened& opened = b_.opened[q];
-    Candidates &here = b_.here, &next = b_.next;
+    Candidates &here = b_.here, &laid = b_.laid;
     size_t most = b_.blocks.size() / kLanes + kLanes, all = kLanes;
     for (int64_t level = c_.levels; level > 0; --level) {
       const size_t children = k * (c_.widths[level] / c_.widths[level - 1]) + kLanes;
@@ -205,68 +250,79 @@ class Tile {
       all += children;
     }
     here.reserve(most);
-    next.reserve(most);
+    laid.reserve(most);
+    b_.chosen.resize(k);
     opened.reserve(all);
     opened.ends.clear();
     opened.count = 0;
-    next.count = 0;
-    float* block = b_.blocks.data();
+    laid.count = 0;
+    int32_t row = 0;
     auto segment = b_.closed.begin();
     for (int64_t level = c_.levels; level > 0; --level) {
-      std::swap(here, next);  // what the level above laid open, then what stands
-      const int32_t laid = here.count;
-      float* standing = block;
-      for (; segment != b_.closed.end() && segment->level == level; ++segment)
-        for (int64_t id = segment->first; id < segment->last; ++id, block += kLanes, ++here.count) {
-          here.ids[here.count] = static_cast<int32_t>(id);
-          here.scores[here.count] = block[q];
-        }
-      here.choose(k);
-      const uint32_t* chosen = here.order.data();
-      for (int32_t i = laid; i < here.count; ++i)
-        if (chosen[i]) standing[(i - laid) * kLanes + q] = -kInf;
-      for (int32_t i = 0; i < laid; ++i) {  // what stays closed; an entry that does not stay is written over
-        opened.ids[opened.count] = here.ids[i];
-        opened.logits[opened.count] = here.scores[i] + bias_;  // never a single token: the caller sees to it
-        opened.count += !chosen[i];
+      // Those that the level above laid open lie between the segments that stand, whose parents were never closed.
+      here.count = 0;
+      int32_t next = 0;
+      for (; segment != b_.closed.end() && segment->level == level; ++segment) {
+        int32_t end = next;
+        while (end < laid.count && laid.ids[end] < segment->first) ++end;
+        here.add_laid(laid, next, end);
+        here.add_standing(segment->first, segment->last, row, &b_.blocks[row * kLanes + q]);
+        next = end;
+        row += static_cast<int32_t>(segment->last - segment->first);
       }
+      here.add_laid(laid, next, laid.count);
+      const int32_t* chosen = b_.chosen.data();
+      const int64_t count = b_.largest.find(here.scores.data(), 0, here.count, k, b_.chosen.data());
+      for (int64_t i = 0; i < count; ++i) {
+        int32_t& standing = here.standing[chosen[i]];
+        if (standing != Candidates::kLaid) b_.blocks[standing * kLanes + q] = -kInf;
+        standing = 0;  // no longer closed
+      }
+      const int32_t *ids = here.ids.data(), *standing = here.standing.data();
+      const float* scores = here.scores.data();
+      int32_t* closed = opened.ids.data();
+      float* logits = opened.logits.data();
+      int64_t held = opened.count;
+      const int32_t places = laid.count ? here.count : 0;
+      for (int32_t i = 0; i < places; ++i) {  // what was laid open and stays closed; any other is written over
+        closed[held] = ids[i];
+        logits[held] = scores[i] + bias_;  // never a single token: the caller sees to it
+        held += standing[i] == Candidates::kLaid;
+      }
+      opened.count = held;
       opened.ends.push_back(opened.count);
-      open(level, q);
+      open(level, q, count);
     }
-    std::copy_n(next.ids.begin(), next.count, opened.ids.begin() + opened.count);
-    std::copy_n(next.scores.begin(), next.count, opened.logits.begin() + opened.count);
-    opened.count += next.count;
+    std::copy_n(laid.ids.begin(), laid.count, opened.ids.begin() + opened.count);
+    std::copy_n(laid.scores.begin(), laid.count, opened.logits.begin() + opened.count);
+    opened.count += laid.count;
     opened.ends.push_back(opened.count);
   }
 
-  // Lists the children of the chosen blocks of `level` in `next`, their logits with log|B|.
-  void open(int64_t level, int q) {
-    Candidates &here = b_.here, &next = b_.next;
+  // Lists the children of the `count` chosen blocks of `level` in `laid`, their logits with log|B|.
+  void open(int64_t level, int q, int64_t count) {
+    const Candidates& here = b_.here;
+    Candidates& laid = b_.laid;
     const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
     const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
-    const Table& table = tables_[level - 1];
-    int32_t chosen = 0;
-    for (int32_t i = 0; i < here.count; ++i) {
-      here.ids[chosen] = here.ids[i];
-      chosen += here.order[i];
+    laid.count = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t first = here.ids[b_.chosen[i]] * children;
+      const int32_t there = std::min(children, limit - first);
+      std::iota(laid.ids.data() + laid.count, laid.ids.data() + laid.count + there, first);
+      laid.count += there;
     }
-    next.count = 0;
-    for (int32_t i = 0; i < chosen; ++i) {
-      const int32_t first = here.ids[i] * children;
-      const int32_t count = std::min(children, limit - first);
-      std::iota(next.ids.data() + next.count, next.ids.data() + next.count + count, first);
-      next.count += count;
-    }
-    if (!next.count) return;
-    std::fill_n(next.ids.data() + next.count, kLanes, next.ids[next.count - 1]);  // `dots` reads whole vectors
-    dots(along_ + q * c_.dim, table.key, table.key_step, next.ids.data(), next.count, c_.dim, next.scores.data());
+    if (!laid.count) return;
+    std::fill_n(laid.ids.data() + laid.count, kLanes, laid.ids[laid.count - 1]);  // `dots` reads whole vectors
+    const Side& below = tables_[level - 1].key;
+    below.dots_with(along_ + q * c_.dim, laid.ids.data(), laid.count, c_.dim, laid.scores.data());
     if (level == 1) return;
     const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
-    for (int32_t i = 0; i < next.count; ++i) next.scores[i] += whole;
+    for (int32_t i = 0; i < laid.count; ++i) laid.scores[i] += whole;
     const int64_t rest = tokens_ % c_.widths[level - 1];
     if (!c_.is_causal && rest)
-      for (int32_t i = 0; i < next.count; ++i)
-        if (next.ids[i] == limit - 1) next.scores[i] += std::log(static_cast<float>(rest)) - whole;
+      for (int32_t i = 0; i < laid.count; ++i)
+        if (laid.ids[i] == limit - 1) laid.scores[i] += std::log(static_cast<float>(rest)) - whole;
   }
 
   // Takes `count` more rows of logits into the running softmax; they become weights.
@@ -303,14 +359,13 @@ class Tile {
     float* at = b_.blocks.data();
     take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
     for (const Segment& s : b_.closed) {
-      const Table& t = tables_[s.level];
-      add_values(at, t.v(s.first), t.value_step, s.last - s.first, lanes_, out_, c_.value_dim);
+      const Run rows = values(s.level, s.first, s.last - s.first);
+      add_values(at, rows.at, rows.step, s.last - s.first, lanes_, out_, c_.value_dim);
       at += (s.last - s.first) * kLanes;
     }
   }
 
   void attend_tokens() {
-    const Table& t = tables_[0];
     b_.tokens.resize(kChunk * kLanes);
     for (const Segment& s : b_.plain) {
       const int64_t end = c_.is_causal ? std::min(s.last, first_ + lanes_) : s.last;
@@ -319,30 +374,29 @@ class Tile {
         float* logits = b_.tokens.data();
         read_tokens(from, count, logits);
         take(logits, count);
-        add_tokens(logits, t.v(from), t.value_step, from, count, out_, c_.value_dim);
+        add_tokens(logits, values(0, from, count), from, count, out_, c_.value_dim);
       }
     }
   }
 
   // `add_values` for tokens [from, from + count): what a query does not see reaches it neither by 0 · NaN.
-  void add_tokens(const float* weights, const float* rows, int64_t step, int64_t from, int64_t count, float* to,
-                  int64_t width) const {
+  void add_tokens(const float* weights, Run rows, int64_t from, int64_t count, float* to, int64_t width) const {
     const int64_t all = c_.is_causal ? std::clamp<int64_t>(first_ + 1 - from, 0, count) : count;  // see these
-    if (finite(rows + all * step, step, count - all, width)) {
-      add_values(weights, rows, step, count, lanes_, to, width);
+    if (finite(rows.at + all * rows.step, rows.step, count - all, width)) {
+      add_values(weights, rows.at, rows.step, count, lanes_, to, width);
       return;
     }
-    add_values(weights, rows, step, all, lanes_, to, width);
+    add_values(weights, rows.at, rows.step, all, lanes_, to, width);
     for (int64_t r = all; r < count; ++r) {
       const int64_t q = from + r - first_;  // the first that sees the row
-      add_values(weights + r * kLanes + q, rows + r * step, step, 1, lanes_ - q, to + q * width, width);
+      add_values(weights + r * kLanes + q, rows.at + r * rows.step, rows.step, 1, lanes_ - q, to + q * width, width);
     }
   }
 
   // Logits of tokens [from, from + count), hidden ones at -inf.
-  void read_tokens(int64_t from, int64_t count, float* logits) const {
-    const Table& t = tables_[0];
-    logits_of(t.k(from), t.key_step, count, across_, c_.dim, logits);
+  void read_tokens(int64_t from, int64_t count, float* logits) {
+    const Run rows = keys(0, from, count);
+    logits_of(rows.at, rows.step, count, across_, c_.dim, logits);
     if (!c_.is_causal) return;
     for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
       for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
@@ -371,9 +425,8 @@ class Tile {
     int64_t from = 0;
     for (int64_t level = c_.levels; level >= 0; --level) {
       const int64_t to = opened.ends[c_.levels - level];
-      const Table& t = tables_[level];
-      add_rows(logits + from, t.value, t.value_step, opened.ids.data() + from, to - from, out_ + q * c_.value_dim,
-               c_.value_dim);
+      const int32_t* ids = opened.ids.data() + from;
+      tables_[level].value.add_to(out_ + q * c_.value_dim, logits + from, ids, to - from, c_.value_dim);
       from = to;
     }
   }

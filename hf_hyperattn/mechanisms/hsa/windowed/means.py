@@ -20,7 +20,8 @@ class Levels:
         sizes: window sizes, bottom first, each dividing the next.
         keys: for every level, [B, Hkv, n_l, d]. Level 0 is as the call has it, padding included; block b of a level
             above holds the tokens start + b·w .. start + (b+1)·w - 1 of its row. Causal queries read complete blocks
-            only, so the last incomplete one may be missing then.
+            only, so the last incomplete one may be missing then. Means are in the working dtype. Tokens of a cache may
+            be in half precision.
         values: likewise, [B, Hkv, n_l, dv].
         starts: int64 [B], the first real token of every row; None: 0.
         stops: int64 [B], one past the last real token; None: all.

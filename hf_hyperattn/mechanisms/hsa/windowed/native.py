@@ -1,4 +1,7 @@
-"""The compiled kernel of key-tied attention (key.cpp): float32 on the CPU, forward and backward."""
+"""The compiled kernel of key-tied attention (key.cpp) on the CPU, forward and backward.
+
+It computes in float32. The tokens of a forward pass may be in half precision, as caches keep them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ LANES = 16
 
 #: What the kernel is built from.
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_choice.h", "key_products.h")]
-SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("product.h", "vectors.h")]
+SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_rows.h", "key_products.h")]
+SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("largest.h", "product.h", "vectors.h")]
+#: The dtypes that tokens may have, as `Kind` of key_rows.h counts them.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _fields(kind, names: str) -> list:
@@ -34,7 +39,7 @@ class KernelCall(ctypes.Structure):
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
-        *_fields(ctypes.c_int64, "batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_int64, "key_kind value_kind batch heads kv_heads queries dim value_dim"),
         *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
         *_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
@@ -109,8 +114,9 @@ def call_of(
     address = ctypes.addressof
     call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
-        *map(address, tables), *map(address, arrays[:2]), query.shape[0], query.shape[1], keys[0].shape[1],
-        query.shape[2], query.shape[3], values[0].shape[3], *map(address, arrays[2:5]),
+        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype], KINDS[values[0].dtype],
+        query.shape[0], query.shape[1], keys[0].shape[1], query.shape[2], query.shape[3], values[0].shape[3],
+        *map(address, arrays[2:5]),
         *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[5:]), is_causal, offset,
         torch.get_num_threads(), scale,
     )  # fmt: skip
@@ -118,7 +124,13 @@ def call_of(
 
 
 def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *rest) -> tuple[Tensor, Tensor]:
-    """Output [B, H, N, dv] and log-sum-exp [B, H, N]; `rest` as in `call_of`."""
+    """Output [B, H, N, dv] and log-sum-exp [B, H, N].
+
+    Args:
+        query: [B, H, N, d], float32.
+        keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
+        rest: As in `call_of`.
+    """
     width = values[0].shape[-1]
     query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])
