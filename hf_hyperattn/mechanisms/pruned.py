@@ -81,14 +81,16 @@ def find_disagreeing(places: Places, ids: Tensor, start: int) -> tuple[int, int]
         start: The slot of the first query, counted from the beginning of the rows.
     """
     slots = torch.arange(start, start + ids.shape[1], device=ids.device)
-    numbers = (places.count - 1)[:, start : start + ids.shape[1]].to(ids.device)
     wrong = ids != slots
+    if not bool(wrong.any()):  # as in nearly every call: the tokens are not counted
+        return None
+    numbers = (places.count - 1)[:, start : start + ids.shape[1]].to(ids.device)
     if places.real is not None:
         is_query = places.real[:, start : start + ids.shape[1]].to(ids.device)
         by_slots = (wrong & is_query).any(1, keepdim=True)
         by_tokens = ((ids != numbers) & is_query).any(1, keepdim=True)
         wrong = wrong & is_query & by_slots & by_tokens
-    if not bool(wrong.any()):
-        return None
+        if not bool(wrong.any()):
+            return None
     row, query = wrong.nonzero()[0].tolist()
     return int(ids.expand(len(wrong), -1)[row, query]), int(numbers.expand(len(wrong), -1)[row, query])

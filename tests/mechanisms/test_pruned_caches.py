@@ -1,10 +1,13 @@
 """Caches that were pruned in the middle: mechanisms that count cached keys refuse them, and only them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
 
 import hf_hyperattn as ha
+from hf_hyperattn.mechanisms import pruned
 from hf_hyperattn.rules import Clusters, NestedWindows, Pages, VerticalSlash, Window
 from tests.integration.test_families import model_of
 from tests.registries import restored
@@ -200,6 +203,25 @@ def test_positions_of_images_are_served(name):
                 parts.append(model(ids[:, start:stop], **call).last_hidden_state)
                 start = stop
             torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_position_ids_are_compared_once_a_model_call(mode, monkeypatch):
+    """With one comparison, if they count slots, which all layers share."""
+    model, ids, compared = patched(COUNTING["hsa"], num_hidden_layers=3), drawn(1, 8), []
+    original = pruned.find_disagreeing
+
+    def find_disagreeing(places, *args):
+        uncounted = SimpleNamespace(real=places.real)
+        compared.append(original(uncounted, *args))
+        return compared[-1]
+
+    with mode():
+        cache = model(ids[:, :5]).past_key_values
+        monkeypatch.setattr(pruned, "find_disagreeing", find_disagreeing)
+        for place in range(5, 8):
+            cache = model(ids[:, place : place + 1], past_key_values=cache).past_key_values
+    assert compared == [None] * 3
 
 
 def test_what_is_read_once_is_read_again_where_it_differs():
