@@ -30,9 +30,21 @@ class CacheOfCall(threading.local):
 
 
 def add_cache_hooks(hosts: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-    """Add the hooks to each attention layer if a layer of its `Hyper`, given with it, keeps state on caches."""
+    """Add the hooks to each attention layer if a layer of its `Hyper`, given with it, keeps state on caches.
+
+    What `refuse_pruned` keeps is about all attention layers of a stack, whose first one has the hooks for it: hooks
+    cost time in every call.
+    """
+    stacks = set()
     for host, hyper in hosts:
-        if any(map(attrgetter("reads_cache"), hyper.children())):
+        is_first = False
+        if any(map(attrgetter("counts_keys"), hyper.children())):
+            config: Any = getattr(host, "config", None)
+            # Encoders and decoders may share the class and the config, but not this.
+            stack = type(host), id(config), getattr(host, "is_causal", None)
+            is_first = stack not in stacks
+            stacks.add(stack)
+        if is_first or any(map(attrgetter("reads_cache"), hyper.children())):
             setattr(host, CACHE, CacheOfCall())
             host.register_forward_pre_hook(note_cache, with_kwargs=True)
             host.register_forward_hook(forget_cache, always_call=True)

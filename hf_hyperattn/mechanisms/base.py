@@ -207,6 +207,8 @@ class MechanismLayer(nn.Module):
     reads_hidden = False
     #: Whether the layer needs `HostCall.cache`. What a layer remembers of a conversation belongs to its cache.
     reads_cache = False
+    #: Whether `refuse_pruned` is called: of the hosts whose layers do, the first one needs `HostCall.cache`.
+    counts_keys = False
 
     #: Whether a head's result depends on other heads. Where none does, a layer under tensor parallelism is called with
     #: the queries, keys and values of its rank's heads (`HostCall.heads`), and with the rows of its parameters that

@@ -67,6 +67,7 @@ class PairLayer(ScoreLayer):
         super().__init__(config, host, mode, heads)
         self.host = host
         d = config.definition
+        self.counts_keys = d.reads_positions
         if host is not None:
             for name in d.parameters:
                 check_count(config, name, host.heads)

@@ -1,5 +1,6 @@
 """Caches that were pruned in the middle: mechanisms that count cached keys refuse them, and only them."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,79 @@ def test_position_ids_without_padding_are_served(name):
     for rows in (1, 2):
         found = steps_of(model, ids, position_ids=places(0, 16, rows))
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@counting
+def test_position_ids_that_begin_elsewhere_are_served(name):
+    """A number that is added to all position ids of a conversation, whose cache is then used for another one."""
+    model, ids = patched(COUNTING[name]), drawn(2, 16)
+    expected = logits(model, ids, position_ids=places(5, 21), use_cache=False)
+    for rows, sizes in ((1, (9, 1, 4, 1, 1)), (2, (9, 1, 4, 1, 1)), (1, (1,) * 16)):
+        found = steps_of(model, ids, sizes, position_ids=places(5, 21, rows))
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    cache = hf.DynamicCache()
+    for start in (0, 5, 0):
+        cache.crop(-cache.get_seq_length())
+        place = places(start, start + 16)
+        expected = logits(model, ids, position_ids=place, use_cache=False)
+        found = steps_of(model, ids, make_cache=lambda: cache, position_ids=place)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["hype", "hsa", "window"])
+@pytest.mark.parametrize("padding", ["left", "middle"])
+@pytest.mark.parametrize("counted", ["tokens", "slots"])
+def test_padding_whose_position_ids_begin_elsewhere_is_served(name, padding, counted):
+    model, ids = patched(COUNTING[name]), drawn(2, 16)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, {"left": slice(0, 5), "middle": slice(3, 7)}[padding]] = 0
+    place = (mask.cumsum(1) - 1).clamp_min(0) if counted == "tokens" else places(0, 16, 2)
+    found = steps_of(model, ids, attention_mask=mask, position_ids=place + 5)
+    expected = logits(model, ids, attention_mask=mask, position_ids=place + 5, use_cache=False)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["hype", "hsa", "window"])
+def test_one_tensor_of_position_ids_for_two_conversations(name):
+    model, ids = patched(COUNTING[name]), drawn(1, 20)
+    plain, prompt, step = hf.DynamicCache(), places(5, 21), torch.tensor([[21]])
+    first, second = hf.DynamicCache(), hf.DynamicCache()
+    for cache in (first, second):
+        logits(model, ids[:, :16], past_key_values=cache, position_ids=prompt)
+    logits(model, ids[:, :16], past_key_values=plain)
+    for cache in (first, second, copy.deepcopy(second)):
+        logits(model, ids[:, 16:17], past_key_values=cache, position_ids=step)
+    with pytest.raises(ValueError, match="position_ids=21 disagrees with the 16"):
+        logits(model, ids[:, 16:17], past_key_values=plain, position_ids=step)
+
+
+@counting
+def test_a_pruned_cache_whose_position_ids_begin_elsewhere_is_refused(name):
+    model, ids = patched(COUNTING[name]), drawn(2, 20)
+    for shift in (3, 5):  # 3 keys are dropped
+        cache = pruned_cache(model, ids, position_ids=places(shift, 16 + shift))
+        place = places(16 + shift, 17 + shift)
+        with pytest.raises(
+            ValueError, match=f"position_ids={16 + shift}, counted from {shift}, disagrees with the 13"
+        ):
+            logits(model, ids[:, 16:17], past_key_values=cache, position_ids=place)
+    cache = pruned_cache(model, ids)
+    with pytest.raises(ValueError, match="position_ids=18 disagrees with the 13"):
+        logits(model, ids[:, 16:17], past_key_values=cache, position_ids=places(18, 19))
+
+
+@counting
+def test_position_ids_that_begin_elsewhere_with_a_static_cache(name):
+    model, ids = patched(COUNTING[name]), drawn(2, 16)
+    found = steps_of(
+        model,
+        ids,
+        position_ids=places(5, 21),
+        make_cache=lambda: hf.StaticCache(config=model.config, max_cache_len=24),
+    )
+    expected = logits(model, ids, position_ids=places(5, 21), use_cache=False)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 @counting

@@ -68,6 +68,7 @@ class HypeLayer(ScoreLayer):
     """
 
     learned = ("mu", "tau")
+    counts_keys = True
 
     def __init__(self, config: HypeConfig, host: Host | None, mode: str = "replace", heads=None):
         super().__init__(config, host, mode, heads)

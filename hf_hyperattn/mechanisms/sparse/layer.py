@@ -41,7 +41,9 @@ class SparseLayer(MechanismLayer):
         self.gate = self.per_head(host) if mode == "blend" else None
         self.asker = "" if host is None else host.name
         if host is not None:
-            self.reads_cache = any(rule.earlier for rule in rules_in(config.by_length(host.heads, host.name)))
+            rules = config.by_length(host.heads, host.name)
+            self.reads_cache = any(rule.earlier for rule in rules_in(rules))
+            self.counts_keys = not all_exact(rules)
 
     def change(self, plan: Plan) -> Plan:
         # Read here: offload takes parameters away when this call returns, and the plan runs later.
@@ -94,7 +96,7 @@ class SparseLayer(MechanismLayer):
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
         cache: LayerCache | None = attached_to(call.key, LayerCache) if self.reads_cache else None
         if cache is None:
-            recent = recent_queries(call.cache, self.asker)
+            recent = recent_queries(call.cache if self.reads_cache else None, self.asker)
         else:
             recent = cache.kept(("queries", self.asker), QueriesKept)
         text = text_of(call.query, call.key, reading, rules, recent)

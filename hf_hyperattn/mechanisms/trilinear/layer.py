@@ -112,6 +112,7 @@ class SimplicialLayer(MechanismLayer):
         self.width = width = known.head_dim
         self.rank: int = config.rank or width
         w1, w2 = config.windows or (None, None)
+        self.counts_keys = config.windows is not None
         self.windows = Windows(w1, w2)
         gated = mode == "blend" and (self.windows.first is not None or self.rank < width)
         self.gate = self.per_head(host) if gated else None
