@@ -16,7 +16,7 @@ from hf_hyperattn.engines.cpu import FEW, norms, squared_norms
 from hf_hyperattn.engines.cpu.selected import HeadRule, chosen_pages, selected_attention
 from hf_hyperattn.engines.score import upcast_for_grad
 from hf_hyperattn.functional import hierarchical_attention
-from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, pool
+from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, pool
 from tests.engines.sweep import Call
 
 #: torch's default dtype, in turn. Whatever a user has set it to, kernels read and write the dtypes of the call.
