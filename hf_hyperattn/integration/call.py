@@ -14,7 +14,6 @@ from transformers.utils import output_capturing
 
 from ..attached import attached_to
 from ..engines import check_backend
-from ..engines.options import read_visible
 from ..mechanisms.selection.places import FirstKey, KnownOfMask
 from ..readable import is_exporting
 from .hosts import find_hosts
@@ -90,33 +89,6 @@ def check_onnx(module: nn.Module, backend: str) -> None:
             f"{type(module).__name__} runs on the engine {backend!r}, which ONNX cannot hold; use set_backend(model, "
             "'auto') before the export"
         )
-
-
-def within_indices(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
-    """The mask that leaves only the keys an indexer chose: DeepSeek's sparse attention and its kin.
-
-    Under names other than "eager" and "sdpa" these families pass `indices` [B, N, top_k] beside the mask, which they
-    otherwise fold in themselves.
-    """
-    if indices is None:
-        return mask
-    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
-    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    if mask is None:
-        return chosen
-    if mask.dtype == torch.bool:
-        return mask & chosen
-    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-def before_indexer(first: FirstKey, mask: Tensor | None, batch: int, keys: int) -> FirstKey:
-    """`first` with what the mask says of padding before an indexer hides other keys in it."""
-    if first.stop is not None or first.index is None:
-        return first
-    if mask is None:
-        return FirstKey(first.index, stop=keys)
-    real = read_visible(mask[..., :keys]).any(1).any(1).expand(batch, keys)
-    return FirstKey(first.index, real, (real * torch.arange(1, keys + 1, device=real.device)).amax())
 
 
 @torch.compiler.assume_constant_result  # the compiler says no where ONNX is what it traces for

@@ -23,7 +23,7 @@ from ..config import HyperAttnConfig, MechanismConfig, mechanisms_of
 from ..engines import Options, PairScore, ScoreTerm, attention, repeat_heads
 from ..engines.score import DOT, dot_logits
 from ..mechanisms.base import Host, HostCall, MechanismLayer, Plan
-from ..mechanisms.selection.places import START, FirstKey, KnownOfMask
+from ..mechanisms.selection.places import START, FirstKey, KnownOfMask, before_indexer, within_indices
 from ..readable import can_read
 from ..registry import get_mechanism
 from ..selection import head_numbers
@@ -34,7 +34,6 @@ from .call import (
     RETURNING_WEIGHTS,
     UNHONOURED,
     UNROUTED,
-    before_indexer,
     check_onnx,
     chunk_size_of,
     exporting_to_onnx,
@@ -43,7 +42,6 @@ from .call import (
     scaling_already_applied,
     update_paged,
     wants_weights,
-    within_indices,
 )
 from .first_call import WATCHED, note_reached
 from .hidden import HIDDEN, hidden_states_of_call

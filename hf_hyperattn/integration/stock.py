@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .call import is_causal_host, position_hides, within_indices
+from ..mechanisms.selection.places import within_indices
+from .call import is_causal_host, position_hides
 from .hosts import interface_callers
 
 logger: Any = logging.getLogger("hf_hyperattn")  # `warning_once` is Transformers'
