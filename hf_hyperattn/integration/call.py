@@ -186,8 +186,9 @@ def chunk_size_of(module: nn.Module) -> int | None:
     if size is None:
         return None
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    is_known = isinstance(types, list | tuple) and isinstance(index, int) and index < len(types)
-    return None if is_known and types[index] != "chunked_attention" else size
+    if not (isinstance(types, list | tuple) and isinstance(index, int) and index < len(types)):
+        return size
+    return size if types[index] == "chunked_attention" else None
 
 
 def is_causal_host(module: nn.Module) -> bool:

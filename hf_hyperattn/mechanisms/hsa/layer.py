@@ -11,7 +11,7 @@ from torch import Tensor
 from ...engines import Options, PairScore, repeat_heads
 from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
-from ..selection.cache import KeepWindows, layer_cache_of
+from ..selection.cache import EVICTING, KeepWindows, layer_cache_of
 from ..selection.places import read_mask
 from .config import HsaConfig, Rule
 from .request import Request, hierarchical
@@ -86,6 +86,12 @@ class HsaLayer(MechanismLayer):
         gate, rule = self.weight(learned, call), self.rule(call, score, block_bias)
         if gate is not None and learned is None and rule.tying == "key":
             gate, rule = None, self.exact_elsewhere(rule, call)
+        cache = layer_cache_of(call.key, call.value, "hsa", KeepWindows)
+        if cache is not None and cache.keep is not None and gate is not None:
+            raise ValueError(
+                f"{EVICTING} has forgotten keys that the untied attention beside hsa reads; allowed: a cache that was "
+                "made for this model, as it is patched now, or evict=False"
+            )
         hierarchy = call.keywords.get("hierarchy")
         hierarchy = self.config.windows if hierarchy is None else hierarchy
         request = Request(
@@ -93,8 +99,9 @@ class HsaLayer(MechanismLayer):
             rule,
             call.is_causal or self.grows,
             weights=weights,
-            cache=layer_cache_of(call.key, call.value, "hsa", KeepWindows),
+            cache=cache,
             reading=read_mask(call.query, call.key, options, call.is_causal, call.first, self.grows),
+            position_ids=call.keywords.get("position_ids"),
             chunk=call.chunk if call.keywords.get("indices") is None else 1,
         )
         tied = hierarchical(score, value, options, request)

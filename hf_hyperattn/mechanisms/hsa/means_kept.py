@@ -18,6 +18,8 @@ from .windowed.means import Levels
 class WindowMeans(KeptWithKeys):
     """Means of the keys and values of a cache over complete windows of every level.
 
+    The cache holds them, so that they do not refer to it: it would be freed by the garbage collector alone.
+
     Args:
         cache: Whose tokens these are.
         sizes: Window sizes, bottom first.
@@ -25,45 +27,40 @@ class WindowMeans(KeptWithKeys):
     """
 
     def __init__(self, cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None):
-        self.cache, self.sizes, self.starts = cache, sizes, starts
+        self.sizes, self.starts = sizes, starts
         rooms = [tensor.room for tensor in cache.tokens]
         dtype = working_dtype(rooms[0])
-        first = self.first_tokens()
+        self.first = [0] * len(rooms[0]) if starts is None else starts.tolist()  # where every row starts
         self.means: list[Pair] = [(GrowingTensor(rooms[0], dtype), GrowingTensor(rooms[1], dtype)) for _ in sizes]
-        self.blocks = [Blocks(first, size) for size in sizes]
+        self.blocks = [Blocks(list(self.first), size) for size in sizes]
         self.shown: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None  # all means, until more are complete
 
-    @property
-    def has_evicted(self) -> bool:
+    def has_evicted(self, cache: LayerCache) -> bool:
         """Whether something is gone already."""
-        return any(t.gone for pair in (self.cache.tokens, *self.means) for t in pair)
+        return any(t.gone for pair in (cache.tokens, *self.means) for t in pair)
 
-    def first_tokens(self) -> list[int]:
-        """Where every row starts."""
-        return [0] * len(self.cache.tokens[0].room) if self.starts is None else self.starts.tolist()
-
-    def levels(self) -> Levels:
+    def levels(self, cache: LayerCache) -> Levels:
         """Return the tokens, in the dtype of the cache, and the means of all windows that are complete."""
         # Windows of all levels end where one of the lowest ends.
-        if self.blocks and self.blocks[0].complete(self.cache.length) != self.blocks[0].counts:
-            below, width = self.cache.tokens, 1
+        if self.blocks and self.blocks[0].complete(cache.length) != self.blocks[0].counts:
+            below, width = cache.tokens, 1
             for level, size in enumerate(self.sizes):
-                self._complete(level, below, width)
+                self._complete(level, below, width, cache.length)
                 below, width = self.means[level], size
             self.shown = None
         if self.shown is None:
             self.shown = tuple(k.view() for k, _ in self.means), tuple(v.view() for _, v in self.means)
-        tables = (self.cache.tokens, *self.means)
-        keys, values = ((tokens.view(), *shown) for tokens, shown in zip(self.cache.tokens, self.shown, strict=True))
+        tables = (cache.tokens, *self.means)
+        keys, values = ((tokens.view(), *shown) for tokens, shown in zip(cache.tokens, self.shown, strict=True))
         held = None
-        if self.has_evicted:
-            held = self.cache.length, tuple((k.head, k.gone) for k, _ in tables)
+        if self.has_evicted(cache):
+            held = cache.length, tuple((k.head, k.gone) for k, _ in tables)
         return Levels(self.sizes, keys, values, self.starts, held=held)
 
-    def _complete(self, level: int, below: Pair, width: int) -> None:
+    def _complete(self, level: int, below: Pair, width: int, length: int) -> None:
         """Add the means of windows that became complete, from what they consist of."""
         blocks = self.blocks[level]
-        before, counts = blocks.counts, blocks.complete(self.cache.length)
+        before, counts = blocks.counts, blocks.complete(length)
         blocks.counts = counts
         if counts == before:
             return
@@ -77,20 +74,20 @@ class WindowMeans(KeptWithKeys):
                     new = parts.room[row, :, inside].unflatten(1, (count - done, branching))
                     mean.room[row, :, done - mean.gone : count - mean.gone] = new.to(mean.room.dtype).mean(2)
 
-    def before_append(self) -> None:
+    def before_append(self, cache: LayerCache) -> None:
         """Forget what no query sees from here on, nor from `TAKEN_BACK` tokens before.
 
         What such a query sees below the top level has a parent that is open, which is a range round it, or holds one
         of the first tokens.
         """
-        keep, starts = self.cache.keep, self.first_tokens()
-        safe = self.cache.length - TAKEN_BACK
+        keep, starts = cache.keep, self.first
+        safe = cache.length - TAKEN_BACK
         if not isinstance(keep, KeepWindows):
             return
-        if safe <= max(starts) or safe < self.cache.shortest + self.sizes[0]:  # a window more, or nothing can go
+        if safe <= max(starts) or safe < cache.shortest + self.sizes[0]:  # a window more, or nothing can go
             return
-        self.cache.shortest, self.shown = max(self.cache.shortest, safe), None
-        for pair, width, parent in zip((self.cache.tokens, *self.means), (1, *self.sizes), self.sizes):
+        cache.shortest, self.shown = max(cache.shortest, safe), None
+        for pair, width, parent in zip((cache.tokens, *self.means), (1, *self.sizes), self.sizes):
             first, head = [], []
             for start in starts:
                 window = (safe - start) // self.sizes[0] * self.sizes[0]
@@ -116,6 +113,7 @@ class WindowMeans(KeptWithKeys):
             blocks.pick(rows)
             for mean in pair:
                 mean.pick(rows)
+        self.first = [self.first[row] for row in rows.tolist()]
         self.starts = None if self.starts is None else none_if_zero(self.starts[rows.to(self.starts.device)])
 
 
@@ -136,13 +134,13 @@ def levels_of(cache: LayerCache, sizes: tuple[int, ...], starts: Tensor | None) 
     if starts is not None and means.starts is not None:
         same = torch.equal(starts, means.starts)
     if not (same and sizes == means.sizes):
-        if means.has_evicted:
+        if means.has_evicted(cache):
             raise ValueError(
                 "HierarchicalCache(evict=True) was called with padding at another place than before; allowed: the "
                 "attention_mask of the earlier calls, continued"
             )
         cache.beside["means"] = means = WindowMeans(cache, sizes, starts)
-    return means.levels()
+    return means.levels(cache)
 
 
 def none_if_zero(starts: Tensor | None) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...engines import DOT, Options, PairScore, ScoreTerm, repeat_heads
 from ...hierarchy import Hierarchy
 from ...readable import can_read, is_exporting, is_transformed
-from ..selection.cache import KeepWindows, LayerCache
+from ..selection.cache import EVICTING, KeepWindows, LayerCache
 from ..selection.places import Reading, read_mask
 from . import operator, portable
 from .config import Rule
@@ -50,6 +50,7 @@ class Request:
         evicted: whether a cache that is of no use to this call has not kept all keys: those of the call then are
             placeholders.
         chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
+        position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -61,6 +62,7 @@ class Request:
     reading: Reading | None = None
     evicted: bool = False
     chunk: int | None = None
+    position_ids: Tensor | None = None
 
 
 def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
@@ -137,7 +139,8 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
     if real is not None and not is_causal and not bool((there := real.any(1)).all()):
         # A row of padding alone has the tree of a whole row.
         nothing = ~there[:, None, None, None]
-        out, weights = (t if t is None else t.masked_fill(nothing, 0.0) for t in (out, weights))
+        out = out.masked_fill(nothing, 0.0)
+        weights = None if weights is None else weights.masked_fill(nothing, 0.0)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 
@@ -187,6 +190,7 @@ def attend_cached(
     Args:
         ask: near, sinks, block_bias, scale, sink_logit and offset of the call.
     """
+    check_kept(cache, rule)
     levels = cached_levels(cache, options, hierarchy, key, ask["offset"] + query.shape[2])
     # FLOP counters see operators alone.
     if levels is None or (cache.keep is None and torch._C._len_torch_dispatch_stack()):
@@ -194,6 +198,24 @@ def attend_cached(
     if levels.held is not None and not native.serves(query):
         return attend_evicted(query, levels, **ask)
     return attend_levels(query, levels, refine_top_k=rule.refine_top_k, is_causal=True, **ask)[0]
+
+
+def check_kept(cache: LayerCache, rule: Rule) -> None:
+    """Raise where a cache has forgotten what this rule looks at, as after another patch.
+
+    Raises:
+        ValueError: It opens more tokens than were kept, or opens blocks by their scores.
+    """
+    keep = cache.keep
+    if not isinstance(keep, KeepWindows):
+        return
+    largest = lambda x: max(x) if isinstance(x, tuple) else x
+    near, sinks, top_k = map(largest, (rule.near, rule.sinks, rule.refine_top_k))
+    if near > keep.near or sinks > keep.sinks or top_k:
+        raise ValueError(
+            f"{EVICTING} keeps {keep.near} near keys and {keep.sinks} first ones, and hsa asks for {near} and {sinks}, "
+            f"with refine_top_k={top_k}; allowed: a cache that was made for this model, as it is patched now"
+        )
 
 
 def restrict_once(hierarchy: Hierarchy, real: Tensor | None, reading: Reading, is_causal: bool) -> Hierarchy:
@@ -214,10 +236,12 @@ def lay_under_mask(hierarchy: Hierarchy, reading: Reading, request: Request) -> 
         hierarchy: of the keys that there are, and those that a cache has dropped.
         reading: of the mask.
     """
-    texts = reading.texts(request.chunk)
+    texts = reading.texts(request.chunk, request.position_ids)
     if texts is not None and hierarchy.is_windows:
+        if request.chunk is not None:  # position_ids may be others in the next call
+            return laid_by_text(hierarchy, texts, request.is_causal), texts.place
         lay = lambda: laid_by_text(hierarchy, texts, request.is_causal)
-        return reading.remember_of(hierarchy, (request.chunk, request.is_causal), lay), texts.place
+        return reading.remember_of(hierarchy, ("texts", request.is_causal), lay), texts.place
     return restrict_once(hierarchy, reading.real_so_far, reading, request.is_causal), None
 
 

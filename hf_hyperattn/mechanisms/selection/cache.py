@@ -19,6 +19,8 @@ from .growing import TAKEN_BACK, GrowingTensor
 
 #: (near, sinks): a head looks at its last `near` tokens and the first `sinks` tokens alone; None: it may look at any.
 Reach = tuple[int, int] | None
+#: Calls with several queries whose last queries are remembered.
+CALLS = 16
 #: Keys and values.
 Pair = tuple[GrowingTensor, GrowingTensor]
 #: How errors name a cache that forgets tokens.
@@ -47,8 +49,8 @@ Keep = KeepWindows | tuple[Reach, ...] | None
 class KeptWithKeys:
     """What a mechanism keeps beside the keys of a cache, which calls these methods to keep it in step with the keys."""
 
-    def before_append(self) -> None:
-        """Called before tokens are added."""
+    def before_append(self, cache: LayerCache) -> None:
+        """Called before tokens are added to the cache that this belongs to."""
 
     def crop(self, length: int) -> None:
         """Take back all tokens but the first `length`."""
@@ -89,6 +91,9 @@ class QueriesKept(KeptWithKeys):
     def __init__(self):
         self.queries: GrowingTensor | None = None
         self.first = 0  # the token of the first query that was ever added
+        #: The last queries of calls with several, such as a prompt, and the token after them: a cache can be taken back
+        #: to the end of these, however much was generated since.
+        self.prompts: list[tuple[int, Tensor]] = []
 
     def go_on(
         self, query: Tensor, key: Tensor, *, start: int, least: int, most: int, count: int, dropped: int
@@ -99,22 +104,35 @@ class QueriesKept(KeptWithKeys):
         keys need to be compared.
         """
         if self.queries is None or self.first + self.queries.length != start:
-            self.queries, self.first = GrowingTensor(query), start
+            self.queries, self.first, self.prompts = GrowingTensor(query), start, []
         held = self.queries.view()
         before = held[:, :, held.shape[2] - least :] if held.shape[2] >= least > 0 else None
         self.queries.append(query.detach())
+        if query.shape[2] > 1:
+            self.prompts.append((start + query.shape[2], self.queries.view()[:, :, -count:].clone()))
+            del self.prompts[:-CALLS]
         self.queries.evict(self.queries.length - count, 0)
         return before
 
     def crop(self, length: int) -> None:
         """See `KeptWithKeys`."""
-        if self.queries is not None:
-            self.queries.length = max(self.queries.base, min(self.queries.length, length - self.first))
+        if self.queries is None:
+            return
+        self.prompts = [(stop, queries) for stop, queries in self.prompts if stop - queries.shape[2] < length]
+        left = length - self.first - self.queries.base  # of those that are held
+        self.queries.length = max(self.queries.base, min(self.queries.length, length - self.first))
+        for stop, queries in self.prompts:
+            of_prompt = queries[:, :, : length - stop] if stop > length else queries
+            if stop >= length and of_prompt.shape[2] > left:
+                self.queries, self.first = GrowingTensor(queries), length - of_prompt.shape[2]
+                self.queries.append(of_prompt)
+                left = of_prompt.shape[2]
 
     def pick(self, rows: Tensor) -> None:
         """See `KeptWithKeys`."""
         if self.queries is not None:
             self.queries.pick(rows)
+            self.prompts = [(stop, queries[rows.to(queries.device)]) for stop, queries in self.prompts]
 
 
 @dataclass(eq=False)
@@ -171,7 +189,7 @@ class LayerCache:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens [B, Hkv, n, d]."""
         for kept in self.beside.values():
-            kept.before_append()
+            kept.before_append(self)
         for part in self.parts:
             for tensor, new in zip(part.tokens, (key, value), strict=True):
                 tensor.append(of_heads(new, part.heads))

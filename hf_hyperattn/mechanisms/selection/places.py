@@ -97,12 +97,16 @@ class KnownOfMask:
 
     def __init__(self, mask: Tensor, first: FirstKey = START, is_ours: bool = False):
         self.first, self.is_ours = first, is_ours
+        # Nobody but its model sees a mask of ours. The memory of others may be changed without a trace, as by numpy.
+        self.content = None if is_ours else mask.detach().clone()
         self.version = None if mask.is_inference() else mask._version
         self.readings: dict[tuple, dict[Any, Any]] = {}
 
     def fits(self, mask: Tensor) -> bool:
-        """Whether the mask is as it was. In inference mode tensors count no versions: only our own are trusted."""
-        return self.is_ours if mask.is_inference() else self.version == mask._version
+        """Whether the mask is as it was."""
+        if self.content is None:
+            return mask.is_inference() or self.version == mask._version
+        return self.content.shape == mask.shape and torch.equal(self.content, mask)
 
 
 @lru_cache(maxsize=8)
@@ -163,6 +167,12 @@ class Reading:
     first: FirstKey = START
     facts: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def given(self) -> Tensor:
+        """The mask, for what is asked only where there is one."""
+        assert self.mask is not None
+        return self.mask
+
     def remember(self, name: Any, read: Callable) -> Any:
         """Return `read()`, which is called once for all layers."""
         if name not in self.facts:
@@ -179,8 +189,9 @@ class Reading:
         """
         made = self.remember("hierarchies", WeakKeyDictionary).setdefault(hierarchy, {})
         if name not in made:
-            made[name] = make()
-        return made[name]
+            result = make()
+            made[name] = None if result is hierarchy else result  # a table must not refer to its own keys
+        return made[name] or hierarchy
 
     @property
     def places(self) -> Places:
@@ -211,7 +222,7 @@ class Reading:
         # A causal query's own key is the last one that it sees.
         _, last, any_seen = self.ends
         if self.is_causal:
-            start = (torch.where(any_seen, last, 0) - torch.arange(n, device=self.mask.device)).amax()
+            start = (torch.where(any_seen, last, 0) - torch.arange(n, device=self.given.device)).amax()
         else:
             start = last.where(any_seen, -1).amax() + 1 - n
         start = start.clamp(0, m - n)
@@ -242,7 +253,7 @@ class Reading:
         Args:
             start: The key that is query 0's own.
         """
-        seen = read_visible(self.mask).any(1)
+        seen = read_visible(self.given).any(1)
         if not self.by_position or seen.shape[1] == 1:
             return seen
         key = torch.arange(self.keys, device=seen.device)
@@ -264,7 +275,7 @@ class Reading:
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
         """The first and the last key that the mask shows, and whether there is one, each [B|1, H|1, N|1]."""
-        return self.remember("ends", lambda: seen_ends(self.mask, self.keys))
+        return self.remember("ends", lambda: seen_ends(self.given, self.keys))
 
     @property
     def real_if_only_padding(self) -> Tensor | None:
@@ -309,14 +320,14 @@ class Reading:
     @property
     def sees_something(self) -> Tensor:
         """Bool [B|1, H|1, N|1, 1], the queries from which the mask does not hide every key."""
-        return self.remember("sees something", lambda: read_visible(self.mask).any(-1, keepdim=True))
+        return self.remember("sees something", lambda: read_visible(self.given).any(-1, keepdim=True))
 
     @property
     def hides_previous(self) -> bool:
         """Whether the mask hides from a real query the real token before it."""
-        return self.remember("hides previous", lambda: find_hidden_previous(self.mask, self.places))
+        return self.remember("hides previous", lambda: find_hidden_previous(self.given, self.places))
 
-    def texts(self, chunk: int | None = None) -> Texts | None:
+    def texts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Texts | None:
         """Return the texts of rows that hold several; None where no row does.
 
         A text begins at a token if no query from there on sees a token before it, and no earlier query sees it or a
@@ -324,11 +335,12 @@ class Reading:
 
         Args:
             chunk: The host's own attention begins again after every so many tokens, which begins no text.
+            position_ids: int64 [B|1, N], which begin at 0 again where a text begins at the end of such a chunk.
 
         Raises:
             ValueError: A text begins among the queries, and keys before them come from a cache.
         """
-        starts = self.find_text_starts(chunk)
+        starts = self.find_text_starts(chunk, position_ids)
         if starts is None:
             return None
         if self.queries < self.stop:
@@ -336,26 +348,28 @@ class Reading:
                 "a mask packs several texts into one row, whose earlier keys come from a cache; allowed: packed texts "
                 "in one call with use_cache=False, or one text a row"
             )
-        return self.remember(("texts", chunk), lambda: self._number_texts(starts))
+        return self._number_texts(starts)
 
-    def find_text_starts(self, chunk: int | None = None) -> Tensor | None:
+    def find_text_starts(self, chunk: int | None = None, position_ids: Tensor | None = None) -> Tensor | None:
         """Return bool [B|1, N], the queries at which a text begins after another; None if there are none.
 
         Args:
-            chunk: See `texts`.
+            chunk, position_ids: See `texts`.
         """
-        if chunk is not None and self.queries < self.stop:  # where chunks begin among cached keys is not known
+        if chunk is None:
+            return self.remember("text starts", lambda: self._find_text_starts(None, None))
+        if self.queries < self.stop:  # where chunks begin among cached keys is not known
             return None
-        return self.remember(("text starts", chunk), lambda: self._find_text_starts(chunk))
+        return self._find_text_starts(chunk, position_ids)
 
     def _real_keys(self) -> Tensor:
         """Bool [B|1, stop], the keys that are no padding."""
         real = self.real_so_far
         if real is None:
-            return torch.ones(1, self.stop, dtype=torch.bool, device=self.mask.device)
-        return real[:, real.shape[1] - self.stop :].to(self.mask.device)
+            return torch.ones(1, self.stop, dtype=torch.bool, device=self.given.device)
+        return real[:, real.shape[1] - self.stop :].to(self.given.device)
 
-    def _find_text_starts(self, chunk: int | None) -> Tensor | None:
+    def _find_text_starts(self, chunk: int | None, position_ids: Tensor | None) -> Tensor | None:
         keys, real = self.stop, self._real_keys()
         # Queries are the last of the keys that are looked at. In a call that is not causal, query 0 is key `offset`.
         start = keys - self.queries if self.is_causal or self.grows else self.offset
@@ -367,7 +381,12 @@ class Reading:
         place = real.cumsum(1)[:, own] - 1
         starts = text_starts(first, last, start) & real[:, own] & (place > 0)
         if chunk is not None:
-            starts &= place % chunk != 0
+            # Transformers counts the slots of a chunk from the first real token of a row.
+            slots = torch.arange(keys, device=real.device)[own] - real.int().argmax(1, keepdim=True)
+            inside = slots % chunk != 0
+            if position_ids is not None and position_ids.shape[-1] == self.queries and position_ids.dim() == 2:
+                inside = inside | (position_ids.to(real.device) == 0)
+            starts = starts & inside
         return starts if bool(starts.any()) else None
 
     def _number_texts(self, starts: Tensor) -> Texts:

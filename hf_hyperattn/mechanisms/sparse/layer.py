@@ -13,7 +13,7 @@ from ..base import Host, HostCall, MechanismLayer, Plan
 from ..pruned import refuse_pruned
 from ..selection.cache import LayerCache, QueriesKept, layer_cache_of
 from ..selection.places import read_mask
-from ..selection.recent import recent_queries
+from ..selection.recent import RecentQueries, recent_queries
 from . import compiled
 from .config import SparseConfig
 from .evicted import call_of_part, check_reach, query_heads_of
@@ -95,6 +95,7 @@ class SparseLayer(MechanismLayer):
         """By the compiled kernel where it computes this call, else by a mask."""
         reading = read_mask(call.query, call.key, options, call.is_causal, call.first)
         cache: LayerCache | None = attached_to(call.key, LayerCache) if self.reads_cache else None
+        recent: RecentQueries | QueriesKept | None
         if cache is None:
             recent = recent_queries(call.cache if self.reads_cache else None, self.asker)
         else:
