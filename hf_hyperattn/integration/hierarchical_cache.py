@@ -55,8 +55,9 @@ class HierarchicalLayer(DynamicLayer):
         return self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.store.show()
-        return self.keys, self.values
+        shown = self.store.show()
+        self.keys, self.values = shown
+        return shown
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is 0 or negative, as in `DynamicCache`."""

@@ -326,7 +326,7 @@ def selected_attention(
     starts, stops = spans or ([0] * batch, [key.shape[2]] * batch)
     _check_spans(starts, stops, key.shape[2])
     _check_choice(chosen.rows, batch, shapes)
-    scale = d**-0.5 if scale is None else scale
+    scale = float(d**-0.5 if scale is None else scale)
     run = compute if is_direct(query, key, value) else forward
     out, _ = run(query, key, value, chosen.rows, _flat(rules), [*starts, *stops], offset, scale)
     return out.to(query.dtype)

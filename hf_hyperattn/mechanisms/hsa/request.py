@@ -136,11 +136,11 @@ def tied(query: Tensor, key: Tensor, value: Tensor, options: Options, request: R
         if options.mask is not None:
             options = replace(options, mask=mask if real is None or _learned(mask) else None)
         out, weights = _tied_keys(query, key, value, options, hierarchy, request, reading, place)
-    if real is not None and not is_causal and not bool((there := real.any(1)).all()):
-        # A row of padding alone has the tree of a whole row.
-        nothing = ~there[:, None, None, None]
-        out = out.masked_fill(nothing, 0.0)
-        weights = None if weights is None else weights.masked_fill(nothing, 0.0)
+    # Where attention is not causal, a row of padding alone has the tree of a whole row.
+    there = None if real is None or is_causal else real.any(1)[:, None, None, None]
+    if there is not None and not bool(there.all()):
+        out = out.masked_fill(~there, 0.0)
+        weights = None if weights is None else weights.masked_fill(~there, 0.0)
     return out, weights if weights is None else torch.nn.functional.pad(weights, (0, spare))
 
 
