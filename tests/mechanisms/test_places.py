@@ -1,5 +1,8 @@
 """Where tokens stand is worked out once for all layers of a model, and reads what the definition reads."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import transformers as hf
@@ -60,3 +63,95 @@ def test_a_mask_that_is_changed_in_place_is_read_again():
     assert read() is None
     mask[..., 0] = False
     assert read().tolist() == [[False, True, True, True]]
+
+
+def test_a_mask_that_is_changed_without_a_trace_is_read_again():
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    buffer = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril().numpy()
+    mask = torch.from_numpy(buffer)
+    read = lambda: places.read_mask(query, key, ha.engines.Options(mask=mask), True).places.real
+    assert read() is None
+    buffer[..., 0] = False
+    assert read().tolist() == [[False, True, True, True]]
+
+
+def llama(config, **sizes):
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**TEXT, **sizes})).eval()
+    return ha.patch_model(model, config, mode="replace")
+
+
+def test_a_table_keeps_no_hierarchies_alive():
+    model, ids = llama(ha.HsaConfig()), tokens(1, 8)
+    mask, alive = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(), []
+    for _ in range(3):
+        tree = ha.Hierarchy.from_ids(torch.arange(8)[None, :, None] // 2)
+        alive.append(weakref.ref(tree))
+        with torch.no_grad():
+            model(ids, attention_mask=mask, hierarchy=tree, use_cache=False)
+        del tree
+    gc.collect()
+    assert not any(ref() is not None for ref in alive[:-1])
+
+
+@pytest.mark.parametrize("mechanism", ["hsa", "sparse"])
+def test_a_cache_is_freed_at_once(mechanism):
+    model, cache = llama(MECHANISMS[mechanism]), ha.HierarchicalCache()
+    with torch.no_grad():
+        model(tokens(1, 20), past_key_values=cache)
+    store = weakref.ref(cache.layers[0].store)
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert store() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("query", ["first", "previous", "chunk"])
+def test_a_cache_goes_back_to_its_prompt(query):
+    model, ids = llama(ha.SparseConfig(Pages(near=4, sinks=1, page=4, top=1, query=query, chunk=4))), tokens(1, 130)
+    found = []
+    for removed in (0, 80):
+        cache = ha.HierarchicalCache(model)
+        with torch.no_grad():
+            model(ids[:, :42], past_key_values=cache)
+            for place in range(42, 42 + removed):
+                model(ids[:, place : place + 1], past_key_values=cache)
+            cache.crop(-removed)
+            found.append(model(ids[:, 125:126], past_key_values=cache).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("other", [{"near": 200}, {"sinks": 16}, {"refine_top_k": 2}], ids=str)
+def test_a_cache_that_forgets_is_refused_under_another_patch(other):
+    small = {"near": 1, "sinks": 1, "refine_top_k": 0}
+    model, ids = llama(ha.HsaConfig((2, 4), **small)), tokens(1, 130)
+    cache = ha.HierarchicalCache(model, evict=True)
+    with torch.no_grad():
+        model(ids[:, :120], past_key_values=cache)
+        model(ids[:, 120:121], past_key_values=cache)
+        ha.patch_model(ha.unpatch_model(model), ha.HsaConfig((2, 4), **{**small, **other}), mode="replace")
+        with pytest.raises(ValueError, match="keeps 1 near keys and 1 first ones, and hsa asks for"):
+            model(ids[:, 121:122], past_key_values=cache)
+
+
+def test_chunks_begin_at_slots_where_padding_stands_inside():
+    """Llama 4: what one call gives, tokens one by one give."""
+    sizes = {k: v for k, v in TEXT.items() if k != "num_hidden_layers"}
+    more = dict(num_hidden_layers=2, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, num_local_experts=2)
+    types = ["chunked_attention", "full_attention"]
+    config = hf.Llama4TextConfig(**sizes, **more, attention_chunk_size=6, layer_types=types, moe_layers=[])
+    model = hf.Llama4ForCausalLM(config).eval()
+    ha.patch_model(model, ha.HsaConfig((2, 4), near=1, sinks=1, refine_top_k=0, block_bias=0.3), mode="replace")
+    ids, mask = tokens(1, 13), torch.ones(1, 13, dtype=torch.long)
+    mask[0, 4:6] = 0
+    place, cache, steps = (mask.cumsum(1) - 1).clamp_min(0), hf.DynamicCache(config=model.config), []
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=place, use_cache=False).logits
+        for i in range(13):
+            given = dict(attention_mask=mask[:, : i + 1], position_ids=place[:, i : i + 1], past_key_values=cache)
+            steps.append(model(ids[:, i : i + 1], **given).logits)
+    real = mask[0].bool()
+    torch.testing.assert_close(torch.cat(steps, 1)[:, real], whole[:, real], rtol=1e-4, atol=1e-4)
