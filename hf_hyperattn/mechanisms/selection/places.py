@@ -161,10 +161,10 @@ class Reading:
     keys: int
     device: torch.device
     is_causal: bool
+    first: FirstKey  # without a default, which the compiler of torch 2.11 cannot follow
     by_position: bool = False
     offset: int = 0
     grows: bool = False
-    first: FirstKey = START
     facts: dict[Any, Any] = field(default_factory=dict)
 
     @property
