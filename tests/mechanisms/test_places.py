@@ -10,6 +10,7 @@ import transformers as hf
 import hf_hyperattn as ha
 from hf_hyperattn.engines.selection import Places
 from hf_hyperattn.mechanisms.selection import places
+from hf_hyperattn.mechanisms.selection.cache import LayerCache
 from hf_hyperattn.rules import Pages
 from tests.mechanisms.test_packed_and_prefix import TEXT, tokens
 
@@ -155,3 +156,10 @@ def test_chunks_begin_at_slots_where_padding_stands_inside():
             steps.append(model(ids[:, i : i + 1], **given).logits)
     real = mask[0].bool()
     torch.testing.assert_close(torch.cat(steps, 1)[:, real], whole[:, real], rtol=1e-4, atol=1e-4)
+
+
+def test_values_may_have_more_heads_than_keys():
+    key, value = torch.randn(2, 2, 5, 4), torch.randn(2, 4, 5, 3)
+    cache = LayerCache(key, value)
+    cache.append(key, value)
+    assert all(torch.equal(*pair) for pair in zip(cache.show(), (key, value), strict=True))

@@ -166,10 +166,12 @@ class LayerCache:
         self.shortest = 0  # tokens that must be left when some are taken back
         self.beside: dict[Any, KeptWithKeys] = {}
         self.parts = []
-        for reach in dict.fromkeys(self.reaches):
+        kinds = dict.fromkeys(self.reaches)
+        for reach in kinds:
             heads = [h for h, other in enumerate(self.reaches) if other == reach]
-            tokens = GrowingTensor(of_heads(key, heads)), GrowingTensor(of_heads(value, heads))
-            self.parts.append(Part(heads, reach, tokens))
+            # Values may have other heads than keys, as long as all are kept together.
+            pair = (key, value) if len(kinds) == 1 else (of_heads(key, heads), of_heads(value, heads))
+            self.parts.append(Part(heads, reach, (GrowingTensor(pair[0]), GrowingTensor(pair[1]))))
 
     @property
     def tokens(self) -> Pair:
@@ -192,7 +194,7 @@ class LayerCache:
             kept.before_append(self)
         for part in self.parts:
             for tensor, new in zip(part.tokens, (key, value), strict=True):
-                tensor.append(of_heads(new, part.heads))
+                tensor.append(new if len(self.parts) == 1 else of_heads(new, part.heads))
 
     def show(self) -> tuple[Tensor, Tensor]:
         """Return keys and values for Transformers to pass on; attention finds this cache by them.

@@ -191,7 +191,7 @@ class Reading:
         if name not in made:
             result = make()
             made[name] = None if result is hierarchy else result  # a table must not refer to its own keys
-        return made[name] or hierarchy
+        return hierarchy if made[name] is None else made[name]
 
     @property
     def places(self) -> Places:
