@@ -56,7 +56,7 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     queries, mask = call.query.shape[2], call.options.mask
     if ids is None or not call.is_causal or call.first.index is None or (queries == keys and cache is None):
         return
-    if ids.dim() != 2 or ids.shape[1] != queries:
+    if ids.dim() != 2 or ids.shape[1] != queries or not can_read(ids, mask, call.first.attention_mask):
         return
     # Ids made in inference mode have no version; the model makes new ones for every call.
     version = None if ids.is_inference() else ids._version
@@ -68,8 +68,6 @@ def refuse_pruned(call: HostCall, mechanism: str) -> None:
     else:
         shift = 0 if checked is None else checked.shift
     if checked is None or checked.about != about or checked.shift != shift:
-        if not can_read(ids, mask, call.first.attention_mask):
-            return
         places = call.read_mask().places
         start = int(places.start) + places.dropped
         if start == 0 and cache is not None:
