@@ -1,7 +1,7 @@
 """Compiles the kernels that a wheel carries: `python prebuild.py FOLDER`, which holds the package (setup.py calls it).
 
 For each level of the machines that the compiler compiles for (`native.OF_MACHINES`; CXX names a cross compiler) one
-library: the engine, key-tied attention, and every score that the package's mechanisms make by name, patched and in
+library: the engine, and every score that the package's mechanisms make by name, patched and in
 chosen heads, one at a time, with and without a softcap. Which these are is seen by running them on a tiny model. Other
 compositions are compiled where they are used.
 HF_HYPERATTN_PREBUILT, where it names levels or scores ("v3 v4 umbral"), says which of them are compiled.
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
-NAMES = ["cpu_core", "hsa_key"]
-EXPORTED = "{ global: hyper_*; hsa_*; local: *; };\n"
+NAMES = ["cpu_core"]
+EXPORTED = "{ global: hyper_*; local: *; };\n"
 
 
 def recorded() -> dict[str, set[str]]:
@@ -124,7 +124,6 @@ def main(folder: str) -> None:
     from hf_hyperattn.engines import native
     from hf_hyperattn.engines.cpu import library
     from hf_hyperattn.engines.score import TERMS
-    from hf_hyperattn.mechanisms.hsa.windowed import native as hsa
 
     assert native.PACKAGE.is_relative_to(Path(folder).absolute()), native.PACKAGE
     found = recorded()
@@ -144,7 +143,7 @@ def main(folder: str) -> None:
     digests = {}
     for level in wish(levels()):
         made = native.PREBUILT / f"{level}.so"
-        compile_level(level, texts, [*library.CORE[:1], *hsa.SOURCES[:1]], made)
+        compile_level(level, texts, [file for file in library.CORE if file.suffix == ".cpp"], made)
         digests[level] = hashlib.sha256(made.read_bytes()).hexdigest()
         print(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB, {len(scores)} scores")
     manifest = {"names": NAMES, "libraries": digests, "sources": sources, "scores": scores}

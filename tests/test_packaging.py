@@ -221,7 +221,6 @@ import time, torch, hf_hyperattn as ha
 from hf_hyperattn import functional as F
 from hf_hyperattn.engines import native
 from hf_hyperattn.engines.cpu import library
-from hf_hyperattn.mechanisms.hsa.windowed import native as hsa
 from hf_hyperattn.mechanisms.sparse import Pages, Window
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -277,7 +276,7 @@ hsa_call = lambda b: F.hierarchical_attention(q, k, v, is_causal=True, hierarchy
 near(hsa_call("auto"), hsa_call("rows"), 2e-4)
 
 carried = native.prebuilt()
-assert carried.library is library.core() is hsa.library() and library.TABLES
+assert carried.library is library.core() and library.TABLES
 assert {loaded.library for loaded in library.TABLES.values()} == {carried.library}, library.TABLES.keys()
 assert not native.build_directory().exists() and not native._logged
 print(carried.level)

@@ -15,7 +15,6 @@ import torch
 from .. import address, functional
 from ..engines import native
 from ..engines.cpu import library
-from ..mechanisms.hsa.windowed import native as hsa
 
 PROGRAMS = ("torch", "transformers", "accelerate", "peft", "triton")
 
@@ -50,7 +49,7 @@ def report() -> dict[str, str]:
         "kernels": kernels("compiled when first used" if command else "not compiled, for want of a compiler"),
         "cache": cache(),
         "cone attention": engine,
-        "key-tied hsa": "compiled" if hsa.library() is not None else "plain torch",
+        "key-tied hsa": "compiled" if library.core() is not None else "plain torch",
         "missing": "; ".join(missing) or "nothing",
     }
 

@@ -10,10 +10,10 @@ import transformers as hf
 
 from hf_hyperattn import HierarchicalCache, HsaConfig, patch_model
 from hf_hyperattn.cli import smollm2
+from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.evicted import attend_evicted
 from hf_hyperattn.mechanisms.hsa.means_kept import levels_of
-from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import attend_levels, key_tied
 from hf_hyperattn.mechanisms.selection.cache import KeepWindows, LayerCache
 from tests.integration.models import perturb
@@ -294,7 +294,7 @@ def test_smollm2_generates_with_the_cache_what_it_generates_without(evict):
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_one_token_after_another_sees_what_it_would_see_of_all_keys(heads, ways):
     """With rules per head, and when tokens are taken back in between; whether a kernel serves or not."""
-    if ways == "native" and native.library() is None:
+    if ways == "native" and library.core() is None:
         pytest.skip("no compiler, or turned off")
     rule = {"near": 5, "sinks": 3, "block_bias": None, "sink_logit": None}
     if heads == "each":

@@ -8,16 +8,16 @@ import torch
 
 from hf_hyperattn.analysis import PeakMemory
 from hf_hyperattn.engines import native as build
+from hf_hyperattn.engines.cpu import library
 from hf_hyperattn.functional import hierarchical_attention
 from hf_hyperattn.hierarchy import Hierarchy
 from hf_hyperattn.mechanisms.hsa.tree import key as tree_key
-from hf_hyperattn.mechanisms.hsa.windowed import native
 from hf_hyperattn.mechanisms.hsa.windowed.key import Levels, attend_levels, key_tied, pool
 from tests.mechanisms.test_hsa_key import brute
 from tests.oracles.cases import assert_close, tensor
 
 compiled = pytest.param(
-    "native", marks=pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+    "native", marks=pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 )
 every_way = pytest.mark.parametrize("backend", ["torch", compiled])
 BIAS = torch.tensor([0.0, 1.0, -2.0, float("-inf")])
@@ -236,7 +236,7 @@ def test_half_precision_is_computed_in_float32(backend):
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 @HALVES
 @pytest.mark.parametrize("both", [False, True], ids=["values", "keys and values"])
 @pytest.mark.parametrize("seed", range(8))
@@ -253,7 +253,7 @@ def test_tokens_in_half_precision_are_read_as_the_same_numbers(seed, both, dtype
     assert torch.equal(*found), (sizes, rule)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 @HALVES
 def test_every_number_in_half_precision_is_widened_exactly(dtype):
     """A single token is the output: also numbers below the smallest normal one, infinity, and NaN."""
@@ -272,7 +272,7 @@ def test_one_operator_for_the_compiler(backend):
     assert_close(run(q, k, v), call(q, k, v), 1e-6, "compiled")
 
 
-@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 def test_threads_and_runs_agree_to_the_bit():
     q, k, v, _, _ = some_call(4)
     rule = {"near": 5, "sinks": 1, "refine_top_k": 3, "is_causal": True, "offset": k.shape[2] - q.shape[2]}
@@ -361,13 +361,14 @@ def test_nan_behind_a_mask_and_in_padding_does_not_act():
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other instructions")
-@pytest.mark.skipif(native.library() is None, reason="no compiler, or turned off")
+@pytest.mark.skipif(library.core() is None, reason="no compiler, or turned off")
 @pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
 def test_the_kernel_without_avx512(monkeypatch, tmp_path, instructions):
     """Built for older CPUs: other registers, another way of single products; forward and backward."""
     own = [f for f in build.flags() if not f.startswith(("-march", "-DCPU"))]
     monkeypatch.setattr(build, "flags", lambda: [*own, f"-march={instructions}"])
     monkeypatch.setenv("HF_HYPERATTN_BUILD_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "CORES", {})
     build.load.cache_clear()
     try:
         for seed in range(8):

@@ -3,9 +3,9 @@
 #include "decode.h"
 #include "forward.h"
 #include "norms.h"
-#include "selected_backward.h"
-#include "selected_choice.h"
-#include "selected_decode.h"
+#include "listed/backward.h"
+#include "listed/choice.h"
+#include "listed/decode.h"
 
 using hyper::Bfloat;
 using hyper::Call;

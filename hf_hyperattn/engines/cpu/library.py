@@ -24,6 +24,7 @@ CORE = [
     HERE / name
     for name in (
         "core.cpp",
+        "listed/windows.cpp",
         "product.h",
         "tiles.h",
         "bf16.h",
@@ -33,12 +34,16 @@ CORE = [
         "row_sums.h",
         "decode.h",
         "norms.h",
-        "largest.h",
-        "selected.h",
-        "selected_blocks.h",
-        "selected_backward.h",
-        "selected_choice.h",
-        "selected_decode.h",
+        "listed/backward.h",
+        "listed/blocks.h",
+        "listed/choice.h",
+        "listed/decode.h",
+        "listed/forward.h",
+        "listed/largest.h",
+        "listed/products.h",
+        "listed/table.h",
+        "listed/windows.h",
+        "listed/windows_backward.h",
     )
 ]
 

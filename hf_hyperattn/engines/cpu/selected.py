@@ -1,4 +1,4 @@
-"""Attention by rules of the heads (selected.h): first keys, nearest keys, pages that chunks of queries chose."""
+"""Attention by rules of the heads (listed/forward.h): first keys, nearest keys, pages that chunks of queries chose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import library
 from .kernels import chunks_of
 
 #: `struct Selected`, `struct SelectedGradients`, `struct Choice`, `struct Matrix` and `struct Summaries` of
-#: selected_blocks.h, selected_backward.h, selected_choice.h and call.h.
+#: listed/blocks.h, listed/backward.h, listed/choice.h and call.h.
 SELECTED = struct.Struct("7q P3q P3q P3q 3q P P q 2P f 2P")
 GRADIENTS = struct.Struct("2P q 2P")
 CHOICE = struct.Struct("q 2P")

@@ -1,4 +1,4 @@
-"""The compiled kernel of key-tied attention (key.cpp) on the CPU, forward and backward.
+"""The compiled kernel of key-tied attention (engines/cpu/listed/windows.cpp) on the CPU, forward and backward.
 
 It computes in float32. The tokens of a forward pass may be in half precision, as caches keep them.
 """
@@ -8,22 +8,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ....engines import native
+from ....engines.cpu import library
 from ....readable import can_read
 
 #: Head dimensions are filled up to a multiple of the widest registers.
 LANES = 16
 
-#: What the kernel is built from.
-HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("key.cpp", "key_backward.h", "key_tile.h", "key_rows.h", "key_products.h")]
-SOURCES += [native.PACKAGE / "engines" / "cpu" / name for name in ("largest.h", "product.h", "vectors.h")]
-#: The dtypes that tokens may have, as `Kind` of key_rows.h counts them.
+#: The dtypes that tokens may have, as `Kind` of table.h counts them.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -32,7 +27,7 @@ def _fields(kind, names: str) -> list:
 
 
 class KernelCall(ctypes.Structure):
-    """`struct Call` of key_tile.h."""
+    """`struct Call` of listed/windows.h."""
 
     _fields_ = [
         *_fields(ctypes.c_void_p, "out lse query"),
@@ -47,27 +42,15 @@ class KernelCall(ctypes.Structure):
 
 
 class KernelGradients(ctypes.Structure):
-    """`struct Gradients` of key_backward.h."""
+    """`struct Gradients` of listed/windows_backward.h."""
 
     _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
-
-
-def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where there is no compiler or it is turned off."""
-    return native.load("hsa_key", *SOURCES)
-
-
-def _kernel() -> ctypes.CDLL:
-    """`library`, where `serves` said that it is there."""
-    kernel = library()
-    assert kernel is not None
-    return kernel
 
 
 def serves(t: Tensor) -> bool:
     """Whether the kernel can compute a call with this query."""
     suitable = t.dtype == torch.float32 and t.device.type == "cpu" and can_read(t)
-    return suitable and native.enabled() and library() is not None
+    return suitable and library.core_is_ready()
 
 
 def longs(values: Sequence[int]):
@@ -136,7 +119,7 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])
     lse = query.new_empty(query.shape[:3])
     call, alive = call_of(query, keys, values, out, lse, *rest)
-    _kernel().hsa_key_forward(ctypes.byref(call))
+    library.core().hyper_windows_forward(ctypes.byref(call))
     del alive
     return _cut(out, width), lse
 
@@ -166,7 +149,7 @@ def backward(
     gradients = KernelGradients(
         grad.data_ptr(), g_query.data_ptr(), *map(ctypes.addressof, tables), *(h.data_ptr() for h in heads)
     )
-    _kernel().hsa_key_backward(ctypes.byref(call), ctypes.byref(gradients))
+    library.core().hyper_windows_backward(ctypes.byref(call), ctypes.byref(gradients))
     del alive
     g_keys, g_values = [_cut(t, width) for t in g_keys], [_cut(t, value_width) for t in g_values]
     return _cut(g_query, width), g_keys, g_values, heads[0].sum(0), heads[1].sum(0)
@@ -177,7 +160,7 @@ def pool(t: Tensor, sizes: Sequence[int], starts: list[int], stops: list[int]) -
     t = t if t.stride(-1) == 1 else t.contiguous()
     counts = [t.shape[2], *(-(-t.shape[2] // size) for size in sizes)]
     tables = [t, *(t.new_empty(*t.shape[:2], n, t.shape[3]) for n in counts[1:])]
-    _kernel().hsa_pool(
+    library.core().hyper_windows_pool(
         ctypes.c_void_p(t.data_ptr()), steps([t]), *(ctypes.c_int64(n) for n in (*t.shape[:2], t.shape[3])),
         longs(starts), longs(stops), ctypes.c_int64(len(sizes)), longs([1, *sizes]), pointers(tables), longs(counts),
         ctypes.c_int64(torch.get_num_threads()),

@@ -12,8 +12,8 @@
 #include <numeric>
 #include <vector>
 
-#include "engines/cpu/largest.h"
-#include "key_rows.h"
+#include "engines/cpu/listed/largest.h"
+#include "engines/cpu/listed/table.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What key.cpp multiplies: rows of tables with the queries of a tile, which lie across the lanes of a vector, and rows
+// What windows.cpp multiplies: rows of tables with the queries of a tile, which lie across the lanes of a vector, and rows
 // that one query has chosen.
 #pragma once
 

@@ -7,8 +7,8 @@
 #include <array>
 #include <functional>
 
-#include "largest.h"
-#include "selected_blocks.h"
+#include "engines/cpu/listed/largest.h"
+#include "engines/cpu/listed/blocks.h"
 
 namespace hyper {
 

@@ -1,12 +1,12 @@
 // Causal attention in which every head has a rule of its own: the first keys, the nearest ones, and pages of keys that a
-// chunk of queries has chosen. Heads without pages go by blocks of keys (selected_blocks.h). Heads with pages: keys are
+// chunk of queries has chosen. Heads without pages go by blocks of keys (blocks.h). Heads with pages: keys are
 // listed one by one and read where they lie, and the queries stand side by side in registers, those of one chunk, or
 // neighbours of several chunks, since most of their pages are the same.
 #pragma once
 
 #include <bit>
 
-#include "selected_blocks.h"
+#include "engines/cpu/listed/blocks.h"
 
 namespace hyper {
 

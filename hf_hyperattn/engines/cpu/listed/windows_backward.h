@@ -4,7 +4,7 @@
 // dK = dSᵀ·Q. Which blocks are closed has no gradient.
 #pragma once
 
-#include "key_tile.h"
+#include "engines/cpu/listed/windows.h"
 
 namespace {
 

@@ -1,10 +1,10 @@
 // What attention by rules of the heads is called with; the blocks of keys that queries see, and products with them, which
-// forward (selected.h), backward and choice share. Keys stand in blocks of a register's width, a tile of queries lists those
+// forward (forward.h), backward and choice share. Keys stand in blocks of a register's width, a tile of queries lists those
 // that it sees, and blocks of one list need not be neighbours: products take an address for each.
 #pragma once
 
-#include "forward.h"
-#include "row_sums.h"
+#include "engines/cpu/forward.h"
+#include "engines/cpu/row_sums.h"
 
 namespace hyper {
 
@@ -13,7 +13,7 @@ namespace hyper {
 // first position of the query's chunk.
 struct Rule {
   int64_t near, sinks, page, chunk;  // page 0: none are chosen
-  int64_t top, bounds, by, channels; // of the choice, see selected_choice.h; channels 0: all score
+  int64_t top, bounds, by, channels; // of the choice, see choice.h; channels 0: all score
   int64_t at, most;                  // where the pages of its first chunk stand, and how many a chunk has at most
 
   int64_t scoring(int64_t dim) const { return channels ? std::min(channels, dim) : dim; }

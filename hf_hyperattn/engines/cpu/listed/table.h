@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "key_products.h"
+#include "engines/cpu/listed/products.h"
 
 namespace {
 

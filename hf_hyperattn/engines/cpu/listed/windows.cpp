@@ -1,6 +1,6 @@
 // Key-tied attention over windows on the CPU, in float32, forward and backward (arXiv 2509.15448), and the means that it
-// reads. Tokens of a forward pass may be in half precision (key_rows.h). Agrees with ../tree/key.py; ../reference.py says
-// in words what is open and what is closed. Work goes tile by tile (key_tile.h, key_backward.h).
+// reads. Tokens of a forward pass may be in half precision (table.h). Agrees with mechanisms/hsa/tree/key.py; mechanisms/hsa/reference.py says
+// in words what is open and what is closed. Work goes tile by tile (windows.h, windows_backward.h).
 
 #include <omp.h>
 
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "key_backward.h"
+#include "engines/cpu/listed/windows_backward.h"
 
 namespace {
 
@@ -62,7 +62,7 @@ void clear_padding(const Call& c, const RowPlan& p, int64_t row) {
 
 }  // namespace
 
-extern "C" void hsa_key_forward(const Call* call) {
+extern "C" void hyper_windows_forward(const Call* call) {
   const Call& c = *call;
   std::vector<RowPlan> plans;
   std::vector<int64_t> first_task = {0};
@@ -85,7 +85,7 @@ extern "C" void hsa_key_forward(const Call* call) {
 }
 
 // Every task owns the gradients of one key head, so nothing is added twice at once and the order is always the same.
-extern "C" void hsa_key_backward(const Call* call, const Gradients* gradients) {
+extern "C" void hyper_windows_backward(const Call* call, const Gradients* gradients) {
   const Call& c = *call;
   const int64_t group = c.heads / c.kv_heads;
   in_parallel(c.batch * c.kv_heads, c.threads, [&](int64_t begin, int64_t end) {
@@ -103,7 +103,7 @@ extern "C" void hsa_key_backward(const Call* call, const Gradients* gradients) {
 }
 
 // Means over windows: `levels` tables [B, H, blocks, dim] from tokens [B, H, M, dim]. A mean without tokens is 0.
-extern "C" void hsa_pool(const float* tokens, const int64_t* steps, int64_t batch, int64_t heads, int64_t dim,
+extern "C" void hyper_windows_pool(const float* tokens, const int64_t* steps, int64_t batch, int64_t heads, int64_t dim,
                          const int64_t* starts, const int64_t* stops, int64_t levels, const int64_t* widths,
                          float* const* tables, const int64_t* blocks, int64_t threads) {
   in_parallel(batch * heads, threads, [&](int64_t begin, int64_t end) {

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "selected.h"
+#include "engines/cpu/listed/forward.h"
 
 namespace hyper {
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "vectors.h"
+#include "engines/cpu/vectors.h"
 
 namespace hyper {
 

@@ -1,8 +1,8 @@
-// The backward pass of selected.h. A task is a part of the queries of all heads that share a key head; it adds to
+// The backward pass of forward.h. A task is a part of the queries of all heads that share a key head; it adds to
 // gradients of keys and values of its own, which are summed in a fixed order.
 #pragma once
 
-#include "selected_blocks.h"
+#include "engines/cpu/listed/blocks.h"
 
 namespace hyper {
 
