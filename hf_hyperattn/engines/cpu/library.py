@@ -41,7 +41,8 @@ CORE = [
         "listed/forward.h",
         "listed/largest.h",
         "listed/products.h",
-        "listed/table.h",
+        "listed/softmax.h",
+        "listed/tile.h",
         "listed/windows.h",
         "listed/windows_backward.h",
     )

@@ -268,6 +268,10 @@ inline Vec load_numbers(const Half* p) {
   const Words found = exponent == 0 ? reinterpret_cast<Words>(small) : exponent == 0x0f800000u ? endless : whole;
   return reinterpret_cast<Vec>(found | sign);
 }
+inline float number(Half x) {
+  Half all[kLanes] = {x};
+  return load_numbers(all)[0];
+}
 // Register e / kLanes of a row, for sums in which order does not matter: of bfloat16 every second one of kTogether numbers,
 // then the others, each by one operation where widening in order takes two.
 template <typename T>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "engines/cpu/forward.h"
+#include "engines/cpu/listed/tile.h"
 #include "engines/cpu/row_sums.h"
 
 namespace hyper {
@@ -53,8 +54,6 @@ struct Selected {
 
 constexpr int64_t kListed = kTileKeys / kLanes;  // blocks whose logits are held at once
 constexpr int64_t kSpan = 2 * kTileRows;         // queries of a task
-constexpr int64_t kFew = 4;                      // queries that are better taken one by one
-constexpr int64_t kShared = 16;                  // queries of several chunks that are taken together
 constexpr int64_t kWaste = 4;                    // pairs that they compute for one that is seen: above, one by one
 constexpr uint32_t kAll = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 
@@ -185,18 +184,6 @@ struct Packed {
   float* key_rows(int64_t head, int64_t block) const { return value_columns(head, block) + kLanes * value_dim; }
 };
 
-// f(rows from, how many as a constant) for rows in pieces of about the same size.
-template <class Body>
-inline void in_pieces(int64_t rows, Body body) {
-  const int64_t pieces = (rows + kRows - 1) / kRows;
-  for (int64_t i = 0; i < pieces; ++i) {
-    const int64_t from = rows * i / pieces, count = rows * (i + 1) / pieces - from;
-    [&]<int... n>(std::integer_sequence<int, n...>) {
-      ((count == n + 1 ? body(from, std::integral_constant<int, n + 1>{}) : void()), ...);
-    }(std::make_integer_sequence<int, kRows>{});
-  }
-}
-
 // to[r][w · kLanes + lane] = left row r · the lane's row of block w.
 template <int Rows, int Wide>
 inline void block_product(const float* left, int64_t step, const float* const* block, int64_t count, float* to,
@@ -230,47 +217,6 @@ inline void products(const float* left, int64_t step, int64_t rows, const float*
       block_product<n(), kWide>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
     for (; i < count; ++i)
       block_product<n(), 1>(left + r * step, step, block + i, dim, to + r * to_step + i * kLanes, to_step);
-  });
-}
-
-// to[r] += sum over `count` rows of their weight times them, Wide registers of each: row k is at row(k), its weight for r at
-// weight[r · weight_step + k · next].
-template <int Rows, int Wide, class Row>
-inline void row_sum(const float* weight, int64_t weight_step, int64_t next, Row row, int64_t count, int64_t column,
-                    float* to, int64_t to_step) {
-  Vec sum[Rows][Wide];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) sum[r][w] = load(to + r * to_step + column + w * kLanes);
-  for (int64_t k = 0; k < count; ++k) {
-    const float* from = row(k) + column;
-    Vec b[Wide];
-#pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) b[w] = load(from + w * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const Vec a = splat(weight[r * weight_step + k * next]);
-#pragma GCC unroll 4
-      for (int w = 0; w < Wide; ++w) sum[r][w] += a * b[w];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-    for (int w = 0; w < Wide; ++w) store(to + r * to_step + column + w * kLanes, sum[r][w]);
-}
-
-// Weighted sums of `count` rows, `wide` numbers each, added to `rows` rows.
-template <class Row>
-inline void row_sums(const float* weight, int64_t weight_step, int64_t next, int64_t rows, Row row, int64_t count,
-                     int64_t wide, float* to, int64_t to_step) {
-  in_pieces(rows, [&](int64_t r, auto n) {
-    const float* own = weight + r * weight_step;
-    int64_t e = 0;
-    for (; e + kPanel <= wide; e += kPanel)
-      row_sum<n(), kWide>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
-    for (; e < wide; e += kLanes) row_sum<n(), 1>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
   });
 }
 

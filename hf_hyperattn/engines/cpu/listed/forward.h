@@ -10,7 +10,7 @@
 
 namespace hyper {
 
-static_assert(kShared % kLanes == 0 && kShared <= kTileRows);
+static_assert(kShared <= kTileRows);
 
 template <typename T>
 class SelectedTask {
@@ -38,8 +38,6 @@ class SelectedTask {
  private:
   static constexpr int kAtOnce = 8;     // keys whose products are summed at once
   static constexpr int64_t kNear = 64;  // keys whose values stay in the first cache
-  static constexpr int kRegisters = kShared / kLanes;
-  static constexpr uint16_t kEvery = 0xffff;
 
   void tile(int64_t b, int64_t h, int64_t row, int64_t p, int64_t rows) {
     const int64_t start = start_of(b, h, row);

@@ -1,14 +1,11 @@
 // Key-tied attention over windows on the CPU, in float32, forward and backward (arXiv 2509.15448), and the means that it
-// reads. Tokens of a forward pass may be in half precision (table.h). Agrees with mechanisms/hsa/tree/key.py; mechanisms/hsa/reference.py says
-// in words what is open and what is closed. Work goes tile by tile (windows.h, windows_backward.h).
+// reads. Tokens of a forward pass may be in half precision. Agrees with mechanisms/hsa/tree/key.py.
 
 #include <omp.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "engines/cpu/listed/windows_backward.h"
+
+using namespace hyper;
 
 namespace {
 
@@ -22,82 +19,76 @@ void in_parallel(int64_t count, int64_t threads, Run run) {
   }
 }
 
-// The tiles of one batch row: queries [from, to) are real, and stand in `windows` bottom windows from `first` on.
-struct RowPlan {
+// The tiles of one batch element: its real queries [from, to), in `tiles` tiles from tile `first` on.
+struct Plan {
   int64_t from, to, first, tiles;
 };
 
-int64_t bottom(const Call& c) { return c.levels ? c.widths[1] : kLanes; }
-int64_t tiles_per_window(const Call& c) { return (bottom(c) + kLanes - 1) / kLanes; }
-
-RowPlan plan_of(const Call& c, int64_t row) {
-  RowPlan p;
-  p.from = std::min(c.queries, std::max<int64_t>(0, c.starts[row] - c.offset));
-  p.to = std::max(p.from, std::min(c.queries, c.stops[row] - c.offset));
-  const int64_t place = c.offset - c.starts[row], size = bottom(c);
-  p.first = (p.from + place) / size;
-  p.tiles = p.to > p.from ? ((p.to + place - 1) / size - p.first + 1) * tiles_per_window(c) : 0;
+Plan plan_of(const Windows& c, int64_t b) {
+  Plan p;
+  p.from = std::min(c.queries, std::max<int64_t>(0, c.starts[b] - c.offset));
+  p.to = std::max(p.from, std::min(c.queries, c.stops[b] - c.offset));
+  p.first = c.place(b, p.from) / kShared;
+  p.tiles = p.to > p.from ? c.place(b, p.to - 1) / kShared - p.first + 1 : 0;
   return p;
 }
 
-// Calls `run(window, first position, queries)` for tile number `tile` of a row, if there are queries in it.
+// Calls `run(first position, queries)` for tile number `tile`.
 template <class Run>
-void with_tile(const Call& c, const RowPlan& p, int64_t row, int64_t tile, Run run) {
-  const int64_t groups = tiles_per_window(c), size = bottom(c), place = c.offset - c.starts[row];
-  const int64_t window = p.first + tile / groups, start = window * size + tile % groups * kLanes;
-  const int64_t low = std::max(start, p.from + place);
-  const int64_t high = std::min({start + kLanes, (window + 1) * size, p.to + place});
-  if (low < high) run(window, low, static_cast<int>(high - low));
+void with_tile(const Windows& c, const Plan& p, int64_t b, int64_t tile, Run run) {
+  const int64_t start = (p.first + tile) * kShared, low = std::max(start, c.place(b, p.from));
+  run(low, std::min(start + kShared, c.place(b, p.to)) - low);
 }
 
-void clear_padding(const Call& c, const RowPlan& p, int64_t row) {
+void clear_padding(const Windows& c, const Plan& p, int64_t b) {
   for (int64_t h = 0; h < c.heads; ++h)
     for (int64_t i = 0; i < c.queries; ++i)
       if (i < p.from || i >= p.to) {
-        const int64_t at = (row * c.heads + h) * c.queries + i;
+        const int64_t at = (b * c.heads + h) * c.queries + i;
         std::fill(c.out + at * c.value_dim, c.out + (at + 1) * c.value_dim, 0.0f);
         c.lse[at] = kInf;
       }
 }
 
-}  // namespace
-
-extern "C" void hyper_windows_forward(const Call* call) {
-  const Call& c = *call;
-  std::vector<RowPlan> plans;
+template <typename T>
+void forward_windows(const Windows& c) {
+  std::vector<Plan> plans;
   std::vector<int64_t> first_task = {0};
-  for (int64_t row = 0; row < c.batch; ++row) {
-    plans.push_back(plan_of(c, row));
-    first_task.push_back(first_task.back() + c.heads * plans[row].tiles);
-    clear_padding(c, plans[row], row);
+  for (int64_t b = 0; b < c.batch; ++b) {
+    plans.push_back(plan_of(c, b));
+    first_task.push_back(first_task.back() + c.heads * plans[b].tiles);
+    clear_padding(c, plans[b], b);
   }
   in_parallel(first_task.back(), c.threads, [&](int64_t begin, int64_t end) {
-    Buffers buffers;
-    int64_t row = 0;
+    WindowTile<T> tile(c);
+    int64_t b = 0;
     for (int64_t task = begin; task < end; ++task) {
-      while (task >= first_task[row + 1]) ++row;
-      const int64_t place = task - first_task[row], head = place / plans[row].tiles;
-      with_tile(c, plans[row], row, place % plans[row].tiles, [&](int64_t window, int64_t first, int lanes) {
-        Tile(c, buffers, row, head, window, first, lanes).run();
-      });
+      while (task >= first_task[b + 1]) ++b;
+      const int64_t place = task - first_task[b], h = place / plans[b].tiles;
+      with_tile(c, plans[b], b, place % plans[b].tiles, [&](int64_t first, int64_t count) { tile.run(b, h, first, count); });
     }
   });
 }
 
+}  // namespace
+
+extern "C" void hyper_windows_forward(const Windows* call) {
+  if (call->kind == kFloat) forward_windows<float>(*call);
+  else if (call->kind == kBfloat) forward_windows<Bfloat>(*call);
+  else forward_windows<Half>(*call);
+}
+
 // Every task owns the gradients of one key head, so nothing is added twice at once and the order is always the same.
-extern "C" void hyper_windows_backward(const Call* call, const Gradients* gradients) {
-  const Call& c = *call;
-  const int64_t group = c.heads / c.kv_heads;
+extern "C" void hyper_windows_backward(const Windows* call, const WindowGradients* gradients) {
+  const Windows& c = *call;
   in_parallel(c.batch * c.kv_heads, c.threads, [&](int64_t begin, int64_t end) {
-    Buffers buffers;
+    WindowBackward backward(c, *gradients);
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / c.kv_heads;
-      const RowPlan p = plan_of(c, row);
+      const int64_t b = task / c.kv_heads;
+      const Plan p = plan_of(c, b);
       for (int64_t tile = 0; tile < p.tiles; ++tile)
-        for (int64_t head = task % c.kv_heads * group; head < (task % c.kv_heads + 1) * group; ++head)
-          with_tile(c, p, row, tile, [&](int64_t window, int64_t first, int lanes) {
-            BackwardTile(c, *gradients, buffers, row, head, window, first, lanes).run();
-          });
+        for (int64_t h = task % c.kv_heads * c.group(); h < (task % c.kv_heads + 1) * c.group(); ++h)
+          with_tile(c, p, b, tile, [&](int64_t first, int64_t count) { backward.run(b, h, first, count); });
     }
   });
 }

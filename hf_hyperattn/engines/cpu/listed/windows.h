@@ -1,72 +1,57 @@
-// One tile of key-tied attention: as many queries of one bottom window and one head as a register has lanes.
+// Key-tied attention over windows of windows: which tokens and which means of windows each query attends to, and the forward
+// pass (arXiv 2509.15448; mechanisms/hsa/reference.py says in words what is open and what is closed).
 //
-// The queries lie across these lanes, so keys and values are read as they stand, row by row, and the
-// softmax runs down the columns without sums across lanes. Closed blocks first (refinement needs all their logits),
-// then refinement query by query, then the tokens near by and the sinks in chunks, with a running maximum. What
-// refinement opens differs from query to query; its rows are read straight from the tables.
+// A tile of neighbouring queries shares one list: of every level the closed blocks, then the tokens near by and the first
+// ones. A row of it is seen by some of the queries, mostly by all. The blocks that refinement opens differ from query to
+// query, so each query has a list of its own for what they hold.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <numeric>
-#include <vector>
 
 #include "engines/cpu/listed/largest.h"
-#include "engines/cpu/listed/table.h"
+#include "engines/cpu/listed/tile.h"
 
-namespace {
+namespace hyper {
 
-constexpr int64_t kChunk = 512;  // token rows between two corrections of the running maximum
+// What the numbers of tokens are; native.py counts likewise.
+enum Kind : int64_t { kFloat, kBfloat, kHalf };
 
-// Rows of one level for one (batch row, key head); of those from `head` on, `gone` are not there and never read.
-struct Table {
-  Side key, value;
-  int64_t head, gone;
-  int64_t at(int64_t row) const { return row < head ? row : row - gone; }
-};
-
-// The call, as its caller lays it out.
-struct Call {
-  float *out, *lse;  // [B, H, N, dv], [B, H, N], contiguous
+// A call as native.py lays it out. Level 0 are the tokens, level l the means over windows of widths[l] tokens.
+struct Windows {
+  float *out, *lse;              // contiguous [B, H, N, dv] and [B, H, N]
   const float* query;
   int64_t query_steps[3];
-  int64_t levels;              // above the tokens
-  const void* const* keys;     // levels + 1 tables; means are float
+  int64_t levels;                // above the tokens
+  const void* const* keys;       // levels + 1 tables; means are float
   const void* const* values;
-  const int64_t* key_steps;    // 3 for each table: batch, head, row
+  const int64_t* key_steps;      // 3 for each table: batch, head, row
   const int64_t* value_steps;
-  const int64_t* widths;       // levels + 1: 1, then the sizes
-  const int64_t* held;         // 2 for each table: rows at its front, and how many after those are gone
-  int64_t key_kind, value_kind;  // of the tokens, see Kind
+  const int64_t* widths;         // levels + 1: 1, then the sizes
+  const int64_t* held;           // 2 for each table: rows at its front, and how many after those are gone
+  int64_t kind;                  // of the tokens
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
-  const int64_t *near, *sinks, *top_k;  // per head
-  const float *block_bias, *sink_logit;  // per head, or null
-  const int64_t *starts, *stops;         // per batch row
+  const int64_t *near, *sinks, *top_k;   // of each head
+  const float *block_bias, *sink_logit;  // of each head, or null
+  const int64_t *starts, *stops;         // of each batch element
   int64_t is_causal, offset, threads;
   float scale;
-};
 
-// Some rows of one level, all attended to.
-struct Segment {
-  int64_t level, first, last;
+  int64_t group() const { return heads / kv_heads; }
+  int64_t place(int64_t b, int64_t row) const { return row + offset - starts[b]; }
 };
 
 // Closed blocks of one level, or tokens, with their scores for one query; ids rise, so that of equal ones the first stands
 // first.
 struct Candidates {
-  std::vector<int32_t> ids;
-  std::vector<float> scores;
-  std::vector<int32_t> standing;  // the row of the tile's blocks, where it is one of these, else kLaid
-  int32_t count = 0;
-
   static constexpr int32_t kLaid = -1;
 
+  std::vector<int32_t> ids;
+  std::vector<float> scores;
+  std::vector<int32_t> standing;  // the row of the shared list, or kLaid: the level above laid it open
+  int32_t count = 0;
+
   void reserve(size_t most) {
-    if (ids.size() >= most) return;
-    ids.resize(most);
-    scores.resize(most);
-    standing.resize(most);
+    if (ids.size() < most) ids.resize(most), scores.resize(most), standing.resize(most);
   }
   // Adds places [first, last) of what the level above laid open.
   void add_laid(const Candidates& laid, int32_t first, int32_t last) {
@@ -75,379 +60,374 @@ struct Candidates {
     std::fill_n(standing.data() + count, last - first, kLaid);
     count += last - first;
   }
-
-  // Adds blocks [first, last), whose scores are `kLanes` apart and begin with those of row `row`.
-  void add_standing(int64_t first, int64_t last, int32_t row, const float* from) {
+  // Adds blocks [first, last), which stand in the shared list from `row` on; their scores are `step` apart.
+  void add_standing(int64_t first, int64_t last, int32_t row, const float* from, int64_t step) {
     const int32_t more = static_cast<int32_t>(last - first);
     std::iota(ids.data() + count, ids.data() + count + more, static_cast<int32_t>(first));
     std::iota(standing.data() + count, standing.data() + count + more, row);
-    float* to = scores.data() + count;
-    for (int32_t i = 0; i < more; ++i) to[i] = from[i * kLanes];
+    for (int32_t i = 0; i < more; ++i) scores[count + i] = from[i * step];
     count += more;
   }
 };
 
-// What refinement laid open to one query: rows of several levels, one after the other, and their logits.
+// What refinement opened to one query: rows of several levels, one after the other, and their logits.
 struct Opened {
-  std::vector<int32_t> ids;
+  std::vector<int32_t> rows;
   std::vector<float> logits;
+  std::vector<int64_t> ends;  // of each level, the largest windows first
   int64_t count = 0;
-  std::vector<int64_t> ends;  // of each level, top first
 
   void reserve(size_t most) {
-    if (ids.size() >= most) return;
-    ids.resize(most);
-    logits.resize(most);
+    if (rows.size() < most) rows.resize(most), logits.resize(most);
   }
 };
 
-// What one thread keeps between tiles.
-struct Buffers {
-  std::vector<float> blocks, tokens, queries, grads, weights, widened;
-  std::vector<Opened> opened = std::vector<Opened>(kLanes);
-  Candidates here, laid;
-  Largest largest;
-  std::vector<int32_t> chosen;  // places among the candidates
-  std::vector<Segment> closed, plain;
-};
-
-class Tile {
+template <typename T>
+class WindowTile {
  public:
-  // Queries at positions [first, first + lanes), counted from the row's first real token, of bottom window `window`.
-  Tile(const Call& call, Buffers& buffers, int64_t row, int64_t head, int64_t window, int64_t first, int lanes)
-      : c_(call), b_(buffers), row_(row), head_(head), first_(first), lanes_(lanes) {
-    tokens_ = c_.stops[row] - c_.starts[row];
-    const int64_t kv = head / (c_.heads / c_.kv_heads);
-    for (int64_t l = 0; l <= c_.levels; ++l) {
-      const int64_t skip = l ? 0 : c_.starts[row];
-      const int64_t *ks = c_.key_steps + 3 * l, *vs = c_.value_steps + 3 * l;
-      const int64_t key_first = row * ks[0] + kv * ks[1] + skip * ks[2];
-      const int64_t value_first = row * vs[0] + kv * vs[1] + skip * vs[2];
-      tables_.push_back({Side(c_.keys[l], key_first, ks[2], l ? kFloat : c_.key_kind),
-                         Side(c_.values[l], value_first, vs[2], l ? kFloat : c_.value_kind),
-                         c_.held[2 * l] - skip, c_.held[2 * l + 1]});
-    }
-    size_ = c_.levels ? c_.widths[1] : kLanes;
-    const int64_t spare = std::min(std::max<int64_t>(c_.near[head], 1), tokens_ + size_) - 1;
-    low_ = std::max<int64_t>(0, window * size_ - spare);
-    high_ = window * size_ + size_ - 1 + (c_.is_causal ? 0 : spare);
-    sinks_ = std::min(c_.sinks[head], tokens_);
-    bias_ = c_.block_bias ? c_.block_bias[head] : 0.0f;
-  }
+  explicit WindowTile(const Windows& call)
+      : c(call), tile_(c.dim, c.value_dim), size_(c.levels ? c.widths[1] : kShared), opened_(kShared) {}
 
-  void run() {
-    cover();
-    start();
-    attend_blocks();
-    attend_tokens();
-    if (refined())
-      for (int q = 0; q < lanes_; ++q) attend_opened(q);
-    finish();
+  // Queries at positions [first, first + count), counted from the first real token of batch element b.
+  void run(int64_t b, int64_t h, int64_t first, int64_t count) {
+    attend(b, h, first, count, false);
+    if (tile_.has_nan()) attend(b, h, first, count, true);
+    const int64_t at = (b * c.heads + h) * c.queries + query_row();
+    for (int64_t r = 0; r < count; ++r) {
+      const Running all = tile_.running(r);
+      tile_.write(r, c.value_dim, c.out + (at + r) * c.value_dim);
+      c.lse[at + r] = all.sum == 0 ? kInf : all.top + std::log(all.sum);
+    }
   }
 
  protected:
-  // Everything that stands in the cover, with the logits of its blocks.
+  // Rows [first, last) of a level, and the queries that see them, a bit each.
+  struct Interval {
+    int64_t first, last;
+    uint16_t by;
+  };
+  // The same of closed blocks, which stand in the shared list from `row` on.
+  struct Run {
+    int64_t level, first, last;
+    uint16_t by;
+    int64_t row;
+  };
+
+  // `guarded`: values that some queries do not see may be no numbers.
+  void attend(int64_t b, int64_t h, int64_t first, int64_t count, bool guarded) {
+    place(b, h, first, count);
+    start(true);
+    cover();
+    const Logits blocks = block_logits();
+    tile_.weigh(blocks, closed_.count);
+    for (int64_t level = c.levels; level > 0; --level) {
+      const auto [from, to] = part_of(level);
+      add(values(level), closed_, from, to - from, blocks.from(from), guarded);
+    }
+    list_tokens();
+    token_logits_.resize(kShared * kTileKeys);
+    for (int64_t from = 0; from < plain_.count; from += kTileKeys) {
+      const int64_t some = std::min(kTileKeys, plain_.count - from);
+      const Logits logits = tile_.logits_in(token_logits_.data(), some);
+      read_tokens(from, some, logits);
+      tile_.weigh(logits, some);
+      with_tokens([&](auto, auto table) { add(table, plain_, from, some, logits, guarded); });
+    }
+    for (int64_t r = 0; r < count_ && refines(); ++r) attend_opened(r);
+  }
+
+  void place(int64_t b, int64_t h, int64_t first, int64_t count) {
+    batch_ = b, head_ = h, kv_ = h / c.group(), first_ = first, count_ = count;
+    tokens_ = c.stops[b] - c.starts[b];
+    spare_ = std::min(std::max<int64_t>(c.near[h], 1), tokens_ + size_) - 1;
+    sinks_ = std::min(c.sinks[h], tokens_);
+    bias_ = c.block_bias ? c.block_bias[h] : 0.0f;
+  }
+
+  void start(bool may_be_few) {
+    const float* from = c.query + batch_ * c.query_steps[0] + head_ * c.query_steps[1] + query_row() * c.query_steps[2];
+    const Rows<float> queries{from, c.query_steps[2], nullptr, 0, c.scale};
+    tile_.start(queries, count_, may_be_few, c.sink_logit ? c.sink_logit[head_] : -kInf);
+  }
+
+  // Lists the closed blocks, with their logits, and opens the best ones where the head refines.
   void cover() {
-    read_queries();
-    place();
-    read_blocks();
-    if (refined())
-      for (int q = 0; q < lanes_; ++q) refine(q);
-    bias_blocks();
+    closed_.clear(), runs_.clear();
+    for (int64_t level = c.levels; level > 0; --level) list_blocks(level);
+    blocks_.resize(tile_.size_of(closed_.count));
+    const Logits logits = block_logits();
+    for (int64_t level = c.levels; level > 0; --level) {
+      const auto [from, to] = part_of(level);
+      tile_.multiply(keys(level), closed_.rows.data() + from, to - from, logits.from(from));
+    }
+    for (const Run& run : runs_) {
+      add_sizes(run, logits);
+      if (run.by != all()) tile_.hide(logits, closed_.seen_by.data(), run.row, run.row + run.last - run.first);
+    }
+    for (int64_t r = 0; r < count_ && refines(); ++r) refine(r);
+    for (const Run& run : runs_) tile_.shift(logits, run.row, run.row + ties(run), bias_);
   }
 
-  // Keys and values of rows [first, first + count) of a level, either until rows are asked for again.
-  Run keys(int64_t level, int64_t first, int64_t count) {
-    return tables_[level].key.run(tables_[level].at(first), count, c_.dim, b_.widened);
-  }
-  Run values(int64_t level, int64_t first, int64_t count) {
-    return tables_[level].value.run(tables_[level].at(first), count, c_.value_dim, b_.widened);
-  }
+  bool refines() const { return c.top_k[head_] > 0 && c.levels; }
+  uint16_t all() const { return static_cast<uint16_t>((1u << count_) - 1); }
+  int64_t query_row() const { return first_ + c.starts[batch_] - c.offset; }
+  Logits block_logits() { return tile_.logits_in(blocks_.data(), closed_.count); }
 
-  bool refined() const { return c_.top_k[head_] > 0 && c_.levels; }
+  // Blocks of a level; causal ones are complete.
   int64_t blocks(int64_t level) const {
-    return (tokens_ + (c_.is_causal ? 0 : c_.widths[level] - 1)) / c_.widths[level];
+    return (tokens_ + (c.is_causal ? 0 : c.widths[level] - 1)) / c.widths[level];
   }
   int64_t members(int64_t level, int64_t block) const {
-    return std::min(c_.widths[level], tokens_ - block * c_.widths[level]);
+    return std::min(c.widths[level], tokens_ - block * c.widths[level]);
+  }
+  // How many blocks of a run have several tokens, and so a bias: all but a last one.
+  int64_t ties(const Run& run) const { return run.last - run.first - (members(run.level, run.last - 1) == 1); }
+
+  // The part of the shared list that a level has.
+  std::pair<int64_t, int64_t> part_of(int64_t level) const {
+    return {ends_[c.levels - level], ends_[c.levels - level + 1]};
   }
 
-  void read_queries() {
-    query_row_ = first_ + c_.starts[row_] - c_.offset;
-    b_.queries.assign(c_.dim * kLanes + lanes_ * c_.dim, 0.0f);
-    across_ = b_.queries.data();
-    along_ = across_ + c_.dim * kLanes;
-    const float* q = c_.query + row_ * c_.query_steps[0] + head_ * c_.query_steps[1] + query_row_ * c_.query_steps[2];
-    for (int lane = 0; lane < lanes_; ++lane)
-      for (int64_t e = 0; e < c_.dim; ++e) {
-        const float x = q[lane * c_.query_steps[2] + e] * c_.scale;
-        across_[e * kLanes + lane] = x;
-        along_[lane * c_.dim + e] = x;
-      }
+  Listed<float> table(const void* const* tables, const int64_t* steps, int64_t level) const {
+    const int64_t* step = steps + 3 * level;
+    return {static_cast<const float*>(tables[level]) + batch_ * step[0] + kv_ * step[1], step[2]};
+  }
+  Listed<float> keys(int64_t level) const { return table(c.keys, c.key_steps, level); }
+  Listed<float> values(int64_t level) const { return table(c.values, c.value_steps, level); }
+
+  // Calls f(keys of tokens, values of tokens).
+  template <class Body>
+  void with_tokens(Body body) const {
+    const auto of = [&](const void* tokens, const int64_t* step) {
+      return Listed<T>{static_cast<const T*>(tokens) + batch_ * step[0] + kv_ * step[1] + c.starts[batch_] * step[2], step[2]};
+    };
+    body(of(c.keys[0], c.key_steps), of(c.values[0], c.value_steps));
   }
 
-  void start() {
-    const float sink = c_.sink_logit ? c_.sink_logit[head_] : -kInf;
-    top_ = splat(sink);
-    total_ = splat(sink == -kInf ? 0.0f : 1.0f);
-    out_ = c_.out + ((row_ * c_.heads + head_) * c_.queries + query_row_) * c_.value_dim;
-    std::fill(out_, out_ + lanes_ * c_.value_dim, 0.0f);
-  }
-
-  // The closed blocks of every level and the tokens, before refinement.
-  void place() {
-    b_.closed.clear();
-    b_.plain.clear();
-    for (int64_t l = c_.levels; l >= 0; --l) {
-      const int64_t width = c_.widths[l], count = l ? blocks(l) : tokens_;
-      int64_t parts[2][2] = {{0, count}, {0, 0}};  // whose parents are open
-      if (l < c_.levels) {
-        const int64_t parent = c_.widths[l + 1], children = parent / width;
-        parts[0][1] = (sinks_ + parent - 1) / parent * children;
-        parts[1][0] = std::max(parts[0][1], low_ / parent * children);
-        parts[1][1] = (high_ / parent + 1) * children;
+  // The rows of a level, closed blocks or tokens, that stand in the cover of queries in one bottom window before refinement:
+  // those whose parent is open, and that are not open themselves.
+  void find_standing(int64_t level, int64_t window, uint16_t by) {
+    const int64_t low = std::max<int64_t>(0, window * size_ - spare_);
+    const int64_t high = window * size_ + size_ - 1 + (c.is_causal ? 0 : spare_);
+    const int64_t width = c.widths[level], count = level ? blocks(level) : tokens_;
+    int64_t parts[2][2] = {{0, count}, {0, 0}};  // whose parents are open
+    if (level < c.levels) {
+      const int64_t parent = c.widths[level + 1], children = parent / width;
+      parts[0][1] = (sinks_ + parent - 1) / parent * children;
+      parts[1][0] = std::max(parts[0][1], low / parent * children);
+      parts[1][1] = (high / parent + 1) * children;
+    }
+    for (const auto& part : parts) {
+      const int64_t last = std::min(part[1], count);
+      if (!level) {
+        if (part[0] < last) standing_.push_back({part[0], last, by});
+        continue;
       }
-      for (auto& part : parts) {
-        const int64_t last = std::min(part[1], count);
-        if (!l) {
-          if (part[0] < last) b_.plain.push_back({0, part[0], last});
-          continue;
-        }
-        const int64_t front = std::max(part[0], (sinks_ + width - 1) / width);
-        const int64_t left = std::min(last, low_ / width), right = std::max(front, high_ / width + 1);
-        if (front < left) b_.closed.push_back({l, front, left});
-        if (!c_.is_causal && right < last) b_.closed.push_back({l, right, last});
-      }
+      const int64_t front = std::max(part[0], (sinks_ + width - 1) / width);
+      const int64_t left = std::min(last, low / width), right = std::max(front, high / width + 1);
+      if (front < left) standing_.push_back({front, left, by});
+      if (!c.is_causal && right < last) standing_.push_back({right, last, by});
     }
   }
 
-  // Logits of all closed blocks with log|B|, [block][lane].
-  void read_blocks() {
-    int64_t count = 0;
-    for (const Segment& s : b_.closed) count += s.last - s.first;
-    b_.blocks.resize(count * kLanes);
-    float* to = b_.blocks.data();
-    for (const Segment& s : b_.closed) {
-      const Run rows = keys(s.level, s.first, s.last - s.first);
-      logits_of(rows.at, rows.step, s.last - s.first, across_, c_.dim, to);
-      const float whole = std::log(static_cast<float>(c_.widths[s.level]));
-      for (int64_t block = s.first; block < s.last; ++block, to += kLanes) {
-        const int64_t size = members(s.level, block);
-        store(to, load(to) + (size == c_.widths[s.level] ? whole : std::log(static_cast<float>(size))));
+  // The same for all queries of the tile: `standing_`, in order, no row twice.
+  void find_standing(int64_t level) {
+    standing_.clear();
+    const int64_t from = first_ / size_, to = (first_ + count_ - 1) / size_;
+    for (int64_t window = from; window <= to; ++window) {
+      const int64_t begin = std::max<int64_t>(0, window * size_ - first_), end = std::min((window + 1) * size_ - first_, count_);
+      find_standing(level, window, static_cast<uint16_t>((1u << end) - (1u << begin)));
+    }
+    if (from == to) return;
+    bounds_.clear(), parts_.clear();
+    for (const Interval& i : standing_) bounds_.push_back(i.first), bounds_.push_back(i.last);
+    std::sort(bounds_.begin(), bounds_.end());
+    for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
+      Interval part{bounds_[i], bounds_[i + 1], 0};
+      if (part.first == part.last) continue;
+      for (const Interval& of : standing_)
+        if (of.first <= part.first && part.last <= of.last) part.by |= of.by;
+      if (part.by) parts_.push_back(part);
+    }
+    standing_.swap(parts_);
+  }
+
+  void list_blocks(int64_t level) {
+    if (level == c.levels) ends_.assign(1, 0);
+    find_standing(level);
+    for (const Interval& part : standing_) {
+      runs_.push_back({level, part.first, part.last, part.by, closed_.count});
+      add_rows(closed_, level, part);
+    }
+    ends_.push_back(closed_.count);
+  }
+
+  // The tokens near by and the first ones, those that all queries see before the others.
+  void list_tokens() {
+    plain_.clear();
+    find_standing(0);
+    for (const bool whole : {true, false}) {
+      for (const Interval& part : standing_) {
+        const int64_t end = c.is_causal ? std::min(part.last, first_ + count_) : part.last;
+        const int64_t late = c.is_causal ? std::clamp(first_ + 1, part.first, std::max(part.first, end)) : end;
+        if ((part.by == all()) == whole && part.first < late) add_rows(plain_, 0, {part.first, late, part.by});
+        for (int64_t i = late; i < end && !whole; ++i)
+          add_rows(plain_, 0, {i, i + 1, static_cast<uint16_t>(part.by & (kEvery << (i - first_)))});
       }
+      if (whole) plain_.whole = plain_.count;
     }
   }
 
-  // Opens the best blocks of every level for one query: they leave `blocks`, their children go to `opened`.
-  void refine(int q) {
-    const int32_t k = static_cast<int32_t>(std::min(c_.top_k[head_], blocks(1) + 1));
-    Opened& opened = b_.opened[q];
-    Candidates &here = b_.here, &laid = b_.laid;
-    size_t most = b_.blocks.size() / kLanes + kLanes, all = kLanes;
-    for (int64_t level = c_.levels; level > 0; --level) {
-      const size_t children = k * (c_.widths[level] / c_.widths[level - 1]) + kLanes;
-      most = std::max(most, b_.blocks.size() / kLanes + children + kLanes);
-      all += children;
-    }
-    here.reserve(most);
-    laid.reserve(most);
-    b_.chosen.resize(k);
-    opened.reserve(all);
+  // Adds rows to a list, by where they lie in a table of which some rows are gone.
+  void add_rows(List& list, int64_t level, const Interval& rows) const {
+    const int64_t head = c.held[2 * level] - (level ? 0 : c.starts[batch_]), gone = c.held[2 * level + 1];
+    const int64_t end = std::clamp(head, rows.first, rows.last);
+    list.reserve(list.count + rows.last - rows.first);
+    list.add(rows.first, end, rows.by);
+    list.add(end - gone, rows.last - gone, rows.by);
+  }
+
+  // A block's score is its mean logit plus the logarithm of its size.
+  void add_sizes(const Run& run, Logits logits) const {
+    const int64_t end = run.row + run.last - run.first, rest = members(run.level, run.last - 1);
+    const bool is_short = rest < c.widths[run.level];
+    tile_.shift(logits, run.row, end - is_short, std::log(static_cast<float>(c.widths[run.level])));
+    if (is_short) tile_.shift(logits, end - 1, end, std::log(static_cast<float>(rest)));
+  }
+
+  void read_tokens(int64_t from, int64_t count, Logits logits) {
+    with_tokens([&](auto table, auto) { tile_.multiply(table, plain_.rows.data() + from, count, logits); });
+    tile_.hide(logits, plain_.seen_by.data() + from, std::clamp<int64_t>(plain_.whole - from, 0, count), count);
+  }
+
+  template <typename V>
+  void add(Listed<V> table, const List& list, int64_t from, int64_t count, Logits weights, bool guarded) {
+    const auto value = [table, rows = list.rows.data() + from](int64_t j) { return table.row(rows[j]); };
+    if (guarded) tile_.add_guarded(value, weights, list.seen_by.data() + from, count);
+    else tile_.add(value, weights, count);
+  }
+
+  // Opens the best blocks of every level for one query: they leave the shared list, their children go to `opened_`.
+  void refine(int64_t r) {
+    const int32_t top = static_cast<int32_t>(std::min(c.top_k[head_], blocks(1) + 1));
+    Opened& opened = opened_[r];
+    make_room(top, opened);
     opened.ends.clear();
-    opened.count = 0;
-    laid.count = 0;
-    int32_t row = 0;
-    auto segment = b_.closed.begin();
-    for (int64_t level = c_.levels; level > 0; --level) {
-      // Those that the level above laid open lie between the segments that stand, whose parents were never closed.
-      here.count = 0;
+    opened.count = laid_.count = 0;
+    auto run = runs_.begin();
+    const Logits logits = block_logits();
+    float* of_query = logits.at + r * logits.query;
+    for (int64_t level = c.levels; level > 0; --level) {
+      // What the level above laid open lies between the runs that stand, whose parents were never closed.
+      here_.count = 0;
       int32_t next = 0;
-      for (; segment != b_.closed.end() && segment->level == level; ++segment) {
+      for (; run != runs_.end() && run->level == level; ++run) {
+        if (!(run->by >> r & 1)) continue;
         int32_t end = next;
-        while (end < laid.count && laid.ids[end] < segment->first) ++end;
-        here.add_laid(laid, next, end);
-        here.add_standing(segment->first, segment->last, row, &b_.blocks[row * kLanes + q]);
+        while (end < laid_.count && laid_.ids[end] < run->first) ++end;
+        here_.add_laid(laid_, next, end);
+        here_.add_standing(run->first, run->last, static_cast<int32_t>(run->row), of_query + run->row * logits.row, logits.row);
         next = end;
-        row += static_cast<int32_t>(segment->last - segment->first);
       }
-      here.add_laid(laid, next, laid.count);
-      const int32_t* chosen = b_.chosen.data();
-      const int64_t count = b_.largest.find(here.scores.data(), 0, here.count, k, b_.chosen.data());
+      here_.add_laid(laid_, next, laid_.count);
+      const int64_t count = largest_.find(here_.scores.data(), 0, here_.count, top, chosen_.data());
       for (int64_t i = 0; i < count; ++i) {
-        int32_t& standing = here.standing[chosen[i]];
-        if (standing != Candidates::kLaid) b_.blocks[standing * kLanes + q] = -kInf;
+        int32_t& standing = here_.standing[chosen_[i]];
+        if (standing != Candidates::kLaid) of_query[standing * logits.row] = -kInf;
         standing = 0;  // no longer closed
       }
-      const int32_t *ids = here.ids.data(), *standing = here.standing.data();
-      const float* scores = here.scores.data();
-      int32_t* closed = opened.ids.data();
-      float* logits = opened.logits.data();
-      int64_t held = opened.count;
-      const int32_t places = laid.count ? here.count : 0;
-      for (int32_t i = 0; i < places; ++i) {  // what was laid open and stays closed; any other is written over
-        closed[held] = ids[i];
-        logits[held] = scores[i] + bias_;  // never a single token: the caller sees to it
-        held += standing[i] == Candidates::kLaid;
-      }
-      opened.count = held;
-      opened.ends.push_back(opened.count);
-      open(level, q, count);
+      keep_closed(opened);
+      open(level, r, count);
     }
-    std::copy_n(laid.ids.begin(), laid.count, opened.ids.begin() + opened.count);
-    std::copy_n(laid.scores.begin(), laid.count, opened.logits.begin() + opened.count);
-    opened.count += laid.count;
+    std::copy_n(laid_.ids.begin(), laid_.count, opened.rows.begin() + opened.count);
+    std::copy_n(laid_.scores.begin(), laid_.count, opened.logits.begin() + opened.count);
+    opened.count += laid_.count;
     opened.ends.push_back(opened.count);
   }
 
-  // Lists the children of the `count` chosen blocks of `level` in `laid`, their logits with log|B|.
-  void open(int64_t level, int q, int64_t count) {
-    const Candidates& here = b_.here;
-    Candidates& laid = b_.laid;
-    const int32_t children = static_cast<int32_t>(c_.widths[level] / c_.widths[level - 1]);
+  void make_room(int32_t top, Opened& opened) {
+    size_t most = closed_.count + kLanes, all = kLanes;
+    for (int64_t level = c.levels; level > 0; --level) {
+      const size_t children = top * (c.widths[level] / c.widths[level - 1]) + kLanes;
+      most = std::max<size_t>(most, closed_.count + children + kLanes);
+      all += children;
+    }
+    here_.reserve(most), laid_.reserve(most), opened.reserve(all);
+    chosen_.resize(top);
+  }
+
+  // What was laid open and stays closed; any other is written over.
+  void keep_closed(Opened& opened) const {
+    int64_t held = opened.count;
+    for (int32_t i = 0; laid_.count && i < here_.count; ++i) {
+      opened.rows[held] = here_.ids[i];
+      opened.logits[held] = here_.scores[i] + bias_;  // never a single token: the caller sees to it
+      held += here_.standing[i] == Candidates::kLaid;
+    }
+    opened.count = held;
+    opened.ends.push_back(held);
+  }
+
+  // Lists the children of the `count` chosen blocks of `level` in `laid_`, with their scores.
+  void open(int64_t level, int64_t r, int64_t count) {
+    const int32_t children = static_cast<int32_t>(c.widths[level] / c.widths[level - 1]);
     const int32_t limit = static_cast<int32_t>(level > 1 ? blocks(level - 1) : tokens_);
-    laid.count = 0;
+    laid_.count = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t first = here.ids[b_.chosen[i]] * children;
-      const int32_t there = std::min(children, limit - first);
-      std::iota(laid.ids.data() + laid.count, laid.ids.data() + laid.count + there, first);
-      laid.count += there;
+      const int32_t first = here_.ids[chosen_[i]] * children, there = std::min(children, limit - first);
+      std::iota(laid_.ids.data() + laid_.count, laid_.ids.data() + laid_.count + there, first);
+      laid_.count += there;
     }
-    if (!laid.count) return;
-    std::fill_n(laid.ids.data() + laid.count, kLanes, laid.ids[laid.count - 1]);  // `dots` reads whole vectors
-    const Side& below = tables_[level - 1].key;
-    below.dots_with(along_ + q * c_.dim, laid.ids.data(), laid.count, c_.dim, laid.scores.data());
-    if (level == 1) return;
-    const float whole = std::log(static_cast<float>(c_.widths[level - 1]));
-    for (int32_t i = 0; i < laid.count; ++i) laid.scores[i] += whole;
-    const int64_t rest = tokens_ % c_.widths[level - 1];
-    if (!c_.is_causal && rest)
-      for (int32_t i = 0; i < laid.count; ++i)
-        if (laid.ids[i] == limit - 1) laid.scores[i] += std::log(static_cast<float>(rest)) - whole;
+    const auto multiply = [&](auto table) {
+      multiply_one(tile_.query(r), c.dim, table, laid_.ids.data(), laid_.count, laid_.scores.data());
+    };
+    if (level == 1) return with_tokens([&](auto table, auto) { multiply(table); });
+    multiply(keys(level - 1));
+    const float whole = std::log(static_cast<float>(c.widths[level - 1]));
+    for (int32_t i = 0; i < laid_.count; ++i) laid_.scores[i] += whole;
+    const int64_t rest = tokens_ % c.widths[level - 1];
+    if (c.is_causal || !rest) return;
+    for (int32_t i = 0; i < laid_.count; ++i)
+      if (laid_.ids[i] == limit - 1) laid_.scores[i] += std::log(static_cast<float>(rest)) - whole;
   }
 
-  // Takes `count` more rows of logits into the running softmax; they become weights.
-  void take(float* logits, int64_t count) {
-    Vec most = top_;
-    for (int64_t r = 0; r < count; ++r) most = larger(most, load(logits + r * kLanes));
-    const Vec base = most == -kInf ? Vec{} : most, factor = exponential<true>(top_ - base);
-    Vec sum = {};
-    for (int64_t r = 0; r < count; ++r) {
-      const Vec w = exponential<true>(load(logits + r * kLanes) - base);
-      store(logits + r * kLanes, w);
-      sum += w;
-    }
-    total_ = total_ * factor + sum;
-    top_ = most;
-    for (int q = 0; q < lanes_; ++q) rescale(q, factor[q]);
+  void attend_opened(int64_t r) {
+    Opened& opened = opened_[r];
+    tile_.weigh_own(r, opened.logits.data(), opened.count);
+    over_opened(opened, [&](int64_t level, int64_t from, int64_t count) {
+      const auto add = [&](auto table) {
+        tile_.add_own(r, opened.logits.data() + from, table, opened.rows.data() + from, count);
+      };
+      if (level) add(values(level));
+      else with_tokens([&](auto, auto table) { add(table); });
+    });
   }
 
-  void rescale(int q, float factor) {
-    if (factor == 1.0f) return;
-    float* o = out_ + q * c_.value_dim;
-    for (int64_t e = 0; e < c_.value_dim; e += kLanes) store(o + e, load(o + e) * factor);
-  }
-
-  void bias_blocks() {
-    float* at = b_.blocks.data();
-    if (bias_ == 0.0f) return;
-    for (const Segment& s : b_.closed)
-      for (int64_t block = s.first; block < s.last; ++block, at += kLanes)
-        if (members(s.level, block) > 1) store(at, load(at) + bias_);
-  }
-
-  void attend_blocks() {
-    float* at = b_.blocks.data();
-    take(at, static_cast<int64_t>(b_.blocks.size()) / kLanes);
-    for (const Segment& s : b_.closed) {
-      const Run rows = values(s.level, s.first, s.last - s.first);
-      add_values(at, rows.at, rows.step, s.last - s.first, lanes_, out_, c_.value_dim);
-      at += (s.last - s.first) * kLanes;
-    }
-  }
-
-  void attend_tokens() {
-    b_.tokens.resize(kChunk * kLanes);
-    for (const Segment& s : b_.plain) {
-      const int64_t end = c_.is_causal ? std::min(s.last, first_ + lanes_) : s.last;
-      for (int64_t from = s.first; from < end; from += kChunk) {
-        const int64_t count = std::min(kChunk, end - from);
-        float* logits = b_.tokens.data();
-        read_tokens(from, count, logits);
-        take(logits, count);
-        add_tokens(logits, values(0, from, count), from, count, out_, c_.value_dim);
-      }
-    }
-  }
-
-  // `add_values` for tokens [from, from + count): what a query does not see reaches it neither by 0 · NaN.
-  void add_tokens(const float* weights, Run rows, int64_t from, int64_t count, float* to, int64_t width) const {
-    const int64_t all = c_.is_causal ? std::clamp<int64_t>(first_ + 1 - from, 0, count) : count;  // see these
-    if (finite(rows.at + all * rows.step, rows.step, count - all, width)) {
-      add_values(weights, rows.at, rows.step, count, lanes_, to, width);
-      return;
-    }
-    add_values(weights, rows.at, rows.step, all, lanes_, to, width);
-    for (int64_t r = all; r < count; ++r) {
-      const int64_t q = from + r - first_;  // the first that sees the row
-      add_values(weights + r * kLanes + q, rows.at + r * rows.step, rows.step, 1, lanes_ - q, to + q * width, width);
-    }
-  }
-
-  // Logits of tokens [from, from + count), hidden ones at -inf.
-  void read_tokens(int64_t from, int64_t count, float* logits) {
-    const Run rows = keys(0, from, count);
-    logits_of(rows.at, rows.step, count, across_, c_.dim, logits);
-    if (!c_.is_causal) return;
-    for (int64_t j = std::max(from, first_ + 1); j < from + count; ++j)
-      for (int q = 0; q < j - first_; ++q) logits[(j - from) * kLanes + q] = -kInf;
-  }
-
-  void attend_opened(int q) {
-    Opened& opened = b_.opened[q];
-    const int64_t count = opened.count, whole = (count + kLanes - 1) / kLanes * kLanes;
-    if (!count) return;
-    float* logits = opened.logits.data();
-    std::fill(logits + count, logits + whole, -kInf);
-    Vec most = splat(top_[q]);
-    for (int64_t i = 0; i < whole; i += kLanes) most = larger(most, load(logits + i));
-    const float peak = largest_of(most);
-    const float base = peak == -kInf ? 0.0f : peak;
-    const float factor = exponential<true>(splat(top_[q] - base))[0];
-    Vec sum = {};
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const Vec w = exponential<true>(load(logits + i) - base);
-      store(logits + i, w);
-      sum += w;
-    }
-    total_[q] = total_[q] * factor + sum_of(sum);
-    top_[q] = peak;
-    rescale(q, factor);
+  // Calls f(level, from, how many) for the levels of what is opened.
+  template <class Body>
+  void over_opened(const Opened& opened, Body body) const {
     int64_t from = 0;
-    for (int64_t level = c_.levels; level >= 0; --level) {
-      const int64_t to = opened.ends[c_.levels - level];
-      const int32_t* ids = opened.ids.data() + from;
-      tables_[level].value.add_to(out_ + q * c_.value_dim, logits + from, ids, to - from, c_.value_dim);
-      from = to;
+    for (int64_t level = c.levels; level >= 0; --level) {
+      const int64_t end = opened.ends[c.levels - level];
+      if (end > from) body(level, from, end - from);
+      from = end;
     }
   }
 
-  void finish() {
-    float* lse = c_.lse + (row_ * c_.heads + head_) * c_.queries + query_row_;
-    for (int q = 0; q < lanes_; ++q) {
-      lse[q] = total_[q] == 0 ? kInf : top_[q] + std::log(total_[q]);
-      rescale(q, total_[q] == 0 ? 0.0f : 1.0f / total_[q]);
-    }
-  }
-
-  const Call& c_;
-  Buffers& b_;
-  int64_t row_, head_, first_;
-  int lanes_;
-  int64_t tokens_, size_, low_, high_, sinks_, query_row_;
-  float bias_;
-  std::vector<Table> tables_;
-  float *across_, *along_, *out_;
-  Vec top_, total_;
+  const Windows& c;
+  QueryTile tile_;
+  const int64_t size_;  // of bottom windows
+  int64_t batch_ = 0, head_ = 0, kv_ = 0, first_ = 0, count_ = 0, tokens_ = 0, spare_ = 0, sinks_ = 0;
+  float bias_ = 0;
+  std::vector<Interval> standing_, parts_;
+  std::vector<int64_t> bounds_, ends_;
+  std::vector<Run> runs_;
+  List closed_, plain_;
+  std::vector<float> blocks_, token_logits_;
+  std::vector<Opened> opened_;
+  Candidates here_, laid_;
+  Largest largest_;
+  std::vector<int32_t> chosen_;  // places among the candidates
 };
 
-}  // namespace
+}  // namespace hyper

@@ -18,7 +18,7 @@ from ....readable import can_read
 #: Head dimensions are filled up to a multiple of the widest registers.
 LANES = 16
 
-#: The dtypes that tokens may have, as `Kind` of table.h counts them.
+#: The dtypes that tokens may have, as `Kind` of listed/windows.h counts them.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -27,14 +27,14 @@ def _fields(kind, names: str) -> list:
 
 
 class KernelCall(ctypes.Structure):
-    """`struct Call` of listed/windows.h."""
+    """`struct Windows` of listed/windows.h."""
 
     _fields_ = [
         *_fields(ctypes.c_void_p, "out lse query"),
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
-        *_fields(ctypes.c_int64, "key_kind value_kind batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_int64, "kind batch heads kv_heads queries dim value_dim"),
         *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
         *_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
@@ -42,7 +42,7 @@ class KernelCall(ctypes.Structure):
 
 
 class KernelGradients(ctypes.Structure):
-    """`struct Gradients` of listed/windows_backward.h."""
+    """`struct WindowGradients` of listed/windows_backward.h."""
 
     _fields_ = _fields(ctypes.c_void_p, "grad query keys values rows block_bias sink_logit")
 
@@ -97,7 +97,7 @@ def call_of(
     address = ctypes.addressof
     call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
-        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype], KINDS[values[0].dtype],
+        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype],
         query.shape[0], query.shape[1], keys[0].shape[1], query.shape[2], query.shape[3], values[0].shape[3],
         *map(address, arrays[2:5]),
         *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[5:]), is_causal, offset,
@@ -114,6 +114,8 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: As in `call_of`.
     """
+    if keys[0].dtype != values[0].dtype:
+        keys, values = ([t.float() for t in tables] for tables in (keys, values))
     width = values[0].shape[-1]
     query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
     out = query.new_empty(*query.shape[:3], values[0].shape[-1])

@@ -1,0 +1,201 @@
+// Neighbouring queries of one head, and what they have attended to so far.
+//
+// Which rows they attend to is said by lists: numbers of rows of a table, and of each row the queries that see it. Many
+// queries stand side by side in registers, and a row is read once for all of them. A few go one by one, with the products of
+// as many rows in a register as it has lanes.
+#pragma once
+
+#include <bit>
+#include <vector>
+
+#include "engines/cpu/call.h"
+#include "engines/cpu/listed/softmax.h"
+
+namespace hyper {
+
+constexpr int64_t kFew = 4;  // queries that are better taken one by one
+constexpr uint16_t kEvery = 0xffff;
+
+// Rows of one table. The first `whole` are seen by all queries of the tile.
+struct List {
+  std::vector<int32_t> rows;
+  std::vector<uint16_t> seen_by;  // of each row the queries that see it, a bit each
+  int64_t count = 0, whole = 0;
+
+  void clear() { count = whole = 0; }
+  void reserve(int64_t most) {
+    if (static_cast<int64_t>(rows.size()) < most) rows.resize(most), seen_by.resize(most);
+  }
+  // Adds rows [first, last); there is room.
+  void add(int64_t first, int64_t last, uint16_t by) {
+    for (int64_t i = first; i < last; ++i, ++count) rows[count] = static_cast<int32_t>(i), seen_by[count] = by;
+  }
+};
+
+// Where logits lie: of row j and query r at at[j · row + r · query].
+struct Logits {
+  float* at;
+  int64_t row, query;
+
+  Logits from(int64_t j) const { return {at + j * row, row, query}; }
+};
+
+class QueryTile {
+ public:
+  QueryTile(int64_t dim, int64_t value_dim)
+      : dim_(dim), filled_(padded(dim)), wide_(padded(value_dim)),
+        scratch_(kShared * (2 * filled_ + wide_ + 3) + kRowsAtOnce * filled_ + 256) {
+    queries_ = scratch_.take(kShared * filled_);
+    turned_ = scratch_.take(kShared * filled_);
+    out_ = scratch_.take(kShared * wide_);
+    room_ = scratch_.take(kRowsAtOnce * filled_);
+    top_ = scratch_.take(kShared);
+    sum_ = scratch_.take(kShared);
+    factors_ = scratch_.take(kShared);
+  }
+
+  // Takes new queries, at most kShared, scaled already; `sink` is a logit without a value.
+  template <typename T>
+  void start(Rows<T> from, int64_t queries, bool may_be_few = true, float sink = -kInf) {
+    count_ = queries;
+    few_ = may_be_few && queries <= kFew && dim_ == filled_;
+    copy_rows(from, queries, kShared, dim_, filled_, queries_);
+    for (int64_t r = 0; !few_ && r < kShared; r += kLanes)
+      for (int64_t e = 0; e < filled_; e += kLanes) {
+        Vec square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load(queries_ + (r + i) * filled_ + e);
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(turned_ + (e + i) * kShared + r, square[i]);
+      }
+    std::fill_n(out_, queries * wide_, 0.0f);
+    std::fill_n(top_, kShared, sink);
+    std::fill_n(sum_, kShared, sink == -kInf ? 0.0f : 1.0f);
+  }
+
+  int64_t queries() const { return count_; }
+  bool is_few() const { return few_; }
+  const float* query(int64_t r) const { return queries_ + r * filled_; }
+  const float* out(int64_t r) const { return out_ + r * wide_; }
+  Running running(int64_t r) const { return {top_[r], sum_[r]}; }
+
+  // Floats that the logits of so many rows take, and where they lie in them.
+  int64_t size_of(int64_t rows) const { return few_ ? count_ * padded(rows) : kShared * rows; }
+  Logits logits_in(float* at, int64_t rows) const {
+    return few_ ? Logits{at, 1, padded(rows)} : Logits{at, kShared, 1};
+  }
+
+  // Logits of `count` rows that are listed from `rows` on.
+  template <typename T>
+  void multiply(Listed<T> keys, const int32_t* rows, int64_t count, Logits to) {
+    if (!few_) return multiply_rows(turned_, dim_, keys, rows, count, room_, to.at);
+    for (int64_t r = 0; r < count_; ++r) {
+      float found[kLanes];
+      const int64_t last = count / kLanes * kLanes;  // what lies behind the rows is left as it is
+      multiply_one(query(r), dim_, keys, rows, last, to.at + r * to.query);
+      if (last == count) continue;
+      multiply_one(query(r), dim_, keys, rows + last, count - last, found);
+      std::copy_n(found, count - last, to.at + r * to.query + last);
+    }
+  }
+
+  // Adds a number to the logits of rows [from, to).
+  void shift(Logits x, int64_t from, int64_t to, float by) const {
+    if (by == 0) return;
+    if (!few_) {
+      for (int64_t i = from * kShared; i < to * kShared; i += kLanes) store(x.at + i, load(x.at + i) + by);
+      return;
+    }
+    for (int64_t r = 0; r < count_; ++r)
+      for (int64_t j = from; j < to; ++j) x.at[r * x.query + j] += by;
+  }
+
+  // Logits of rows [from, to) become -inf for the queries that do not see them.
+  void hide(Logits x, const uint16_t* seen_by, int64_t from, int64_t to) const {
+    if (few_) {
+      for (int64_t j = from; j < to; ++j)
+        for (int64_t r = 0; r < count_; ++r)
+          if (!(seen_by[j] >> r & 1)) x.at[r * x.query + j] = -kInf;
+      return;
+    }
+    for (int64_t w = 0; w < kShared; w += kLanes) {
+      const Ints bit = (Ints{} + 1) << (lane_numbers() + static_cast<int32_t>(w));
+      for (int64_t j = from; j < to; ++j) {
+        float* at = x.at + j * kShared + w;
+        store(at, (bit & static_cast<int32_t>(seen_by[j])) != 0 ? load(at) : splat(-kInf));
+      }
+    }
+  }
+
+  // The logits of `count` rows become weights; what was summed before is brought to the new maximum.
+  void weigh(Logits x, int64_t count) {
+    if (few_) {
+      for (int64_t r = 0; r < count_; ++r) weigh_own(r, x.at + r * x.query, count);
+    } else if (take_lanes(x.at, count, top_, sum_, factors_)) {
+      for (int64_t r = 0; r < count_; ++r) rescale(r, factors_[r]);
+    }
+  }
+
+  // The same for rows that one query alone attends to: `count` logits in a row, with room for whole registers.
+  void weigh_own(int64_t r, float* x, int64_t count) {
+    Running all = running(r);
+    const float factor = take(x, count, all);
+    top_[r] = all.top, sum_[r] = all.sum;
+    rescale(r, factor);
+  }
+
+  // Adds the weighted values of `count` rows, of which value(j) is the address.
+  template <class Value>
+  void add(Value value, Logits weights, int64_t count) {
+    for (int64_t j = 0; j < count; j += kNear) {  // a few at a time: what one piece of queries has read is near for the next
+      const auto row = [=](int64_t k) { return value(j + k); };
+      row_sums(weights.at + j * weights.row, weights.query, weights.row, count_, row, std::min(kNear, count - j), wide_,
+               out_, wide_);
+    }
+  }
+
+  // The same for queries that see a row, each by itself: where hidden values may be no numbers, which 0 times leaves so.
+  template <class Value>
+  void add_guarded(Value value, Logits weights, const uint16_t* seen_by, int64_t count) {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t r = 0; r < count_; ++r)
+        if (seen_by[j] >> r & 1) {
+          const auto row = [=](int64_t) { return value(j); };
+          row_sums(weights.at + j * weights.row + r * weights.query, 0, 0, 1, row, 1, wide_, out_ + r * wide_, wide_);
+        }
+  }
+
+  // Adds what one query alone attends to.
+  template <typename T>
+  void add_own(int64_t r, const float* weights, Listed<T> values, const int32_t* rows, int64_t count) {
+    add_to_one(weights, values, rows, count, wide_, out_ + r * wide_);
+  }
+
+  // Whether some sum is not finite.
+  bool has_nan() const {
+    for (int64_t r = 0; r < count_; ++r)
+      if (!is_finite(out_ + r * wide_, wide_)) return true;
+    return false;
+  }
+
+  // The average of a query, `width` numbers.
+  void write(int64_t r, int64_t width, float* to) const {
+    const float share = running(r).share();
+    for (int64_t e = 0; e < width; ++e) to[e] = out_[r * wide_ + e] * share;
+  }
+
+ private:
+  static constexpr int64_t kNear = 64;  // rows whose values stay in the first cache
+
+  void rescale(int64_t r, float factor) {
+    if (factor == 1.0f) return;
+    for (int64_t e = r * wide_; e < (r + 1) * wide_; e += kLanes) store(out_ + e, load(out_ + e) * factor);
+  }
+
+  const int64_t dim_, filled_, wide_;
+  int64_t count_ = 0;
+  bool few_ = false;
+  Scratch scratch_;
+  float *queries_, *turned_, *out_, *room_, *top_, *sum_, *factors_;
+};
+
+}  // namespace hyper
