@@ -377,3 +377,23 @@ def test_the_kernel_without_avx512(monkeypatch, tmp_path, instructions):
         assert len(list(tmp_path.glob("*.so"))) == 1
     finally:
         build.load.cache_clear()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bfloat16_near_float64(seed):
+    """Where the CPU multiplies bfloat16, weights of tokens are rounded to it, by 2^-9 at most; gradients are not."""
+    sizes, top_k = [(4, 16), (16, 64), (5, 20)][seed % 3], seed % 3
+    rule = {"near": 7, "sinks": 2, "refine_top_k": top_k, "is_causal": True, "block_bias": 0.5}
+    leaves = [tensor(2, h, 150, 64, seed=10 * seed + h, dtype=torch.float32).bfloat16() for h in (4, 2, 2)]
+    q, k, v = (t.requires_grad_() for t in leaves)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    queries = 150 if seed < 3 else 3
+    out, _ = key_tied(q[:, :, -queries:], k, v, sizes, offset=150 - queries, **rule)
+    want, _ = key_tied(exact[0][:, :, -queries:], *exact[1:], sizes, offset=150 - queries, **rule)
+    assert out.dtype == torch.float32
+    assert_close(out, want, 8e-3 if queries > 4 else 2e-5, "output")
+    gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    wanted = torch.autograd.grad(want.sin().sum(), exact)
+    for name, got, of in zip(("query", "key", "value"), gradients, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert_close(got, of, 2e-2 * (1 + float(of.abs().max())), name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...engines import working_dtype
 from ...engines.graph_torch import refuse_in_operator
 from ...engines.options import full_precision
 from ...engines.serialize import autograd_inside_operator
@@ -132,7 +133,8 @@ def hsa(
 @hsa.register_fake
 def _(tensors, names, sizes, numbers, scale):
     function, (query, key, value), _ = _unflatten_call(tensors, names)
-    return query.new_empty(*query.shape[:3], value.shape[-1]), query.new_empty(function.shape(query, key, numbers))
+    out = query.new_empty(*query.shape[:3], value.shape[-1], dtype=working_dtype(query))
+    return out, out.new_empty(function.shape(query, key, numbers))
 
 
 @torch.library.custom_op("hf_hyperattn::hsa_backward", mutates_args=())
@@ -154,7 +156,7 @@ def backward(
         if gradients is None:
             gradients = _by_autograd(function, grads, tensors, names, sizes, numbers, scale)
     return [
-        torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.contiguous()
+        torch.zeros_like(t, memory_format=torch.contiguous_format) if g is None else g.to(t.dtype).contiguous()
         for t, g in zip(tensors, gradients, strict=True)
     ]
 

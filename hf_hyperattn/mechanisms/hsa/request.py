@@ -51,6 +51,7 @@ class Request:
             placeholders.
         chunk: after every so many tokens of a row the host's own attention begins again; 1 where it may hide any.
         position_ids: int64 [B|1, N] of the call, see `Reading.texts`.
+        scale: what products of queries and keys are multiplied with.
     """
 
     hierarchy: Hierarchy | Tensor | tuple[int, ...]
@@ -63,6 +64,7 @@ class Request:
     evicted: bool = False
     chunk: int | None = None
     position_ids: Tensor | None = None
+    scale: float = 1.0
 
 
 def hierarchical(score: PairScore, value: Tensor, options: Options, request: Request) -> Result:
@@ -108,6 +110,9 @@ def hierarchical(score: PairScore, value: Tensor, options: Options, request: Req
         return compiled(query, key, value, options, request)
     if request.cache is not None and not plain:  # its means are those of the host's keys
         request = replace(request, cache=None, evicted=request.cache.keep is not None)
+    raw = score.raw_query, score.raw_key, value
+    if plain and score.is_product and request.rule.tying == "key" and all(map(native.reads, raw)):
+        query, key, request = score.raw_query, score.raw_key, replace(request, scale=float(score.scale))
     return tied(query, key, value, options, request)
 
 
@@ -161,8 +166,14 @@ def _tied_keys(
         most = max(rule.sinks) if isinstance(rule.sinks, tuple) else rule.sinks
         hierarchy, without_sinks = without_first(hierarchy, dropped, most)
         rule = replace(rule, sinks=0) if without_sinks else rule
-    ask = dict(near=rule.near, sinks=rule.sinks, block_bias=rule.block_bias, scale=1.0, sink_logit=options.sinks,
-               offset=stop - query.shape[2] if by_mask else options.offset)  # fmt: skip
+    ask = {
+        "near": rule.near,
+        "sinks": rule.sinks,
+        "block_bias": rule.block_bias,
+        "scale": request.scale,
+        "sink_logit": options.sinks,
+        "offset": stop - query.shape[2] if by_mask else options.offset,
+    }
     plain = mask is None and not dropped and not request.weights and request.backend in ("auto", "native")
     cache = request.cache
     if cache is not None and plain:

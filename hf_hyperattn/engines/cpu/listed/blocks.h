@@ -145,10 +145,7 @@ void put_block(Rows<T> from, int64_t there, int64_t width, float* to, int64_t st
 }
 
 // Whether rows of values can be read where they lie.
-template <typename T>
-bool reads_values_in_place(const Selected& c) {
-  return std::is_same_v<T, float> && c.value_dim % kLanes == 0;
-}
+inline bool reads_values_in_place(const Selected& c) { return c.value_dim % kLanes == 0; }
 
 // Keys and values of all heads, block by block: keys with the first numbers of the block side by side, then the second
 // ones; values in rows of whole registers, 0 past the last. For the backward pass also the other way round.
@@ -166,7 +163,7 @@ struct Packed {
     for (int64_t i = 0; i < heads * blocks; ++i) {
       const int64_t head = i / blocks, b = head / c.kv_heads, kv = head % c.kv_heads, block = i % blocks;
       const bool read = both || !c.lists_keys(kv);
-      if (!read && reads_values_in_place<T>(c)) continue;
+      if (!read && reads_values_in_place(c)) continue;
       const int64_t there = std::clamp<int64_t>(c.length(b) - block * kLanes, 0, kLanes);
       const auto key = c.rows_of<T>(c.key, b, kv, c.starts[b] + block * kLanes);
       const auto value = c.rows_of<T>(c.value, b, kv, c.starts[b] + block * kLanes);

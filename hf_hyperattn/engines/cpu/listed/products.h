@@ -2,7 +2,7 @@
 // row is read where it lies, and half precision is widened in registers.
 #pragma once
 
-#include "engines/cpu/product.h"
+#include "engines/cpu/bf16.h"
 
 namespace hyper {
 
@@ -19,56 +19,70 @@ struct Listed {
   const T* row(int64_t i) const { return at + i * step; }
 };
 
-// to[j][lane] = row keys[j] · the query of that lane, for `Keys` rows; queries are [dim][kShared]. `room` holds `Keys` rows
-// of `dim` floats, whole registers each.
-template <int Keys, typename T>
-inline void multiply_rows(const float* queries, int64_t dim, Listed<T> table, const int32_t* keys, float* room, float* to) {
-  const float* key[Keys];
-  for (int k = 0; k < Keys; ++k) {
-    const T* row = table.row(keys[k]);
-    if constexpr (std::is_same_v<T, float>) {
-      key[k] = row;
-    } else {
-      float* wide = room + k * padded(dim);
-      copy_rows(Rows<T>{row, 0, nullptr, 0}, 1, 0, dim, padded(dim), wide);
-      key[k] = wide;
-    }
+// Rows as operands of products with queries that are made of E: where these are pairs of bfloat16, the rows are, too, and are
+// read where they lie; where they are floats, rows in half precision are widened into `room`.
+template <class E, typename T>
+inline const E* operands(const T* row, int64_t dim, float* room) {
+  if constexpr (paired<E>) {
+    return reinterpret_cast<const E*>(row);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return row;
+  } else {
+    copy_rows(Rows<T>{row, 0, nullptr, 0}, 1, 0, dim, padded(dim), room);
+    return room;
   }
+}
+
+// to[j][lane] = row keys[j] · the query of that lane, times `scale`, for `Keys` rows; queries are [terms<E>(dim)][kShared].
+// `room` holds `Keys` rows of `dim` floats, whole registers each.
+template <int Keys, class E, typename T>
+inline void multiply_rows(const E* queries, int64_t dim, float scale, Listed<T> table, const int32_t* keys, float* room,
+                          float* to) {
+  const E* key[Keys];
+  for (int k = 0; k < Keys; ++k) key[k] = operands<E>(table.row(keys[k]), dim, room + k * padded(dim));
   Vec sum[Keys][kRegisters] = {};
-  for (int64_t e = 0; e < dim; ++e) {
-    Vec query[kRegisters];
+  for (int64_t e = 0; e < terms<E>(dim); ++e) {
+    decltype(load(queries)) query[kRegisters];
 #pragma GCC unroll 4
     for (int w = 0; w < kRegisters; ++w) query[w] = load(queries + e * kShared + w * kLanes);
 #pragma GCC unroll 8
     for (int k = 0; k < Keys; ++k) {
-      const Vec number = splat(key[k][e]);
+      const auto number = splat(key[k][e]);
 #pragma GCC unroll 4
-      for (int w = 0; w < kRegisters; ++w) sum[k][w] += number * query[w];
+      for (int w = 0; w < kRegisters; ++w) sum[k][w] = add_products(sum[k][w], number, query[w]);
     }
   }
 #pragma GCC unroll 8
   for (int k = 0; k < Keys; ++k)
 #pragma GCC unroll 4
-    for (int w = 0; w < kRegisters; ++w) store(to + k * kShared + w * kLanes, sum[k][w]);
+    for (int w = 0; w < kRegisters; ++w)
+      store(to + k * kShared + w * kLanes, paired<E> ? sum[k][w] * scale : sum[k][w]);
 }
 
 constexpr int kRowsAtOnce = 8;  // sums that hide how long an addition takes
 
-// The same for `count` rows. `room` holds kRowsAtOnce rows.
-template <typename T>
-void multiply_rows(const float* queries, int64_t dim, Listed<T> table, const int32_t* keys, int64_t count, float* room,
-                   float* to) {
+// The same for `count` rows. `room` holds kRowsAtOnce rows. Floats are scaled already.
+template <class E, typename T>
+void multiply_rows(const E* queries, int64_t dim, float scale, Listed<T> table, const int32_t* keys, int64_t count,
+                   float* room, float* to) {
   int64_t j = 0;
   for (; j + kRowsAtOnce <= count; j += kRowsAtOnce)
-    multiply_rows<kRowsAtOnce>(queries, dim, table, keys + j, room, to + j * kShared);
-  for (; j < count; ++j) multiply_rows<1>(queries, dim, table, keys + j, room, to + j * kShared);
+    multiply_rows<kRowsAtOnce>(queries, dim, scale, table, keys + j, room, to + j * kShared);
+  for (; j < count; ++j) multiply_rows<1>(queries, dim, scale, table, keys + j, room, to + j * kShared);
 }
+
+// Whole registers of operands, from number e of a row on.
+inline Vec load_operands(const float*, const auto* row, int64_t e) { return load_numbers(row + e); }
+#if defined(__AVX512BF16__) && !defined(HYPER_PLAIN)
+inline __m512bh load_operands(const Two*, const Bfloat* row, int64_t e) { return load(reinterpret_cast<const Two*>(row + e)); }
+#endif
 
 // to[j] = row keys[j] · one query, for `count` rows of whole registers; as many products in a register as it has lanes.
 // `to` has room for whole registers.
-template <typename T>
-void multiply_one(const float* query, int64_t dim, Listed<T> table, const int32_t* keys, int64_t count, float* to) {
+template <class E, typename T>
+void multiply_one(const E* query, int64_t dim, float scale, Listed<T> table, const int32_t* keys, int64_t count, float* to) {
   constexpr int kAtOnce = kLanes < 8 ? kLanes : 8;
+  constexpr int64_t kStep = paired<E> ? 2 * kLanes : kLanes;
   for (int64_t j = 0; j < count; j += kLanes) {
     int32_t last[kLanes];
     const int32_t* of = keys + j;
@@ -83,15 +97,16 @@ void multiply_one(const float* query, int64_t dim, Listed<T> table, const int32_
       Vec part[kAtOnce] = {};
 #pragma GCC unroll 8
       for (int i = 0; i < kAtOnce; ++i) row[i] = table.row(of[start + i]);
-      for (int64_t e = 0; e < dim; e += kLanes) {
-        const Vec number = load(query + e);
+      for (int64_t e = 0; e < dim; e += kStep) {
+        const auto number = load(query + terms<E>(e));
 #pragma GCC unroll 8
-        for (int i = 0; i < kAtOnce; ++i) part[i] += number * load_numbers(row[i] + e);
+        for (int i = 0; i < kAtOnce; ++i) part[i] = add_products(part[i], number, load_operands(query, row[i], e));
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kAtOnce; ++i) sums[start + i] = part[i];
     }
-    store(to + j, sums_of(sums));
+    const Vec found = sums_of(sums);
+    store(to + j, paired<E> ? found * scale : found);
   }
 }
 
@@ -147,6 +162,26 @@ inline void row_sums(const float* weight, int64_t weight_step, int64_t next, int
     for (; e < wide; e += kLanes) row_sum<n(), 1>(own, weight_step, next, row, count, e, to + r * to_step, to_step);
   });
 }
+
+#if defined(__AVX512BF16__) && !defined(HYPER_PLAIN)
+// Rows of bfloat16 and their weights [kShared] as pairs of neighbours; a last one alone is with 0.
+template <class Row>
+inline void pair_rows(Row row, int64_t count, int64_t wide, Two* to) {
+  for (int64_t k = 0; k < count; k += 2)
+    for (int64_t e = 0; e < wide; e += kPairs) {
+      const __m512i a = load_first(row(k) + e, wide - e);
+      const __m512i b = k + 1 < count ? load_first(row(k + 1) + e, wide - e) : __m512i{};
+      store(to + k / 2 * wide + e, in_pairs<false>(a, b));
+      if (e + kLanes < wide) store(to + k / 2 * wide + e + kLanes, in_pairs<true>(a, b));
+    }
+}
+inline void pair_weights(const float* weight, int64_t count, Two* to) {
+  for (int64_t k = 0; k < count; k += 2) {
+    const Vec b = k + 1 < count ? load(weight + (k + 1) * kShared) : Vec{};
+    store(to + k / 2 * kShared, halves_in_pairs(rounded_pair(load(weight + k * kShared), b)));
+  }
+}
+#endif
 
 // to += the weighted sum of `count` rows, for one query and `Wide` registers of columns. Of two rows at once: each sum waits
 // for the one before.

@@ -44,9 +44,13 @@ class QueryTile {
  public:
   QueryTile(int64_t dim, int64_t value_dim)
       : dim_(dim), filled_(padded(dim)), wide_(padded(value_dim)),
-        scratch_(kShared * (2 * filled_ + wide_ + 3) + kRowsAtOnce * filled_ + 256) {
+        scratch_(kShared * (3 * filled_ + wide_ + 3) + kRowsAtOnce * filled_ + kNear / 2 * (wide_ + kShared) + 256) {
     queries_ = scratch_.take(kShared * filled_);
     turned_ = scratch_.take(kShared * filled_);
+    pairs_ = scratch_.take<Two>(kShared * filled_ / 2);
+    turned_pairs_ = scratch_.take<Two>(kShared * filled_ / 2);
+    value_pairs_ = scratch_.take<Two>(kNear / 2 * wide_);
+    weight_pairs_ = scratch_.take<Two>(kNear / 2 * kShared);
     out_ = scratch_.take(kShared * wide_);
     room_ = scratch_.take(kRowsAtOnce * filled_);
     top_ = scratch_.take(kShared);
@@ -54,18 +58,20 @@ class QueryTile {
     factors_ = scratch_.take(kShared);
   }
 
-  // Takes new queries, at most kShared, scaled already; `sink` is a logit without a value.
+  // Takes new queries, at most kShared; `sink` is a logit without a value.
   template <typename T>
   void start(Rows<T> from, int64_t queries, bool may_be_few = true, float sink = -kInf) {
-    count_ = queries;
+    count_ = queries, scale_ = from.scale;
     few_ = may_be_few && queries <= kFew && dim_ == filled_;
     copy_rows(from, queries, kShared, dim_, filled_, queries_);
-    for (int64_t r = 0; !few_ && r < kShared; r += kLanes)
-      for (int64_t e = 0; e < filled_; e += kLanes) {
-        Vec square[kLanes];
-        for (int i = 0; i < kLanes; ++i) square[i] = load(queries_ + (r + i) * filled_ + e);
-        transpose(square);
-        for (int i = 0; i < kLanes; ++i) store(turned_ + (e + i) * kShared + r, square[i]);
+    if (!few_) turn(queries_, filled_, turned_);
+    has_pairs_ = paired<Operand<T>> && dim_ % (2 * kLanes) == 0;
+    if constexpr (paired<Operand<T>>)
+      if (has_pairs_) {
+        for (int64_t r = 0; r < kShared; ++r)
+          if (r < queries) std::memcpy(pair(r), from.at + r * from.step, dim_ * sizeof(T));
+          else std::fill_n(reinterpret_cast<float*>(pair(r)), dim_ / 2, 0.0f);
+        if (!few_) turn(reinterpret_cast<float*>(pairs_), dim_ / 2, reinterpret_cast<float*>(turned_pairs_));
       }
     std::fill_n(out_, queries * wide_, 0.0f);
     std::fill_n(top_, kShared, sink);
@@ -84,18 +90,31 @@ class QueryTile {
     return few_ ? Logits{at, 1, padded(rows)} : Logits{at, kShared, 1};
   }
 
-  // Logits of `count` rows that are listed from `rows` on.
+  // Logits of `count` rows that are listed from `rows` on. Rows of bfloat16 are multiplied with queries of bfloat16 as they
+  // are, where the CPU can.
   template <typename T>
   void multiply(Listed<T> keys, const int32_t* rows, int64_t count, Logits to) {
-    if (!few_) return multiply_rows(turned_, dim_, keys, rows, count, room_, to.at);
+    if (!few_) {
+      if constexpr (paired<Operand<T>>)
+        if (has_pairs_) return multiply_rows(turned_pairs_, dim_, scale_, keys, rows, count, room_, to.at);
+      return multiply_rows(turned_, dim_, 1.0f, keys, rows, count, room_, to.at);
+    }
     for (int64_t r = 0; r < count_; ++r) {
       float found[kLanes];
       const int64_t last = count / kLanes * kLanes;  // what lies behind the rows is left as it is
-      multiply_one(query(r), dim_, keys, rows, last, to.at + r * to.query);
+      multiply_own(r, keys, rows, last, to.at + r * to.query);
       if (last == count) continue;
-      multiply_one(query(r), dim_, keys, rows + last, count - last, found);
+      multiply_own(r, keys, rows + last, count - last, found);
       std::copy_n(found, count - last, to.at + r * to.query + last);
     }
+  }
+
+  // The same for one query, whose logits lie in a row with room for whole registers.
+  template <typename T>
+  void multiply_own(int64_t r, Listed<T> keys, const int32_t* rows, int64_t count, float* to) {
+    if constexpr (paired<Operand<T>>)
+      if (has_pairs_) return multiply_one(pair(r), dim_, scale_, keys, rows, count, to);
+    multiply_one(query(r), dim_, 1.0f, keys, rows, count, to);
   }
 
   // Adds a number to the logits of rows [from, to).
@@ -143,13 +162,22 @@ class QueryTile {
     rescale(r, factor);
   }
 
-  // Adds the weighted values of `count` rows, of which value(j) is the address.
+  // Adds the weighted values of `count` rows, of which value(j) is the address. Where queries are multiplied in bfloat16,
+  // values are, too, with weights that are rounded.
   template <class Value>
   void add(Value value, Logits weights, int64_t count) {
     for (int64_t j = 0; j < count; j += kNear) {  // a few at a time: what one piece of queries has read is near for the next
+      const int64_t some = std::min(kNear, count - j);
+      const float* from = weights.at + j * weights.row;
       const auto row = [=](int64_t k) { return value(j + k); };
-      row_sums(weights.at + j * weights.row, weights.query, weights.row, count_, row, std::min(kNear, count - j), wide_,
-               out_, wide_);
+      using V = std::remove_cvref_t<decltype(*value(0))>;
+      if constexpr (paired<Operand<V>>)
+        if (has_pairs_ && !few_) {
+          pair_rows(row, some, wide_, value_pairs_), pair_weights(from, some, weight_pairs_);
+          product(weight_pairs_, 1, kShared, value_pairs_, wide_, terms<Two>(some), out_, wide_, count_, wide_, true);
+          continue;
+        }
+      row_sums(from, weights.query, weights.row, count_, row, some, wide_, out_, wide_);
     }
   }
 
@@ -186,6 +214,19 @@ class QueryTile {
  private:
   static constexpr int64_t kNear = 64;  // rows whose values stay in the first cache
 
+  // Rows of `width` numbers, whole registers, side by side: the first numbers of all, then the second ones, and so on.
+  static void turn(const float* rows, int64_t width, float* to) {
+    for (int64_t r = 0; r < kShared; r += kLanes)
+      for (int64_t e = 0; e < width; e += kLanes) {
+        Vec square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = load(rows + (r + i) * width + e);
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(to + (e + i) * kShared + r, square[i]);
+      }
+  }
+
+  Two* pair(int64_t r) const { return pairs_ + r * dim_ / 2; }
+
   void rescale(int64_t r, float factor) {
     if (factor == 1.0f) return;
     for (int64_t e = r * wide_; e < (r + 1) * wide_; e += kLanes) store(out_ + e, load(out_ + e) * factor);
@@ -193,9 +234,12 @@ class QueryTile {
 
   const int64_t dim_, filled_, wide_;
   int64_t count_ = 0;
-  bool few_ = false;
+  float scale_ = 1;
+  bool few_ = false, has_pairs_ = false;
   Scratch scratch_;
   float *queries_, *turned_, *out_, *room_, *top_, *sum_, *factors_;
+  Two *pairs_, *turned_pairs_;  // the queries as they came, in bfloat16
+  Two *value_pairs_, *weight_pairs_;
 };
 
 }  // namespace hyper

@@ -19,7 +19,7 @@ enum Kind : int64_t { kFloat, kBfloat, kHalf };
 // A call as native.py lays it out. Level 0 are the tokens, level l the means over windows of widths[l] tokens.
 struct Windows {
   float *out, *lse;              // contiguous [B, H, N, dv] and [B, H, N]
-  const float* query;
+  const void* query;
   int64_t query_steps[3];
   int64_t levels;                // above the tokens
   const void* const* keys;       // levels + 1 tables; means are float
@@ -28,7 +28,7 @@ struct Windows {
   const int64_t* value_steps;
   const int64_t* widths;         // levels + 1: 1, then the sizes
   const int64_t* held;           // 2 for each table: rows at its front, and how many after those are gone
-  int64_t kind;                  // of the tokens
+  int64_t kind, query_kind;      // of the tokens, and of the queries: the same, or float
   int64_t batch, heads, kv_heads, queries, dim, value_dim;
   const int64_t *near, *sinks, *top_k;   // of each head
   const float *block_bias, *sink_logit;  // of each head, or null
@@ -145,9 +145,12 @@ class WindowTile {
   }
 
   void start(bool may_be_few) {
-    const float* from = c.query + batch_ * c.query_steps[0] + head_ * c.query_steps[1] + query_row() * c.query_steps[2];
-    const Rows<float> queries{from, c.query_steps[2], nullptr, 0, c.scale};
-    tile_.start(queries, count_, may_be_few, c.sink_logit ? c.sink_logit[head_] : -kInf);
+    const auto read = [&](auto kind) {
+      const Matrix query{c.query, c.query_steps[0], c.query_steps[1], c.query_steps[2]};
+      const Rows<decltype(kind)> queries{at<decltype(kind)>(query, batch_, head_, query_row()), query.row, nullptr, 0, c.scale};
+      tile_.start(queries, count_, may_be_few, c.sink_logit ? c.sink_logit[head_] : -kInf);
+    };
+    c.query_kind == kFloat ? read(float{}) : read(T{});
   }
 
   // Lists the closed blocks, with their logits, and opens the best ones where the head refines.
@@ -379,7 +382,7 @@ class WindowTile {
       laid_.count += there;
     }
     const auto multiply = [&](auto table) {
-      multiply_one(tile_.query(r), c.dim, table, laid_.ids.data(), laid_.count, laid_.scores.data());
+      tile_.multiply_own(r, table, laid_.ids.data(), laid_.count, laid_.scores.data());
     };
     if (level == 1) return with_tokens([&](auto table, auto) { multiply(table); });
     multiply(keys(level - 1));

@@ -86,7 +86,7 @@ class WindowBackward : WindowTile<float> {
     const int32_t* rows = list.rows.data() + from;
     const Listed<float> keys = level ? this->keys(level) : tokens(c.keys, c.key_steps);
     const Listed<float> values = level ? this->values(level) : tokens(c.values, c.value_steps);
-    multiply_rows(grads_, c.value_dim, values, rows, count, room_, products);
+    multiply_rows(grads_, c.value_dim, 1.0f, values, rows, count, room_, products);
     for (int64_t j = 0; j < count; ++j)
       for (int64_t i = j * kShared; i < (j + 1) * kShared; i += kLanes) {
         const int64_t r = i - j * kShared;
@@ -153,7 +153,7 @@ class WindowBackward : WindowTile<float> {
       const int32_t* rows = opened.rows.data() + from;
       const Listed<float> keys = level ? this->keys(level) : tokens(c.keys, c.key_steps);
       const Listed<float> values = level ? this->values(level) : tokens(c.values, c.value_steps);
-      multiply_one(grad, c.value_dim, values, rows, count, products);
+      multiply_one(grad, c.value_dim, 1.0f, values, rows, count, products);
       for (int64_t i = 0; i < count; ++i) {
         const float weight = std::exp(opened.logits[from + i] - lse_[r]), d_logit = weight * (products[i] - delta_[r]);
         add_scaled(grad, weight, c.value_dim, value_gradients(level, rows[i]));

@@ -8,6 +8,7 @@ else, other trees, masks, devices and dtypes, goes through plain torch (tree/key
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,10 +81,10 @@ def key_tied(
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
     hierarchy, dtype, heads = _fitting(hierarchy, key), working_dtype(query), query.shape[1]
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sink_logit = None if sink_logit is None else sink_logit.to(dtype)
     counts: Any = [per_head(count, heads) for count in (near, sinks, refine_top_k)]
-    block_bias, scale = per_head_tensor(block_bias, query), float(query.shape[-1] ** -0.5 if scale is None else scale)
+    block_bias = per_head_tensor(block_bias, query, dtype)
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     obstacles = {
         "a mask": mask is not None,
         "a hierarchy that is not of windows": not hierarchy.is_windows,
@@ -100,9 +101,12 @@ def key_tied(
         raise ValueError(f"backend='native' cannot compute {obstacle}; use backend='auto' or 'torch'")
     readable = can_read(query)
     serves = readable and _serves(query, backend)
+    if len({t.dtype for t in (query, key, value)}) > 1 or not native.reads(query):
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if obstacle is None and (serves or not readable):
         rest: Any = (*counts, block_bias, sink_logit, is_causal, offset, scale, backend)
         return _operator(query, key, value, hierarchy, *rest), None
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     four = lambda t: t if t is None else t.reshape((1,) * (4 - t.dim()) + tuple(t.shape))
     options = Options(four(mask), four(bias), is_causal, window, offset, None, sink_logit, dropout_p)
     out, _, shares = _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options, weights, place)
@@ -160,18 +164,20 @@ def attend_levels(
     A single causal query reads O(near + sinks + top_k · Σ branching + blocks of the top level) of the levels.
 
     Args:
-        query: [B, H, N, d] of the dtype of the means.
+        query: [B, H, N, d] of the dtype of the means, or of the tokens.
         levels: what there is to attend to. Where some tokens are forgotten, refine_top_k must be 0.
         near, sinks, refine_top_k, block_bias, sink_logit, is_causal, offset, scale, backend: as in `key_tied`.
     """
     counts: Any = [per_head(count, query.shape[1]) for count in (near, sinks, refine_top_k)]
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    block_bias, key, value = per_head_tensor(block_bias, query), levels.keys[0], levels.values[0]
+    dtype, key, value = levels.keys[-1].dtype, levels.keys[0], levels.values[0]  # means are not in half precision
+    block_bias = per_head_tensor(block_bias, query, dtype)
     if _serves(query, backend):
         arguments = _kernel_call(levels, counts, block_bias, sink_logit, is_causal, offset, scale)
         return native.forward(query, *arguments)
     hierarchy = Hierarchy(key.shape[2], sizes=levels.sizes, starts=levels.starts, stops=levels.stops)
     options = Options(is_causal=is_causal, offset=offset, sinks=sink_logit)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _by_torch(query * scale, key, value, hierarchy, counts, block_bias, options)[:2]
 
 
@@ -213,6 +219,8 @@ def _read(tensors, named: operator.Named, sizes, numbers, scale) -> tuple[Tensor
     backend, is_causal, offset, *counts = numbers
     counts = [counts[i * heads : (i + 1) * heads] for i in range(3)]
     levels = pool(key, value, tuple(sizes), extras.get("starts"), extras.get("stops"))
+    if native.reads(query):  # tokens as they came
+        levels = replace(levels, keys=(key, *levels.keys[1:]), values=(value, *levels.values[1:]))
     rule = (*counts, extras.get("block_bias"), extras.get("sink_logit"), bool(is_causal), offset, scale)
     return query, levels, rule, BACKENDS[backend]
 
@@ -226,7 +234,10 @@ def _pairs(query, key, named, sizes, numbers) -> float:
 
 
 def _backward(grad: Tensor, out: Tensor, lse: Tensor, *call) -> list[Tensor | None] | None:
-    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read(*call)
+    features, *others = call
+    query, levels, (*counts, bias, sink, is_causal, offset, scale), backend = _read(
+        [t.float() for t in features], *others
+    )
     if not _serves(query, backend):
         return None
     arguments = _kernel_call(levels, counts, bias, sink, is_causal, offset, scale)
@@ -251,9 +262,9 @@ def per_head(value: PerHead, heads: int) -> list[int]:
     return value * heads if len(value) == 1 else value
 
 
-def per_head_tensor(value: float | Tensor | None, like: Tensor) -> Tensor | None:
-    """One number per head, as a tensor [H]."""
+def per_head_tensor(value: float | Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """One number per head of the query `like`, as a tensor [H] of this dtype."""
     if value is None:
         return None
-    value = torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1)
+    value = torch.as_tensor(value, dtype=dtype, device=like.device).reshape(-1)
     return value.expand(like.shape[1]).contiguous()

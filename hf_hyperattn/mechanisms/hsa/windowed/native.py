@@ -1,6 +1,6 @@
 """The compiled kernel of key-tied attention (engines/cpu/listed/windows.cpp) on the CPU, forward and backward.
 
-It computes in float32. The tokens of a forward pass may be in half precision, as caches keep them.
+It computes in float32. In a forward pass tokens may be in half precision, as caches keep them, and queries with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KernelCall(ctypes.Structure):
         ("query_steps", ctypes.c_int64 * 3),
         ("levels", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "keys values key_steps value_steps widths held"),
-        *_fields(ctypes.c_int64, "kind batch heads kv_heads queries dim value_dim"),
+        *_fields(ctypes.c_int64, "kind query_kind batch heads kv_heads queries dim value_dim"),
         *_fields(ctypes.c_void_p, "near sinks top_k block_bias sink_logit starts stops"),
         *_fields(ctypes.c_int64, "is_causal offset threads"),
         ("scale", ctypes.c_float),
@@ -49,8 +49,13 @@ class KernelGradients(ctypes.Structure):
 
 def serves(t: Tensor) -> bool:
     """Whether the kernel can compute a call with this query."""
-    suitable = t.dtype == torch.float32 and t.device.type == "cpu" and can_read(t)
+    suitable = t.dtype in KINDS and t.device.type == "cpu" and can_read(t)
     return suitable and library.core_is_ready()
+
+
+def reads(t: Tensor) -> bool:
+    """Whether the kernel takes queries, keys and values of this dtype as they are: bfloat16."""
+    return t.dtype == torch.bfloat16 and serves(t)
 
 
 def longs(values: Sequence[int]):
@@ -97,7 +102,7 @@ def call_of(
     address = ctypes.addressof
     call = KernelCall(
         out.data_ptr(), lse.data_ptr(), query.data_ptr(), tuple(query.stride()[:3]), len(sizes),
-        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype],
+        *map(address, tables), *map(address, arrays[:2]), KINDS[keys[0].dtype], KINDS[query.dtype],
         query.shape[0], query.shape[1], keys[0].shape[1], query.shape[2], query.shape[3], values[0].shape[3],
         *map(address, arrays[2:5]),
         *(None if t is None else t.data_ptr() for t in extras), *map(address, arrays[5:]), is_causal, offset,
@@ -110,16 +115,19 @@ def forward(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *re
     """Output [B, H, N, dv] and log-sum-exp [B, H, N].
 
     Args:
-        query: [B, H, N, d], float32.
+        query: [B, H, N, d]. Where its dtype is that of the tokens, it is read as it is, and where both are bfloat16 and
+            the CPU multiplies such numbers, weights of tokens are rounded to it; else it is read in float32.
         keys, values: Of every level, tokens first, of any dtype in `KINDS`; means are float32.
         rest: As in `call_of`.
     """
     if keys[0].dtype != values[0].dtype:
         keys, values = ([t.float() for t in tables] for tables in (keys, values))
+    if query.dtype != keys[0].dtype:
+        query = query.float()
     width = values[0].shape[-1]
     query, keys, values = whole_vectors(query), [*map(whole_vectors, keys)], [*map(whole_vectors, values)]
-    out = query.new_empty(*query.shape[:3], values[0].shape[-1])
-    lse = query.new_empty(query.shape[:3])
+    out = query.new_empty(*query.shape[:3], values[0].shape[-1], dtype=torch.float32)
+    lse = out.new_empty(query.shape[:3])
     call, alive = call_of(query, keys, values, out, lse, *rest)
     library.core().hyper_windows_forward(ctypes.byref(call))
     del alive
