@@ -207,6 +207,8 @@ class MechanismLayer(nn.Module):
     reads_hidden = False
     #: Whether the layer needs `HostCall.cache`. What a layer remembers of a conversation belongs to its cache.
     reads_cache = False
+    #: Whether the layer, if it is the only one and its mode is "replace", reads what a cache has kept that forgets tokens.
+    reads_forgotten = False
     #: Whether `refuse_pruned` is called: of the hosts whose layers do, the first one needs `HostCall.cache`.
     counts_keys = False
 

@@ -282,14 +282,8 @@ def layer_cache_of(key: Tensor, value: Tensor, mechanism: str, kind: type) -> La
     """
     if is_recorded():
         return None
-    cache, other = attached_to(key, LayerCache), attached_to(value, LayerCache)
-    either = cache or other
-    if cache is not other and either is not None:
-        if either.keep is not None:
-            raise ValueError(
-                f"{EVICTING} cannot serve a host that changes keys or values after they were cached; allowed: "
-                "evict=False"
-            )
+    cache = attached_to(key, LayerCache)
+    if cache is not attached_to(value, LayerCache):
         return None
     if cache is not None and cache.keep is not None and not isinstance(cache.keep, kind):
         raise ValueError(
