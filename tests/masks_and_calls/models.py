@@ -64,8 +64,6 @@ TURNING = frozenset(
     # Bounds of pages are of single channels.
     + ["rules by head", "pages", "pages by the chunk before", "nested windows, bounds"]
 )
-#: Mechanisms whose windows count slots, padding among them, as a model's own sliding window does.
-SLOTS = frozenset(["trilinear"])
 ENGINES = ("auto", "reference", "blockwise", "cpu")
 NO_KERNEL = frozenset(["talking heads", "cone and talking heads", "trilinear", "trilinear, no windows"])
 #: For each kind of call the mechanisms that may refuse it, and what their sentence says. Nothing else is refused.
@@ -178,11 +176,10 @@ class Talk:
 
 
 @st.composite
-def draw_packed_talks(draw, mechanism: str) -> Talk:
+def draw_packed_talks(draw) -> Talk:
     """Draw several texts in a row, in one call or in several."""
     length = draw(st.integers(2, 12))
-    padded = mechanism not in SLOTS
-    rows = tuple(draw_packed(draw, length, padded) for _ in range(draw(st.integers(1, 2))))
+    rows = tuple(draw_packed(draw, length) for _ in range(draw(st.integers(1, 2))))
     cache = draw(st.sampled_from((None, None, "dynamic", "static", "hierarchical")))
     sizes = draw_sizes(draw, length) if cache else (length,)
     by_places = cache is None and all(bool(row.real.all()) for row in rows)
@@ -195,7 +192,7 @@ def draw_packed_talks(draw, mechanism: str) -> Talk:
 def draw_talks(draw, host: str, mechanism: str) -> Talk:
     length = draw(st.integers(7, 14) | st.integers(1, 14))
     # A window of slots would change what the model itself means where padding stands inside a row.
-    counts_slots = host != "llama" or mechanism in SLOTS
+    counts_slots = host != "llama"
     kinds = [draw_whole, draw_left if counts_slots else draw_padded]
     kind = draw(st.sampled_from(kinds))
     rows = tuple(kind(draw, length) for _ in range(draw(st.integers(1, 3))))
