@@ -223,8 +223,8 @@ class LayerCache:
         """
         if length < self.shortest:
             raise ValueError(
-                f"{EVICTING} cannot go back to {length} tokens, only to {self.shortest}; allowed: at most {TAKEN_BACK} "
-                "tokens at once, reset(), or evict=False"
+                f"{EVICTING} has forgotten keys that are read after a crop to {length} tokens; allowed: crops to "
+                f"{self.shortest} tokens or more, reset(), or evict=False"
             )
         for part in self.parts:
             for tensor in part.tokens:
