@@ -54,6 +54,10 @@ MECHANISMS = {
 SPARSE = frozenset(name for name, configs in MECHANISMS.items() if isinstance(configs[0], ha.SparseConfig))
 #: Sparse rules that know rows of one whole text.
 ONE_TEXT = SPARSE - {"exact", "window"}
+#: Sparse rules that select by queries of earlier calls.
+EARLIER = frozenset(["vertical and slash"]) | {
+    name for name in ONE_TEXT if "the chunk before" in name or "bounds" in name
+}
 #: Mechanisms whose results depend on where keys stand in their row.
 COUNTING = frozenset(["hype", "hsa", "hsa, refined", "trilinear", "hype and hsa"]) | SPARSE - {"exact"}
 #: Mechanisms that choose keys by their scores, so that rounding may decide.
@@ -72,6 +76,7 @@ REFUSALS = {
     "sliding window": (frozenset(["vertical and slash"]), "whose cache drops the columns that it measures"),
     "packed": (ONE_TEXT, "its rules know rows of one whole text"),
     "packed, with a cache": (COUNTING, "allowed:"),
+    "padding by itself": (EARLIER, "which are not known"),
     "forgotten, padding inside": (frozenset(["hsa"]), "HierarchicalCache(evict=True)"),
     "pruned": (COUNTING, "counts the keys of the cache, and position_ids="),
 }
@@ -257,11 +262,19 @@ def has_padding_inside(talk: Talk) -> bool:
     return any(talk.chosen) or not all(is_whole(row) and row.texts[-1] >= 0 for row in talk.rows)
 
 
+def has_padding_by_itself(talk: Talk) -> bool:
+    """Whether all queries of a row are padding in some call, whose mask then says nothing of the row."""
+    parts = (row.real.split(talk.sizes) for row in talk.rows)
+    return not all(bool(part.any()) for row in parts for part in row)
+
+
 def kinds_of(host: str, engine: str, talk: Talk) -> set[str]:
     """Return the kinds of REFUSALS that a talk is of."""
     kinds = {engine} | ({"sliding window"} if host != "llama" else set())
     if max(max(row.texts) for row in talk.rows) > 0:
         kinds.add("packed, with a cache" if talk.cache else "packed")
+    if talk.cache and isinstance(talk.form, Form) and has_padding_by_itself(talk):
+        kinds.add("padding by itself")
     if talk.cache == "forgetful" and has_padding_inside(talk):
         kinds.add("forgotten, padding inside")
     return kinds

@@ -190,7 +190,7 @@ def test_windows_of_a_batch_of_no_rows(spans):
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "native", "rows"])
 def test_key_tying_of_a_batch_of_no_rows(backend):
-    if backend == "native" and native.library() is None:
+    if backend == "native" and not native.serves(torch.zeros(1)):
         pytest.skip("no compiler")
     query, key = torch.zeros(0, 4, 5, 4, requires_grad=True), torch.zeros(0, 2, 5, 4)
     out, _ = key_tied(query, key, key[..., :3], (2, 4), near=1, is_causal=True, backend=backend)
